@@ -1,0 +1,245 @@
+"""Sampling parameters of one request: exactly the keys of the wire, checked when built. No torch here."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Self
+
+from ebbtide.srt.errors import RequestRejected
+
+GREEDY_BELOW_TEMPERATURE = 1e-6
+MAX_STOP_STRINGS = 32
+_INT64_MAX = 2**63 - 1
+
+_Check = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends.
+
+    `None` for a key means its default (`max_new_tokens=None`: up to the context). After construction every
+    value is normalised: numbers are plain `int` and `float`, `stop` and `stop_token_ids` are tuples,
+    `logit_bias` has int keys. What needs the model (vocabulary, context, a tokenizer) is checked elsewhere.
+
+    Raises:
+        RequestRejected: status 400; names the key, what was expected and what was given.
+
+    Source: wire_api section 2.2.
+    """
+
+    max_new_tokens: int | None = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int | None] | None = None
+    ignore_eos: bool = False
+    n: int = 1
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    stream_interval: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    sampling_seed: int | None = None
+    # Checked, then dropped: nothing reads it, and what it holds may not be fit to travel.
+    custom_params: Mapping[str, Any] | None = None
+    # Keys of features this version lacks. Anything but "not given" is refused, so they are None once built.
+    json_schema: Any = field(default=None, repr=False)
+    regex: Any = field(default=None, repr=False)
+    ebnf: Any = field(default=None, repr=False)
+    structural_tag: Any = field(default=None, repr=False)
+    stop_regex: Any = field(default=None, repr=False)
+    choice: Any = field(default=None, repr=False)
+    beam_width: Any = field(default=None, repr=False)
+    watermark: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, default, when_null, check in _RULES:
+            value = getattr(self, name)
+            if value is default:
+                continue
+            checked = when_null if value is None else check(name, value)
+            if checked is not value:
+                object.__setattr__(self, name, checked)
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise _rejected(
+                "min_new_tokens", f"at most max_new_tokens ({self.max_new_tokens})", self.min_new_tokens
+            )
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Self:
+        """Build from a JSON object, refusing unknown keys: a misspelt one would change a rollout silently.
+
+        Raises:
+            RequestRejected: status 400; an unknown key (the message lists the valid ones) or a bad value.
+        """
+        if not isinstance(given, Mapping):
+            raise RequestRejected(f"sampling_params: expected an object, got {_shown(given)}")
+        unknown = [name for name in given if name not in _KEYS]
+        if unknown:
+            listed = ", ".join(repr(name) for name in unknown[:10])
+            raise RequestRejected(
+                f"sampling_params: unknown key {listed}. Valid keys: {', '.join(sorted(_KEYS))}"
+            )
+        return cls(**given)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken instead of a sample."""
+        return self.temperature < GREEDY_BELOW_TEMPERATURE
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings; empty when there are none."""
+        return tuple(self.stop) if self.stop is not None else ()
+
+    @property
+    def stop_token_id_set(self) -> frozenset[int]:
+        """The request's own stop ids, EOS not included."""
+        if self.stop_token_ids is None:
+            return frozenset()
+        return frozenset(token_id for token_id in self.stop_token_ids if token_id is not None)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _rejected(name: str, expected: str, value: Any) -> RequestRejected:
+    return RequestRejected(f"sampling_params.{name}: expected {expected}, got {_shown(value)}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(minimum: int, expected: str, *, also: int | None = None) -> _Check:
+    def check(name: str, value: Any) -> int:
+        if not _is_int(value) or not (minimum <= value <= _INT64_MAX or value == also):
+            raise _rejected(name, expected, value)
+        return int(value)
+
+    return check
+
+
+def _number(low: float, high: float, expected: str, *, above_low: bool = False) -> _Check:
+    def check(name: str, value: Any) -> float:
+        is_number = _is_int(value) or isinstance(value, float)
+        # NaN fails both comparisons, so it is refused without a case of its own.
+        if not is_number or not (low <= value <= high) or (above_low and value == low):
+            raise _rejected(name, expected, value)
+        return value if type(value) is float else float(value)
+
+    return check
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _rejected(name, "true or false", value)
+    return value
+
+
+def _stop(name: str, value: Any) -> tuple[str, ...] | None:
+    expected = f"a non-empty string or a list of at most {MAX_STOP_STRINGS} of them"
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, list | tuple) or len(strings) > MAX_STOP_STRINGS:
+        raise _rejected(name, expected, value)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise _rejected(name, expected, value)
+    return tuple(strings) or None
+
+
+def _stop_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise _rejected(name, "a list of token ids", value)
+    token_ids = tuple(token_id for token_id in value if token_id is not None)
+    if not all(_is_int(token_id) and 0 <= token_id <= _INT64_MAX for token_id in token_ids):
+        raise _rejected(name, "a list of token ids, each an integer ≥ 0", value)
+    return token_ids or None
+
+
+def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
+    expected = "an object from token id to a finite number"
+    if not isinstance(value, Mapping):
+        raise _rejected(name, expected, value)
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        # Keys of a JSON object are strings; Python callers pass ints.
+        is_id = key.isascii() and key.isdecimal() if isinstance(key, str) else _is_int(key) and key >= 0
+        is_finite = (_is_int(bias) or isinstance(bias, float)) and math.isfinite(bias)
+        if not is_id or len(str(key)) > 18 or not is_finite:
+            raise _rejected(name, expected, {key: bias})
+        biases[int(key)] = float(bias)
+    return biases or None
+
+
+def _object(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise _rejected(name, "an object", value)
+
+
+def _not_supported(name: str, value: Any) -> None:
+    if value == "" or value == []:
+        return
+    raise RequestRejected(f"sampling_params.{name}: not supported in this version, got {_shown(value)}")
+
+
+def _beam_width(name: str, value: Any) -> None:
+    if not _is_int(value) or value != 1:
+        _not_supported(name, value)
+
+
+_CHECKS: dict[str, _Check] = {
+    "max_new_tokens": _integer(0, "an integer ≥ 0"),
+    "min_new_tokens": _integer(0, "an integer ≥ 0"),
+    "temperature": _number(0.0, sys.float_info.max, "a finite number ≥ 0"),
+    "top_p": _number(0.0, 1.0, "a number in (0, 1]", above_low=True),
+    "top_k": _integer(1, "-1 (off) or an integer ≥ 1", also=-1),
+    "min_p": _number(0.0, 1.0, "a number in [0, 1]"),
+    "frequency_penalty": _number(-2.0, 2.0, "a number in [-2, 2]"),
+    "presence_penalty": _number(-2.0, 2.0, "a number in [-2, 2]"),
+    "repetition_penalty": _number(0.0, 2.0, "a number in (0, 2]", above_low=True),
+    "stop": _stop,
+    "stop_token_ids": _stop_token_ids,
+    "ignore_eos": _boolean,
+    "n": _integer(1, "an integer ≥ 1"),
+    "skip_special_tokens": _boolean,
+    "spaces_between_special_tokens": _boolean,
+    "no_stop_trim": _boolean,
+    "stream_interval": _integer(1, "an integer ≥ 1"),
+    "logit_bias": _logit_bias,
+    "sampling_seed": _integer(-(2**63), "a signed 64-bit integer"),
+    "custom_params": _object,
+    "json_schema": _not_supported,
+    "regex": _not_supported,
+    "ebnf": _not_supported,
+    "structural_tag": _not_supported,
+    "stop_regex": _not_supported,
+    "choice": _not_supported,
+    "beam_width": _beam_width,
+    "watermark": _not_supported,
+}
+
+
+def _default(name: str) -> Any:
+    default = next(entry.default for entry in fields(SamplingParams) if entry.name == name)
+    assert default is not MISSING, name
+    return default
+
+
+_KEYS = frozenset(_CHECKS)
+# (key, default, what null means, check). Null is the default; for max_new_tokens it lifts the ceiling.
+_RULES: tuple[tuple[str, Any, Any, _Check], ...] = tuple(
+    (name, _default(name), None if name == "max_new_tokens" else _default(name), check)
+    for name, check in _CHECKS.items()
+)

@@ -1,0 +1,224 @@
+"""SamplingParams: what is accepted, what it becomes, what is refused, and the trip over the wire."""
+
+import json
+import math
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.sampling_params import SamplingParams
+
+KEYS = {
+    *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty"),
+    *("presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "n"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"),
+    *("logit_bias", "sampling_seed", "custom_params", "json_schema", "regex", "ebnf", "structural_tag"),
+    *("stop_regex", "choice", "beam_width", "watermark"),
+}
+UNSUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "choice", "watermark")
+
+
+class Envelope(msgspec.Struct, frozen=True, tag=True):
+    params: SamplingParams
+
+
+def test_the_keys_are_those_of_the_wire() -> None:
+    assert {entry.name for entry in fields(SamplingParams)} == KEYS
+
+
+@pytest.mark.parametrize("name", sorted(KEYS - {"max_new_tokens"}))
+def test_null_is_the_default(name: str) -> None:
+    assert SamplingParams.from_dict({name: None}) == SamplingParams()
+
+
+def test_null_max_new_tokens_lifts_the_ceiling() -> None:
+    assert SamplingParams().max_new_tokens == 128
+    assert SamplingParams.from_dict({"max_new_tokens": None}).max_new_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("temperature", 0),
+        ("temperature", 1e6),
+        ("top_p", 1e-9),
+        ("top_p", 1),
+        ("top_k", -1),
+        ("top_k", 1),
+        ("top_k", 10**9),
+        ("min_p", 0),
+        ("min_p", 1.0),
+        ("frequency_penalty", -2),
+        ("presence_penalty", 2.0),
+        ("repetition_penalty", 1e-3),
+        ("repetition_penalty", 2),
+        ("n", 1),
+        ("stream_interval", 1),
+        ("sampling_seed", -(2**63)),
+        ("sampling_seed", 2**63 - 1),
+        ("skip_special_tokens", False),
+    ],
+)
+def test_values_at_the_bounds_are_taken(name: str, value: Any) -> None:
+    assert getattr(SamplingParams.from_dict({name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", -1),
+        ("max_new_tokens", 1.5),
+        ("max_new_tokens", "8"),
+        ("max_new_tokens", True),
+        ("max_new_tokens", 2**63),
+        ("min_new_tokens", -1),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("temperature", False),
+        ("temperature", 10**400),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", 0),
+        ("top_k", -2),
+        ("top_k", 1.0),
+        ("min_p", -0.01),
+        ("min_p", 1.01),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 2.1),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", ["a", 1]),
+        ("stop", 7),
+        ("stop", ["x"] * 33),
+        ("stop_token_ids", 7),
+        ("stop_token_ids", ["7"]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", [-1]),
+        ("ignore_eos", 1),
+        ("n", 0),
+        ("n", True),
+        ("stream_interval", 0),
+        ("logit_bias", [1]),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1": "2"}),
+        ("logit_bias", {"1": math.inf}),
+        ("logit_bias", {"9" * 30: 1}),
+        ("sampling_seed", 2**63),
+        ("sampling_seed", 1.0),
+        ("custom_params", []),
+        ("beam_width", 2),
+        ("beam_width", True),
+        *((name, "x") for name in UNSUPPORTED),
+        ("structural_tag", {}),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(RequestRejected, match=f"^sampling_params.{name}: ") as refusal:
+        SamplingParams.from_dict({name: value})
+    assert refusal.value.status == 400
+    assert len(refusal.value.message) < 300
+    with pytest.raises(RequestRejected):
+        SamplingParams(**{name: value})
+
+
+def test_an_unknown_key_is_refused_with_the_valid_ones() -> None:
+    with pytest.raises(RequestRejected, match="'temprature'") as refusal:
+        SamplingParams.from_dict({"temprature": 0.5, "top_p": 0.9})
+    assert all(key in refusal.value.message for key in KEYS)
+
+
+@pytest.mark.parametrize("given", [None, [], "greedy", 1])
+def test_what_is_not_an_object_is_refused(given: Any) -> None:
+    with pytest.raises(RequestRejected, match="expected an object"):
+        SamplingParams.from_dict(given)
+
+
+def test_min_new_tokens_may_not_exceed_max_new_tokens() -> None:
+    assert SamplingParams(min_new_tokens=4, max_new_tokens=4).min_new_tokens == 4
+    assert SamplingParams(min_new_tokens=400, max_new_tokens=None).min_new_tokens == 400
+    with pytest.raises(RequestRejected, match="min_new_tokens"):
+        SamplingParams(min_new_tokens=5, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize("value", ["", []])
+def test_empty_values_of_missing_features_are_not_given(name: str, value: Any) -> None:
+    assert SamplingParams.from_dict({name: value}) == SamplingParams()
+
+
+def test_beam_width_of_one_is_no_beam_search() -> None:
+    assert SamplingParams(beam_width=1) == SamplingParams()
+
+
+def test_stops_are_normalised() -> None:
+    assert SamplingParams(stop="END").stop_strings == ("END",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+    assert SamplingParams(stop=[]).stop_strings == SamplingParams().stop_strings == ()
+    assert SamplingParams(stop_token_ids=[3, None, 5]).stop_token_id_set == {3, 5}
+    assert (
+        SamplingParams(stop_token_ids=[None]).stop_token_id_set == SamplingParams().stop_token_id_set == set()
+    )
+
+
+def test_logit_bias_takes_the_string_keys_of_json() -> None:
+    assert SamplingParams.from_dict(json.loads('{"logit_bias": {"12": -1, "7": 2.5}}')).logit_bias == {
+        12: -1.0,
+        7: 2.5,
+    }
+
+
+def test_greedy_is_a_temperature_below_one_millionth() -> None:
+    assert SamplingParams(temperature=0).is_greedy
+    assert SamplingParams(temperature=9e-7).is_greedy
+    assert not SamplingParams(temperature=1e-6).is_greedy
+
+
+def test_custom_params_are_dropped() -> None:
+    assert SamplingParams(custom_params={"callback": object()}) == SamplingParams()
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().temperature = 0.0  # type: ignore[misc]
+
+
+optional_params = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_new_tokens": st.none() | st.integers(1000, 2**40),
+        "min_new_tokens": st.integers(0, 100),
+        "temperature": st.floats(0, 100) | st.integers(0, 3),
+        "top_p": st.floats(0, 1, exclude_min=True),
+        "top_k": st.just(-1) | st.integers(1, 2**40),
+        "repetition_penalty": st.floats(0, 2, exclude_min=True),
+        "stop": st.text(min_size=1) | st.lists(st.text(min_size=1), max_size=32),
+        "stop_token_ids": st.lists(st.integers(0, 2**31) | st.none()),
+        "logit_bias": st.dictionaries(st.integers(0, 2**31), st.floats(-100, 100)),
+        "sampling_seed": st.integers(-(2**63), 2**63 - 1),
+        "ignore_eos": st.booleans(),
+        "custom_params": st.dictionaries(st.text(), st.integers()),
+    },
+)
+
+
+@given(optional_params)
+def test_a_round_trip_over_the_wire_changes_nothing(given: dict[str, Any]) -> None:
+    params = SamplingParams.from_dict({"max_new_tokens": 128, **given})
+    wire = msgspec.msgpack.encode(Envelope(params))
+    received = msgspec.msgpack.decode(wire, type=Envelope).params
+    assert received == params
+    assert (received.stop_strings, received.stop_token_id_set) == (
+        params.stop_strings,
+        params.stop_token_id_set,
+    )
