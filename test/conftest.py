@@ -1,0 +1,8 @@
+"""What holds for every test: no network, no thread storms, no GPU needed. Helpers: `from fixtures.x import y`."""
+
+import os
+
+# Before anything imports torch or transformers, and inherited by the engines' processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models lose more to thread hand-offs than they gain
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
