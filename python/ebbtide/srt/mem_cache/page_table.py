@@ -1,0 +1,44 @@
+"""Which pages hold the KV of each running request, as one array that the attention backends read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class PageTable:
+    """A row of page ids per running request.
+
+    Attributes:
+        array: int32 [num_rows, max_pages]. `array[row, i]` is the page with the KV of the request's tokens
+            i*page_size .. (i+1)*page_size-1. Past what was written it holds stale or zero ids: always valid
+            as an index into the pool, so that padded gathers may read them.
+    """
+
+    def __init__(self, num_rows: int, max_pages: int) -> None:
+        self.array: NDArray[np.int32] = np.zeros((num_rows, max_pages), dtype=np.int32)
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._held_rows: set[int] = set()
+
+    def allocate_row(self) -> int:
+        """Take a row. The scheduler admits no more requests than there are rows, so one must be free."""
+        assert self._free_rows, f"all {len(self.array)} rows are taken"
+        row = self._free_rows.pop()
+        self._held_rows.add(row)
+        return row
+
+    def free_row(self, row: int) -> None:
+        """Give a row back; AssertionError if it is not held."""
+        assert row in self._held_rows, f"row {row} is not held"
+        self._held_rows.remove(row)
+        self._free_rows.append(row)
+
+    def write(self, row: int, first_index: int, pages: Sequence[int]) -> None:
+        """Set `array[row, first_index : first_index + len(pages)]`; AssertionError if that is no such place."""
+        end = first_index + len(pages)
+        assert row in self._held_rows, f"row {row} is not held"
+        # numpy clips slices, and would drop a single page past the end without a word.
+        assert 0 <= first_index <= end <= self.array.shape[1], f"[{first_index}, {end}) is outside the row"
+        self.array[row, first_index:end] = pages
