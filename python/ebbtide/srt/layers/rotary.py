@@ -1,0 +1,111 @@
+"""Rotary position embedding: the default form, linear scaling, and the scaling of Llama 3.
+
+Shapes: T tokens, N heads, H head_dim.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ebbtide.srt.errors import ConfigurationError
+
+RopeKind = Literal["default", "linear", "llama3"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How positions become angles.
+
+    Attributes:
+        kind: the variant.
+        theta: base of the geometric series of wave lengths.
+        factor: how many times longer the scaled waves are (linear, llama3).
+        low_freq_factor, high_freq_factor: bounds, as fractions of the original context, between which
+            llama3 blends scaled and unscaled frequencies.
+        original_context_len: context length before scaling (llama3).
+    """
+
+    kind: RopeKind
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context_len: int = 8192
+
+
+def rope_config(hf_config: Any) -> RopeConfig:
+    """Read the rope settings of a Hugging Face config, in the form of transformers 5 or an older one.
+
+    Raises ConfigurationError for a variant that is not implemented, or one that lacks a setting.
+    """
+    settings = dict(
+        getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    )
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in get_args(RopeKind):
+        raise ConfigurationError(
+            f"rope type {kind!r} is not supported; supported are {', '.join(get_args(RopeKind))}"
+        )
+    if settings.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigurationError("partial_rotary_factor other than 1 is not supported")
+    theta = settings.get("rope_theta", getattr(hf_config, "rope_theta", None))
+    try:
+        return RopeConfig(
+            kind=cast(RopeKind, kind),
+            theta=float(theta if theta is not None else 10000.0),
+            factor=float(settings["factor"]) if kind != "default" else 1.0,
+            low_freq_factor=float(settings["low_freq_factor"]) if kind == "llama3" else 1.0,
+            high_freq_factor=float(settings["high_freq_factor"]) if kind == "llama3" else 4.0,
+            original_context_len=int(settings["original_max_position_embeddings"])
+            if kind == "llama3"
+            else 8192,
+        )
+    except KeyError as error:
+        raise ConfigurationError(
+            f"rope type {kind!r} needs the setting {error.args[0]!r} in config.json"
+        ) from None
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
+    """Angle per position of each of the head_dim / 2 rotated pairs, float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        turns = rope.original_context_len * frequencies / (2 * math.pi)
+        # Waves that turn often within the original context stay, slow ones are stretched by the factor,
+        # and those between are a blend.
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = keep.clamp(0.0, 1.0)
+        return keep * frequencies + (1.0 - keep) * frequencies / rope.factor
+    return frequencies
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates the pairs (i, i + H/2) of every head by angles that grow with the position."""
+
+    inv_freq: Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", inverse_frequencies(rope, head_dim, device), persistent=False)
+
+    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine [T, 1, H] and sine [T, 1, H/2] for these positions: once per step, for all layers."""
+        angles = positions_T.to(torch.float32)[:, None, None] * self.inv_freq
+        cos = angles.cos().to(dtype)
+        return torch.cat((cos, cos), dim=-1), angles.sin().to(dtype)
+
+
+def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
+    """The rotated heads, a new tensor. `sin_T1H` holds half a head."""
+    first, second = x_TNH.chunk(2, dim=-1)
+    rotated = x_TNH * cos_T1H
+    rotated_first, rotated_second = rotated.chunk(2, dim=-1)
+    rotated_first.addcmul_(second, sin_T1H, value=-1.0)
+    rotated_second.addcmul_(first, sin_T1H)
+    return rotated

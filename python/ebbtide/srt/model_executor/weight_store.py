@@ -1,0 +1,187 @@
+"""The weights of a model as named tensors over one arena: written in place, or staged and swapped in."""
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.memory_saver.arena import Arena, Shadow
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
+from ebbtide.srt.models.base import CausalLM, WeightTarget
+
+__all__ = ["TensorProblem", "WeightStore", "WeightTarget"]
+
+ALIGNMENT_BYTES = 256
+SLICE_BYTES = 64 << 20
+# Narrower floating types mean nothing without the scales that belong to them.
+CONVERTIBLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+@dataclass(frozen=True)
+class TensorProblem:
+    """Why a tensor cannot be written."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lies in the arena."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WeightStore:
+    """All parameters of a model, laid out in one `weights` arena.
+
+    Two kinds of names lead to the same memory: checkpoint names (Hugging Face's, unfused), and with
+    `direct` the engine's own parameters. The arena is resident after construction; its contents are not
+    valid until every name has been written.
+
+    Args:
+        model: with parameters on the meta device; each is replaced by a view of the arena.
+        vm: where the arena's memory comes from.
+    """
+
+    def __init__(self, model: CausalLM, vm: VirtualMemory) -> None:
+        self._model = model
+        self._targets = model.checkpoint_map()
+        self._slots: dict[str, Slot] = {}
+        num_bytes = 0
+        for name, parameter in model.named_parameters():
+            slot = Slot(num_bytes, tuple(parameter.shape), parameter.dtype)
+            self._slots[name] = slot
+            num_bytes += -(-slot.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._sources: dict[str, set[str]] = {name: set() for name in self._slots}
+        for name, target in self._targets.items():
+            self._sources[target.parameter].add(name)
+        self.arena = Arena(MemoryTag.WEIGHTS, num_bytes, vm)
+        self.arena.resume()
+        self.generation = 0
+        for name, slot in self._slots.items():
+            replace_parameter(model, name, self.arena.view(slot.offset, slot.shape, slot.dtype))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every checkpoint name that the model needs."""
+        return frozenset(self._targets)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parameters, padding between them included."""
+        return self.arena.num_bytes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of a tensor by its checkpoint name."""
+        return self._targets[name].shape
+
+    def ignored(self, name: str) -> bool:
+        """Whether a checkpoint may hold this name although there is nothing to write."""
+        return self._model.ignored(name)
+
+    def check(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, direct: bool = False
+    ) -> TensorProblem | None:
+        """What stands against writing such a tensor; None if nothing does. Reads and changes no data."""
+        if not direct and self.ignored(name):
+            return None
+        expected = self._expected_shape(name, direct)
+        if expected is None:
+            return TensorProblem(name, "the model has no parameter of this name")
+        if tuple(shape) != expected:
+            return TensorProblem(name, f"expected shape {list(expected)}, got {list(shape)}")
+        parameter_dtype = self._slot(name, direct).dtype
+        if dtype != parameter_dtype and dtype not in CONVERTIBLE:
+            return TensorProblem(
+                name, f"expected {parameter_dtype} or a type that converts to it, got {dtype}"
+            )
+        return None
+
+    def write(self, name: str, tensor: Tensor, shadow: Shadow | None, direct: bool = False) -> int:
+        """Copy a tensor that `check` accepts into the staged copy, or in place where `shadow` is None.
+
+        Returns the bytes written, in the parameter's dtype; 0 for an ignored name.
+        """
+        if not direct and self.ignored(name):
+            return 0
+        destination = self._region(name, shadow, direct)
+        destination.copy_(tensor)
+        if shadow is None:
+            self.generation += 1
+        return destination.nbytes
+
+    def covered(self, name: str, direct: bool = False) -> frozenset[str]:
+        """The checkpoint names that writing `name` makes valid."""
+        if direct:
+            return frozenset(self._sources[name])
+        return frozenset() if self.ignored(name) else frozenset({name})
+
+    def complete(self, shadow: Shadow, written: Iterable[str]) -> Iterator[int]:
+        """Copy everything but `written` (checkpoint names) from the live weights into the staged copy.
+
+        A generator of the bytes of each slice (at most 64 MiB) just copied: the caller may do other
+        things between two slices, as long as the live weights stay as they are.
+        """
+        for name in sorted(self.names - frozenset(written)):
+            source, destination = self._region(name, None), self._region(name, shadow)
+            num_rows = max(1, SLICE_BYTES // max(1, source[:1].nbytes))
+            for piece, room in zip(
+                torch.split(source, num_rows), torch.split(destination, num_rows), strict=True
+            ):
+                room.copy_(piece)
+                yield piece.nbytes
+
+    def commit(self, shadow: Shadow) -> None:
+        """Make the staged copy live, at the same addresses; the shadow then holds the former weights."""
+        self.arena.swap(shadow)
+        self.generation += 1
+
+    def read(self, name: str, max_rows: int) -> Tensor:
+        """The first rows of a tensor by its checkpoint name, as float32; RequestRejected if unknown."""
+        if name not in self._targets:
+            raise RequestRejected(f"the model has no parameter {name!r}")
+        return self._region(name, None)[:max_rows].to(torch.float32, copy=True)
+
+    def checksum(self) -> str:
+        """A hash of every parameter's bytes: equal if and (all but certainly) only if the weights are."""
+        digest = hashlib.blake2b(digest_size=16)
+        for slot in self._slots.values():
+            live = self.arena.view(slot.offset, (slot.num_bytes,), torch.uint8)
+            for piece in torch.split(live, SLICE_BYTES):
+                digest.update(piece.cpu().numpy().data)
+        return digest.hexdigest()
+
+    def _slot(self, name: str, direct: bool) -> Slot:
+        return self._slots[name if direct else self._targets[name].parameter]
+
+    def _expected_shape(self, name: str, direct: bool) -> tuple[int, ...] | None:
+        if direct:
+            return self._slots[name].shape if name in self._slots else None
+        return self._targets[name].shape if name in self._targets else None
+
+    def _region(self, name: str, shadow: Shadow | None, direct: bool = False) -> Tensor:
+        slot = self._slot(name, direct)
+        memory = self.arena if shadow is None else shadow
+        parameter = memory.view(slot.offset, slot.shape, slot.dtype)
+        if direct:
+            return parameter
+        target = self._targets[name]
+        return parameter.narrow(target.dim, target.start, target.length)
+
+
+def replace_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+    """Give a parameter of a meta model its memory."""
+    module_name, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(module_name), attribute, nn.Parameter(value, requires_grad=False))

@@ -1,0 +1,77 @@
+"""What the engine asks of a model.
+
+Shapes: T tokens, D hidden, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ebbtide.srt.layers.attention.base import AttentionBackend
+
+
+@dataclass(frozen=True)
+class WeightTarget:
+    """Where a checkpoint's tensor lies in the engine's parameters.
+
+    Attributes:
+        parameter: the engine's parameter.
+        dim: the dimension of the parameter along which tensors are fused.
+        start, length: the tensor's range in that dimension.
+        shape: the whole tensor as the checkpoint holds it.
+    """
+
+    parameter: str
+    dim: int
+    start: int
+    length: int
+    shape: tuple[int, ...]
+
+
+WeightMap = dict[str, WeightTarget]
+
+
+def stacked(parameter: str, parts: Mapping[str, int], num_columns: int | None = None) -> WeightMap:
+    """Rows of a shard/fuse map: tensors that lie one below the other in one parameter.
+
+    Args:
+        parts: checkpoint name → number of rows, in the parameter's order.
+        num_columns: row length; None for vectors (biases, norms).
+    """
+    rows, start = {}, 0
+    for name, length in parts.items():
+        shape = (length,) if num_columns is None else (length, num_columns)
+        rows[name] = WeightTarget(parameter, 0, start, length, shape)
+        start += length
+    return rows
+
+
+def projection(module: str, parts: Mapping[str, int], num_columns: int, *, bias: bool) -> WeightMap:
+    """Rows of a shard/fuse map for one `Linear`: `parts` are checkpoint modules and their output sizes."""
+    weights = stacked(
+        f"{module}.weight", {f"{part}.weight": size for part, size in parts.items()}, num_columns
+    )
+    biases = stacked(f"{module}.bias", {f"{part}.bias": size for part, size in parts.items()})
+    return weights | biases if bias else weights
+
+
+class CausalLM(nn.Module, ABC):
+    """A decoder whose parameters are made on the meta device and get their memory from the weight store."""
+
+    @abstractmethod
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend) -> Tensor:
+        """Final hidden states [T, D]; `attention` has been prepared for the batch."""
+
+    @abstractmethod
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Scores [T, V] of the next token, in the model's dtype."""
+
+    @abstractmethod
+    def checkpoint_map(self) -> WeightMap:
+        """Every tensor that a checkpoint of this model must hold, and where it goes."""
+
+    @abstractmethod
+    def ignored(self, name: str) -> bool:
+        """Whether a checkpoint may hold this name although the model has no parameter for it."""

@@ -1,0 +1,213 @@
+"""The decoder that Llama, Qwen2 and Qwen3 share. Their files say how they differ.
+
+Shapes: T tokens, N heads, H head_dim, D hidden, V vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.layers.attention.base import AttentionBackend
+from ebbtide.srt.layers.embedding import VocabEmbedding
+from ebbtide.srt.layers.linear import Linear
+from ebbtide.srt.layers.norm import RMSNorm
+from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rope_config, rotate
+from ebbtide.srt.models.base import CausalLM, WeightMap, projection, stacked
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """Sizes and switches of a dense decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeConfig
+    tied: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+def dense_config(hf_config: Any, **switches: bool) -> DenseConfig:
+    """Sizes from a Hugging Face config. Raises ConfigurationError for what this decoder does not do."""
+    if hf_config.hidden_act != "silu":
+        raise ConfigurationError(f"hidden_act {hf_config.hidden_act!r} is not supported; supported is 'silu'")
+    layer_types = set(getattr(hf_config, "layer_types", None) or ())
+    if getattr(hf_config, "use_sliding_window", False) or layer_types - {"full_attention"}:
+        raise ConfigurationError("sliding-window attention is not supported; set use_sliding_window to false")
+    num_heads = hf_config.num_attention_heads
+    head_dim = getattr(hf_config, "head_dim", None)
+    num_kv_heads = getattr(hf_config, "num_key_value_heads", None)
+    return DenseConfig(
+        vocab_size=hf_config.vocab_size,
+        hidden_size=hf_config.hidden_size,
+        intermediate_size=hf_config.intermediate_size,
+        num_layers=hf_config.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads if num_kv_heads is not None else num_heads,
+        head_dim=head_dim if head_dim is not None else hf_config.hidden_size // num_heads,
+        norm_eps=hf_config.rms_norm_eps,
+        rope=rope_config(hf_config),
+        tied=bool(hf_config.tie_word_embeddings),
+        **switches,
+    )
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with one fused q, k, v projection."""
+
+    def __init__(self, config: DenseConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.qkv_proj = Linear(
+            config.hidden_size, config.q_size + 2 * config.kv_size, bias=config.qkv_bias, dtype=dtype
+        )
+        self.o_proj = Linear(config.q_size, config.hidden_size, bias=config.output_bias, dtype=dtype)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
+        n, m = self.num_heads, self.num_kv_heads
+        qkv_TNH = self.qkv_proj(x_TD).view(-1, n + 2 * m, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TNH = rotate(self.q_norm(qkv_TNH[:, :n]), cos, sin)
+            k_TNH = rotate(self.k_norm(qkv_TNH[:, n : n + m]), cos, sin)
+        else:
+            q_TNH, k_TNH = torch.split(rotate(qkv_TNH[:, : n + m], cos, sin), [n, m], dim=1)
+        out_TNH = attention.forward(self.layer, q_TNH, k_TNH, qkv_TNH[:, n + m :])
+        projected: Tensor = self.o_proj(out_TNH.reshape(-1, n * self.head_dim))
+        return projected
+
+
+class GatedMLP(nn.Module):
+    """silu(gate(x)) · up(x), projected back; gate and up are one fused projection."""
+
+    def __init__(self, config: DenseConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype)
+        self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x_TD).chunk(2, dim=-1)
+        projected: Tensor = self.down_proj(F.silu(gate).mul_(up))
+        return projected
+
+
+class Block(nn.Module):
+    """One decoder layer with pre-normalisation."""
+
+    def __init__(self, config: DenseConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.self_attn = Attention(config, layer, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.mlp = GatedMLP(config, dtype)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
+        """Adds to `x_TD` in place: nothing else refers to the residual stream."""
+        x_TD += self.self_attn(self.input_layernorm(x_TD), cos, sin, attention)
+        x_TD += self.mlp(self.post_attention_layernorm(x_TD))
+        return x_TD
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: DenseConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, device)
+        self.layers = nn.ModuleList(Block(config, layer, dtype) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend) -> Tensor:
+        x_TD = self.embed_tokens(input_ids_T)
+        cos, sin = self.rotary_emb(positions_T, x_TD.dtype)
+        for layer in self.layers:
+            x_TD = layer(x_TD, cos, sin, attention)
+        hidden_TD: Tensor = self.norm(x_TD)
+        return hidden_TD
+
+
+class DenseCausalLM(CausalLM):
+    """A dense decoder with an output projection, its own or the embedding's.
+
+    Args:
+        config: sizes and switches.
+        dtype: of the parameters and activations.
+        device: where buffers live; parameters are on the meta device.
+    """
+
+    def __init__(self, config: DenseConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, dtype, device)
+        self.lm_head = (
+            None if config.tied else VocabEmbedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        )
+
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend) -> Tensor:
+        hidden_TD: Tensor = self.model(input_ids_T, positions_T, attention)
+        return hidden_TD
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        return (self.model.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden_TD)
+
+    def checkpoint_map(self) -> WeightMap:
+        return outer_map(self.config) | {
+            f"model.layers.{layer}.{name}": replace(
+                target, parameter=f"model.layers.{layer}.{target.parameter}"
+            )
+            for layer in range(self.config.num_layers)
+            for name, target in layer_map(self.config).items()
+        }
+
+    def ignored(self, name: str) -> bool:
+        return name.endswith(".rotary_emb.inv_freq") or (self.config.tied and name == "lm_head.weight")
+
+
+def outer_map(config: DenseConfig) -> WeightMap:
+    """Shard/fuse map of what lies outside the layers."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    rows = stacked("model.embed_tokens.weight", {"model.embed_tokens.weight": vocab}, hidden)
+    rows |= stacked("model.norm.weight", {"model.norm.weight": hidden})
+    return rows if config.tied else rows | stacked("lm_head.weight", {"lm_head.weight": vocab}, hidden)
+
+
+def layer_map(config: DenseConfig) -> WeightMap:
+    """Shard/fuse map of one layer, names relative to it."""
+    hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    norms = {"input_layernorm.weight": hidden, "post_attention_layernorm.weight": hidden}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm.weight": config.head_dim, "self_attn.k_norm.weight": config.head_dim}
+    rows = projection("self_attn.qkv_proj", qkv, hidden, bias=config.qkv_bias)
+    rows |= projection("self_attn.o_proj", {"self_attn.o_proj": hidden}, q, bias=config.output_bias)
+    rows |= projection("mlp.gate_up_proj", gate_up, hidden, bias=config.mlp_bias)
+    rows |= projection("mlp.down_proj", {"mlp.down_proj": hidden}, inner, bias=config.mlp_bias)
+    for name, size in norms.items():
+        rows |= stacked(name, {name: size})
+    return rows

@@ -1,0 +1,30 @@
+"""Architecture name of config.json → model class."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.models.base import CausalLM
+from ebbtide.srt.models.llama import LlamaForCausalLM
+from ebbtide.srt.models.qwen2 import Qwen2ForCausalLM
+from ebbtide.srt.models.qwen3 import Qwen3ForCausalLM
+
+MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+}
+
+
+def build_model(architecture: str, hf_config: Any, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """The model with its parameters on the meta device and its buffers on `device`.
+
+    Raises ConfigurationError for an unknown architecture or a setting that is not supported.
+    """
+    if architecture not in MODELS:
+        raise ConfigurationError(
+            f"architecture {architecture!r} is not supported; supported are {', '.join(MODELS)}"
+        )
+    return MODELS[architecture](hf_config, dtype, device)
