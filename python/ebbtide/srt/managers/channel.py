@@ -1,0 +1,124 @@
+"""Typed ends of a ZMQ channel: one message union each, MessagePack on the wire, PUSH connects and PULL binds.
+
+Nothing here blocks at shutdown: a send to a peer that is gone is queued, and dropped when the sender closes.
+An end belongs to the thread that made it. A message that does not fit the union is a bug of ours and raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+T = TypeVar("T")
+
+# Below this many bytes, handing the buffer over to ZMQ costs more than copying it.
+ZERO_COPY_FROM_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class ChannelAddresses:
+    """Where each process listens, as ZMQ addresses (`ipc://...`)."""
+
+    scheduler: str
+    detokenizer: str
+    manager: str
+
+
+class Sender(Generic[T]):
+    """The sending end. `send` never blocks; messages wait in memory until the peer takes them."""
+
+    def __init__(self, address: str) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._socket = _socket(zmq.PUSH)
+        self._socket.connect(address)
+
+    def send(self, message: T) -> None:
+        data = self._encoder.encode(message)
+        self._socket.send(data, 0, len(data) < ZERO_COPY_FROM_BYTES)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Receiver(Generic[T]):
+    """The receiving end: any number of senders, one reader.
+
+    Args:
+        address: where to listen.
+        union: the type, or union of tagged types, of the messages.
+
+    Raises:
+        msgspec.ValidationError: while receiving, for an unknown type or a bad field; names the field's path.
+    """
+
+    def __init__(self, address: str, union: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+        self._socket = _socket(zmq.PULL)
+        self._socket.bind(address)
+
+    def receive(self, timeout_s: float | None = None) -> list[T]:
+        """Everything that is queued, after waiting up to `timeout_s` for the first message.
+
+        0 only looks; None waits for ever. An empty list means that the time passed.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not (messages := self._drain()):
+            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            # Rounded up: a remainder below a millisecond must not turn the wait into a busy loop.
+            self._socket.poll(None if left_s is None else int(left_s * 1000) + 1)
+        return messages
+
+    async def receive_async(self) -> list[T]:
+        """Everything that is queued, after waiting for the first message. Cancelling it loses nothing."""
+        while not (messages := self._drain()):
+            with self._readable() as readable:
+                await readable.wait()
+        return messages
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _drain(self) -> list[T]:
+        messages: list[T] = []
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return messages
+            messages.append(self._decoder.decode(frame.buffer))
+
+    @contextmanager
+    def _readable(self) -> Iterator[asyncio.Event]:
+        # ZMQ signals only what arrives after the queue was found empty, so: drain first, then wait.
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(self._socket.fileno(), readable.set)
+        try:
+            yield readable
+        finally:
+            loop.remove_reader(self._socket.fileno())
+
+
+def channel_pair(union: Any) -> tuple[Sender[Any], Receiver[Any]]:
+    """A channel within this process: the same ends, with nothing on the file system. For tests."""
+    address = f"inproc://{uuid.uuid4().hex}"
+    receiver: Receiver[Any] = Receiver(address, union)
+    return Sender(address), receiver
+
+
+def _socket(kind: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    return socket
