@@ -1,0 +1,123 @@
+"""Refuses arguments that cannot be meant or that this version cannot honour; warns of those it ignores."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import fields
+from typing import Any
+
+from ebbtide.srt.compat_args import DefaultOnlyArgs, NoEffectArgs
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.server_args import ArgumentSpec, ServerArgs, argument_specs, is_loopback
+
+logger = logging.getLogger(__name__)
+
+ALLOW_UNAUTHENTICATED_CONTROL = "EBBTIDE_ALLOW_UNAUTHENTICATED_CONTROL"
+
+
+def check_arguments(args: ServerArgs) -> None:
+    """Check everything that the arguments alone can tell, and warn once about each that is ignored.
+
+    Raises:
+        ConfigurationError: names the argument, what was expected and what was given.
+    """
+    for spec in argument_specs():
+        _check_value(spec, getattr(args, spec.name))
+    _check_bounds(args)
+    _check_supported(args)
+    _check_exposure(args)
+    _warn_without_effect(args)
+
+
+_COMPAT_NAMES = frozenset(entry.name for group in (NoEffectArgs, DefaultOnlyArgs) for entry in fields(group))
+_TYPE_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+
+
+def _check_value(spec: ArgumentSpec, value: Any) -> None:
+    # What frameworks pass for arguments without effect is their affair.
+    if spec.name in _COMPAT_NAMES or (value is None and spec.optional):
+        return
+    items = value if spec.is_list and isinstance(value, list | tuple) else [value]
+    if not all(_is_a(item, spec.types) for item in items):
+        expected = " or ".join(_TYPE_NAMES[kind] for kind in spec.types)
+        raise _unexpected(spec.name, f"{expected}{' or a list' if spec.is_list else ''}", value)
+    arg = spec.arg
+    if arg.choices and value not in arg.choices:
+        raise _unexpected(spec.name, f"one of {', '.join(arg.choices)}", value)
+    if arg.minimum is not None and value < arg.minimum and value != arg.also:
+        raise _unexpected(
+            spec.name, f"at least {arg.minimum}" + (f", or {arg.also}" if arg.also else ""), value
+        )
+
+
+def _is_a(value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, bool):  # which is an int to isinstance
+        return bool in kinds
+    return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+
+
+def _unexpected(name: str, expected: str, value: Any) -> ConfigurationError:
+    return ConfigurationError(f"{name}: expected {expected}, got {value!r}")
+
+
+def _check_bounds(args: ServerArgs) -> None:
+    fraction = args.mem_fraction_static
+    if fraction is not None and not 0 < fraction < 1:
+        raise _unexpected("mem_fraction_static", "a number between 0 and 1", fraction)
+    if args.port > 65535:
+        raise _unexpected("port", "at most 65535", args.port)
+    for name in ("weight_update_timeout_s", "watchdog_timeout"):
+        seconds = getattr(args, name)
+        if not (seconds > 0 and math.isfinite(seconds)):
+            raise _unexpected(name, "a number of seconds above 0", seconds)
+
+
+# Argument → (values that this version takes, what is missing). Values are not shown: two of them are secrets.
+_SUPPORTED_SO_FAR: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tp_size": ((1,), "tp_size > 1"),
+    "dp_size": ((1,), "dp_size > 1"),
+    "device": ((None, "cpu"), "device=cuda"),
+    "memory_saver_backend": (("auto", "none"), "memory_saver_backend=torch_memory_saver"),
+    "api_key": ((None,), "api_key (requests would go unchecked)"),
+    "admin_api_key": ((None,), "admin_api_key (requests would go unchecked)"),
+}
+
+
+def _check_supported(args: ServerArgs) -> None:
+    for name, (taken, missing) in _SUPPORTED_SO_FAR.items():
+        if getattr(args, name) not in taken:
+            raise ConfigurationError(f"not supported yet: {missing}")
+    for entry in fields(DefaultOnlyArgs):
+        value = getattr(args, entry.name)
+        # Frameworks write "off" as null or as false where the default is the other.
+        if value != entry.default and not (value in (None, False) and entry.default in (None, False)):
+            raise ConfigurationError(
+                f"not supported: {entry.name}={value!r} (only {entry.default!r} is accepted)"
+            )
+
+
+def _check_exposure(args: ServerArgs) -> None:
+    allowed = args.allow_unauthenticated_control or os.environ.get(ALLOW_UNAUTHENTICATED_CONTROL) == "1"
+    if not allowed and not is_loopback(args.host):
+        raise ConfigurationError(
+            f"host {args.host} is not loopback: whoever reaches the port could control the engine. "
+            f"If the network is trusted, pass --allow-unauthenticated-control "
+            f"or set {ALLOW_UNAUTHENTICATED_CONTROL}=1"
+        )
+
+
+_NO_EFFECT = frozenset(
+    [
+        *(entry.name for entry in fields(NoEffectArgs)),
+        # Ebbtide's own, whose part of the engine is still to come.
+        *("chat_template", "log_requests", "log_requests_level", "decode_log_interval", "enable_metrics"),
+    ]
+)
+
+
+def _warn_without_effect(args: ServerArgs) -> None:
+    for spec in argument_specs():
+        if spec.name in _NO_EFFECT and getattr(args, spec.name) != spec.default:
+            logger.warning("%s has no effect in Ebbtide", spec.flag)

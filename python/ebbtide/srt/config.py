@@ -1,0 +1,275 @@
+"""ServerArgs resolved once into frozen slices, one per part of the engine."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ebbtide.srt import hf_folder
+from ebbtide.srt.argument_checks import check_arguments
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.server_args import ServerArgs, bare_host
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+logger = logging.getLogger(__name__)
+
+CPU_PAGE_SIZE = 16
+CPU_MAX_RUNNING_REQUESTS = 64
+CPU_CHUNKED_PREFILL_SIZE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The model and its tokenizer.
+
+    Attributes:
+        path, tokenizer_path: local folders.
+        hf_config: transformers' config, overrides merged in.
+        dtype: float32, bfloat16 or float16.
+        context_len: tokens of prompt and output together.
+        eos_token_ids: of config.json and generation_config.json; the tokenizer's own may add to them.
+    """
+
+    path: str
+    tokenizer_path: str
+    tokenizer_mode: str
+    trust_remote_code: bool
+    architecture: str
+    architectures: list[str]
+    model_type: str
+    hf_config: PreTrainedConfig
+    dtype: str
+    context_len: int
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    num_heads: int
+    head_dim: int
+    eos_token_ids: frozenset[int]
+    load_format: str
+    served_model_name: str
+    weight_version: str
+    skip_tokenizer_init: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV pool and the prefix cache. `max_total_tokens` None: sized by memory."""
+
+    page_size: int
+    max_total_tokens: int | None
+    mem_fraction_static: float | None
+    dtype: str
+    enable_prefix_cache: bool
+    prefix_cache_scope: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """What goes into a batch and how often it is streamed. `chunked_prefill_size` None: no chunking."""
+
+    max_running_requests: int
+    max_queued_requests: int | None
+    chunked_prefill_size: int | None
+    max_prefill_tokens: int
+    policy: str
+    stream_interval: int
+    incremental_streaming_output: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryConfig:
+    """How memory is given back: backend `host` (memfd), or `none` where it never is."""
+
+    backend: str
+    enable_weights_cpu_backup: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateConfig:
+    """Weight updates: seconds one may take, and the import paths that may be named as `load_format`."""
+
+    timeout_s: float
+    custom_weight_loaders: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeConfig:
+    """The device and the process."""
+
+    device: str
+    attention_backend: str
+    random_seed: int
+    log_level: str
+    watchdog_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HttpConfig:
+    """Where the server listens; `host` is without brackets."""
+
+    host: str
+    port: int
+    log_level: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything, resolved. Picklable: it goes to the engine's processes. `server_args` is as passed."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    schedule: ScheduleConfig
+    memory: MemoryConfig
+    update: UpdateConfig
+    runtime: RuntimeConfig
+    http: HttpConfig
+    server_args: ServerArgs
+
+
+def resolve(args: ServerArgs) -> EngineConfig:
+    """Check the arguments, read the model's config, choose what was left open.
+
+    Raises:
+        ConfigurationError: names the argument or file, what was expected and what was found.
+    """
+    check_arguments(args)
+    model = _resolve_model(args)
+    return EngineConfig(
+        model=model,
+        cache=_resolve_cache(args, model),
+        schedule=_resolve_schedule(args),
+        memory=_resolve_memory(args),
+        update=_resolve_update(args),
+        runtime=_resolve_runtime(args),
+        http=HttpConfig(bare_host(args.host), args.port, args.log_level_http or args.log_level),
+        server_args=copy.copy(args),
+    )
+
+
+def _resolve_model(args: ServerArgs) -> ModelConfig:
+    with_weights = args.load_format != "dummy"
+    folder = hf_folder.local_folder("model_path", args.model_path, args.revision, with_weights=with_weights)
+    tokenizer = folder
+    if args.tokenizer_path is not None and not args.skip_tokenizer_init:
+        tokenizer = hf_folder.local_folder(
+            "tokenizer_path", args.tokenizer_path, args.revision, with_weights=False
+        )
+    hf_config = hf_folder.load_hf_config(
+        folder, trust_remote_code=args.trust_remote_code, overrides_json=args.json_model_override_args
+    )
+    names = hf_folder.architectures(folder, hf_config)
+    num_heads = hf_folder.positive_int(folder, hf_config, "num_attention_heads")
+    hidden_size = hf_folder.positive_int(folder, hf_config, "hidden_size")
+    longest = hf_folder.positive_int(folder, hf_config, "max_position_embeddings")
+    dtype = hf_folder.declared_dtype(folder, hf_config) if args.dtype == "auto" else _dtype_name(args.dtype)
+    return ModelConfig(
+        path=str(folder),
+        tokenizer_path=str(tokenizer),
+        tokenizer_mode=args.tokenizer_mode,
+        trust_remote_code=args.trust_remote_code,
+        architecture=names[0],
+        architectures=names,
+        model_type=hf_config.model_type,
+        hf_config=hf_config,
+        dtype=dtype,
+        context_len=_context_len(args.context_length, longest),
+        vocab_size=hf_folder.positive_int(folder, hf_config, "vocab_size"),
+        num_layers=hf_folder.positive_int(folder, hf_config, "num_hidden_layers"),
+        num_kv_heads=getattr(hf_config, "num_key_value_heads", None) or num_heads,
+        num_heads=num_heads,
+        head_dim=getattr(hf_config, "head_dim", None) or hidden_size // num_heads,
+        eos_token_ids=hf_folder.eos_token_ids(folder, hf_config),
+        load_format=args.load_format,
+        served_model_name=args.served_model_name if args.served_model_name is not None else args.model_path,
+        weight_version=args.weight_version,
+        skip_tokenizer_init=args.skip_tokenizer_init,
+    )
+
+
+def _context_len(given: int | None, longest: int) -> int:
+    if given is not None and given > longest:
+        raise ConfigurationError(
+            f"context_length: expected at most the model's max_position_embeddings, {longest}, got {given}; "
+            "json_model_override_args can raise that"
+        )
+    return given if given is not None else longest
+
+
+def _dtype_name(given: str) -> str:
+    return "float16" if given == "half" else given
+
+
+def _resolve_cache(args: ServerArgs, model: ModelConfig) -> CacheConfig:
+    page_size = args.page_size if args.page_size is not None else CPU_PAGE_SIZE
+    if args.max_total_tokens is not None and args.max_total_tokens < page_size:
+        raise ConfigurationError(
+            f"max_total_tokens: expected at least one page ({page_size}), got {args.max_total_tokens}"
+        )
+    return CacheConfig(
+        page_size=page_size,
+        max_total_tokens=args.max_total_tokens,
+        mem_fraction_static=args.mem_fraction_static,
+        dtype=model.dtype if args.kv_cache_dtype == "auto" else _dtype_name(args.kv_cache_dtype),
+        enable_prefix_cache=not args.disable_radix_cache,
+        prefix_cache_scope=args.prefix_cache_scope,
+    )
+
+
+def _resolve_schedule(args: ServerArgs) -> ScheduleConfig:
+    chunk = args.chunked_prefill_size if args.chunked_prefill_size is not None else CPU_CHUNKED_PREFILL_SIZE
+    running = args.max_running_requests
+    return ScheduleConfig(
+        max_running_requests=running if running is not None else CPU_MAX_RUNNING_REQUESTS,
+        max_queued_requests=args.max_queued_requests,
+        chunked_prefill_size=chunk if chunk != -1 else None,
+        max_prefill_tokens=args.max_prefill_tokens,
+        policy=args.schedule_policy,
+        stream_interval=args.stream_interval,
+        incremental_streaming_output=args.incremental_streaming_output,
+    )
+
+
+def _resolve_memory(args: ServerArgs) -> MemoryConfig:
+    has_saver = args.enable_memory_saver and args.memory_saver_backend != "none"
+    return MemoryConfig("host" if has_saver else "none", args.enable_weights_cpu_backup)
+
+
+def _resolve_update(args: ServerArgs) -> UpdateConfig:
+    given = args.custom_weight_loader
+    loaders = (given,) if isinstance(given, str) else tuple(given or ())
+    return UpdateConfig(float(args.weight_update_timeout_s), loaders)
+
+
+def _resolve_runtime(args: ServerArgs) -> RuntimeConfig:
+    seed = args.random_seed
+    if seed is None:
+        seed = random.SystemRandom().randrange(2**31)
+    logger.info("random_seed=%d", seed)
+    return RuntimeConfig(
+        device="cpu",
+        attention_backend=_attention_backend(args.attention_backend),
+        random_seed=seed,
+        log_level=args.log_level,
+        watchdog_timeout_s=float(args.watchdog_timeout),
+    )
+
+
+_OTHER_ATTENTION_BACKENDS = ("fa3", "fa4", "triton", "aiter")
+
+
+def _attention_backend(given: str | None) -> str:
+    if given in _OTHER_ATTENTION_BACKENDS:
+        logger.warning("attention_backend=%s is not in Ebbtide: torch_native is used", given)
+    elif given == "flashinfer":
+        raise ConfigurationError(
+            "attention_backend=flashinfer needs device=cuda; on the CPU it is torch_native"
+        )
+    elif given not in (None, "torch_native"):
+        raise ConfigurationError(f"attention_backend: expected flashinfer or torch_native, got {given!r}")
+    return "torch_native"

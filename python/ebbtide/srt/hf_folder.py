@@ -1,0 +1,121 @@
+"""What a Hugging Face checkpoint folder says of itself in its JSON files; the weights are the loader's."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.srt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
+_WEIGHT_FILES = ["*.safetensors", "*.bin"]
+
+
+def local_folder(argument: str, given: str, revision: str | None, *, with_weights: bool) -> Path:
+    """The folder that a path or hub id stands for; what the hub's cache lacks of a hub id is fetched.
+
+    Args:
+        argument: name of the argument, for the error.
+        with_weights: whether the weight files are wanted too.
+    """
+    folder = Path(given).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not _HUB_ID.fullmatch(given):
+        raise ConfigurationError(
+            f"{argument}: expected a checkpoint folder or a hub id, got {given!r} (no such folder)"
+        )
+    from huggingface_hub import snapshot_download  # not for those who keep their models in folders
+
+    patterns = _SMALL_FILES + (_WEIGHT_FILES if with_weights else [])
+    try:
+        return Path(snapshot_download(given, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{argument}: {given!r} is no folder, and not to be had as a hub id: {_first_line(error)}"
+        ) from error
+
+
+def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str) -> PreTrainedConfig:
+    """transformers' config of the folder, with the overrides merged into config.json's fields."""
+    overrides = _parse_overrides(overrides_json)
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(
+            f"{folder}: expected a Hugging Face checkpoint folder, it has no config.json"
+        )
+    from transformers import AutoConfig, PreTrainedConfig  # more than a second: not for `--help`
+
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if overrides:
+            # Built anew, since building derives fields from one another (rope, layer types).
+            raw, _ = PreTrainedConfig.get_config_dict(folder)
+            config = type(config).from_dict({**raw, **overrides})
+    except Exception as error:  # transformers answers a bad config with exceptions of many kinds
+        raise ConfigurationError(f"{folder}/config.json: {_first_line(error)}") from error
+    return config
+
+
+def architectures(folder: Path, hf_config: PreTrainedConfig) -> list[str]:
+    """The model classes that config.json names; at least one."""
+    names = getattr(hf_config, "architectures", None)
+    if not names:
+        raise ConfigurationError(
+            f'{folder}/config.json: expected "architectures" to name a class, got {names!r}'
+        )
+    return list(names)
+
+
+def positive_int(folder: Path, hf_config: PreTrainedConfig, name: str) -> int:
+    """A field of config.json that must be there."""
+    value = getattr(hf_config, name, None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigurationError(f"{folder}/config.json: expected {name} to be an integer ≥ 1, got {value!r}")
+    return value
+
+
+def declared_dtype(folder: Path, hf_config: PreTrainedConfig) -> str:
+    """The dtype of the checkpoint by its config.json; transformers' default, float32, where it has none."""
+    declared = getattr(hf_config, "dtype", None)
+    name = str(declared if declared is not None else "float32").removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigurationError(
+            f"{folder}/config.json: expected dtype float32, bfloat16 or float16, got {name}; "
+            "pass --dtype to convert to one of them"
+        )
+    return name
+
+
+def eos_token_ids(folder: Path, hf_config: PreTrainedConfig) -> frozenset[int]:
+    """The ids that end a text, by config.json and generation_config.json together."""
+    path = folder / "generation_config.json"
+    generation: Any = {}
+    if path.is_file():
+        try:
+            generation = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigurationError(f"{path}: not JSON: {error}") from error
+    found: set[int] = set()
+    for given in (getattr(hf_config, "eos_token_id", None), generation.get("eos_token_id")):
+        found.update([given] if isinstance(given, int) else given or ())
+    return frozenset(found)
+
+
+def _parse_overrides(text: str) -> dict[str, Any]:
+    try:
+        overrides = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"json_model_override_args: not JSON: {error}") from error
+    if not isinstance(overrides, dict):
+        raise ConfigurationError(f"json_model_override_args: expected a JSON object, got {text!r}")
+    return overrides
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,257 @@
+"""The arguments of a server or an Engine, and their command line. Nothing is checked or looked at here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import ipaddress
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
+
+from ebbtide.srt.compat_args import DefaultOnlyArgs, NoEffectArgs
+
+
+@dataclass(frozen=True, slots=True)
+class Arg:
+    """What the command line and the checks need to know of a field beyond its type and default.
+
+    Attributes:
+        help: one line.
+        aliases: further flags.
+        choices: the only values taken.
+        minimum: the least number taken.
+        also: a number below `minimum` that is taken too.
+    """
+
+    help: str
+    aliases: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    also: int | None = None
+
+
+_DTYPES = ("auto", "float32", "float16", "half", "bfloat16")
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass
+class ServerArgs(DefaultOnlyArgs, NoEffectArgs):
+    """Every argument with its default. Building one checks and touches nothing: `config.resolve` does.
+
+    A field `a_b` is the flag `--a-b`. An unknown field is a `TypeError`.
+
+    Source: wire_api section 7.
+    """
+
+    model_path: Annotated[str, Arg("Local Hugging Face folder or hub id.", aliases=("--model",))]
+    tokenizer_path: Annotated[str | None, Arg("Folder or hub id of the tokenizer (default: model path).")] = (
+        None
+    )
+    tokenizer_mode: Annotated[
+        str, Arg("Fast tokenizer if there is one, or not.", choices=("auto", "slow"))
+    ] = "auto"
+    skip_tokenizer_init: Annotated[bool, Arg("Token ids in and out only.")] = False
+    trust_remote_code: Annotated[bool, Arg("Run code that comes with the model's config or tokenizer.")] = (
+        False
+    )
+    revision: Annotated[str | None, Arg("Revision of a hub id.")] = None
+    context_length: Annotated[int | None, Arg("Tokens of context (default: the model's).", minimum=1)] = None
+    dtype: Annotated[str, Arg("Type of the weights; auto: the checkpoint's.", choices=_DTYPES)] = "auto"
+    kv_cache_dtype: Annotated[str, Arg("Type of the KV cache; auto: the model's.", choices=_DTYPES)] = "auto"
+    load_format: Annotated[
+        str, Arg("How weights are loaded.", choices=("auto", "safetensors", "pt", "dummy"))
+    ] = "auto"
+    json_model_override_args: Annotated[str, Arg("JSON object merged into the model's config.")] = "{}"
+    served_model_name: Annotated[str | None, Arg("Name shown to clients (default: model path).")] = None
+    chat_template: Annotated[str | None, Arg("Chat template (default: the tokenizer's).")] = None
+    weight_version: Annotated[str, Arg("Version of the weights at start.")] = "default"
+
+    host: Annotated[str, Arg("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Arg("Port to listen on.", minimum=1)] = 30000
+    api_key: Annotated[str | None, Arg("Key of the generation endpoints.")] = None
+    admin_api_key: Annotated[str | None, Arg("Key of the control endpoints.")] = None
+    allow_unauthenticated_control: Annotated[
+        bool, Arg("Listen beyond loopback although anyone who reaches the port controls the engine.")
+    ] = False
+
+    tp_size: Annotated[
+        int, Arg("Tensor-parallel ranks.", aliases=("--tensor-parallel-size", "--tp"), minimum=1)
+    ] = 1
+    dp_size: Annotated[
+        int, Arg("Data-parallel replicas.", aliases=("--data-parallel-size", "--dp"), minimum=1)
+    ] = 1
+    base_gpu_id: Annotated[int, Arg("Device of rank 0.", minimum=0)] = 0
+    gpu_id_step: Annotated[int, Arg("Distance between the devices of neighbouring ranks.", minimum=1)] = 1
+    dist_init_addr: Annotated[str | None, Arg("Rendezvous of the engine's own ranks.")] = None
+    nccl_port: Annotated[int | None, Arg("Port of that rendezvous (default: a free one).", minimum=1)] = None
+    device: Annotated[str | None, Arg("Device (default: chosen).", choices=("cuda", "cpu"))] = None
+    random_seed: Annotated[int | None, Arg("Seed of sampling (default: drawn).")] = None
+
+    mem_fraction_static: Annotated[
+        float | None, Arg("Share of the memory free at start for weights and KV cache (default: chosen).")
+    ] = None
+    max_total_tokens: Annotated[int | None, Arg("Tokens in the KV pool (default: by memory).", minimum=1)] = (
+        None
+    )
+    page_size: Annotated[int | None, Arg("Tokens per KV page (default: chosen).", minimum=1)] = None
+    max_running_requests: Annotated[int | None, Arg("Requests in a batch (default: chosen).", minimum=1)] = (
+        None
+    )
+    max_queued_requests: Annotated[
+        int | None, Arg("Requests that may wait (default: no limit).", minimum=0)
+    ] = None
+    chunked_prefill_size: Annotated[
+        int | None,
+        Arg("Prompt tokens per forward pass; -1: no chunking (default: chosen).", minimum=1, also=-1),
+    ] = None
+    max_prefill_tokens: Annotated[int, Arg("Prompt tokens of all requests per forward pass.", minimum=1)] = (
+        16384
+    )
+    schedule_policy: Annotated[
+        str, Arg("Order of waiting requests: arrival, or longest cached prefix.", choices=("fcfs", "lpm"))
+    ] = "fcfs"
+    disable_radix_cache: Annotated[bool, Arg("No prefix cache.")] = False
+    prefix_cache_scope: Annotated[
+        str, Arg("Which weight versions may share cached prefixes.", choices=("any", "version"))
+    ] = "any"
+    disable_cuda_graph: Annotated[bool, Arg("No CUDA graphs.")] = False
+    cuda_graph_bs: Annotated[list[int] | None, Arg("Batch sizes to capture (default: chosen).")] = None
+    cuda_graph_max_bs: Annotated[int | None, Arg("Largest batch size to capture.", minimum=1)] = None
+    disable_overlap_schedule: Annotated[bool, Arg("Process a step before the next one is launched.")] = False
+    attention_backend: Annotated[str | None, Arg("flashinfer or torch_native (default: chosen).")] = None
+    stream_interval: Annotated[int, Arg("Tokens between chunks of a stream.", minimum=1)] = 1
+    incremental_streaming_output: Annotated[bool, Arg("Chunks hold what is new, not everything so far.")] = (
+        False
+    )
+
+    enable_memory_saver: Annotated[bool, Arg("Memory can be released and resumed.")] = True
+    memory_saver_backend: Annotated[
+        str,
+        Arg("How memory is given back; none: not at all.", choices=("auto", "torch_memory_saver", "none")),
+    ] = "auto"
+    enable_weights_cpu_backup: Annotated[bool, Arg("Parameters survive a release of the weights.")] = False
+    custom_weight_loader: Annotated[
+        str | list[str] | None, Arg("Import paths that updates may name as load_format.")
+    ] = None
+    weight_update_timeout_s: Annotated[float, Arg("Seconds a weight update or session may take.")] = 600.0
+
+    watchdog_timeout: Annotated[float, Arg("Seconds one forward pass may take.")] = 300.0
+    skip_server_warmup: Annotated[bool, Arg("Do not generate a token before serving.")] = False
+    log_level: Annotated[str, Arg("Log level.", choices=_LOG_LEVELS)] = "info"
+    log_level_http: Annotated[
+        str | None, Arg("Log level of HTTP (default: log level).", choices=_LOG_LEVELS)
+    ] = None
+    log_requests: Annotated[bool, Arg("Log each request.")] = False
+    log_requests_level: Annotated[int, Arg("How much of a request is logged.", minimum=0)] = 2
+    decode_log_interval: Annotated[int, Arg("Decode steps between log lines.", minimum=1)] = 40
+    enable_metrics: Annotated[bool, Arg("Serve Prometheus metrics.")] = False
+
+    def __post_init__(self) -> None:
+        """Nothing: frameworks patch this method, and build arguments on machines that never run them."""
+
+    def url(self) -> str:
+        """Where a client on this machine reaches the server: `http://host:port`."""
+        host = bare_host(self.host)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
+        """Add one flag per field by `parser.add_argument`, which callers wrap to prefix the flags."""
+        for spec in argument_specs():
+            parser.add_argument(*spec.flags, **spec.argparse_options())
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Build from those attributes of a namespace that are fields."""
+        names = [entry.name for entry in dataclasses.fields(cls)]
+        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+
+def bare_host(host: str) -> str:
+    """The host without the brackets that an IPv6 address may be written in."""
+    return host.removeprefix("[").removesuffix("]")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the host; a name other than localhost is taken to be reachable."""
+    try:
+        return ipaddress.ip_address(bare_host(host)).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentSpec:
+    """A field of ServerArgs as the command line and the checks see it.
+
+    Attributes:
+        types: the plain types a value may have; a list's item type for lists.
+        is_list: whether a list is taken.
+        optional: whether None is taken.
+        default: `dataclasses.MISSING` where the field is required.
+    """
+
+    name: str
+    arg: Arg
+    types: tuple[type, ...]
+    is_list: bool
+    optional: bool
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (self.flag, *self.arg.aliases)
+
+    def argparse_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"help": self.arg.help}
+        if self.default is dataclasses.MISSING:
+            options["required"] = True
+        else:
+            options["default"] = self.default
+        if bool in self.types:
+            return {**options, "action": "store_true"}
+        options["type"] = self.types[0]
+        if self.is_list:
+            options["nargs"] = "+"
+        if self.arg.choices:
+            options["choices"] = list(self.arg.choices)
+        return options
+
+
+@functools.cache
+def argument_specs() -> tuple[ArgumentSpec, ...]:
+    """All fields: Ebbtide's own in the order of the class, then those accepted for compatibility."""
+    hints = get_type_hints(ServerArgs, include_extras=True)
+    compat = {
+        **{entry.name: _NO_EFFECT for entry in dataclasses.fields(NoEffectArgs)},
+        **{entry.name: _DEFAULT_ONLY for entry in dataclasses.fields(DefaultOnlyArgs)},
+    }
+    entries = sorted(dataclasses.fields(ServerArgs), key=lambda entry: entry.name in compat)
+    return tuple(_spec(entry, hints[entry.name], compat.get(entry.name)) for entry in entries)
+
+
+_NO_EFFECT = Arg("Accepted for compatibility; has no effect.")
+_DEFAULT_ONLY = Arg("Accepted for compatibility, at its default only.")
+
+
+def _spec(entry: dataclasses.Field[Any], hint: Any, compat: Arg | None) -> ArgumentSpec:
+    plain, arg = (hint, compat) if compat is not None else get_args(hint)
+    members = get_args(plain) if isinstance(plain, UnionType) else (plain,)
+    lists = [member for member in members if get_origin(member) is list]
+    scalars = tuple(member for member in members if member is not type(None) and member not in lists)
+    items = tuple(get_args(member)[0] for member in lists)
+    return ArgumentSpec(
+        name=entry.name,
+        arg=arg,
+        types=scalars or items,
+        is_list=bool(lists),
+        optional=type(None) in members,
+        default=entry.default,
+    )

@@ -1,0 +1,288 @@
+"""resolve: what is chosen, what is read from the model folder, what is refused and how it is said."""
+
+import dataclasses
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.srt.compat_args import DefaultOnlyArgs, NoEffectArgs
+from ebbtide.srt.config import EngineConfig, resolve
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.server_args import ServerArgs
+
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "vocab_size": 258,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "eos_token_id": 257,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, **QWEN3)
+    return tmp_path
+
+
+def write(folder: Path, **config: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def resolved(folder: Path, **arguments: Any) -> EngineConfig:
+    return resolve(ServerArgs(model_path=str(folder), **arguments))
+
+
+def refused(folder: Path | str, **arguments: Any) -> str:
+    with pytest.raises(ConfigurationError) as refusal:
+        resolve(ServerArgs(model_path=str(folder), **arguments))
+    return str(refusal.value)
+
+
+def test_the_model_is_read_from_its_folder(folder: Path) -> None:
+    model = resolved(folder).model
+    assert (model.architecture, model.model_type, model.dtype) == ("Qwen3ForCausalLM", "qwen3", "bfloat16")
+    assert (model.vocab_size, model.num_layers, model.num_heads) == (258, 2, 4)
+    assert (model.num_kv_heads, model.head_dim, model.context_len) == (2, 16, 256)
+    assert model.path == model.tokenizer_path == model.served_model_name == str(folder)
+
+
+def test_what_config_json_leaves_out_is_derived(tmp_path: Path) -> None:
+    config = {key: value for key, value in QWEN3.items() if key not in ("head_dim", "num_key_value_heads")}
+    write(tmp_path, **{**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": None})
+    model = resolved(tmp_path).model
+    assert (model.num_kv_heads, model.head_dim, model.dtype) == (4, 16, "float32")
+
+
+def test_eos_ids_come_from_both_files(folder: Path) -> None:
+    assert resolved(folder).model.eos_token_ids == {257}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 257]}')
+    assert resolved(folder).model.eos_token_ids == {5, 257}
+    write(folder, **{**QWEN3, "eos_token_id": None})
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert resolved(folder).model.eos_token_ids == {0}
+
+
+def test_overrides_are_merged_before_fields_are_derived(folder: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+    overrides = json.dumps({"max_position_embeddings": 1024, "rope_parameters": rope})
+    model = resolved(folder, json_model_override_args=overrides).model
+    assert model.context_len == 1024
+    assert model.hf_config.rope_parameters["factor"] == 4.0
+    assert model.vocab_size == 258
+
+
+def test_defaults_on_the_cpu(folder: Path) -> None:
+    config = resolved(folder)
+    assert (config.cache.page_size, config.cache.dtype, config.cache.enable_prefix_cache) == (
+        16,
+        "bfloat16",
+        True,
+    )
+    assert (config.schedule.max_running_requests, config.schedule.chunked_prefill_size) == (64, 512)
+    assert (config.memory.backend, config.runtime.device) == ("host", "cpu")
+    assert config.runtime.attention_backend == "torch_native"
+    assert config.update.custom_weight_loaders == ()
+
+
+def test_arguments_reach_their_slices(folder: Path) -> None:
+    config = resolved(
+        folder,
+        dtype="half",
+        kv_cache_dtype="float32",
+        context_length=100,
+        page_size=4,
+        max_total_tokens=64,
+        disable_radix_cache=True,
+        chunked_prefill_size=-1,
+        max_running_requests=3,
+        custom_weight_loader="pkg.loader",
+        served_model_name="policy",
+        random_seed=7,
+        host="[::1]",
+        log_level="error",
+    )
+    assert (config.model.dtype, config.cache.dtype, config.model.context_len) == ("float16", "float32", 100)
+    assert (config.cache.page_size, config.cache.max_total_tokens, config.cache.enable_prefix_cache) == (
+        4,
+        64,
+        False,
+    )
+    assert (config.schedule.chunked_prefill_size, config.schedule.max_running_requests) == (None, 3)
+    assert config.update.custom_weight_loaders == ("pkg.loader",)
+    assert (config.model.served_model_name, config.runtime.random_seed) == ("policy", 7)
+    assert (config.http.host, config.http.log_level) == ("::1", "error")
+
+
+@pytest.mark.parametrize("saver", [{"enable_memory_saver": False}, {"memory_saver_backend": "none"}])
+def test_without_a_memory_saver_the_backend_is_none(folder: Path, saver: dict[str, Any]) -> None:
+    assert resolved(folder, **saver).memory.backend == "none"
+
+
+def test_a_seed_is_drawn_and_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        seeds = {resolved(folder).runtime.random_seed for _ in range(3)}
+    assert len(seeds) > 1
+    assert all(f"random_seed={seed}" in caplog.text for seed in seeds)
+
+
+def test_it_travels_to_other_processes_and_keeps_the_arguments(folder: Path) -> None:
+    args = ServerArgs(model_path=str(folder), page_size=8)
+    config = resolve(args)
+    received = pickle.loads(pickle.dumps(config))
+    assert received.model.hf_config.to_dict() == config.model.hf_config.to_dict()
+    assert (received.cache, received.schedule, received.server_args) == (config.cache, config.schedule, args)
+    args.page_size = 9
+    assert config.server_args.page_size == 8
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.cache.page_size = 1  # type: ignore[misc]
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    assert str(tmp_path / "gone") in refused(tmp_path / "gone")
+    assert "'no-such-model'" in refused("no-such-model")
+    assert "no config.json" in refused(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert "expected a checkpoint folder" in refused(tmp_path / "file")
+
+
+def test_a_missing_tokenizer_folder_is_named_unless_it_is_not_needed(folder: Path) -> None:
+    assert "tokenizer_path" in refused(folder, tokenizer_path="/no/tokenizer")
+    resolved(folder, tokenizer_path="/no/tokenizer", skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "tidal"}, "tidal"),
+        ({"model_type": None}, "config.json"),
+        ({"architectures": None}, "architectures"),
+        ({"dtype": "float64"}, "float64"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings"),
+        ({"vocab_size": "many"}, "vocab_size"),
+    ],
+)
+def test_a_bad_config_json_is_refused_with_the_reason(
+    folder: Path, change: dict[str, Any], said: str
+) -> None:
+    write(folder, **{**QWEN3, **change})
+    message = refused(folder)
+    assert said in message
+    assert "\n" not in message
+
+
+def test_broken_json_is_refused(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("{")
+    assert "generation_config.json" in refused(folder)
+    (folder / "config.json").write_text("{")
+    assert "config.json" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("page_size", 0),
+        ("page_size", "16"),
+        ("page_size", True),
+        ("max_total_tokens", 15),
+        ("max_running_requests", 0),
+        ("max_queued_requests", -1),
+        ("chunked_prefill_size", 0),
+        ("chunked_prefill_size", -2),
+        ("mem_fraction_static", 0.0),
+        ("mem_fraction_static", 1.0),
+        ("mem_fraction_static", float("nan")),
+        ("context_length", 257),
+        ("dtype", "float8"),
+        ("load_format", "gguf"),
+        ("schedule_policy", "lifo"),
+        ("prefix_cache_scope", "all"),
+        ("attention_backend", "abacus"),
+        ("attention_backend", "flashinfer"),
+        ("skip_tokenizer_init", 1),
+        ("weight_update_timeout_s", 0),
+        ("watchdog_timeout", float("inf")),
+        ("port", 0),
+        ("port", 65536),
+        ("log_level", "loud"),
+        ("custom_weight_loader", [1]),
+        ("json_model_override_args", "[1]"),
+        ("json_model_override_args", "{"),
+    ],
+)
+def test_a_bad_argument_is_refused_by_name(folder: Path, name: str, value: Any) -> None:
+    assert name in refused(folder, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tp_size", 2),
+        ("dp_size", 2),
+        ("device", "cuda"),
+        ("memory_saver_backend", "torch_memory_saver"),
+        ("api_key", "sesame"),
+        ("admin_api_key", "sesame"),
+    ],
+)
+def test_what_is_still_to_come_is_refused_not_ignored(folder: Path, name: str, value: Any) -> None:
+    message = refused(folder, **{name: value})
+    assert message.startswith(f"not supported yet: {name}")
+    assert "sesame" not in message
+
+
+OTHER_VALUES: dict[type, Any] = {str: "other", int: 7, float: 0.5, bool: True, type(None): "other"}
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in dataclasses.fields(DefaultOnlyArgs)])
+def test_what_would_change_results_is_refused_by_name(folder: Path, name: str) -> None:
+    default = getattr(ServerArgs(model_path="m"), name)
+    assert name in refused(folder, **{name: OTHER_VALUES[type(default)]})
+
+
+def test_off_may_be_written_as_null_or_false(folder: Path) -> None:
+    resolved(folder, enable_lora=False, grpc_mode=None)
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in dataclasses.fields(NoEffectArgs)])
+def test_what_has_no_effect_is_warned_about_once(
+    folder: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    default = getattr(ServerArgs(model_path="m"), name)
+    resolved(folder, **{name: OTHER_VALUES[type(default)]})
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == [f"--{name.replace('_', '-')} has no effect in Ebbtide"]
+
+
+def test_defaults_warn_about_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    resolved(folder)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("backend", ["fa3", "triton"])
+def test_an_attention_backend_of_others_is_replaced_with_a_warning(
+    folder: Path, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert resolved(folder, attention_backend=backend).runtime.attention_backend == "torch_native"
+    assert backend in caplog.text
+
+
+def test_listening_beyond_loopback_must_be_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = refused(folder, host="0.0.0.0")
+    assert "--allow-unauthenticated-control" in message
+    assert "EBBTIDE_ALLOW_UNAUTHENTICATED_CONTROL=1" in message
+    assert resolved(folder, host="0.0.0.0", allow_unauthenticated_control=True).http.host == "0.0.0.0"
+    monkeypatch.setenv("EBBTIDE_ALLOW_UNAUTHENTICATED_CONTROL", "1")
+    assert resolved(folder, host="10.1.2.3").http.host == "10.1.2.3"
