@@ -1,0 +1,146 @@
+"""Flattened buckets: many tensors of any dtype as one run of bytes, with an index.
+
+All positions are bytes, and nothing is padded. Source: wire_api section 4.1.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ebbtide.srt.errors import RequestRejected
+
+
+@dataclass(frozen=True)
+class FlattenedTensorMetadata:
+    """Where one tensor lies in a bucket: bytes `start_idx` to `end_idx`, `numel` = their difference, in
+    bytes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+class FlattenedTensorBucket:
+    """A bucket, made from tensors (the trainer's side) or from the bytes and their index (the engine's side).
+
+    Args:
+        named_tensors: (name, tensor) pairs on one device; they are copied.
+        flattened_tensor: 1-D uint8 or int8; not copied. Given together with `metadata`, in place of
+        `named_tensors`. metadata: where each tensor lies; checked against the bytes (`RequestRejected`).
+    """
+
+    supports_multi_dtypes: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        named_tensors: Sequence[tuple[str, torch.Tensor]] | None = None,
+        flattened_tensor: torch.Tensor | None = None,
+        metadata: Sequence[FlattenedTensorMetadata] | None = None,
+    ) -> None:
+        if named_tensors is not None:
+            if flattened_tensor is not None or metadata is not None:
+                raise ValueError("give named_tensors, or flattened_tensor and metadata, not both")
+            self._metadata = _index(named_tensors)
+            self._flat = _flatten(named_tensors, self._metadata)
+        elif flattened_tensor is not None and metadata is not None:
+            self._metadata = list(metadata)
+            self._flat = _checked(flattened_tensor, self._metadata)
+        else:
+            raise ValueError("give named_tensors, or both flattened_tensor and metadata")
+
+    def get_flattened_tensor(self) -> torch.Tensor:
+        """The bytes: 1-D uint8."""
+        return self._flat
+
+    def get_metadata(self) -> list[FlattenedTensorMetadata]:
+        """The index, in the order of the tensors."""
+        return self._metadata
+
+    def reconstruct_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The (name, tensor) pairs; views of the bytes where alignment allows it, copies elsewhere."""
+        return list(self.iterate())
+
+    def iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `reconstruct_tensors`, one by one, so that only one misaligned tensor is copied at a time."""
+        for entry in self._metadata:
+            piece = self._flat[entry.start_idx : entry.end_idx]
+            if piece.storage_offset() % entry.dtype.itemsize:
+                piece = piece.clone()
+            yield entry.name, piece.view(entry.dtype).reshape(entry.shape)
+
+
+def pack_buckets(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
+) -> Iterator[FlattenedTensorBucket]:
+    """Packs tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its
+    own.
+
+    Reads `named_tensors` as it goes, so that a generator that gathers shards holds one bucket's worth at a
+    time.
+    """
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes}")
+    pending: list[tuple[str, torch.Tensor]] = []
+    pending_bytes = 0
+    for name, tensor in named_tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if pending and pending_bytes + num_bytes > bucket_bytes:
+            yield FlattenedTensorBucket(pending)
+            pending, pending_bytes = [], 0
+        pending.append((name, tensor))
+        pending_bytes += num_bytes
+    if pending:
+        yield FlattenedTensorBucket(pending)
+
+
+def _index(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> list[FlattenedTensorMetadata]:
+    metadata, start = [], 0
+    for name, tensor in named_tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        end = start + num_bytes
+        metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, num_bytes))
+        start = end
+    return metadata
+
+
+def _flatten(
+    named_tensors: Sequence[tuple[str, torch.Tensor]], metadata: Sequence[FlattenedTensorMetadata]
+) -> torch.Tensor:
+    device = named_tensors[0][1].device if named_tensors else torch.device("cpu")
+    flat = torch.empty(metadata[-1].end_idx if metadata else 0, dtype=torch.uint8, device=device)
+    for (_, tensor), entry in zip(named_tensors, metadata, strict=True):
+        flat[entry.start_idx : entry.end_idx] = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return flat
+
+
+def _checked(flat: torch.Tensor, metadata: Sequence[FlattenedTensorMetadata]) -> torch.Tensor:
+    if flat.dim() != 1 or flat.dtype not in (torch.uint8, torch.int8) or not flat.is_contiguous():
+        described = f"{flat.dtype} of shape {tuple(flat.shape)}"
+        raise RequestRejected(
+            f"flattened_tensor: expected contiguous bytes (1-D uint8 or int8), got {described}"
+        )
+    for entry in metadata:
+        _check_entry(entry, flat.numel())
+    return flat.view(torch.uint8)
+
+
+def _check_entry(entry: FlattenedTensorMetadata, total_bytes: int) -> None:
+    where = f"metadata of {entry.name[:200]!r}"
+    if not 0 <= entry.start_idx <= entry.end_idx <= total_bytes:
+        raise RequestRejected(
+            f"{where}: bytes {entry.start_idx} to {entry.end_idx} are not within the {total_bytes} bytes sent"
+        )
+    if entry.numel != entry.end_idx - entry.start_idx:
+        raise RequestRejected(f"{where}: numel (in bytes) is {entry.numel}, expected end_idx - start_idx")
+    expected = math.prod(entry.shape) * entry.dtype.itemsize
+    if expected != entry.numel:
+        raise RequestRejected(
+            f"{where}: {entry.dtype} of shape {tuple(entry.shape)} takes {expected} bytes, "
+            f"{entry.numel} were sent"
+        )

@@ -1,0 +1,63 @@
+"""A weight source over a checkpoint folder, for `update_weights_from_disk`. Source: wire_api section 3.3."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.model_executor.loader import checkpoint_index, iterate_checkpoint
+from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
+
+
+def open_checkpoint(model_path: str, load_format: str | None, *, architecture: str) -> WeightSource:
+    """Opens a local Hugging Face folder; reads its config.json and the headers of its tensors, not the data.
+
+    Args:
+        load_format: `auto`, `safetensors` or `pt`; None is `auto`.
+        architecture: the one that the engine runs; the folder's config.json has to name it.
+
+    Raises `RequestRejected` (400) for a folder that is missing, incomplete, damaged or of another model.
+    """
+    path = Path(model_path)
+    _check_architecture(path, architecture)
+    return _CheckpointSource(path, load_format if load_format is not None else "auto")
+
+
+class _CheckpointSource:
+    direct = False
+
+    def __init__(self, path: Path, load_format: str) -> None:
+        self._path = path
+        self._load_format = load_format
+        try:
+            index = checkpoint_index(path, load_format)
+        except ConfigurationError as error:
+            raise RequestRejected(str(error)) from error
+        self.entries = tuple(TensorHeader(item.name, item.shape, item.dtype) for item in index.values())
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            yield from iterate_checkpoint(self._path, self._load_format)
+        except ConfigurationError as error:
+            # The folder changed after it had been looked at.
+            raise RequestRejected(str(error)) from error
+
+    def close(self) -> None:
+        """Nothing is held open between iterations."""
+
+
+def _check_architecture(path: Path, architecture: str) -> None:
+    if not path.is_dir():
+        raise RequestRejected(f"{path} is not a folder; expected a Hugging Face checkpoint folder")
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestRejected(f"{file} cannot be read: {error}") from error
+    found = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(found, list) or architecture not in found:
+        raise RequestRejected(
+            f"{file} names the architectures {found!r:.200}, the engine runs {architecture}"
+        )

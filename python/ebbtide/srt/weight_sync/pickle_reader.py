@@ -1,0 +1,272 @@
+"""Reads a pickle as a description: nothing that it names is imported, and nothing that it asks for is called.
+
+A weight payload needs a small part of the pickle language: containers, numbers, strings, a few globals and
+the calls that rebuild tensors. This reader knows that part and refuses the rest, so there is nothing to
+escape from. What a global or a call means is decided by the table that the reader is given; results are plain
+values.
+"""
+
+import pickletools
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from ebbtide.srt.errors import RequestRejected
+
+# A tensor takes about 40 opcodes, so this leaves room for 100,000 of them. It bounds the time and the memory
+# that a payload of nothing but empty containers could ask for.
+MAX_OPCODES: Final = 4_000_000
+MAX_PROTOCOL: Final = 5
+
+_OPCODE_NAMES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A name that a payload may use.
+
+    `call` is what calling it means (None: it may stand as an argument only); `is_record` allows
+    `cls.__new__(cls)` followed by one state dictionary, the way in which dataclasses are pickled.
+    """
+
+    name: str
+    call: Callable[[tuple[object, ...]], object] | None = None
+    is_record: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """An instance of a record class: the fields it was pickled with, unchecked. None: no state was given
+    yet."""
+
+    name: str
+    fields: dict[str, object] | None = None
+
+
+def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:
+    """Returns the value that `data` describes, made of None, bool, int, float, str, bytes, list, tuple, dict,
+    `Record` and whatever `resolve(module, name)` and the calls of its `Global`s return.
+
+    Raises `RequestRejected` when the pickle is broken, uses an opcode outside the accepted part, or calls
+    something that may not be called. `resolve` refuses a name by raising it too. Source: wire_api section
+    4.4.
+    """
+    return _Reader(data, resolve).read()
+
+
+class _Stop(Exception):
+    """The STOP opcode was reached."""
+
+
+class _Reader:
+    __slots__ = ("data", "marks", "memo", "position", "resolve", "stack")
+
+    def __init__(self, data: bytes, resolve: Callable[[str, str], object]) -> None:
+        self.data = data
+        self.resolve = resolve
+        self.position = 0
+        self.stack: list[object] = []
+        self.marks: list[list[object]] = []
+        # A dictionary, not an array: an index is the sender's to choose and must not size an allocation.
+        self.memo: dict[int, object] = {}
+
+    def read(self) -> object:
+        start = 0
+        try:
+            for _ in range(MAX_OPCODES):
+                start = self.position
+                opcode = self.data[start]
+                self.position = start + 1
+                handler = _HANDLERS.get(opcode)
+                if handler is None:
+                    raise RequestRejected(_unknown_opcode(opcode, start))
+                handler(self)
+        except _Stop:
+            return self._result()
+        except (IndexError, KeyError, ValueError) as error:
+            # Truncated input, an empty stack, a missing memo entry or a string that is not UTF-8.
+            raise RequestRejected(f"the payload is a broken pickle: byte {start} cannot be read") from error
+        raise RequestRejected(f"the payload has more than {MAX_OPCODES} pickle opcodes")
+
+    def _result(self) -> object:
+        if len(self.stack) != 1 or self.marks:
+            raise RequestRejected("the payload is a broken pickle: it does not end with exactly one value")
+        return self.stack[0]
+
+    # Input. Lengths are checked against the bytes at hand, so a length never sizes an allocation by itself.
+
+    def take(self, count: int) -> bytes:
+        end = self.position + count
+        if end > len(self.data):
+            raise IndexError
+        piece = self.data[self.position : end]
+        self.position = end
+        return piece
+
+    def number(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.position)
+        piece = self.data[self.position : end]
+        self.position = end + 1
+        return piece.decode()
+
+    def pop_to_mark(self) -> list[object]:
+        items = self.stack
+        self.stack = self.marks.pop()
+        return items
+
+    # Handlers with more to do than push one value.
+
+    def proto(self) -> None:
+        protocol = self.number(1)
+        if protocol > MAX_PROTOCOL:
+            raise RequestRejected(
+                f"the payload has pickle protocol {protocol}, the highest known is {MAX_PROTOCOL}"
+            )
+
+    def frame(self) -> None:
+        self.take(8)  # A frame only groups reads of a stream; here all bytes are at hand.
+
+    def stop(self) -> None:
+        raise _Stop
+
+    def mark(self) -> None:
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def memoize(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
+
+    def tuple_of(self, count: int) -> None:
+        if len(self.stack) < count:
+            raise IndexError
+        items = tuple(self.stack[-count:])
+        del self.stack[-count:]
+        self.stack.append(items)
+
+    def append(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise RequestRejected(f"the payload appends to a {_kind(target)}; only lists may be appended to")
+        target.extend(items)
+
+    def set_items(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict or len(items) % 2:
+            raise RequestRejected(
+                f"the payload sets items of a {_kind(target)}; only dictionaries have pairs set"
+            )
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            # Hashing is work that the sender would choose: nested tuples take exponential time.
+            if type(key) is not str:
+                raise RequestRejected(f"the payload has a dictionary key of type {_kind(key)}, expected str")
+            target[key] = value
+
+    def pop_pair(self) -> list[object]:
+        value, key = self.stack.pop(), self.stack.pop()
+        return [key, value]
+
+    def stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise RequestRejected(
+                f"the payload names a global by {_kind(module)} and {_kind(name)}, expected str"
+            )
+        self.stack.append(self.resolve(module, name))
+
+    def reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if not isinstance(function, Global):
+            raise RequestRejected(f"the payload calls a {_kind(function)}, which is not a function")
+        if function.call is None:
+            raise RequestRejected(f"the payload calls {function.name!r}, which may only be an argument")
+        if type(arguments) is not tuple:
+            raise RequestRejected(
+                f"the payload calls {function.name!r} with a {_kind(arguments)}, expected a tuple"
+            )
+        self.stack.append(function.call(arguments))
+
+    def new_object(self) -> None:
+        arguments, cls = self.stack.pop(), self.stack.pop()
+        if not isinstance(cls, Global) or not cls.is_record:
+            name = repr(cls.name) if isinstance(cls, Global) else f"a {_kind(cls)}"
+            raise RequestRejected(f"the payload makes an instance of {name}, which may not be done")
+        if type(arguments) is not tuple or arguments:
+            raise RequestRejected(f"the payload gives {cls.name!r} positional arguments, expected fields")
+        self.stack.append(Record(cls.name))
+
+    def build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if not isinstance(target, Record) or target.fields is not None:
+            raise RequestRejected(f"the payload sets the state of a {_kind(target)}, which may not be done")
+        if type(state) is not dict:
+            raise RequestRejected(
+                f"the payload gives {target.name!r} a {_kind(state)} as state, expected a dict"
+            )
+        target.fields = state
+
+
+def _kind(value: object) -> str:
+    return repr(value.name) if isinstance(value, Global) else type(value).__name__
+
+
+def _unknown_opcode(opcode: int, position: int) -> str:
+    name = _OPCODE_NAMES.get(opcode)
+    if name is None:
+        return f"the payload is not a pickle: byte {position} ({opcode:#04x}) is no opcode"
+    return f"the payload uses the pickle opcode {name} (byte {position}), which weight payloads may not use"
+
+
+def _push(read: Callable[[_Reader], object]) -> Callable[[_Reader], None]:
+    def handler(reader: _Reader) -> None:
+        # The value first: reading it may replace the stack.
+        value = read(reader)
+        reader.stack.append(value)
+
+    return handler
+
+
+_HANDLERS: Final[dict[int, Callable[[_Reader], None]]] = {
+    0x80: _Reader.proto,
+    0x95: _Reader.frame,
+    ord("."): _Reader.stop,
+    ord("("): _Reader.mark,
+    ord("N"): _push(lambda r: None),
+    0x88: _push(lambda r: True),
+    0x89: _push(lambda r: False),
+    ord("K"): _push(lambda r: r.number(1)),
+    ord("M"): _push(lambda r: r.number(2)),
+    ord("J"): _push(lambda r: int.from_bytes(r.take(4), "little", signed=True)),
+    0x8A: _push(lambda r: int.from_bytes(r.take(r.number(1)), "little", signed=True)),
+    ord("G"): _push(lambda r: struct.unpack(">d", r.take(8))[0]),
+    0x8C: _push(lambda r: r.take(r.number(1)).decode()),
+    ord("X"): _push(lambda r: r.take(r.number(4)).decode()),
+    0x8D: _push(lambda r: r.take(r.number(8)).decode()),
+    ord("C"): _push(lambda r: r.take(r.number(1))),
+    ord("B"): _push(lambda r: r.take(r.number(4))),
+    0x8E: _push(lambda r: r.take(r.number(8))),
+    ord(")"): _push(lambda r: ()),
+    0x85: lambda r: r.tuple_of(1),
+    0x86: lambda r: r.tuple_of(2),
+    0x87: lambda r: r.tuple_of(3),
+    ord("t"): _push(lambda r: tuple(r.pop_to_mark())),
+    ord("]"): _push(lambda r: []),
+    ord("a"): lambda r: r.append([r.stack.pop()]),
+    ord("e"): lambda r: r.append(r.pop_to_mark()),
+    ord("}"): _push(lambda r: {}),
+    ord("s"): lambda r: r.set_items(r.pop_pair()),
+    ord("u"): lambda r: r.set_items(r.pop_to_mark()),
+    0x94: lambda r: r.memoize(len(r.memo)),
+    ord("q"): lambda r: r.memoize(r.number(1)),
+    ord("r"): lambda r: r.memoize(r.number(4)),
+    ord("h"): _push(lambda r: r.memo[r.number(1)]),
+    ord("j"): _push(lambda r: r.memo[r.number(4)]),
+    ord("c"): _push(lambda r: r.resolve(r.line(), r.line())),
+    0x93: _Reader.stack_global,
+    ord("R"): _Reader.reduce,
+    0x81: _Reader.new_object,
+    ord("b"): _Reader.build,
+}

@@ -1,0 +1,135 @@
+"""The trainer's side: tensors in shared memory, and the pickle that refers to them.
+
+Source: wire_api sections 4.1 and 4.3.
+"""
+
+import io
+import os
+from collections.abc import Iterable
+from multiprocessing.reduction import ForkingPickler
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+from torch.multiprocessing import reductions
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
+from ebbtide.srt.weight_sync.shared_memory import HEADER_BYTES, object_path
+
+_ALIGNMENT: Final = 64
+_PICKLE_PROTOCOL: Final = 4
+
+
+def serialize(obj: object) -> bytes:
+    """Pickles named tensors or a bucket for `update_weights_from_tensor`; tensors are referred to, not
+    contained.
+
+    CPU tensors are moved into shared memory where they are, as torch's own sharing does (the object keeps its
+    storage, at a new address). Keep `obj` alive until the update is answered; send each result once. The
+    sharing strategy of the process is neither used nor changed.
+    """
+    buffer = io.BytesIO()
+    _Pickler(buffer, _PICKLE_PROTOCOL).dump(obj)
+    return buffer.getvalue()
+
+
+def serialize_bucket(bucket: FlattenedTensorBucket) -> bytes:
+    """Pickles a bucket for `load_format="flattened_bucket"`; keep it alive as `serialize` says."""
+    return serialize({"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()})
+
+
+class SharedTensors:
+    """A payload and the shared memory behind it; close it once the update is answered, whatever it says."""
+
+    def __init__(self, payload: bytes, storage: torch.UntypedStorage, handle: bytes) -> None:
+        self.payload = payload
+        self._storage: torch.UntypedStorage | None = storage
+        self._path = object_path(handle)
+
+    def close(self) -> None:
+        """Frees the shared memory, also when the payload was never opened. Idempotent."""
+        if self._storage is not None:
+            self._storage = None
+            # What is left now is the reference of a receiver that never took it.
+            self._path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SharedTensors:
+    """Copies tensors, of any device, into one block of shared memory and returns the payload that refers to
+    them.
+
+    The caller's tensors stay as they are and may be overwritten at once. The block takes the sum of their
+    bytes until it is closed. Raises `RequestRejected` for what is not a plain tensor, and when shared memory
+    is short.
+    """
+    tensors = list(named_tensors)
+    for item in tensors:
+        _check_named_tensor(item)
+    sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for _, tensor in tensors]
+    storage, handle = _allocate(max(sum(sizes), _ALIGNMENT))
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    shared, start = [], 0
+    for (name, tensor), size in zip(tensors, sizes, strict=True):
+        used = tensor.numel() * tensor.element_size()
+        view = flat[start : start + used].view(tensor.dtype).view(tensor.shape)
+        view.copy_(tensor.detach())
+        shared.append((name, view))
+        start += size
+    return SharedTensors(serialize(shared), storage, handle)
+
+
+def _check_named_tensor(item: object) -> None:
+    match item:
+        case (str(), torch.Tensor() as tensor) if tensor.layout is torch.strided and not tensor.is_quantized:
+            return
+        case (str(name), torch.Tensor() as tensor):
+            raise RequestRejected(
+                f"{name}: expected a dense tensor, got {tensor.dtype} of layout {tensor.layout}"
+            )
+    raise RequestRejected(f"named_tensors: expected pairs of (name, Tensor), got {type(item).__name__}")
+
+
+def _allocate(num_bytes: int) -> tuple[torch.UntypedStorage, bytes]:
+    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
+    _, handle, _ = storage._share_filename_cpu_()
+    descriptor = os.open(object_path(handle), os.O_RDWR)
+    try:
+        # Without this, the first write beyond the limit of /dev/shm would kill the process (SIGBUS).
+        os.posix_fallocate(descriptor, 0, num_bytes + HEADER_BYTES)
+    except OSError as error:
+        limits = os.fstatvfs(descriptor)
+        free_bytes = limits.f_bavail * limits.f_frsize
+        raise RequestRejected(
+            f"{num_bytes} bytes of shared memory are needed, /dev/shm has {free_bytes} ({error.strerror}): "
+            "send the weights in buckets, or give the container a larger /dev/shm",
+            needed_bytes=num_bytes,
+            free_bytes=free_bytes,
+        ) from error
+    finally:
+        os.close(descriptor)
+    return storage, handle
+
+
+class _Pickler(ForkingPickler):
+    """torch's reductions, with CPU storages always shared by name, so that any process may open them."""
+
+    dispatch_table: Any
+
+    def __init__(self, buffer: io.BytesIO, protocol: int) -> None:
+        super().__init__(buffer, protocol)
+        self.dispatch_table = {**self.dispatch_table, torch.UntypedStorage: _reduce_storage}
+
+
+def _reduce_storage(storage: torch.UntypedStorage) -> tuple[object, tuple[object, ...]]:
+    manager, handle, num_bytes = storage._share_filename_cpu_()
+    storage._shared_incref()  # type: ignore[no-untyped-call]  # the reference that the receiver drops
+    return reductions.rebuild_storage_filename, (torch.UntypedStorage, manager, handle, num_bytes)

@@ -1,0 +1,43 @@
+"""What every weight source offers: the headers of its tensors first, then the tensors one by one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """Name, shape and dtype of a tensor that is about to arrive: enough to accept or refuse it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightSource(Protocol):
+    """A set of named tensors on their way into the engine.
+
+    Everything that can be wrong with the request is found when the source is opened (`RequestRejected`,
+    status 400), so that a refusal comes before the first byte is written. Close it when the tensors have been
+    copied; do not keep tensors that it yielded: they may be views of memory that belongs to the sender.
+    """
+
+    @property
+    def entries(self) -> Sequence[TensorHeader]:
+        """What iteration will yield, in that order; known before any data is read."""
+        ...
+
+    @property
+    def direct(self) -> bool:
+        """Whether names and shapes are the engine's own (fused, sharded) and not those of a checkpoint."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, tensor). May be repeated until the source is closed."""
+        ...
+
+    def close(self) -> None:
+        """Drops every reference to the sender's memory. Idempotent."""
+        ...
