@@ -1,0 +1,42 @@
+"""What the engine needs to know of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Device memory in bytes: in all, free now, and held by one process."""
+
+    total_bytes: int
+    free_bytes: int
+    process_bytes: int
+
+
+class Device(Protocol):
+    """One device of this process."""
+
+    @property
+    def name(self) -> str:
+        """As torch spells it, e.g. "cpu"."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until everything launched so far has run."""
+        ...
+
+    def memory_info(self, pid: int | None = None) -> MemoryInfo:
+        """Memory now, with what process `pid` holds; None: this process.
+
+        Raises:
+            ProcessLookupError: there is no such process.
+        """
+        ...
+
+    def virtual_memory(self) -> VirtualMemory:
+        """Where arenas on this device take addresses and memory from."""
+        ...
