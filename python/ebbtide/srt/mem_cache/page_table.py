@@ -36,7 +36,7 @@ class PageTable:
         self._free_rows.append(row)
 
     def write(self, row: int, first_index: int, pages: Sequence[int]) -> None:
-        """Set `array[row, first_index : first_index + len(pages)]`; AssertionError if that is no such place."""
+        """Set `array[row, first_index : first_index + len(pages)]`; AssertionError if it is out of bounds."""
         end = first_index + len(pages)
         assert row in self._held_rows, f"row {row} is not held"
         # numpy clips slices, and would drop a single page past the end without a word.

@@ -5,8 +5,8 @@ page boundaries, where prefixes diverge or a lease ends.
 
 Eviction order needs no clock and no search. `_idle` holds the nodes that nothing pins, in the order in which
 they were let go. Pinning a node pins its ancestors, and letting go runs from the node upwards, so a parent
-always stands behind its children: the first node in line is a leaf, and the least recently used one. The order
-depends on the calls alone, hence is the same on every rank.
+always stands behind its children: the first node in line is a leaf, and the least recently used one. The
+order depends on the calls alone, hence is the same on every rank.
 """
 
 from __future__ import annotations
@@ -113,10 +113,9 @@ class RadixCache:
         num_found = len(cached)
         self._allocator.free(pages[num_leased:num_found])
         if num_found < num_whole:
+            tokens = self._encode(token_ids, num_found, num_whole)
             own = list(pages[num_found:num_whole])
-            node = self._append(
-                node, lease.namespace, self._encode(token_ids, num_found, num_whole), own, label
-            )
+            node = self._append(node, lease.namespace, tokens, own, label)
             cached += own
             labels.add(label)
         # Pin before release: the pages in use must not pass for idle in between.
@@ -156,12 +155,9 @@ class RadixCache:
                 break
             tokens = self._encode(token_ids, depth, min(num_pages, depth + len(child.pages)))
             num_common = self._count_common_pages(child.tokens, tokens)
-            whole_run = num_common == len(child.pages)
-            node = child if whole_run else self._split(child, num_common)
+            node = child if num_common == len(child.pages) else self._split(child, num_common)
             pages += node.pages
             labels.add(node.label)
-            if not whole_run:
-                break
         return node
 
     def _encode(self, token_ids: Sequence[int], first_page: int, end_page: int) -> bytes:

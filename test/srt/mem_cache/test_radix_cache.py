@@ -1,0 +1,432 @@
+"""Examples first; then every sequence of calls against a model that keeps one dictionary entry per page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ebbtide.srt.mem_cache.page_allocator import PageAllocator
+from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixCache, PrefixLease
+from ebbtide.srt.mem_cache.radix_cache import RadixCache
+
+NAMESPACE = ("salt",)
+PAGE_SIZE = 4
+
+
+@pytest.fixture
+def allocator() -> PageAllocator:
+    return PageAllocator(64)
+
+
+@pytest.fixture
+def cache(allocator: PageAllocator) -> RadixCache:
+    return RadixCache(allocator, PAGE_SIZE)
+
+
+def serve(
+    cache: PrefixCache,
+    allocator: PageAllocator,
+    token_ids: Sequence[int],
+    namespace: Namespace = NAMESPACE,
+    label: int = 0,
+) -> PrefixLease:
+    """What a request does: match, allocate the rest, compute, publish, free what stayed its own."""
+    lease = cache.match(namespace, token_ids)
+    fresh = allocator.allocate(-(-len(token_ids) // PAGE_SIZE) - len(lease.pages))
+    assert fresh is not None
+    pages = lease.pages + fresh
+    lease = cache.publish(lease, token_ids, pages, label)
+    allocator.free(pages[len(lease.pages) :])
+    return lease
+
+
+def matched(cache: PrefixCache, token_ids: Sequence[int], namespace: Namespace = NAMESPACE) -> list[int]:
+    lease = cache.match(namespace, token_ids)
+    lease.release()
+    return lease.pages
+
+
+def test_only_whole_pages_are_cached(cache: RadixCache, allocator: PageAllocator) -> None:
+    lease = serve(cache, allocator, range(10))
+    assert lease.pages == [0, 1]
+    assert cache.num_cached_pages == 2
+    assert allocator.num_free == 62
+    assert matched(cache, range(10)) == [0, 1]
+    assert matched(cache, range(7)) == [0]
+    assert matched(cache, range(3)) == []
+    assert matched(cache, []) == []
+
+
+def test_less_than_a_page_stays_with_the_request(cache: RadixCache, allocator: PageAllocator) -> None:
+    pages = allocator.allocate(1)
+    assert pages is not None
+    lease = cache.publish(cache.match(NAMESPACE, [1, 2]), [1, 2], pages)
+    assert lease.pages == []
+    assert cache.num_cached_pages == 0
+    allocator.free(pages)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_pages"), [(12, 3), (11, 2), (8, 2), (7, 1), (3, 0), (0, 0), (99, 3)]
+)
+def test_match_is_limited(
+    cache: RadixCache, allocator: PageAllocator, max_tokens: int, num_pages: int
+) -> None:
+    serve(cache, allocator, range(12)).release()
+    assert cache.match(NAMESPACE, range(12), max_tokens).pages == [0, 1, 2][:num_pages]
+
+
+def test_prefixes_that_diverge_share_their_beginning(cache: RadixCache, allocator: PageAllocator) -> None:
+    one = serve(cache, allocator, [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3])
+    other = serve(cache, allocator, [1, 1, 1, 1, 2, 2, 2, 2, 4, 4, 4, 4])
+    assert one.pages[:2] == other.pages[:2]
+    assert one.pages[2] != other.pages[2]
+    # They differ within the second page: only the first is shared.
+    third = serve(cache, allocator, [1, 1, 1, 1, 2, 2, 2, 9])
+    assert third.pages[0] == one.pages[0]
+    assert third.pages[1] != one.pages[1]
+    assert cache.num_cached_pages == 5
+
+
+def test_namespaces_do_not_see_each_other(cache: RadixCache, allocator: PageAllocator) -> None:
+    tokens = range(8)
+    one = serve(cache, allocator, tokens, namespace=("a",))
+    assert matched(cache, tokens, ("b",)) == []
+    assert matched(cache, tokens, ()) == []
+    assert matched(cache, tokens, ("a", "")) == []
+    other = serve(cache, allocator, tokens, namespace=("b",))
+    assert not set(one.pages) & set(other.pages)
+    assert matched(cache, tokens, ("a",)) == one.pages
+
+
+def test_a_duplicate_is_freed_and_the_cached_page_takes_its_place(
+    cache: RadixCache, allocator: PageAllocator
+) -> None:
+    # Both are admitted before either has computed anything.
+    first, second = cache.match(NAMESPACE, range(12)), cache.match(NAMESPACE, range(12))
+    first_pages, second_pages = allocator.allocate(3), allocator.allocate(3)
+    assert first_pages is not None
+    assert second_pages is not None
+    first = cache.publish(first, range(8), first_pages)
+    second = cache.publish(second, range(12), second_pages)
+    assert first.pages == first_pages[:2]
+    assert second.pages == [*first_pages[:2], second_pages[2]]
+    assert cache.num_cached_pages == 3
+    assert allocator.num_free == 64 - 6 + 2
+    assert allocator.allocate(2) == second_pages[:2]
+
+
+def test_a_request_publishes_as_it_grows(cache: RadixCache, allocator: PageAllocator) -> None:
+    lease, pages = cache.match(NAMESPACE, range(10)), allocator.allocate(5)
+    assert pages is not None
+    for num_tokens in (3, 4, 10, 10, 17):
+        lease = cache.publish(lease, range(num_tokens), pages)
+        assert lease.pages == pages[: num_tokens // PAGE_SIZE]
+    assert cache.num_evictable_pages == 0
+    lease.release()
+    assert cache.num_evictable_pages == cache.num_cached_pages == 4
+
+
+def test_pinned_pages_survive_eviction_and_flush(cache: RadixCache, allocator: PageAllocator) -> None:
+    serve(cache, allocator, range(16)).release()
+    lease = cache.match(NAMESPACE, range(16), max_tokens=8)
+    assert cache.num_evictable_pages == 2
+    assert cache.evict(100) == 2
+    assert cache.flush() == 0
+    assert matched(cache, range(16)) == lease.pages
+    lease.release()
+    assert cache.flush() == 2
+    assert matched(cache, range(16)) == []
+    assert allocator.num_free == 64
+
+
+def test_release_is_idempotent(cache: RadixCache, allocator: PageAllocator) -> None:
+    one = serve(cache, allocator, range(8))
+    other = cache.match(NAMESPACE, range(8))
+    one.release()
+    one.release()
+    assert cache.num_evictable_pages == 0
+    other.release()
+    assert cache.num_evictable_pages == 2
+
+
+def test_the_least_recently_used_goes_first(cache: RadixCache, allocator: PageAllocator) -> None:
+    prompts = [[n] * 8 for n in range(4)]
+    for prompt in prompts:
+        serve(cache, allocator, prompt).release()
+    matched(cache, prompts[0])
+    assert cache.evict(4) == 4
+    assert [len(matched(cache, prompt)) for prompt in prompts] == [2, 0, 0, 2]
+
+
+def test_eviction_takes_no_more_than_asked_and_ends_first(
+    cache: RadixCache, allocator: PageAllocator
+) -> None:
+    serve(cache, allocator, range(16)).release()
+    assert cache.evict(1) == 1
+    assert matched(cache, range(16)) == [0, 1, 2]
+    assert cache.evict(0) == 0
+    assert cache.evict(2) == 2
+    assert matched(cache, range(16)) == [0]
+    assert cache.evict(5) == 1
+    assert cache.evict(5) == 0
+    assert allocator.num_free == 64
+
+
+def test_what_was_evicted_can_be_published_again(cache: RadixCache, allocator: PageAllocator) -> None:
+    serve(cache, allocator, range(16)).release()
+    cache.evict(3)
+    lease = serve(cache, allocator, range(16))
+    assert matched(cache, range(16)) == lease.pages
+    assert len(lease.pages) == 4
+
+
+def test_labels_are_those_along_the_path(cache: RadixCache, allocator: PageAllocator) -> None:
+    assert serve(cache, allocator, range(8), label=5).labels == (5,)
+    assert serve(cache, allocator, range(16), label=3).labels == (3, 5)
+    assert cache.match(NAMESPACE, range(8)).labels == (5,)
+    # A split keeps the label of both halves; pages that are cached already keep theirs.
+    assert cache.match(NAMESPACE, range(12)).labels == (3, 5)
+    assert cache.match(NAMESPACE, range(4)).labels == (5,)
+    assert serve(cache, allocator, range(16), label=9).labels == (3, 5)
+    assert cache.match(NAMESPACE, [99]).labels == ()
+
+
+def test_misuse_fails_loudly(cache: RadixCache, allocator: PageAllocator) -> None:
+    lease = serve(cache, allocator, range(8))
+    other = RadixCache(allocator, PAGE_SIZE)
+    with pytest.raises(AssertionError):
+        other.publish(lease, range(8), lease.pages)
+    with pytest.raises(AssertionError):
+        cache.publish(lease, range(8), [5, 6])  # does not start with the leased pages
+    with pytest.raises(AssertionError):
+        cache.publish(lease, range(12), lease.pages)  # a page short
+    lease.release()
+    with pytest.raises(AssertionError):
+        cache.publish(lease, range(8), lease.pages)
+
+
+def test_no_prefix_cache_leaves_the_request_its_pages() -> None:
+    allocator = PageAllocator(8)
+    cache: PrefixCache = NoPrefixCache(allocator, PAGE_SIZE)
+    lease = serve(cache, allocator, range(12))
+    assert lease.pages == []
+    assert allocator.num_free == 8
+    assert matched(cache, range(12)) == []
+    assert (cache.num_cached_pages, cache.num_evictable_pages) == (0, 0)
+    assert (cache.evict(3), cache.flush()) == (0, 0)
+
+
+# A page of the cache, named by what it holds: its namespace and every token up to its end.
+PageName = tuple[Namespace, tuple[int, ...]]
+
+
+@dataclass
+class ModelPage:
+    page: int
+    label: int
+    num_leases: int = 0
+    released_at: int = 0
+
+
+@dataclass
+class Request:
+    namespace: Namespace
+    tokens: list[int]
+    lease: PrefixLease
+    pages: list[int] = field(default_factory=list)
+
+
+class RecordingAllocator(PageAllocator):
+    """Remembers which pages the last calls freed."""
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self.freed: list[int] = []
+
+    def free(self, pages: Sequence[int]) -> None:
+        super().free(pages)
+        self.freed += pages
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Requests come, grow, publish and end in any order, under a pool that is too small for them."""
+
+    PAGE_SIZE = 2
+    NUM_PAGES = 14
+    TOKENS = st.lists(st.integers(0, 1), max_size=6 * PAGE_SIZE)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = RecordingAllocator(self.NUM_PAGES)
+        self.cache = RadixCache(self.allocator, self.PAGE_SIZE)
+        self.requests: list[Request] = []
+        self.cached: dict[PageName, ModelPage] = {}
+        self.contents: dict[int, PageName] = {}  # what was last computed into each page of the pool
+        self.now = 0
+
+    def names(self, namespace: Namespace, tokens: Sequence[int]) -> list[PageName]:
+        ends = range(self.PAGE_SIZE, len(tokens) + 1, self.PAGE_SIZE)
+        return [(namespace, tuple(tokens[:end])) for end in ends]
+
+    def check_lease(self, lease: PrefixLease, names: list[PageName]) -> None:
+        assert lease.pages == [self.cached[name].page for name in names]
+        assert [self.contents[page] for page in lease.pages] == names
+        assert lease.labels == tuple(sorted({self.cached[name].label for name in names}))
+
+    def leased_names(self, request: Request) -> list[PageName]:
+        return self.names(request.namespace, request.tokens)[: len(request.lease.pages)]
+
+    def unpin(self, names: list[PageName]) -> None:
+        self.now += 1
+        for name in names:
+            entry = self.cached[name]
+            entry.num_leases -= 1
+            entry.released_at = self.now
+
+    def evictable(self) -> list[PageName]:
+        """In the order of eviction: by last release; the ends of prefixes before their beginnings."""
+        idle = [name for name, entry in self.cached.items() if entry.num_leases == 0]
+        return sorted(idle, key=lambda name: (self.cached[name].released_at, -len(name[1])))
+
+    def evict_and_check(self, num_pages: int) -> None:
+        victims = self.evictable()[:num_pages]
+        self.allocator.freed.clear()
+        assert self.cache.evict(num_pages) == len(victims)
+        assert sorted(self.allocator.freed) == sorted(self.cached[name].page for name in victims)
+        for name in victims:
+            del self.cached[name]
+
+    def end(self, request: Request) -> None:
+        names = self.leased_names(request)
+        self.allocator.free(request.pages[len(request.lease.pages) :])
+        request.lease.release()
+        request.lease.release()
+        self.unpin(names)
+
+    def provide_pages(self, request: Request) -> bool:
+        """Allocate and compute what the request's tokens need, evicting if necessary."""
+        needed = -(-len(request.tokens) // self.PAGE_SIZE) - len(request.pages)
+        if needed > self.allocator.num_free:
+            self.evict_and_check(needed - self.allocator.num_free)
+        fresh = self.allocator.allocate(needed)
+        if fresh is None:
+            return False
+        request.pages += fresh
+        for page, name in zip(request.pages, self.names(request.namespace, request.tokens), strict=False):
+            if page not in request.lease.pages:
+                self.contents[page] = name
+        return True
+
+    @rule(
+        namespace=st.sampled_from([(), ("a",), ("a", "b")]),
+        tokens=TOKENS,
+        max_tokens=st.none() | st.integers(0, 6 * PAGE_SIZE),
+    )
+    def admit(self, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> None:
+        expected: list[PageName] = []
+        for name in self.names(namespace, tokens[:max_tokens]):
+            if name not in self.cached:
+                break
+            expected.append(name)
+        lease = self.cache.match(namespace, tokens, max_tokens)
+        self.check_lease(lease, expected)
+        for name in expected:
+            self.cached[name].num_leases += 1
+        request = Request(namespace, tokens, lease, lease.pages.copy())
+        if self.provide_pages(request):
+            self.requests.append(request)
+        else:
+            self.end(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=2 * PAGE_SIZE))
+    def extend(self, data: st.DataObject, tokens: list[int]) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        num_tokens = len(request.tokens)
+        request.tokens = request.tokens + tokens
+        if not self.provide_pages(request):
+            request.tokens = request.tokens[:num_tokens]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), label=st.integers(0, 3), fraction=st.floats(0, 1))
+    def publish(self, data: st.DataObject, label: int, fraction: float) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        num_leased = len(request.lease.pages)
+        least = num_leased * self.PAGE_SIZE
+        tokens = request.tokens[: least + round(fraction * (len(request.tokens) - least))]
+        names = self.names(request.namespace, tokens)
+
+        duplicates = []
+        for name, page in list(zip(names, request.pages, strict=False))[num_leased:]:
+            if name in self.cached:
+                duplicates.append(page)
+            else:
+                self.cached[name] = ModelPage(page, label)
+            self.cached[name].num_leases += 1
+
+        self.allocator.freed.clear()
+        released = request.lease
+        request.lease = self.cache.publish(released, tokens, request.pages, label)
+        released.release()
+        assert self.allocator.freed == duplicates
+        self.check_lease(request.lease, names)
+        request.pages = request.lease.pages + request.pages[len(names) :]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        self.requests.remove(request)
+        self.end(request)
+
+    @rule(num_pages=st.integers(0, NUM_PAGES))
+    def evict(self, num_pages: int) -> None:
+        self.evict_and_check(num_pages)
+
+    @rule()
+    def flush(self) -> None:
+        victims = self.evictable()
+        self.allocator.freed.clear()
+        assert self.cache.flush() == len(victims)
+        assert sorted(self.allocator.freed) == sorted(self.cached[name].page for name in victims)
+        for name in victims:
+            del self.cached[name]
+
+    @invariant()
+    def pages_add_up(self) -> None:
+        own = [page for request in self.requests for page in request.pages[len(request.lease.pages) :]]
+        cached = [entry.page for entry in self.cached.values()]
+        assert len(set(own + cached)) == len(own) + len(cached)
+        assert self.cache.num_cached_pages == len(cached)
+        assert self.allocator.num_free + len(cached) + len(own) == self.NUM_PAGES
+        assert self.cache.num_evictable_pages == len(self.evictable())
+
+    @invariant()
+    def leased_pages_hold_the_tokens(self) -> None:
+        for request in self.requests:
+            names = self.names(request.namespace, request.tokens)
+            held = [self.contents[page] for page in request.pages[: len(names)]]
+            assert held == names
+
+    def teardown(self) -> None:
+        for request in self.requests:
+            self.end(request)
+        self.cache.flush()
+        assert self.allocator.num_free == self.NUM_PAGES
+        assert self.cache.num_cached_pages == 0
+
+
+class SingleTokenPagesMachine(CacheMachine):
+    PAGE_SIZE = 1
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestSingleTokenPages = SingleTokenPagesMachine.TestCase
+TestSingleTokenPages.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
