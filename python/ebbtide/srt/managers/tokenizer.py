@@ -1,0 +1,98 @@
+"""The model's tokenizer, reduced to what Ebbtide needs of it and made predictable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ebbtide.srt.config import ModelConfig
+from ebbtide.srt.errors import ConfigurationError
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Attributes:
+        hf: the transformers tokenizer itself, for chat templates.
+        eos_token_ids: the tokenizer's own, to be added to the model's.
+        byte_values: token id → byte, for vocabularies that spell unknown characters in bytes (`<0xE4>`).
+    """
+
+    def __init__(self, hf: Any) -> None:
+        from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+        self.hf = hf
+        self.eos_token_ids = frozenset(() if hf.eos_token_id is None else (hf.eos_token_id,))
+        # transformers adds 20 µs to a decode of 2 µs; a class with a decode of its own is taken at its word.
+        is_plain = getattr(type(hf), "_decode", None) is TokenizersBackend._decode
+        self._backend = hf.backend_tokenizer if is_plain else None
+        self._size = len(hf)
+        self._special_ids = self._find_special_ids()
+        self.byte_values = self._find_byte_values()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt, with the special tokens that the tokenizer adds by itself."""
+        ids: list[int] = self.hf(text, verbose=False, return_attention_mask=False)["input_ids"]
+        return ids
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = False,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """The text that these ids spell out, exactly: no tidying of spaces before punctuation."""
+        if self._backend is not None:
+            return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        return str(
+            self.hf.decode(
+                self.visible(token_ids, skip_special_tokens),
+                skip_special_tokens=skip_special_tokens,
+                spaces_between_special_tokens=spaces_between_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    def visible(self, token_ids: Iterable[int], skip_special_tokens: bool) -> list[int]:
+        """The ids that stand for text. Models often have a few more rows than their tokenizer has tokens."""
+        if skip_special_tokens:
+            return [i for i in token_ids if i < self._size and i not in self._special_ids]
+        return [i for i in token_ids if i < self._size]
+
+    def _find_special_ids(self) -> frozenset[int]:
+        if self._backend is None:
+            return frozenset(self.hf.all_special_ids)
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def _find_byte_values(self) -> dict[int, int]:
+        vocabulary = self.hf.get_vocab()
+        names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+        values = {vocabulary[name]: byte for byte, name in names.items() if name in vocabulary}
+        letter = vocabulary.get(names[ord("A")])
+        # The name alone proves nothing: a code model may have "<0x41>" as plain text.
+        return values if letter is not None and self.decode([letter]) == "A" else {}
+
+
+def load_tokenizer(config: ModelConfig, revision: str | None = None) -> Tokenizer:
+    """Load the model's tokenizer through transformers.
+
+    Raises:
+        ConfigurationError: there is none, or it cannot be read; the message names the folder.
+    """
+    from transformers import AutoTokenizer
+
+    path = config.tokenizer_path
+    try:
+        hf = AutoTokenizer.from_pretrained(
+            path,
+            use_fast=config.tokenizer_mode != "slow",
+            trust_remote_code=config.trust_remote_code,
+            revision=revision,
+        )
+        return Tokenizer(hf)
+    except Exception as error:  # the libraries raise whatever they like, bare Exception included
+        raise ConfigurationError(
+            f"no usable tokenizer in {path}: expected tokenizer.json or what {config.model_type} uses "
+            f"instead (skip_tokenizer_init does without). {type(error).__name__}: {error}"
+        ) from error
