@@ -84,7 +84,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True)
 class MemoryConfig:
-    """How memory is given back: backend `host` (memfd), or `none` where it never is."""
+    """How memory is given back: backend `host`, or `none` where it never is."""
 
     backend: str
     enable_weights_cpu_backup: bool

@@ -1,0 +1,31 @@
+"""Ebbtide: an inference engine for the rollouts of reinforcement learning."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ebbtide.srt.entrypoints.engine import Engine
+    from ebbtide.srt.sampling_params import SamplingParams
+    from ebbtide.srt.server_args import ServerArgs
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "SamplingParams", "ServerArgs"]
+
+# Loaded when first asked for: trainers and command lines import this package without wanting torch at once.
+_HOMES = {
+    "Engine": "ebbtide.srt.entrypoints.engine",
+    "SamplingParams": "ebbtide.srt.sampling_params",
+    "ServerArgs": "ebbtide.srt.server_args",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -1,0 +1,7 @@
+"""`python -m ebbtide` is `ebbtide`."""
+
+import sys
+
+from ebbtide.cli import main
+
+sys.exit(main())

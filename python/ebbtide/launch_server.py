@@ -1,0 +1,29 @@
+"""`python -m ebbtide.launch_server --model-path ...`: serve a model over HTTP until stopped."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ebbtide.srt.errors import ConfigurationError, EbbtideError
+from ebbtide.srt.server_args import ServerArgs
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m ebbtide.launch_server") -> int:
+    """Serve, and return the exit status: 0 stopped as asked, 1 the engine failed, 2 it could not start so."""
+    parser = argparse.ArgumentParser(prog=prog, description="Serve a model over HTTP.", allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    args = ServerArgs.from_cli_args(parser.parse_args(argv))
+    from ebbtide.srt.entrypoints.http_server import launch_server  # seconds of imports: not for a usage error
+
+    try:
+        launch_server(args)
+    except EbbtideError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigurationError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
