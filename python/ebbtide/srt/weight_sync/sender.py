@@ -15,19 +15,18 @@ from torch.multiprocessing import reductions
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
-from ebbtide.srt.weight_sync.shared_memory import HEADER_BYTES, object_path
+from ebbtide.srt.weight_sync.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
 
 _ALIGNMENT: Final = 64
 _PICKLE_PROTOCOL: Final = 4
 
 
 def serialize(obj: object) -> bytes:
-    """Pickles named tensors or a bucket for `update_weights_from_tensor`; tensors are referred to, not
-    contained.
+    """Pickles an object for `update_weights_from_tensor`; its tensors are referred to, not contained.
 
-    CPU tensors are moved into shared memory where they are, as torch's own sharing does (the object keeps its
-    storage, at a new address). Keep `obj` alive until the update is answered; send each result once. The
-    sharing strategy of the process is neither used nor changed.
+    CPU tensors move into shared memory, as with torch's own sharing: they stay usable, at a new address. Keep
+    `obj` alive until the update is answered, and send each result once. The sharing strategy of the process
+    is neither used nor changed. Raises `RequestRejected` when shared memory is short.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, _PICKLE_PROTOCOL).dump(obj)
@@ -99,28 +98,42 @@ def _check_named_tensor(item: object) -> None:
 
 
 def _allocate(num_bytes: int) -> tuple[torch.UntypedStorage, bytes]:
+    _require_room(num_bytes)
     storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
     _, handle, _ = storage._share_filename_cpu_()
     descriptor = os.open(object_path(handle), os.O_RDWR)
     try:
-        # Without this, the first write beyond the limit of /dev/shm would kill the process (SIGBUS).
         os.posix_fallocate(descriptor, 0, num_bytes + HEADER_BYTES)
-    except OSError as error:
-        limits = os.fstatvfs(descriptor)
-        free_bytes = limits.f_bavail * limits.f_frsize
-        raise RequestRejected(
-            f"{num_bytes} bytes of shared memory are needed, /dev/shm has {free_bytes} ({error.strerror}): "
-            "send the weights in buckets, or give the container a larger /dev/shm",
-            needed_bytes=num_bytes,
-            free_bytes=free_bytes,
-        ) from error
+    except OSError as error:  # Others took the room in the meantime.
+        raise _no_room(num_bytes) from error
     finally:
         os.close(descriptor)
     return storage, handle
 
 
+def _require_room(num_bytes: int) -> None:
+    """Refuses now what would end the process (SIGBUS) at the first write beyond the limit of /dev/shm."""
+    if num_bytes + HEADER_BYTES > _free_bytes():
+        raise _no_room(num_bytes)
+
+
+def _no_room(num_bytes: int) -> RequestRejected:
+    free_bytes = _free_bytes()
+    return RequestRejected(
+        f"{num_bytes} bytes of shared memory are needed, {SHARED_MEMORY} has {free_bytes}: send the weights "
+        "in smaller buckets, or give the container a larger one",
+        needed_bytes=num_bytes,
+        free_bytes=free_bytes,
+    )
+
+
+def _free_bytes() -> int:
+    limits = os.statvfs(SHARED_MEMORY)
+    return limits.f_bavail * limits.f_frsize
+
+
 class _Pickler(ForkingPickler):
-    """torch's reductions, with CPU storages always shared by name, so that any process may open them."""
+    """torch's reductions, but CPU storages are always shared by name, so that any process may open them."""
 
     dispatch_table: Any
 
@@ -130,6 +143,9 @@ class _Pickler(ForkingPickler):
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> tuple[object, tuple[object, ...]]:
+    if not storage.is_shared():
+        _require_room(storage.nbytes())
     manager, handle, num_bytes = storage._share_filename_cpu_()
-    storage._shared_incref()  # type: ignore[no-untyped-call]  # the reference that the receiver drops
+    # The reference that the receiver drops.
+    storage._shared_incref()  # type: ignore[no-untyped-call]
     return reductions.rebuild_storage_filename, (torch.UntypedStorage, manager, handle, num_bytes)

@@ -14,16 +14,16 @@ from typing import Final
 import torch
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload import StorageRef, TensorRef
+from ebbtide.srt.weight_sync.references import StorageRef, TensorRef
 
 HEADER_BYTES: Final = 64
-_SHARED_MEMORY: Final = Path("/dev/shm")
+SHARED_MEMORY: Final = Path("/dev/shm")
 _KEEP_ALIVE: Final = "keep the sending process and its tensors alive until the update is answered"
 
 
 def object_path(handle: bytes) -> Path:
     """Where the shared-memory object of a torch handle (`/torch_<pid>_<n>_<n>`) is found."""
-    return _SHARED_MEMORY / os.fsdecode(handle).removeprefix("/")
+    return SHARED_MEMORY / os.fsdecode(handle).removeprefix("/")
 
 
 @dataclass(slots=True)

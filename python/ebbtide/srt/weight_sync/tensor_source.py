@@ -11,15 +11,14 @@ from safetensors import SafetensorError
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload import (
-    TensorRef,
     as_local_serialized,
     as_metadata,
     decode_payload,
-    kind_of,
     raw_base64,
     raw_pickle,
 )
 from ebbtide.srt.weight_sync.pickle_reader import Record
+from ebbtide.srt.weight_sync.references import TensorRef, kind_of
 from ebbtide.srt.weight_sync.shared_memory import SharedBlocks
 from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
 
