@@ -1,0 +1,33 @@
+"""Noise that depends on a seed and a position alone, not on the batch nor on what was drawn before."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """One number in [0, 1) per (seed, position) pair, with 53 random bits.
+
+    Args:
+        seeds: any integers; taken modulo 2**64.
+        positions: ≥ 0.
+
+    Source: the finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+    Generators, 2014), applied to the seed and again to the position.
+    """
+    seed_bits = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
+    # The seed is mixed before the position is added: seeds that differ by little must not be
+    # one another's sequence at other positions.
+    state = _mix(seed_bits + _GOLDEN) + np.array(positions, dtype=np.uint64) * _GOLDEN
+    return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))
