@@ -1,0 +1,70 @@
+"""The error tree: the caller's fault (refused, nothing changed), the device's limit, and our own failures."""
+
+from typing import Any
+
+
+class EbbtideError(Exception):
+    """Base of every error that Ebbtide raises on purpose."""
+
+
+class ConfigurationError(EbbtideError):
+    """The engine cannot start with these arguments, this checkpoint or this machine."""
+
+
+class RequestRejected(EbbtideError):
+    """A request that was refused: it is malformed, or the state does not allow it. Nothing was changed.
+
+    Args:
+        message: what was wrong, what was expected, and (for a refusal by state) what would make it legal.
+        status: the HTTP status, 400 (malformed) or 409 (refused by state) as a rule.
+        **fields: further fields of the error body, e.g. `needed_bytes`.
+
+    Source: control_semantics section 0, wire_api section 1.
+    """
+
+    def __init__(self, message: str, status: int = 400, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.fields = fields
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON error body, the same over HTTP and in Python."""
+        return error_body(self.message, self.status, **self.fields)
+
+
+class EngineError(EbbtideError):
+    """The engine itself failed: a process died, or a handler raised. The message names the rank."""
+
+
+class OutOfDeviceMemory(EbbtideError):
+    """Physical memory could not be had. Whatever had been taken by the failing call was given back."""
+
+    def __init__(self, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(f"needed {needed_bytes} bytes of device memory, {free_bytes} are free")
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+ERROR_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "NotFoundError",
+    409: "ConflictError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+
+
+def error_body(message: str, status: int, **fields: Any) -> dict[str, Any]:
+    """The one shape of an error: for clients that read `message` and for those that read `error.message`."""
+    kind = ERROR_TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+    return {
+        "success": False,
+        "message": message,
+        **fields,
+        "error": {"message": message, "type": kind, "code": status},
+    }

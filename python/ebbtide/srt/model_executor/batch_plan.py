@@ -1,0 +1,122 @@
+"""What the scheduler asks of a model runner, and what it gets back. Plain data: no torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ebbtide.srt.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobSpec:
+    """Which logprobs a request wants.
+
+    Attributes:
+        start: first prompt position whose logprob is returned; None for none of the prompt.
+        top: how many of the most likely tokens per position.
+        token_ids: ids whose logprobs are returned at every position.
+    """
+
+    start: int | None = None
+    top: int = 0
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class SampleSpec:
+    """How one request is sampled. Lives as long as the request; identity stands for the request.
+
+    Attributes:
+        params: checked and resolved parameters.
+        seed: noise depends on this and the output position alone.
+        stop_ids: ids that are masked until `params.min_new_tokens` tokens are out (EOS and stop_token_ids).
+        prompt_ids: the prompt (repetition penalty).
+        output_ids: the request's live output list, appended to by the scheduler after each step.
+        logprobs: None when the request wants none.
+    """
+
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    prompt_ids: list[int]
+    output_ids: list[int]
+    logprobs: LogprobSpec | None = None
+
+
+@dataclass(slots=True)
+class BatchPlan:
+    """One forward pass over R requests and T new tokens.
+
+    Attributes:
+        input_ids_T: int64, the new tokens of all requests, concatenated.
+        page_rows_R: int32, each request's row in the PageTable.
+        starts_R: int32, tokens whose KV each request already has.
+        num_new_R: int32, new tokens of each request, ≥ 1; their sum is T. A decode step is 1.
+        samples_R: bool, whether a token is sampled after the request's last new token
+            (false for all but the last chunk of a chunked prefill, and for scoring without output).
+        specs: per request.
+    """
+
+    input_ids_T: NDArray[np.int64]
+    page_rows_R: NDArray[np.int32]
+    starts_R: NDArray[np.int32]
+    num_new_R: NDArray[np.int32]
+    samples_R: NDArray[np.bool_]
+    specs: list[SampleSpec]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request adds exactly one token and samples."""
+        return len(self.input_ids_T) == len(self.num_new_R) and bool(self.samples_R.all())
+
+
+@dataclass(slots=True)
+class PositionLogprobs:
+    """Logprobs at one position. Finite floats; −inf is written as −3.4028234663852886e38.
+
+    Attributes:
+        token: logprob of the token at this position.
+        top: (logprob, id) of the most likely tokens, best first; as many as `LogprobSpec.top`.
+        chosen: logprobs of `LogprobSpec.token_ids`, in that order.
+    """
+
+    token: float
+    top: list[tuple[float, int]] = field(default_factory=list)
+    chosen: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one forward pass gave.
+
+    Attributes:
+        token_ids: per request of the plan, the sampled id; −1 where `samples_R` is false.
+        output_logprobs: per request, for the sampled token; None where not sampled or not asked for.
+            Log-softmax over the whole vocabulary after penalties, logit_bias and temperature
+            (greedy: temperature 1), before top-k, top-p and min-p (wire_api section 2.3).
+        input_logprobs: per request, for the prompt tokens that this step's logits predict:
+            absolute prompt positions max(start, starts) + 1 .. starts + num_new, as far as they lie in the
+            prompt (the first position that was asked for is predicted by nothing that counts). Log-softmax of the raw logits. None where not asked for.
+    """
+
+    token_ids: list[int]
+    output_logprobs: list[PositionLogprobs | None] | None = None
+    input_logprobs: list[list[PositionLogprobs] | None] | None = None
+
+
+class PendingStep(Protocol):
+    """A forward pass that has been launched."""
+
+    def wait(self) -> StepResult:
+        """Block until the results are on the host."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs forward passes. `ModelRunner` is the real one; a null runner serves tests and benchmarks."""
+
+    def launch(self, plan: BatchPlan) -> PendingStep: ...
