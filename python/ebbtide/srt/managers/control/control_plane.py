@@ -1,0 +1,102 @@
+"""The control plane: from a request to the handler that owns its state, and from a refusal to a reply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
+from ebbtide.srt.managers.control.operations import Operations, refusal
+from ebbtide.srt.managers.control.pause import Generation, Paused
+from ebbtide.srt.managers.control.ports import HandlerTable, Operation
+from ebbtide.srt.managers.control.weight_update import WeightUpdates
+from ebbtide.srt.managers.io_struct import (
+    AnyControlRequest,
+    AnyReply,
+    ControlCall,
+    FlushCacheReqInput,
+    PauseGenerationReqInput,
+    PauseMode,
+    PingReqInput,
+    PingReqOutput,
+    WeightUpdateRequest,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+
+class ControlPlane:
+    """Applies control requests between forward passes, and says whether a forward pass may run.
+
+    Args:
+        others: the handler tables of what has no state of its own here. All tables together cover every
+            control request exactly once.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        memory: MemoryOccupation,
+        updates: WeightUpdates,
+        operations: Operations,
+        others: Sequence[HandlerTable],
+        reply: Callable[[str, AnyReply], None],
+        set_deadline: Callable[[str, float], None],
+    ) -> None:
+        self.generation = generation
+        self.memory = memory
+        self.updates = updates
+        self.operations = operations
+        self._reply = reply
+        self._set_deadline = set_deadline
+        self.handlers: dict[type, Callable[[Any], AnyReply | Operation]] = {
+            PingReqInput: lambda request: PingReqOutput()
+        }
+        for table in (generation.handlers, memory.handlers, updates.handlers, *others):
+            assert not self.handlers.keys() & table.keys()
+            self.handlers.update(table)
+
+    @property
+    def allows_forward(self) -> bool:
+        return not isinstance(self.generation.state, Paused) and self.memory.allows_forward
+
+    def apply(self, call: ControlCall) -> None:
+        """Carry a request out; its reply is sent when the effect holds, now or after further `advance`s."""
+        request = call.request
+        try:
+            outcome = self.handlers[type(request)](request)
+        except Exception as error:
+            self._reply(call.id, refusal(request, error))
+            return
+        if not isinstance(outcome, Generator):
+            self._reply(call.id, outcome)
+            return
+        self.operations.start(call.id, request, outcome)
+        timeout_s = self._timeout_s(request)
+        if timeout_s is not None and self.operations.is_pending(call.id):
+            self._set_deadline(call.id, timeout_s)
+
+    def _timeout_s(self, request: AnyControlRequest) -> float | None:
+        match request:
+            case WeightUpdateRequest(timeout_s=None):
+                return self.updates.timeout_s
+            case WeightUpdateRequest() | PauseGenerationReqInput() | FlushCacheReqInput():
+                return request.timeout_s
+            case _:
+                return None
+
+    @property
+    def paused(self) -> PauseMode | None:
+        state = self.generation.state
+        return state.mode if isinstance(state, Paused) else None
+
+    @property
+    def reason(self) -> str:
+        """Why no forward pass may run; empty when one may."""
+        reasons = [f"paused({self.paused.value})"] if self.paused is not None else []
+        for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE):
+            if tag in self.memory.released:
+                reasons.append(f"{tag.value} is released")
+        missing = self.memory.content.missing
+        if missing and MemoryTag.WEIGHTS not in self.memory.released:
+            reasons.append(f"weights are stale: {len(missing)} parameters not written since resume")
+        return "; ".join(reasons)

@@ -1,0 +1,250 @@
+"""Which memory is occupied, per tag `Resident | Released`, and whether the weights' contents are whole.
+
+Source: control_semantics section 1.2.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
+from ebbtide.srt.managers.control.operations import Operations
+from ebbtide.srt.managers.control.ports import HandlerTable, Requests, TagMemory
+from ebbtide.srt.managers.io_struct import (
+    AnyReply,
+    ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
+    TagReport,
+    WeightsContent,
+    WeightUpdateRequest,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+MAX_NAMES = 10
+
+
+@dataclass(frozen=True)
+class Valid:
+    """Every parameter holds a committed value."""
+
+
+@dataclass(frozen=True)
+class Stale:
+    """These parameters hold nothing: not written since their memory came back, or half-written."""
+
+    missing: frozenset[str]
+
+
+class WeightContent:
+    """Whether the live weights may be computed with: `Valid | Stale(missing)`."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self.state: Valid | Stale = Valid()
+
+    def lose(self, names: frozenset[str] | None = None) -> None:
+        """The contents of these parameters (all by default) are gone."""
+        missing = self._names if names is None else names & self._names
+        if isinstance(self.state, Stale):
+            missing |= self.state.missing
+        if missing:
+            self.state = Stale(missing)
+
+    def note_written(self, names: frozenset[str]) -> None:
+        """A committed update has written these parameters."""
+        if isinstance(self.state, Stale):
+            missing = self.state.missing - names
+            self.state = Stale(missing) if missing else Valid()
+
+    @property
+    def missing(self) -> frozenset[str]:
+        return self.state.missing if isinstance(self.state, Stale) else frozenset()
+
+    def report(self) -> WeightsContent:
+        missing = self.missing
+        return WeightsContent(
+            content="stale" if missing else "valid",
+            num_missing=len(missing),
+            missing=sorted(missing)[:MAX_NAMES],
+        )
+
+
+class MemoryOccupation:
+    """Releases and resumes the memory of tags.
+
+    Args:
+        memories: the memory of every tag.
+        free_bytes: device memory that is free right now.
+        is_enabled: false without a memory saver; everything then stays resident.
+    """
+
+    def __init__(
+        self,
+        memories: Mapping[MemoryTag, TagMemory],
+        content: WeightContent,
+        requests: Requests,
+        operations: Operations,
+        free_bytes: Callable[[], int],
+        *,
+        is_enabled: bool,
+    ) -> None:
+        self.content = content
+        self._memories = memories
+        self._released: frozenset[MemoryTag] = frozenset()
+        self._requests = requests
+        self._operations = operations
+        self._free_bytes = free_bytes
+        self._is_enabled = is_enabled
+        self.handlers: HandlerTable = {
+            ReleaseMemoryOccupationReqInput: self.release,
+            ResumeMemoryOccupationReqInput: self.resume,
+        }
+
+    @property
+    def released(self) -> frozenset[MemoryTag]:
+        return self._released
+
+    @property
+    def allows_forward(self) -> bool:
+        """The memory that a forward pass needs is there, and the weights are whole.
+
+        The CUDA-graph tag does not count: it comes back by itself.
+        """
+        needed = {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
+        return not (self._released & needed) and isinstance(self.content.state, Valid)
+
+    def release(self, request: ReleaseMemoryOccupationReqInput) -> AnyReply:
+        started = time.perf_counter()
+        self._require_memory_saver()
+        tags = self._selected(request.tags)
+        to_release = [tag for tag in tags if tag not in self._released]
+        free_before = self._free_bytes()
+        self._prepare_release(to_release)
+        if MemoryTag.WEIGHTS in to_release:
+            self._operations.cancel(
+                WeightUpdateRequest,
+                RequestRejected("the weights were released in between: resume them, then update again"),
+            )
+        num_retracted = 0
+        if MemoryTag.KV_CACHE in to_release:
+            num_retracted = self._requests.retract_all()
+            self._requests.flush_cache()
+        freed_bytes = {tag: self._release(tag) for tag in to_release}
+        return ReleaseMemoryOccupationReqOutput(
+            changed=bool(to_release),
+            tags=tags,
+            freed_bytes={tag: freed_bytes.get(tag, 0) for tag in tags},
+            num_retracted=num_retracted,
+            device_free_bytes_before=free_before,
+            device_free_bytes_after=self._free_bytes(),
+            duration_ms=(time.perf_counter() - started) * 1e3,
+            message=_sentence("Released", to_release),
+        )
+
+    def resume(self, request: ResumeMemoryOccupationReqInput) -> AnyReply:
+        started = time.perf_counter()
+        self._require_memory_saver()
+        tags = self._selected(request.tags)
+        to_resume = [tag for tag in tags if tag in self._released]
+        free_before = self._free_bytes()
+        mapped_bytes = self._resume_all(to_resume)
+        return ResumeMemoryOccupationReqOutput(
+            changed=bool(to_resume),
+            tags=tags,
+            mapped_bytes={tag: mapped_bytes.get(tag, 0) for tag in tags},
+            weights=self.content.report(),
+            device_free_bytes_before=free_before,
+            device_free_bytes_after=self._free_bytes(),
+            duration_ms=(time.perf_counter() - started) * 1e3,
+            message=_sentence("Resumed", to_resume),
+        )
+
+    def ensure_cuda_graph(self) -> None:
+        """Bring the CUDA graphs back before a forward pass: clients release all tags and resume two."""
+        if MemoryTag.CUDA_GRAPH in self._released:
+            self._resume_all([MemoryTag.CUDA_GRAPH])
+
+    def report(self) -> dict[MemoryTag, TagReport]:
+        return {tag: self._report(tag) for tag in MemoryTag}
+
+    def _selected(self, tags: Iterable[MemoryTag] | None) -> list[MemoryTag]:
+        """In the order of the enumeration, each once; none given means all."""
+        chosen = set(tags or ()) or set(MemoryTag)
+        return [tag for tag in MemoryTag if tag in chosen]
+
+    def _prepare_release(self, tags: list[MemoryTag]) -> None:
+        try:
+            for tag in tags:
+                self._memories[tag].prepare_release()
+        except OutOfDeviceMemory as error:
+            raise RequestRejected(
+                f"no room to keep the weights while they are released: {error}. Nothing was released",
+                409,
+                needed_bytes=error.needed_bytes,
+                free_bytes=error.free_bytes,
+            ) from error
+
+    def _release(self, tag: MemoryTag) -> int:
+        memory = self._memories[tag]
+        freed_bytes = memory.release()
+        self._released |= {tag}
+        if tag is MemoryTag.WEIGHTS and not memory.keeps_contents:
+            self.content.lose()
+        return freed_bytes
+
+    def _resume_all(self, tags: list[MemoryTag]) -> dict[MemoryTag, int]:
+        """All of these tags, or none of them."""
+        mapped_bytes: dict[MemoryTag, int] = {}
+        try:
+            for tag in tags:
+                mapped_bytes[tag] = self._memories[tag].resume()
+        except OutOfDeviceMemory as error:
+            for tag in mapped_bytes:
+                self._memories[tag].release()
+            needed_bytes = sum(self._memories[tag].virtual_bytes for tag in tags)
+            free_bytes = self._free_bytes()
+            raise RequestRejected(
+                f"not enough device memory to resume {', '.join(tags)}: {needed_bytes} bytes are needed, "
+                f"{free_bytes} are free. Nothing was resumed; free memory and try again",
+                409,
+                needed_bytes=needed_bytes,
+                free_bytes=free_bytes,
+            ) from error
+        self._released -= set(tags)
+        return mapped_bytes
+
+    def _require_memory_saver(self) -> None:
+        if not self._is_enabled:
+            raise RequestRejected(
+                "memory_saver_backend is 'none', so all memory stays resident: start the engine with another",
+                409,
+            )
+
+    def _report(self, tag: MemoryTag) -> TagReport:
+        memory = self._memories[tag]
+        report = TagReport(
+            state="released" if tag in self._released else "resident",
+            virtual_bytes=memory.virtual_bytes,
+            resident_bytes=memory.resident_bytes,
+            backup_bytes=memory.backup_bytes,
+        )
+        if tag is not MemoryTag.WEIGHTS:
+            return report
+        content = self.content.report()
+        return TagReport(
+            state=report.state,
+            virtual_bytes=report.virtual_bytes,
+            resident_bytes=report.resident_bytes,
+            backup_bytes=report.backup_bytes,
+            content=content.content,
+            num_missing=content.num_missing,
+            missing=content.missing,
+        )
+
+
+def _sentence(verb: str, tags: list[MemoryTag]) -> str:
+    return f"{verb} {', '.join(tags)}." if tags else "Nothing to do."

@@ -1,0 +1,143 @@
+"""Whether generation runs: `Running | Paused(mode)`. Source: control_semantics section 1.1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.control.operations import Operations
+from ebbtide.srt.managers.control.ports import DeadlinePassed, HandlerTable, Operation, Progress, Requests
+from ebbtide.srt.managers.io_struct import (
+    AbortReq,
+    AbortReqOutput,
+    AnyReply,
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    PauseMode,
+)
+
+ESCALATION = list(PauseMode)
+
+
+@dataclass(frozen=True)
+class Running:
+    """Forward passes may run."""
+
+
+@dataclass(frozen=True)
+class Paused:
+    """No forward pass until `continue`."""
+
+    mode: PauseMode
+
+
+class Generation:
+    """Pausing, continuing and aborting; and drains, which hold the admission of new requests."""
+
+    def __init__(self, requests: Requests, operations: Operations) -> None:
+        self.state: Running | Paused = Running()
+        self._requests = requests
+        self._operations = operations
+        self._num_drains = 0
+        self.handlers: HandlerTable = {
+            PauseGenerationReqInput: self.pause,
+            ContinueGenerationReqInput: self.resume,
+            AbortReq: self.abort,
+        }
+
+    def pause(self, request: PauseGenerationReqInput) -> AnyReply | Operation:
+        if request.timeout_s is not None and request.timeout_s < 0:
+            raise RequestRejected(f"timeout_s: expected 0 or more seconds, got {request.timeout_s}")
+        if request.mode is PauseMode.WAIT:
+            return self._pause_when_drained(request)
+        self._operations.cancel(
+            PauseGenerationReqInput,
+            RequestRejected(f"superseded: a pause in mode {request.mode.value!r} came in between", 409),
+        )
+        before = self.state
+        if isinstance(before, Paused) and ESCALATION.index(request.mode) < ESCALATION.index(before.mode):
+            return self._paused(before.mode, changed=False)
+        num_retracted, num_aborted = self.stop_requests(request.mode)
+        self.state = Paused(request.mode)
+        changed = self.state != before or num_retracted > 0 or num_aborted > 0
+        return self._paused(
+            request.mode, changed=changed, num_retracted=num_retracted, num_aborted=num_aborted
+        )
+
+    def resume(self, request: ContinueGenerationReqInput) -> AnyReply:
+        self._operations.cancel(
+            PauseGenerationReqInput, RequestRejected("generation was continued in between", 409)
+        )
+        changed = isinstance(self.state, Paused)
+        self.state = Running()
+        return ContinueGenerationReqOutput(
+            changed=changed,
+            message="Generation continues." if changed else "Generation was not paused.",
+        )
+
+    def abort(self, request: AbortReq) -> AnyReply:
+        message = "Aborted by /abort_request"
+        if request.abort_all:
+            num_aborted = self._requests.abort_all(message)
+        else:
+            rids = [request.rid] if isinstance(request.rid, str) else request.rid
+            num_aborted = self._requests.abort(rids, message)
+        return AbortReqOutput(
+            changed=num_aborted > 0, num_aborted=num_aborted, message=f"Aborted {num_aborted} requests."
+        )
+
+    def stop_requests(self, mode: PauseMode, cause: str = "pause_generation") -> tuple[int, int]:
+        """What a pause in this mode does with live requests; returns how many were retracted and aborted."""
+        match mode:
+            case PauseMode.RETRACT:
+                return self._requests.retract_all(), 0
+            case PauseMode.ABORT:
+                return 0, self._requests.abort_all(f"Aborted by {cause}")
+            case _:
+                return 0, 0
+
+    @contextmanager
+    def drain(self) -> Iterator[None]:
+        """Admit no new request within; those that run go on to their end."""
+        self._num_drains += 1
+        self._requests.holds_admission = True
+        try:
+            yield
+        finally:
+            self._num_drains -= 1
+            self._requests.holds_admission = self._num_drains > 0
+
+    def _pause_when_drained(self, request: PauseGenerationReqInput) -> Operation:
+        with self.drain():
+            try:
+                while isinstance(self.state, Running) and self._requests.num_running > 0:
+                    yield Progress.WAITING
+            except DeadlinePassed:
+                left = self._requests.num_running
+                raise RequestRejected(
+                    f"{left} requests were still running after {request.timeout_s} s; generation goes on. "
+                    "Wait longer, or pause in mode in_place, retract or abort",
+                    409,
+                    num_running=left,
+                ) from None
+        changed = isinstance(self.state, Running)
+        if isinstance(self.state, Running):
+            self.state = Paused(PauseMode.WAIT)
+        return self._paused(self.state.mode, changed=changed)
+
+    def _paused(
+        self, mode: PauseMode, *, changed: bool, num_retracted: int = 0, num_aborted: int = 0
+    ) -> PauseGenerationReqOutput:
+        return PauseGenerationReqOutput(
+            changed=changed,
+            mode=mode,
+            num_running=self._requests.num_running,
+            num_retracted=num_retracted,
+            num_aborted=num_aborted,
+            num_queued=self._requests.num_queued,
+            message=f"Generation is paused ({mode.value}).",
+        )

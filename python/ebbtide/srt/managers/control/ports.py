@@ -1,0 +1,175 @@
+"""What the control plane needs of the rest of the engine: it decides, these act."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
+
+from ebbtide.srt.managers.io_struct import AnyReply, WeightUpdateRequest
+
+
+class Progress(enum.Enum):
+    """What an operation that is not done yet is doing."""
+
+    WORKING = enum.auto()  # it wants its next slice as soon as the forward pass in between is done
+    WAITING = enum.auto()  # it waits for requests, or for other operations
+
+
+# A control request that takes more than one turn of the loop. It yields between two forward passes; what it
+# returns is the reply, and `RequestRejected` the refusal. It is ended from outside by throwing into it.
+Operation: TypeAlias = Generator[Progress, None, AnyReply]
+
+
+# Each state machine's share of the control requests: request type → handler.
+HandlerTable: TypeAlias = Mapping[type, "Callable[[Any], AnyReply | Operation]"]
+
+
+class DeadlinePassed(Exception):
+    """Thrown into an operation whose time is up."""
+
+
+class Requests(Protocol):
+    """The live generation requests, as one."""
+
+    holds_admission: bool
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV."""
+        ...
+
+    @property
+    def num_queued(self) -> int: ...
+
+    def retract_all(self) -> int:
+        """Running requests give up their KV and go back to the head of the queue; returns how many."""
+        ...
+
+    def abort_all(self, message: str) -> int:
+        """Running and queued requests end with what they have; returns how many."""
+        ...
+
+    def abort(self, rids: Iterable[str], message: str) -> int: ...
+
+    def flush_cache(self) -> int:
+        """Empty the prefix cache but for what running requests hold; returns the tokens freed."""
+        ...
+
+    def serve_version(self, version: str) -> None:
+        """The next forward pass is run by weights of this version."""
+        ...
+
+
+class TagMemory(Protocol):
+    """The memory of one tag on this rank."""
+
+    @property
+    def virtual_bytes(self) -> int: ...
+
+    @property
+    def resident_bytes(self) -> int: ...
+
+    @property
+    def backup_bytes(self) -> int: ...
+
+    @property
+    def keeps_contents(self) -> bool:
+        """Whether a release followed by a resume brings the contents back."""
+        ...
+
+    def prepare_release(self) -> None:
+        """Save what must survive. Nothing is released yet.
+
+        Raises:
+            OutOfDeviceMemory: there is no room to save it.
+        """
+        ...
+
+    def release(self) -> int:
+        """Give the physical memory back; returns the bytes."""
+        ...
+
+    def resume(self) -> int:
+        """Take physical memory at the same addresses; returns the bytes.
+
+        Raises:
+            OutOfDeviceMemory: nothing was kept of what had been taken.
+        """
+        ...
+
+
+class IncomingWeights(Protocol):
+    """One update's tensors: announced and checked, not read yet.
+
+    Attributes:
+        names: the checkpoint names that are valid once everything is written.
+    """
+
+    names: frozenset[str]
+    num_tensors: int
+    num_ignored: int
+
+    def problems(self) -> list[dict[str, str]]:
+        """What stands against writing them, as `{"name", "reason"}`; empty if nothing does."""
+        ...
+
+    def write(self, staging: Staging) -> Iterator[int]:
+        """Copy the tensors; yields the bytes of each slice that it has written."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the sender's memory."""
+        ...
+
+
+class Staging(Protocol):
+    """Where an update is written: a copy, while the live weights serve, or the live ones themselves.
+
+    Attributes:
+        is_staged: False where writes go straight into the live weights.
+    """
+
+    is_staged: bool
+
+    def complete(self, written: frozenset[str]) -> Iterator[int]:
+        """Fill all but `written` with the live weights; yields the bytes of each slice."""
+        ...
+
+    def commit(self) -> None:
+        """Make what was written the live weights: all of it, between two forward passes."""
+        ...
+
+    def close(self) -> None:
+        """Give the copy's memory back. Before a commit, that is the rollback."""
+        ...
+
+
+class Weights(Protocol):
+    """The model's weights on this rank.
+
+    Attributes:
+        names: every checkpoint name that the model needs; tied parameters count once.
+    """
+
+    names: frozenset[str]
+
+    def open(self, request: WeightUpdateRequest) -> IncomingWeights:
+        """Decode an update as far as its headers.
+
+        Raises:
+            RequestRejected: 400, the payload, the folder or a field is not what was expected.
+        """
+        ...
+
+    def stage(self, *, in_place: bool) -> Staging:
+        """Room for an update: in place if asked for, or where there is no memory for a copy."""
+        ...
+
+    def read(self, name: str, max_rows: int) -> list[Any]:
+        """The first rows of a tensor by its checkpoint name.
+
+        Raises:
+            RequestRejected: 400, the model has no tensor of that name.
+        """
+        ...

@@ -1,0 +1,469 @@
+"""Every message between the processes, and the control requests and replies that clients see.
+
+One tagged union per channel, in MessagePack. The control requests are the HTTP bodies and the arguments of
+the Python API too: `build_request` turns loose fields into one, or says what was expected.
+Source: wire_api sections 2 and 3.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, get_args
+
+import msgspec
+from msgspec import Struct
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.sampling_params import SamplingParams
+
+
+class Message(Struct, frozen=True, kw_only=True, tag=True):
+    """A message on a channel: its type travels as a tag, and a bad field fails at decode with its path."""
+
+
+class PauseMode(enum.StrEnum):
+    """What a pause does with the running requests. The order is that of escalation."""
+
+    WAIT = "wait"
+    IN_PLACE = "in_place"
+    RETRACT = "retract"
+    ABORT = "abort"
+
+
+# ---------------------------------------------------------------------------------------- control requests
+
+
+class ControlRequest(Message, frozen=True, kw_only=True):
+    """A request to the control plane. Carried out between forward passes, answered when its effect holds."""
+
+
+class ReleaseMemoryOccupationReqInput(ControlRequest, frozen=True):
+    """Give the physical memory of these tags back to the device; none or no tags means all of them."""
+
+    tags: tuple[MemoryTag, ...] | None = None
+
+
+class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
+    """Take physical memory for these tags again, at the same addresses; none or no tags means all."""
+
+    tags: tuple[MemoryTag, ...] | None = None
+
+
+class PauseGenerationReqInput(ControlRequest, frozen=True):
+    """Run no further forward pass until `ContinueGenerationReqInput`."""
+
+    mode: PauseMode = PauseMode.ABORT
+    timeout_s: float | None = None
+
+
+class ContinueGenerationReqInput(ControlRequest, frozen=True):
+    """End a pause. `torch_empty_cache` is accepted and ignored."""
+
+    torch_empty_cache: bool = True
+
+
+class AbortReq(ControlRequest, frozen=True):
+    """End one request, a list of them, or all; an unknown rid is not an error."""
+
+    rid: str | list[str] = ""
+    abort_all: bool = False
+    report: bool = False
+
+
+class FlushCacheReqInput(ControlRequest, frozen=True):
+    """Empty the prefix cache; wait up to `timeout_s` seconds for requests that hold KV to end."""
+
+    timeout_s: float = 0.0
+
+
+class WeightUpdateRequest(ControlRequest, frozen=True, kw_only=True):
+    """The fields of every weight update. Source: wire_api section 3.3."""
+
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    pause_mode: PauseMode | None = None
+    weight_version: str | int | None = None
+    timeout_s: float | None = None
+    selector: Literal["target", "draft", "all"] = "all"
+    torch_empty_cache: bool = False
+
+
+class UpdateWeightFromDiskReqInput(WeightUpdateRequest, frozen=True, kw_only=True):
+    """Take the weights of a Hugging Face checkpoint folder. Fields after `load_format` are ignored."""
+
+    model_path: str
+    load_format: str | None = None
+    is_async: bool | None = None
+    keep_pause: bool | None = None
+    recapture_cuda_graph: bool | None = None
+    token_step: int | None = None
+    manifest: Any = None
+
+
+class UpdateWeightsFromTensorReqInput(WeightUpdateRequest, frozen=True, kw_only=True):
+    """Take serialized named tensors, one entry per rank; in JSON each entry is base64. wire_api section 4."""
+
+    serialized_named_tensors: list[bytes]
+    load_format: str | None = None
+
+
+class GetWeightsByNameReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Read the first rows of a weight under its checkpoint name."""
+
+    name: str
+    truncate_size: int = 100
+
+
+class PingReqInput(ControlRequest, frozen=True):
+    """Ask whether the loop of every rank turns. Changes nothing."""
+
+
+AnyControlRequest = (
+    ReleaseMemoryOccupationReqInput
+    | ResumeMemoryOccupationReqInput
+    | PauseGenerationReqInput
+    | ContinueGenerationReqInput
+    | AbortReq
+    | FlushCacheReqInput
+    | UpdateWeightFromDiskReqInput
+    | UpdateWeightsFromTensorReqInput
+    | GetWeightsByNameReqInput
+    | PingReqInput
+)
+
+# ----------------------------------------------------------------------------------------- control replies
+
+
+class Reply(Message, frozen=True, kw_only=True):
+    """The body of a reply. The defaults are those of a request that had nothing to do."""
+
+    success: bool = True
+    message: str = ""
+
+
+class WeightsContent(Struct, frozen=True, kw_only=True):
+    """Whether the parameters hold a whole set of weights. `missing` names up to ten that are not written."""
+
+    content: Literal["valid", "stale"]
+    num_missing: int = 0
+    missing: list[str] = []
+
+
+class ReleaseMemoryOccupationReqOutput(Reply, frozen=True, kw_only=True):
+    changed: bool
+    tags: list[MemoryTag]
+    freed_bytes: dict[MemoryTag, int]
+    num_retracted: int
+    device_free_bytes_before: int
+    device_free_bytes_after: int
+    duration_ms: float
+
+
+class ResumeMemoryOccupationReqOutput(Reply, frozen=True, kw_only=True):
+    changed: bool
+    tags: list[MemoryTag]
+    mapped_bytes: dict[MemoryTag, int]
+    weights: WeightsContent
+    device_free_bytes_before: int
+    device_free_bytes_after: int
+    duration_ms: float
+
+
+class PauseGenerationReqOutput(Reply, frozen=True, kw_only=True):
+    status: Literal["ok"] = "ok"
+    changed: bool
+    mode: PauseMode
+    num_running: int
+    num_retracted: int
+    num_aborted: int
+    num_queued: int
+
+
+class ContinueGenerationReqOutput(Reply, frozen=True, kw_only=True):
+    status: Literal["ok"] = "ok"
+    changed: bool
+
+
+class AbortReqOutput(Reply, frozen=True, kw_only=True):
+    changed: bool
+    num_aborted: int
+
+
+class FlushCacheReqOutput(Reply, frozen=True, kw_only=True):
+    fully_flushed: bool
+    freed_tokens: int
+
+
+class UpdateWeightsReqOutput(Reply, frozen=True, kw_only=True):
+    weight_version: str
+    committed: bool
+    staged: bool
+    num_tensors: int
+    num_ignored: int
+    num_bytes: int
+    stall_ms: float
+    num_paused_requests: int
+    content: Literal["valid", "stale"]
+    num_missing: int
+
+
+class GetWeightsByNameReqOutput(Reply, frozen=True, kw_only=True):
+    """`values` is the bare list that clients get: numbers for 1-D weights, rows for 2-D ones."""
+
+    values: list[Any]
+
+
+class PingReqOutput(Reply, frozen=True, kw_only=True):
+    pass
+
+
+class Refusal(Reply, frozen=True, kw_only=True):
+    """A request that was refused or failed: becomes `RequestRejected`, or `EngineError` for 500."""
+
+    success: bool = False
+    status: int
+    fields: dict[str, Any] = {}
+
+
+AnyReply = (
+    ReleaseMemoryOccupationReqOutput
+    | ResumeMemoryOccupationReqOutput
+    | PauseGenerationReqOutput
+    | ContinueGenerationReqOutput
+    | AbortReqOutput
+    | FlushCacheReqOutput
+    | UpdateWeightsReqOutput
+    | GetWeightsByNameReqOutput
+    | PingReqOutput
+    | Refusal
+)
+
+# ------------------------------------------------------------------------------------------- state reports
+
+
+class TagReport(Struct, frozen=True, kw_only=True):
+    """One memory tag of one rank. `content` speaks of weights only; wire_api section 3.1."""
+
+    state: Literal["resident", "released"]
+    virtual_bytes: int
+    resident_bytes: int
+    backup_bytes: int
+    content: Literal["valid", "stale"] | None = None
+    num_missing: int | None = None
+    missing: list[str] | None = None
+
+
+class RankReport(Struct, frozen=True, kw_only=True):
+    dp_rank: int
+    tp_rank: int
+    pid: int
+    device: str
+    uuid: str | None
+    tags: dict[MemoryTag, TagReport]
+
+
+class StateReport(Message, frozen=True, kw_only=True):
+    """The state machines as they stand. Sent when they change, ahead of the reply to what changed them."""
+
+    paused: PauseMode | None
+    can_run: bool
+    reason: str
+    ranks: list[RankReport]
+    weight_version: str
+    model_path: str
+    load_format: str
+
+
+# ---------------------------------------------------------------------------------------------- generation
+
+
+class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
+    """One output to generate. Everything in it has been checked by the TokenizerManager.
+
+    Attributes:
+        logprob_start: first prompt position whose logprob is wanted; None for none of the prompt.
+        cache_namespace: prefixes are shared only between requests with equal namespaces.
+        max_new_tokens: how many tokens the context leaves room for, at most what was asked for.
+        arrival_s: when the request arrived, on the clock of `time.monotonic`.
+    """
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    max_new_tokens: int
+    seed: int
+    stream: bool = False
+    stream_interval: int = 1
+    return_logprob: bool = False
+    logprob_start: int | None = None
+    top_logprobs_num: int = 0
+    token_ids_logprob: tuple[int, ...] = ()
+    cache_namespace: tuple[str, ...] = ()
+    arrival_s: float = 0.0
+
+
+class AbortGeneration(Message, frozen=True, kw_only=True):
+    """End one request from the API process itself: its client went away, or its time is up."""
+
+    rid: str
+    message: str
+
+
+class ControlCall(Message, frozen=True, kw_only=True):
+    """A control request with the id that its reply will carry."""
+
+    id: str
+    request: AnyControlRequest
+
+
+class Expire(Message, frozen=True, kw_only=True):
+    """The deadline of the waiting control request `id` has passed: it ends with a refusal.
+
+    Time enters the schedulers as a message, so that every rank sees it at the same iteration.
+    """
+
+    id: str
+
+
+class FinishReason(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Why a request ended. `matched` is the stop token or string, `length` the tokens allowed."""
+
+    kind: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    length: int = 0
+    message: str = ""
+    status_code: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        match self.kind:
+            case "stop":
+                return {"type": "stop", "matched": self.matched}
+            case "length":
+                return {"type": "length", "length": self.length}
+            case "abort":
+                return {
+                    "type": "abort",
+                    "message": self.message,
+                    "status_code": self.status_code,
+                    "err_type": None,
+                }
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Logprobs at one position: of the token there, of the most likely ones, and of the chosen ids.
+
+    `token` is null for the first prompt position that was asked for, which nothing predicts.
+    """
+
+    token_id: int
+    token: float | None
+    top: list[tuple[float, int]] | None = None
+    chosen: list[float] | None = None
+
+
+class RequestStart(Struct, frozen=True, array_like=True):
+    """Goes out once per request, with its first output: what does not change afterwards."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    prompt_tail: list[int]
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    no_stop_trim: bool
+    stop_strings: tuple[str, ...]
+    input_logprobs: list[TokenLogprobs] | None
+    queue_time_s: float
+
+
+class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What is new about one request since its last output.
+
+    Attributes:
+        token_ids: new output tokens; all of them at once for a request that does not stream.
+        finish: None while the request goes on.
+        start: with the first output only.
+        version_starts: (weight version, first output index) per span, when it changed since the last output.
+        kv_versions: versions of the weights that computed the KV used, oldest first, when it changed.
+        num_retractions: times the request gave up its KV so far.
+        logprobs: per new token; None when not asked for.
+    """
+
+    rid: str
+    token_ids: list[int]
+    finish: FinishReason | None = None
+    start: RequestStart | None = None
+    version_starts: list[tuple[str, int]] | None = None
+    kv_versions: list[str] | None = None
+    num_retractions: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class TokenOutput(Message, frozen=True, kw_only=True):
+    """The outputs of one step, for the detokenizer (or, without a tokenizer, for the TokenizerManager)."""
+
+    weight_version: str
+    outputs: list[RequestOutput]
+
+
+class TextOutput(Message, frozen=True, kw_only=True):
+    """`outputs` with the text that each adds; the text never ends in half a character."""
+
+    weight_version: str
+    outputs: list[RequestOutput]
+    texts: list[str]
+
+
+SchedulerInput = TokenizedGenerateReqInput | AbortGeneration | ControlCall | Expire
+DetokenizerInput = TokenOutput
+
+
+class ControlReply(Message, frozen=True, kw_only=True):
+    """The one reply to the control request `id`."""
+
+    id: str
+    reply: AnyReply
+
+
+ManagerInput = TextOutput | TokenOutput | ControlReply | StateReport
+
+# -------------------------------------------------------------------------------------- requests from fields
+
+R = TypeVar("R", bound=ControlRequest)
+
+
+def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str]]:
+    """Build a control request from loose fields: a JSON body, or keyword arguments.
+
+    Null means "not given". Unknown fields are ignored and returned, sorted, for `ignored_fields`.
+
+    Raises:
+        RequestRejected: 400, with the field's path and what was expected.
+    """
+    known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
+    given = {name: value for name, value in known.items() if value is not None}
+    ignored = sorted(set(fields) - set(known))
+    try:
+        return msgspec.convert({"type": kind.__name__, **given}, kind), ignored
+    except msgspec.ValidationError as error:
+        raise RequestRejected(f"{kind.__name__}: {explain(error, kind)}") from None
+
+
+def explain(error: msgspec.ValidationError, kind: type[Struct]) -> str:
+    """The validation message, with the valid values where an enumeration was expected."""
+    message = str(error)
+    field = re.search(r"`\$\.(\w+)", message)
+    if field is None or not message.startswith("Invalid enum value"):
+        return message
+    types = {known.name: known.type for known in msgspec.structs.fields(kind)}
+    return f"{message}; expected one of {', '.join(_valid_values(types[field[1]]))}"
+
+
+def _valid_values(annotation: Any) -> list[str]:
+    if isinstance(annotation, enum.EnumType):
+        return [str(member) for member in annotation.__members__.values()]
+    if isinstance(annotation, str):
+        return [annotation]
+    return [value for argument in get_args(annotation) for value in _valid_values(argument)]

@@ -1,0 +1,154 @@
+"""The loop: messages in, one forward pass, outputs out. Control requests come between two forward passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.control.control_plane import ControlPlane
+from ebbtide.srt.managers.incremental_detokenizer import IncrementalDetokenizer
+from ebbtide.srt.managers.io_struct import (
+    AbortGeneration,
+    ControlCall,
+    Expire,
+    FinishReason,
+    SchedulerInput,
+    StateReport,
+    TokenizedGenerateReqInput,
+)
+from ebbtide.srt.managers.live_requests import LiveRequests, OutputEnd
+from ebbtide.srt.managers.output_processor import PROMPT_TAIL, OutputProcessor
+from ebbtide.srt.managers.replication import Inbox
+from ebbtide.srt.managers.request import Req
+from ebbtide.srt.managers.schedule_policy import SchedulePolicy
+from ebbtide.srt.managers.stop_strings import StopStringMatcher
+from ebbtide.srt.managers.tokenizer import Tokenizer
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Runner, SampleSpec
+
+
+class Scheduler:
+    """One rank's loop.
+
+    Args:
+        tokenizer: for stop strings; None when the engine deals in token ids only.
+        eos_token_ids: of the model and its tokenizer.
+        report: the state machines as they stand.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        outputs: OutputEnd,
+        policy: SchedulePolicy,
+        processor: OutputProcessor,
+        requests: LiveRequests,
+        runner: Runner,
+        control: ControlPlane,
+        report: Callable[[], StateReport],
+        *,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._inbox = inbox
+        self._outputs = outputs
+        self._policy = policy
+        self._processor = processor
+        self._requests = requests
+        self._runner = runner
+        self._control = control
+        self._report = report
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._num_arrived = 0
+
+    def run(self) -> None:
+        """Turn until the process ends. While nothing can run, the loop sleeps in its inbox."""
+        self._inbox.answer(self._report())
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        for message in self._inbox.receive(block=not self._is_runnable):
+            self._handle(message)
+        if self._control.allows_forward:
+            self._forward()
+        if self._control.operations.any_pending:
+            self._control.operations.advance()
+            self._inbox.answer(self._report())
+
+    @property
+    def _is_runnable(self) -> bool:
+        can_forward = self._control.allows_forward and self._policy.has_work
+        return can_forward or self._control.operations.is_working
+
+    def _handle(self, message: SchedulerInput) -> None:
+        match message:
+            case TokenizedGenerateReqInput():
+                self._admit(message)
+            case AbortGeneration():
+                self._requests.abort([message.rid], message.message)
+            case ControlCall():
+                self._control.apply(message)
+                self._inbox.answer(self._report())
+            case Expire():
+                self._control.operations.expire(message.id)
+                self._inbox.answer(self._report())
+
+    def _forward(self) -> None:
+        batch = self._policy.next_batch()
+        if batch is None:
+            return
+        self._control.memory.ensure_cuda_graph()
+        now = time.monotonic()
+        for req in batch.admitted:
+            req.started_s = now if req.started_s is None else req.started_s
+        result = self._runner.launch(batch.plan).wait()
+        output = self._processor.commit(batch, result)
+        if output is not None:
+            self._outputs.send(output)
+
+    def _admit(self, message: TokenizedGenerateReqInput) -> None:
+        req = self._request(message)
+        try:
+            self._policy.admit(req)
+        except RequestRejected as error:
+            reason = FinishReason("abort", message=error.message, status_code=error.status)
+            output = self._processor.abort([req], reason)
+            assert output is not None
+            self._outputs.send(output)
+
+    def _request(self, message: TokenizedGenerateReqInput) -> Req:
+        params = message.sampling_params
+        logprobs = None
+        if message.return_logprob:
+            logprobs = LogprobSpec(message.logprob_start, message.top_logprobs_num, message.token_ids_logprob)
+        stop_strings = None
+        if params.stop_strings:
+            # The API process has refused stop strings where there is no tokenizer.
+            assert self._tokenizer is not None
+            detokenizer = IncrementalDetokenizer(
+                self._tokenizer,
+                message.input_ids[-PROMPT_TAIL:],
+                params.skip_special_tokens,
+                params.spaces_between_special_tokens,
+            )
+            stop_strings = StopStringMatcher(detokenizer, params.stop_strings)
+        self._num_arrived += 1
+        return Req(
+            rid=message.rid,
+            arrival=self._num_arrived,
+            spec=SampleSpec(
+                params=params,
+                seed=message.seed,
+                stop_ids=self._eos_token_ids | params.stop_token_id_set,
+                prompt_ids=message.input_ids,
+                output_ids=[],
+                logprobs=logprobs,
+            ),
+            max_new_tokens=message.max_new_tokens,
+            stream_interval=message.stream_interval if message.stream else None,
+            namespace=message.cache_namespace,
+            arrival_s=message.arrival_s,
+            stop_strings=stop_strings,
+        )
