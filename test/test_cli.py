@@ -1,0 +1,101 @@
+"""The commands: what they answer, with which exit status, and that they start light."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import pytest
+
+import ebbtide
+from ebbtide import cli, launch_server
+from ebbtide.srt.errors import ConfigurationError, EngineError
+from ebbtide.srt.server_args import ServerArgs
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=120, check=False)
+
+
+def serve_with(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[ServerArgs]:
+    """Put a server in place that notes its arguments and stops at once, as asked or by the error."""
+    served: list[ServerArgs] = []
+
+    def serve(args: ServerArgs) -> None:
+        served.append(args)
+        if error is not None:
+            raise error
+
+    http_server = ModuleType("ebbtide.srt.entrypoints.http_server")
+    http_server.launch_server = serve  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, http_server.__name__, http_server)
+    return served
+
+
+def test_the_package_offers_three_names_and_starts_light() -> None:
+    assert ebbtide.__all__ == ["Engine", "SamplingParams", "ServerArgs"]
+    assert set(ebbtide.__all__) <= set(dir(ebbtide))
+    with pytest.raises(AttributeError, match="Motor"):
+        _ = ebbtide.Motor
+    heavy = "{'torch', 'transformers', 'zmq', 'fastapi'} & set(sys.modules)"
+    done = run(
+        "-c", f"import sys, ebbtide; ebbtide.ServerArgs, ebbtide.SamplingParams; sys.exit(bool({heavy}))"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("module", ["ebbtide", "ebbtide.cli"])
+def test_help_lists_the_commands(module: str) -> None:
+    done = run("-m", module, "--help")
+    assert done.returncode == 0
+    assert all(f"  {name} " in done.stdout for name in ("serve", "demo", "doctor"))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"ebbtide {ebbtide.__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["surf"], ["serve"], ["serve", "--model-path", "m", "--surf"]])
+def test_a_wrong_command_line_is_a_usage_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(argv)
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("main", "command"), [(cli.main, ["serve"]), (launch_server.main, [])])
+def test_both_doors_serve_with_the_same_arguments(
+    main: Callable[[Sequence[str]], int], command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve_with(monkeypatch, None)
+    assert main([*command, "--model-path", "m", "--port", "31000"]) == 0
+    assert served == [ServerArgs(model_path="m", port=31000)]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ConfigurationError("no such folder"), 2), (EngineError("scheduler died"), 1)]
+)
+def test_a_failed_start_is_one_line_and_a_status(
+    error: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_with(monkeypatch, error)
+    assert cli.main(["serve", "--model-path", "m"]) == status
+    assert capsys.readouterr().err == f"ebbtide serve: {error}\n"
+
+
+def test_a_missing_model_is_one_line_without_a_traceback() -> None:
+    done = run("-m", "ebbtide.launch_server", "--model-path", "/no/such/model")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert "'/no/such/model'" in line
+
+
+def test_a_demo_without_matplotlib_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("ebbtide.demo")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["demo"]) == 2
+    assert 'pip install "ebbtide[demo]"' in capsys.readouterr().err
