@@ -183,9 +183,13 @@ def test_a_bad_config_json_is_refused_with_the_reason(
     assert "\n" not in message
 
 
-def test_broken_json_is_refused(folder: Path) -> None:
-    (folder / "generation_config.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1, null]}'])
+def test_a_bad_generation_config_is_refused(folder: Path, text: str) -> None:
+    (folder / "generation_config.json").write_text(text)
     assert "generation_config.json" in refused(folder)
+
+
+def test_broken_json_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     assert "config.json" in refused(folder)
 

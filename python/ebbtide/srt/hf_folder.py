@@ -94,17 +94,26 @@ def declared_dtype(folder: Path, hf_config: PreTrainedConfig) -> str:
 
 def eos_token_ids(folder: Path, hf_config: PreTrainedConfig) -> frozenset[int]:
     """The ids that end a text, by config.json and generation_config.json together."""
+    in_config = _ids(folder / "config.json", getattr(hf_config, "eos_token_id", None))
     path = folder / "generation_config.json"
-    generation: Any = {}
-    if path.is_file():
-        try:
-            generation = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigurationError(f"{path}: not JSON: {error}") from error
-    found: set[int] = set()
-    for given in (getattr(hf_config, "eos_token_id", None), generation.get("eos_token_id")):
-        found.update([given] if isinstance(given, int) else given or ())
-    return frozenset(found)
+    if not path.is_file():
+        return in_config
+    try:
+        generation = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: not JSON: {error}") from error
+    if not isinstance(generation, dict):
+        raise ConfigurationError(f"{path}: expected a JSON object")
+    return in_config | _ids(path, generation.get("eos_token_id"))
+
+
+def _ids(path: Path, given: Any) -> frozenset[int]:
+    ids = [] if given is None else given if isinstance(given, list) else [given]
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
+        raise ConfigurationError(
+            f"{path}: expected eos_token_id to be a token id or a list of them, got {given!r}"
+        )
+    return frozenset(ids)
 
 
 def _parse_overrides(text: str) -> dict[str, Any]:
