@@ -128,7 +128,7 @@ class StopTrimmer:
             start, self.matched = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
             self._held = ""
             return text[: start + len(self.matched) if self._keep_match else start]
-        num_held = max(_overlap(text, stop) for stop in self._stop_strings)
+        num_held = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 

@@ -376,6 +376,7 @@ class RequestStart(Struct, frozen=True, array_like=True):
     stop_strings: tuple[str, ...]
     input_logprobs: list[TokenLogprobs] | None
     queue_time_s: float
+    first_token_latency_s: float | None = None
 
 
 class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -463,7 +464,7 @@ def explain(error: msgspec.ValidationError, kind: type[Struct]) -> str:
 
 def _valid_values(annotation: Any) -> list[str]:
     if isinstance(annotation, enum.EnumType):
-        return [str(member) for member in annotation.__members__.values()]
+        return list(map(str, annotation.__members__.values()))
     if isinstance(annotation, str):
         return [annotation]
     return [value for argument in get_args(annotation) for value in _valid_values(argument)]

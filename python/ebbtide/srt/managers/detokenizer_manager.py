@@ -1,0 +1,81 @@
+"""The detokenizer process: token ids from the scheduler, text on to the API process."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+from ebbtide.srt.config import EngineConfig
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.managers.channel import ChannelAddresses, Receiver, Sender
+from ebbtide.srt.managers.incremental_detokenizer import IncrementalDetokenizer, StopTrimmer
+from ebbtide.srt.managers.io_struct import (
+    DetokenizerInput,
+    ManagerInput,
+    RequestOutput,
+    RequestStart,
+    TextOutput,
+    TokenOutput,
+)
+from ebbtide.srt.managers.tokenizer import Tokenizer, load_tokenizer
+
+
+class OutputText:
+    """The text of one request as it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, start: RequestStart) -> None:
+        self._keep_stop = start.no_stop_trim
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            start.prompt_tail,
+            start.skip_special_tokens,
+            start.spaces_between_special_tokens,
+        )
+        self._trimmer = StopTrimmer(start.stop_strings, keep_match=start.no_stop_trim)
+
+    def push(self, output: RequestOutput) -> str:
+        """The text that these ids add. Stop token and stop string are cut off, unless they are to stay."""
+        finish = output.finish
+        ends_in_stop_token = finish is not None and finish.kind == "stop" and isinstance(finish.matched, int)
+        cut = ends_in_stop_token and not self._keep_stop
+        text = self._detokenizer.push(output.token_ids[:-1] if cut else output.token_ids)
+        if finish is None:
+            return self._trimmer.push(text)
+        return self._trimmer.push(text + self._detokenizer.finish()) + self._trimmer.finish()
+
+
+class DetokenizerManager:
+    """Keeps one `OutputText` per request, from its first output to its last."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[str, OutputText] = {}
+
+    def handle(self, message: TokenOutput) -> TextOutput:
+        texts = [self._text(output) for output in message.outputs]
+        return TextOutput(weight_version=message.weight_version, outputs=message.outputs, texts=texts)
+
+    def _text(self, output: RequestOutput) -> str:
+        if output.start is not None:
+            self._texts[output.rid] = OutputText(self._tokenizer, output.start)
+        state = self._texts.get(output.rid)
+        if state is None:
+            return ""
+        if output.finish is not None:
+            del self._texts[output.rid]
+        return state.push(output)
+
+
+def run_detokenizer_process(config: EngineConfig, addresses: ChannelAddresses, ready: Connection) -> None:
+    """Run until the process ends. Says over `ready` whether the start succeeded: a dict with `status`."""
+    try:
+        tokenizer = load_tokenizer(config.model, config.server_args.revision)
+    except ConfigurationError as error:
+        ready.send({"status": "failed", "message": str(error)})
+        return
+    manager = DetokenizerManager(tokenizer)
+    receiver: Receiver[DetokenizerInput] = Receiver(addresses.detokenizer, DetokenizerInput)
+    sender: Sender[ManagerInput] = Sender(addresses.manager)
+    ready.send({"status": "ready"})
+    while True:
+        for message in receiver.receive():
+            sender.send(manager.handle(message))

@@ -1,0 +1,293 @@
+"""One `/generate` request while it runs: what has arrived of each output, and the answers made of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.io_struct import (
+    FinishReason,
+    RequestOutput,
+    RequestStart,
+    TokenizedGenerateReqInput,
+    TokenLogprobs,
+)
+
+# JSON has no infinity: the lowest float32 stands for it.
+LOWEST_LOGPROB = -3.4028234663852886e38
+
+
+@dataclass(frozen=True)
+class ResponseStyle:
+    """What the answers to one request look like.
+
+    Attributes:
+        is_incremental: chunks hold what is new, instead of everything so far.
+        token_text: the text of a single token, for logprobs; None leaves it null.
+    """
+
+    is_incremental: bool
+    return_prompt_token_ids: bool
+    token_text: Callable[[int], str] | None
+
+
+class LogprobTable:
+    """The logprob lists of one output, or of its prompt, under the names they have in the answer.
+
+    `columns` is empty where no logprobs were asked for.
+    """
+
+    def __init__(self, side: str, request: TokenizedGenerateReqInput, style: ResponseStyle) -> None:
+        self._chosen_ids = request.token_ids_logprob
+        self._token_text = style.token_text
+        self._token, self._top = f"{side}_token_logprobs", f"{side}_top_logprobs"
+        self._chosen = f"{side}_token_ids_logprobs"
+        wanted = {self._token: True, self._top: request.top_logprobs_num > 0, self._chosen: self._chosen_ids}
+        names = [name for name, is_wanted in wanted.items() if is_wanted] if request.return_logprob else []
+        self.columns: dict[str, list[Any]] = {name: [] for name in names}
+
+    def add(self, positions: Iterable[TokenLogprobs]) -> None:
+        columns = self.columns
+        for position in positions:
+            columns[self._token].append(self._triple(position.token, position.token_id))
+            if self._top in columns:
+                columns[self._top].append(self._triples(position.top))
+            if self._chosen in columns:
+                chosen = position.chosen
+                pairs = None if chosen is None else zip(chosen, self._chosen_ids, strict=True)
+                columns[self._chosen].append(self._triples(pairs))
+
+    def _triples(self, pairs: Iterable[tuple[float, int]] | None) -> list[list[Any]] | None:
+        return None if pairs is None else [self._triple(logprob, token_id) for logprob, token_id in pairs]
+
+    def _triple(self, logprob: float | None, token_id: int) -> list[Any]:
+        # `max` would let NaN through; this comparison does not.
+        if logprob is not None and not logprob >= LOWEST_LOGPROB:
+            logprob = LOWEST_LOGPROB
+        return [logprob, token_id, self._token_text(token_id) if self._token_text is not None else None]
+
+
+class OutputState:
+    """One output: what has arrived of it, and the answer that this makes. Source: wire_api section 2.3."""
+
+    def __init__(self, request: TokenizedGenerateReqInput, style: ResponseStyle) -> None:
+        self.request = request
+        self.finish: FinishReason | None = None
+        self._style = style
+        self._text: list[str] | None = None
+        self._output_ids: list[int] = []
+        self._num_tokens = 0
+        self._logprobs = LogprobTable("output", request, style)
+        self._input_logprobs = LogprobTable("input", request, style)
+        self._start: RequestStart | None = None
+        self._version_starts: list[tuple[str, int]] = []
+        self._kv_versions: list[str] = []
+        self._num_retractions = 0
+        self._weight_version = ""
+        self._first_token_s: float | None = None
+        self._finished_s = 0.0
+
+    def apply(self, output: RequestOutput, text: str | None, weight_version: str) -> None:
+        """Take in what is new. `text` is None where there is no tokenizer."""
+        if output.start is not None:
+            self._start = output.start
+            self._input_logprobs.add(output.start.input_logprobs or ())
+        if text is not None:
+            self._text = [] if self._text is None else self._text
+            self._text.append(text)
+        if output.token_ids:
+            if self._num_tokens == 0:
+                self._first_token_s = time.monotonic()
+            self._num_tokens += len(output.token_ids)
+            self._output_ids += output.token_ids
+        if output.logprobs is not None:
+            self._logprobs.add(output.logprobs)
+        if output.version_starts is not None:
+            self._version_starts = output.version_starts
+        if output.kv_versions is not None:
+            self._kv_versions = output.kv_versions
+        self._num_retractions = output.num_retractions
+        self._weight_version = weight_version
+        if output.finish is not None:
+            self.finish = output.finish
+            self._finished_s = time.monotonic()
+
+    def response(self) -> dict[str, Any]:
+        """The answer as it stands, or, incrementally, what is new in it since the last call."""
+        body: dict[str, Any] = {}
+        if self._text is not None:
+            text = body["text"] = "".join(self._text)
+            self._text = [] if self._style.is_incremental else [text]
+        body["output_ids"] = self._handed_out(self._output_ids)
+        if self._style.return_prompt_token_ids:
+            body["prompt_token_ids"] = self.request.input_ids
+        body["meta_info"] = self._meta()
+        if self._style.is_incremental:
+            self._output_ids = []
+            self._logprobs.columns = {name: [] for name in self._logprobs.columns}
+            self._input_logprobs.columns = {}
+        return body
+
+    def _handed_out(self, values: list[Any]) -> list[Any]:
+        """A list that will not grow any more."""
+        is_ours_no_more = self._style.is_incremental or self.finish is not None
+        return values if is_ours_no_more else values.copy()
+
+    def _meta(self) -> dict[str, Any]:
+        request, start = self.request, self._start
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": self.finish.to_dict() if self.finish is not None else None,
+            "prompt_tokens": len(request.input_ids),
+            "completion_tokens": self._num_tokens,
+            "cached_tokens": start.cached_tokens if start is not None else 0,
+            "reasoning_tokens": 0,
+            "num_retractions": self._num_retractions,
+            "dp_rank": 0,
+            "weight_version": self._weight_version,
+            "weight_versions": self._version_spans(),
+            "kv_weight_versions": self._kv_versions,
+        }
+        if request.return_logprob:
+            for name, entries in self._logprobs.columns.items():
+                meta[name] = self._handed_out(entries)
+            meta["output_token_logprobs_length"] = self._num_tokens
+            meta.update(self._input_logprobs.columns)
+        if self.finish is not None:
+            meta.update(self._latencies())
+        return meta
+
+    def _version_spans(self) -> list[dict[str, Any]]:
+        ends = [start for _, start in self._version_starts[1:]] + [self._num_tokens]
+        return [
+            {"version": version, "start": start, "end": end}
+            for (version, start), end in zip(self._version_starts, ends, strict=False)
+            if start < end
+        ]
+
+    def _latencies(self) -> dict[str, float]:
+        """Seconds since arrival. What never came (a first run, a first token) counts up to the end."""
+        arrival_s, start = self.request.arrival_s, self._start
+        e2e_s = self._finished_s - arrival_s
+        first_token_s = e2e_s if self._first_token_s is None else self._first_token_s - arrival_s
+        if start is not None and start.first_token_latency_s is not None:
+            # Without streaming, the first token arrives here with the last.
+            first_token_s = start.first_token_latency_s
+        return {
+            "e2e_latency": e2e_s,
+            "queue_time": start.queue_time_s if start is not None else e2e_s,
+            "first_token_latency": first_token_s,
+        }
+
+
+class Generation:
+    """A request that runs, with one output or several. Read either its `result()` or its `stream()`.
+
+    Args:
+        abandon: called when the reader goes away while outputs are still to come.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[OutputState],
+        *,
+        is_list: bool,
+        is_stream: bool,
+        abandon: Callable[[Generation], None],
+    ) -> None:
+        self.outputs = outputs
+        self.is_stream = is_stream
+        # Ends the request when its time is up, unless it ends before.
+        self.timer: asyncio.TimerHandle | None = None
+        self._is_list = is_list
+        self._abandon = abandon
+        self._num_unfinished = len(outputs)
+        self._error: Exception | None = None
+        self._wake = asyncio.Event()
+        # Indices of outputs with something new, in order of arrival. However slow the reader, that is all
+        # that waits for it: chunks that pile up become one.
+        self._news: dict[int, None] = {}
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every output has ended. False for ever after a failure of the engine."""
+        return self._num_unfinished == 0
+
+    async def result(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """The whole answer. Cancelling this aborts the request.
+
+        Raises:
+            RequestRejected: the engine would not take it after all (503, the queue is full).
+            EngineError: the engine failed.
+        """
+        try:
+            while not self.is_finished and self._error is None:
+                await self._woken()
+        finally:
+            self.close()
+        if self._error is not None:
+            raise self._error
+        responses = [output.response() for output in self.outputs]
+        return responses if self._is_list else responses[0]
+
+    async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of all outputs, with an `index` if there are several. Leaving early aborts the request.
+
+        Raises:
+            RequestRejected, EngineError: as `result`, possibly after some chunks.
+        """
+        try:
+            while self._error is None:
+                if self._news:
+                    index = next(iter(self._news))
+                    del self._news[index]
+                    chunk = self.outputs[index].response()
+                    yield {**chunk, "index": index} if self._is_list else chunk
+                elif self.is_finished:
+                    return
+                else:
+                    await self._woken()
+            raise self._error
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """The reader needs no more: outputs that are still to come are aborted. Idempotent."""
+        self._cancel_timer()
+        if not self.is_finished:
+            self._abandon(self)
+
+    def note(self, index: int) -> None:
+        """Output `index` has something new."""
+        self._news[index] = None
+        finish = self.outputs[index].finish
+        if finish is not None:
+            self._num_unfinished -= 1
+            if self.is_finished:
+                self._cancel_timer()
+            if finish.status_code is not None:
+                self._error = _failure(finish.message, finish.status_code)
+        if self.is_stream or self.is_finished or self._error is not None:
+            self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        """Outputs that are still to come never will: end with this error."""
+        self._error = error
+        self._wake.set()
+
+    def _cancel_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+    async def _woken(self) -> None:
+        self._wake.clear()
+        await self._wake.wait()
+
+
+def _failure(message: str, status: int) -> Exception:
+    """The error behind an abort that the engine caused."""
+    return EngineError(message) if status == 500 else RequestRejected(message, status)
