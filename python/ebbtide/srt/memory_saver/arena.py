@@ -108,6 +108,7 @@ class Arena:
 
         Raises:
             EngineError: the arena is released, or the shadow is closed.
+            OutOfDeviceMemory: the machine has no room to hold the pages while they change places.
             ValueError: the shadow is not one of this arena.
         """
         if shadow._live is not self._span:
@@ -217,9 +218,13 @@ class _Span:
             with ExitStack() as undo:
                 for offset, num_bytes in self._chunks:
                     handle = self._vm.create(num_bytes)
-                    undo.callback(self._vm.release, handle)
-                    self._map(offset, handle, undo)
                     handles.append(handle)
+                    try:
+                        self._map(offset, handle)
+                    except BaseException:
+                        self._vm.release(handle)
+                        raise
+                    undo.callback(self._discard, offset, handle)
                 undo.pop_all()
         except OutOfDeviceMemory as error:
             undone_bytes = sum(handle.num_bytes for handle in handles)
@@ -230,23 +235,25 @@ class _Span:
 
     def empty(self) -> int:
         self.require_resident()
-        with ExitStack() as undo:
-            self._unmap_all(undo)
-            undo.pop_all()
+        for (offset, _), handle in zip(self._chunks, self._handles, strict=True):
+            self._discard(offset, handle)
+        self._handles = []
         self.state = _State.RELEASED
-        while self._handles:
-            self._vm.release(self._handles.pop())
         return self.virtual_bytes
 
     def exchange(self, other: _Span) -> None:
         self.require_resident()
         other.require_resident()
+        exchanged = ((self, other._handles), (other, self._handles))
         with ExitStack() as undo:
             for span in (self, other):
-                span._unmap_all(undo)
-            for span, handles in ((self, other._handles), (other, self._handles)):
+                for (offset, _), handle in zip(span._chunks, span._handles, strict=True):
+                    span._unmap(offset, handle)
+                    undo.callback(span._map, offset, handle)
+            for span, handles in exchanged:
                 for (offset, _), handle in zip(span._chunks, handles, strict=True):
-                    span._map(offset, handle, undo)
+                    span._map(offset, handle)
+                    undo.callback(span._unmap, offset, handle)
             undo.pop_all()
         self._handles, other._handles = other._handles, self._handles
 
@@ -257,16 +264,18 @@ class _Span:
             self._vm.free_reservation(self._reservation)
         self.state = _State.CLOSED
 
-    def _map(self, offset: int, handle: Handle, undo: ExitStack) -> None:
+    def _map(self, offset: int, handle: Handle) -> None:
         assert self._reservation is not None
         self._vm.map(self._reservation, offset, handle)
-        undo.callback(self._vm.unmap, self._reservation, offset, handle.num_bytes)
 
-    def _unmap_all(self, undo: ExitStack) -> None:
-        for (offset, num_bytes), handle in zip(self._chunks, self._handles, strict=True):
-            assert self._reservation is not None
-            self._vm.unmap(self._reservation, offset, num_bytes)
-            undo.callback(self._vm.map, self._reservation, offset, handle)
+    def _unmap(self, offset: int, handle: Handle) -> None:
+        assert self._reservation is not None
+        self._vm.unmap(self._reservation, offset, handle.num_bytes)
+
+    def _discard(self, offset: int, handle: Handle) -> None:
+        # In this order the contents need not be kept at unmap, which must not fail here.
+        self._vm.release(handle)
+        self._unmap(offset, handle)
 
 
 def _round_up(num_bytes: int, multiple: int) -> int:

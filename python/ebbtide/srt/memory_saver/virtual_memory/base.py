@@ -27,8 +27,8 @@ class Handle:
 class VirtualMemory(Protocol):
     """Reserves addresses and maps physical memory under them.
 
-    Every size and offset is a multiple of `granularity`, else ValueError. A handle is mapped at one place at a
-    time. Unmapping keeps its contents; releasing gives the memory back.
+    Every size and offset is a multiple of `granularity`, else ValueError. A handle is mapped at one place at
+    a time. Unmapping keeps its contents; releasing gives the memory back.
     """
 
     @property
@@ -48,16 +48,20 @@ class VirtualMemory(Protocol):
         """Take physical memory, contents undefined. Raises OutOfDeviceMemory and keeps nothing."""
         ...
 
-    def release(self, handle: Handle) -> None:
-        """Give the physical memory of an unmapped handle back to the operating system or the driver."""
-        ...
-
     def map(self, at: Reservation, offset: int, handle: Handle) -> None:
         """Put the whole handle under `at.address + offset`, where nothing may be mapped."""
         ...
 
     def unmap(self, at: Reservation, offset: int, num_bytes: int) -> None:
-        """Take the handle of `num_bytes` at `at.address + offset` away; its contents stay with it."""
+        """Take the handle of `num_bytes` at `at.address + offset` away; its contents stay with it.
+
+        Raises OutOfDeviceMemory, with the handle where it was, when keeping it needs more than there is. This
+        cannot happen to a handle that was released.
+        """
+        ...
+
+    def release(self, handle: Handle) -> None:
+        """Give up a handle: its memory goes back to the system now or, if it is mapped, at the unmap."""
         ...
 
     def as_tensor(self, reservation: Reservation) -> torch.Tensor:

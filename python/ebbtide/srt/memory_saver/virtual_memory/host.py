@@ -1,10 +1,10 @@
 """Virtual memory of a Linux host: anonymous pages that are moved, not copied, between addresses.
 
-A handle is a private anonymous mapping with an address of its own, its home. To map it is to move its page
-tables to the reservation (mremap), to unmap it is to move them back; releasing it is munmap, and the pages
-are the operating system's again. Anonymous memory rather than a memfd, because kernels as a rule have
-transparent huge pages on for it and off for shared memory: measured per GiB, 45 ms against 640 ms to resume,
-3 ms against 220 ms to release, and under 1 ms against 500 ms to swap.
+A handle is a private anonymous mapping. To map it is to move its page tables to the reservation (mremap), to
+unmap it is to move them to addresses of its own; once it is released as well, the pages are the operating
+system's again. Anonymous memory rather than a memfd, because kernels as a rule have transparent huge pages on
+for it and off for shared memory: measured per GiB, 45 ms against 640 ms to resume, 3 ms against 220 ms to
+release, and under 1 ms against 500 ms to swap.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 
 import torch
 
@@ -61,49 +62,55 @@ class HostVirtualMemory:
     def __init__(self, free_bytes: Callable[[], int] = available_bytes) -> None:
         _require_linux()
         self._free_bytes = free_bytes
+        self._keys = count()
+        self._reservations: set[Reservation] = set()
+        self._parked_at: dict[Handle, int] = {}  # where the pages of unmapped handles are
         self._handle_at: dict[int, Handle] = {}  # by the address where it is mapped
+        self._given_up: set[Handle] = set()  # mapped, and released already
 
     def reserve(self, num_bytes: int) -> Reservation:
-        _require_granular(num_bytes)
+        _require_size(num_bytes)
         with _running_out_of_memory(num_bytes, self._free_bytes):
-            return Reservation(_reserve_aligned(num_bytes), num_bytes)
+            reservation = Reservation(_reserve_aligned(num_bytes), num_bytes)
+        self._reservations.add(reservation)
+        return reservation
 
     def free_reservation(self, reservation: Reservation) -> None:
         end = reservation.address + reservation.num_bytes
+        if reservation not in self._reservations:
+            raise ValueError("the reservation was freed already, or is not of this virtual memory")
         if any(reservation.address <= address < end for address in self._handle_at):
             raise ValueError("a handle is still mapped in this reservation")
         _munmap(reservation.address, reservation.num_bytes)
+        self._reservations.remove(reservation)
 
     def create(self, num_bytes: int) -> Handle:
-        _require_granular(num_bytes)
+        _require_size(num_bytes)
         free = self._free_bytes()
         if num_bytes > free:
             raise OutOfDeviceMemory(num_bytes, free)
         with _running_out_of_memory(num_bytes, lambda: free):
-            home = _reserve_aligned(num_bytes)
+            address = _reserve_aligned(num_bytes)
             try:
-                _populate(home, num_bytes)
+                _populate(address, num_bytes)
             except OSError:
-                _munmap(home, num_bytes)
+                _munmap(address, num_bytes)
                 raise
-        return Handle(home, num_bytes)
-
-    def release(self, handle: Handle) -> None:
-        if handle in self._handle_at.values():
-            raise ValueError("the handle is still mapped")
-        _munmap(handle.key, handle.num_bytes)
+        handle = Handle(next(self._keys), num_bytes)
+        self._parked_at[handle] = address
+        return handle
 
     def map(self, at: Reservation, offset: int, handle: Handle) -> None:
-        _require_granular(offset)
-        if not 0 <= offset <= at.num_bytes - handle.num_bytes:
-            raise ValueError(f"{handle.num_bytes} bytes at offset {offset} do not lie in {at}")
-        if handle in self._handle_at.values():
-            raise ValueError("the handle is mapped elsewhere")
+        if offset % GRANULARITY or not 0 <= offset <= at.num_bytes - handle.num_bytes:
+            raise ValueError(f"offset {offset} is no place for {handle.num_bytes} bytes in {at}")
+        if handle not in self._parked_at:
+            raise ValueError("the handle is mapped, was released, or is not of this virtual memory")
         address = at.address + offset
         end = address + handle.num_bytes
         if any(start < end and address < start + other.num_bytes for start, other in self._handle_at.items()):
             raise ValueError(f"something is mapped at offset {offset} already")
-        _move(handle.key, address, handle.num_bytes)
+        _mremap(self._parked_at[handle], handle.num_bytes, address)
+        del self._parked_at[handle]
         self._handle_at[address] = handle
 
     def unmap(self, at: Reservation, offset: int, num_bytes: int) -> None:
@@ -111,8 +118,21 @@ class HostVirtualMemory:
         handle = self._handle_at.get(address)
         if handle is None or handle.num_bytes != num_bytes:
             raise ValueError(f"no handle of {num_bytes} bytes is mapped at offset {offset}")
-        _move(address, handle.key, num_bytes)
+        if handle in self._given_up:
+            self._given_up.remove(handle)
+        else:
+            with _running_out_of_memory(num_bytes, self._free_bytes):
+                self._parked_at[handle] = _park(address, num_bytes)
+        _fence(address, num_bytes)
         del self._handle_at[address]
+
+    def release(self, handle: Handle) -> None:
+        if handle in self._parked_at:
+            _munmap(self._parked_at.pop(handle), handle.num_bytes)
+        elif handle in self._handle_at.values() and handle not in self._given_up:
+            self._given_up.add(handle)
+        else:
+            raise ValueError("the handle was released already, or is not of this virtual memory")
 
     def as_tensor(self, reservation: Reservation) -> torch.Tensor:
         memory = (ctypes.c_uint8 * reservation.num_bytes).from_address(reservation.address)
@@ -128,8 +148,8 @@ def _require_linux() -> None:
         )
 
 
-def _require_granular(num_bytes: int) -> None:
-    if num_bytes % GRANULARITY:
+def _require_size(num_bytes: int) -> None:
+    if num_bytes < 1 or num_bytes % GRANULARITY:
         raise ValueError(f"{num_bytes} is not a multiple of the granularity, {GRANULARITY}")
 
 
@@ -167,14 +187,29 @@ def _populate(address: int, num_bytes: int) -> None:
     _madvise(address, num_bytes, _MADV_POPULATE_WRITE)
 
 
-def _move(source: int, target: int, num_bytes: int) -> None:
-    """Move pages from one range to another; the source is a bare reservation afterwards.
+def _park(source: int, num_bytes: int) -> int:
+    """Move pages to addresses of their own. What stays at the source is empty, to be fenced.
 
-    The source is never unmapped in between (DONTUNMAP): another thread's allocation could settle in the hole.
+    The source is never unmapped (DONTUNMAP): another thread's allocation could settle in the hole. The price
+    is that the kernel counts the range twice for a moment, against RLIMIT_DATA or a strict overcommit limit.
     """
-    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    target = _reserve_aligned(num_bytes)
+    try:
+        _mremap(source, num_bytes, target, _MREMAP_DONTUNMAP)
+    except OSError:
+        _munmap(target, num_bytes)
+        raise
+    return target
+
+
+def _fence(address: int, num_bytes: int) -> None:
+    """Make a range a bare reservation again, whatever is there."""
+    _mmap(address, num_bytes, _PROT_NONE, _ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED)
+
+
+def _mremap(source: int, num_bytes: int, target: int, flags: int = 0) -> None:
+    flags |= _MREMAP_MAYMOVE | _MREMAP_FIXED
     _check(_libc().mremap(source, num_bytes, num_bytes, flags, target), "mremap")
-    _mmap(source, num_bytes, _PROT_NONE, _ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED)
 
 
 def _mmap(address: int | None, num_bytes: int, protection: int, flags: int) -> int:

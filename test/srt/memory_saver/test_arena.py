@@ -1,0 +1,336 @@
+"""Arenas over real host memory: what a tensor reads, where it is, and what the kernel says we hold."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
+from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+
+MIB = 1 << 20
+GRANULE = HostVirtualMemory.granularity
+
+
+@pytest.fixture
+def make_arena(request):
+    def make(num_bytes, vm=None, chunk_bytes=None):
+        arena = Arena(
+            MemoryTag.WEIGHTS, num_bytes, vm if vm is not None else HostVirtualMemory(), chunk_bytes
+        )
+        request.addfinalizer(arena.close)
+        return arena
+
+    return make
+
+
+@pytest.fixture(params=[None, GRANULE], ids=["one handle", "chunks"])
+def chunk_bytes(request):
+    return request.param
+
+
+def test_an_arena_starts_released_and_views_may_be_made_at_once(make_arena):
+    arena = make_arena(10)
+    view = arena.view(4, (3,), torch.int16)
+    assert not arena.is_resident
+    assert arena.resident_bytes == 0
+    assert view.data_ptr() == arena.address + 4
+    arena.resume()
+    view.fill_(7)
+    assert arena.view(4, (6,), torch.uint8).tolist() == [7, 0] * 3
+
+
+def test_sizes_are_rounded_up_to_the_granularity_but_views_are_not(make_arena):
+    arena = make_arena(GRANULE + 1)
+    assert (arena.num_bytes, arena.virtual_bytes) == (GRANULE + 1, 2 * GRANULE)
+    assert arena.resume() == arena.resident_bytes == 2 * GRANULE
+    with pytest.raises(ValueError, match="do not lie"):
+        arena.view(0, (GRANULE + 2,), torch.uint8)
+
+
+def test_release_and_resume_are_idempotent_and_say_what_they_moved(make_arena):
+    arena = make_arena(3 * GRANULE)
+    assert arena.release() == 0
+    assert arena.resume() == 3 * GRANULE
+    assert arena.resume() == 0
+    assert arena.release() == 3 * GRANULE
+    assert arena.release() == 0
+
+
+def test_addresses_and_tensors_survive_release_and_resume(make_arena, chunk_bytes):
+    arena = make_arena(3 * GRANULE, chunk_bytes=chunk_bytes)
+    view = arena.view(8, (5, 7), torch.float32)
+    address, pointer = arena.address, view.data_ptr()
+    for value in (1.0, 2.0, 3.0):
+        arena.resume()
+        view.fill_(value)
+        assert view.sum().item() == 35 * value
+        arena.release()
+        assert (arena.address, view.data_ptr()) == (address, pointer)
+
+
+def test_memory_goes_back_to_the_operating_system_and_returns_at_resume(make_arena, chunk_bytes, pss_bytes):
+    size = 64 * MIB
+    arena = make_arena(size, chunk_bytes=chunk_bytes)
+    released = pss_bytes()
+    for _ in range(3):
+        arena.resume()
+        # Before anything touches the memory: that it can be had must show at resume.
+        assert pss_bytes() - released >= 0.95 * size
+        arena.release()
+        assert pss_bytes() - released <= 0.05 * size
+
+
+def test_swap_exchanges_contents_under_live_tensors(make_arena, chunk_bytes):
+    arena = make_arena(3 * GRANULE, chunk_bytes=chunk_bytes)
+    arena.resume()
+    live = arena.view(0, (3 * GRANULE,), torch.uint8)
+    pointer = live.data_ptr()
+    live.fill_(1)
+    with arena.stage() as shadow:
+        staged = shadow.view(0, (3 * GRANULE,), torch.uint8)
+        staged.fill_(2)
+        arena.swap(shadow)
+        assert live.unique().tolist() == [2]
+        assert staged.unique().tolist() == [1]
+        arena.swap(shadow)
+        assert live.unique().tolist() == [1]
+        arena.swap(shadow)
+    assert live.unique().tolist() == [2]
+    assert live.data_ptr() == pointer
+
+
+def test_a_swap_copies_nothing_and_keeps_what_is_held(make_arena, pss_bytes):
+    size = 64 * MIB
+    arena = make_arena(size)
+    arena.resume()
+    alone = pss_bytes()
+    with arena.stage() as shadow:
+        assert abs(pss_bytes() - alone - size) <= 0.05 * size
+        arena.swap(shadow)
+        assert abs(pss_bytes() - alone - size) <= 0.05 * size
+    assert abs(pss_bytes() - alone) <= 0.05 * size
+
+
+def test_a_shadow_is_isolated_until_it_is_swapped_in(make_arena):
+    arena = make_arena(GRANULE)
+    arena.resume()
+    live = arena.view(0, (8,), torch.int64)
+    live.copy_(torch.arange(8))
+    with arena.stage() as shadow:
+        staged = shadow.view(0, (8,), torch.int64)
+        shadow.copy_from_live(8, 16)
+        assert staged.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
+        staged.fill_(-1)
+        assert live.tolist() == list(range(8))
+        live.fill_(5)
+        assert staged.tolist() == [-1] * 8
+
+
+def test_a_shadow_outlives_a_release_and_can_be_swapped_in_after_the_resume(make_arena):
+    arena = make_arena(GRANULE)
+    arena.resume()
+    live = arena.view(0, (4,), torch.int32)
+    with arena.stage() as shadow:
+        shadow.view(0, (4,), torch.int32).fill_(9)
+        arena.release()
+        arena.resume()
+        arena.swap(shadow)
+    assert live.tolist() == [9] * 4
+
+
+def test_wrong_views_are_refused(make_arena):
+    arena = make_arena(64)
+    for offset, shape, dtype in [
+        (-1, (1,), torch.uint8),
+        (61, (1,), torch.float32),
+        (60, (2,), torch.float32),
+    ]:
+        with pytest.raises(ValueError, match="do not lie"):
+            arena.view(offset, shape, dtype)
+    with pytest.raises(ValueError, match="multiple of the element size"):
+        arena.view(2, (1,), torch.float32)
+    assert arena.view(64, (0, 3), torch.float32).shape == (0, 3)
+
+
+def test_misuse_is_refused_and_changes_nothing(make_arena):
+    arena, other = make_arena(GRANULE), make_arena(GRANULE)
+    arena.resume()
+    shadow = arena.stage()
+    with pytest.raises(ValueError, match="another arena"):
+        other.swap(shadow)
+    arena.release()
+    with pytest.raises(EngineError, match="released"):
+        arena.swap(shadow)
+    with pytest.raises(EngineError, match="released"):
+        shadow.copy_from_live(0, 1)
+    arena.resume()
+    shadow.close()
+    shadow.close()
+    with pytest.raises(EngineError, match="closed"):
+        arena.swap(shadow)
+    arena.view(0, (4,), torch.uint8).fill_(3)
+    assert arena.view(0, (4,), torch.uint8).tolist() == [3] * 4
+    arena.close()
+    arena.close()
+    with pytest.raises(EngineError, match="closed"):
+        arena.resume()
+
+
+@pytest.mark.parametrize(("num_bytes", "chunk_bytes"), [(-1, None), (8, 0), (8, -4)])
+def test_impossible_sizes_are_refused(make_arena, num_bytes, chunk_bytes):
+    with pytest.raises(ValueError, match="make no arena"):
+        make_arena(num_bytes, chunk_bytes=chunk_bytes)
+
+
+def test_an_arena_of_no_bytes_has_both_states_and_no_memory(make_arena, budgeted_memory):
+    arena = make_arena(0, budgeted_memory(0))
+    assert (arena.num_bytes, arena.virtual_bytes, arena.address) == (0, 0, 0)
+    assert not arena.is_resident
+    assert arena.resume() == 0
+    assert arena.is_resident
+    assert arena.view(0, (0,), torch.float32).numel() == 0
+    with arena.stage() as shadow:
+        shadow.copy_from_live(0, 0)
+        arena.swap(shadow)
+    assert arena.release() == 0
+    assert not arena.is_resident
+
+
+def test_a_resume_that_does_not_fit_keeps_nothing_and_can_be_retried(make_arena, budgeted_memory, pss_bytes):
+    vm = budgeted_memory(3 * 8 * MIB)
+    arena = make_arena(5 * 8 * MIB, vm, chunk_bytes=8 * MIB)
+    before = pss_bytes()
+    with pytest.raises(OutOfDeviceMemory) as refusal:
+        arena.resume()
+    assert (refusal.value.needed_bytes, refusal.value.free_bytes) == (40 * MIB, 24 * MIB)
+    assert not arena.is_resident
+    assert vm.taken_bytes == 0
+    assert pss_bytes() - before < 4 * MIB
+    vm.budget_bytes = 40 * MIB
+    assert arena.resume() == 40 * MIB
+    assert arena.view(0, (40 * MIB,), torch.uint8).fill_(1).sum(dtype=torch.int64).item() == 40 * MIB
+
+
+def test_a_shadow_that_does_not_fit_leaves_the_arena_as_it_was(make_arena, budgeted_memory, holdings):
+    vm = budgeted_memory(3 * GRANULE)
+    arena = make_arena(2 * GRANULE, vm, chunk_bytes=GRANULE)
+    arena.resume()
+    live = arena.view(0, (2 * GRANULE,), torch.uint8).fill_(4)
+    before = holdings()
+    with pytest.raises(OutOfDeviceMemory):
+        arena.stage()
+    assert vm.taken_bytes == 2 * GRANULE
+    assert holdings() == before
+    assert live.unique().tolist() == [4]
+
+
+@pytest.mark.parametrize("mapped_before_failure", range(6))
+def test_a_swap_that_fails_half_way_is_undone(make_arena, budgeted_memory, mapped_before_failure):
+    vm = budgeted_memory(6 * GRANULE)
+    arena = make_arena(3 * GRANULE, vm, chunk_bytes=GRANULE)
+    arena.resume()
+    live = arena.view(0, (3 * GRANULE,), torch.uint8).fill_(1)
+    with arena.stage() as shadow:
+        staged = shadow.view(0, (3 * GRANULE,), torch.uint8).fill_(2)
+        vm.maps_until_failure = mapped_before_failure
+        with pytest.raises(OSError, match="the driver refused"):
+            arena.swap(shadow)
+        assert (live.unique().tolist(), staged.unique().tolist()) == ([1], [2])
+        arena.swap(shadow)
+        assert (live.unique().tolist(), staged.unique().tolist()) == ([2], [1])
+    assert arena.release() == 3 * GRANULE
+    assert vm.taken_bytes == 0
+
+
+def test_fifty_cycles_leak_nothing(make_arena, chunk_bytes, pss_bytes, holdings):
+    arena = make_arena(4 * GRANULE, chunk_bytes=chunk_bytes)
+
+    def cycle():
+        arena.resume()
+        with arena.stage() as shadow:
+            shadow.copy_from_live(0, 4 * GRANULE)
+            arena.swap(shadow)
+        arena.release()
+
+    cycle()
+    pss, held = pss_bytes(), holdings()
+    for _ in range(50):
+        cycle()
+    assert holdings() == held
+    assert abs(pss_bytes() - pss) < GRANULE
+
+
+def test_closing_gives_the_addresses_back(holdings):
+    Arena(MemoryTag.WEIGHTS, 1, HostVirtualMemory()).close()  # whatever the first arena loads is loaded
+    before = holdings()
+    for _ in range(5):
+        arena = Arena(MemoryTag.WEIGHTS, 64 * MIB, HostVirtualMemory())
+        arena.resume()
+        arena.close()
+    assert holdings() == before
+
+
+LIMITED_PROCESS = """
+import resource
+import torch
+from ebbtide.srt.errors import OutOfDeviceMemory
+from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+
+def held():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) << 10
+
+def limit(num_bytes):
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, resource.RLIM_INFINITY))
+
+def attempt(name, action):
+    try:
+        print(name, action())
+    except OutOfDeviceMemory as refusal:
+        print(name, "refused", refusal.needed_bytes >> 20, refusal.free_bytes > 0)
+
+arena = Arena(MemoryTag.KV_CACHE, 256 << 20, HostVirtualMemory(), chunk_bytes=64 << 20)
+view = arena.view(0, (256 << 20,), torch.uint8)
+before = held()
+limit(before + (160 << 20))
+attempt("resume", arena.resume)
+print(arena.resident_bytes, held() == before)
+limit(before + (264 << 20))
+attempt("resume", arena.resume)
+attempt("stage", arena.stage)
+limit(resource.RLIM_INFINITY)
+view.fill_(1)
+shadow = arena.stage()
+shadow.view(0, (256 << 20,), torch.uint8).fill_(2)
+limit(held() + (8 << 20))
+attempt("swap", lambda: arena.swap(shadow))
+print(view[0].item(), view[-1].item())
+limit(resource.RLIM_INFINITY)
+attempt("swap", lambda: arena.swap(shadow))
+print(view[0].item(), view[-1].item())
+limit(held())
+attempt("release", arena.release)
+"""
+
+
+def test_memory_that_the_kernel_refuses_is_a_refusal_and_not_the_end_of_the_process():
+    command = [sys.executable, "-c", LIMITED_PROCESS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "resume refused 256 True",
+        "0 True",
+        f"resume {256 * MIB}",
+        "stage refused 256 True",
+        "swap refused 64 True",
+        "1 1",
+        "swap None",
+        "2 2",
+        f"release {256 * MIB}",
+    ], done.stderr

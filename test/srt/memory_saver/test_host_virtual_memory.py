@@ -1,0 +1,166 @@
+"""Host virtual memory by itself: contents go with the handle; no misuse touches memory that is not ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
+from ebbtide.srt.memory_saver.virtual_memory.base import Handle, Reservation
+from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+
+GRANULE = HostVirtualMemory.granularity
+
+
+@pytest.fixture
+def vm():
+    return HostVirtualMemory()
+
+
+def test_contents_go_with_the_handle_from_place_to_place(vm):
+    here, there = vm.reserve(2 * GRANULE), vm.reserve(GRANULE)
+    handle = vm.create(GRANULE)
+    vm.map(here, GRANULE, handle)
+    vm.as_tensor(here)[GRANULE:].fill_(11)
+    vm.unmap(here, GRANULE, GRANULE)
+    vm.map(there, 0, handle)
+    assert vm.as_tensor(there).unique().tolist() == [11]
+    vm.unmap(there, 0, GRANULE)
+    vm.release(handle)
+    vm.free_reservation(here)
+    vm.free_reservation(there)
+
+
+def test_fresh_memory_is_zero_and_aligned_for_huge_pages(vm):
+    place, handle = vm.reserve(GRANULE), vm.create(GRANULE)
+    assert place.address % GRANULE == 0
+    vm.map(place, 0, handle)
+    assert not vm.as_tensor(place).any()
+    vm.unmap(place, 0, GRANULE)
+    vm.release(handle)
+    vm.free_reservation(place)
+
+
+def test_a_reservation_takes_no_memory_and_may_exceed_the_machine(vm, pss_bytes):
+    before = pss_bytes()
+    place = vm.reserve(1 << 42)
+    assert pss_bytes() - before < GRANULE
+    vm.free_reservation(place)
+
+
+def test_more_than_is_available_is_refused_before_it_is_taken():
+    vm = HostVirtualMemory(free_bytes=lambda: 3 * GRANULE)
+    with pytest.raises(OutOfDeviceMemory) as refusal:
+        vm.create(4 * GRANULE)
+    assert (refusal.value.needed_bytes, refusal.value.free_bytes) == (4 * GRANULE, 3 * GRANULE)
+    vm.release(vm.create(3 * GRANULE))
+
+
+def test_more_than_the_machine_has_is_refused(vm):
+    with pytest.raises(OutOfDeviceMemory):
+        vm.create(1 << 45)
+
+
+def test_an_exhausted_address_space_is_out_of_memory(vm):
+    with pytest.raises(OutOfDeviceMemory):
+        vm.reserve(1 << 60)
+
+
+@pytest.mark.parametrize("num_bytes", [-GRANULE, 0, 1, GRANULE + 4096])
+def test_sizes_off_the_granularity_are_refused(vm, num_bytes):
+    with pytest.raises(ValueError, match="granularity"):
+        vm.reserve(num_bytes)
+    with pytest.raises(ValueError, match="granularity"):
+        vm.create(num_bytes)
+
+
+def test_nothing_is_mapped_over_something_else_or_outside(vm):
+    place, first, second = vm.reserve(3 * GRANULE), vm.create(2 * GRANULE), vm.create(2 * GRANULE)
+    vm.map(place, GRANULE, first)
+    for offset in (0, GRANULE):
+        with pytest.raises(ValueError, match="is mapped at offset"):
+            vm.map(place, offset, second)
+    for offset in (-GRANULE, 2 * GRANULE, 4096):
+        with pytest.raises(ValueError, match="is no place"):
+            vm.map(place, offset, second)
+    vm.as_tensor(place)[GRANULE:].fill_(1)  # still there
+    vm.unmap(place, GRANULE, 2 * GRANULE)
+    vm.map(place, 0, second)
+    vm.unmap(place, 0, 2 * GRANULE)
+    vm.release(first)
+    vm.release(second)
+    vm.free_reservation(place)
+
+
+def test_what_is_in_use_or_unknown_is_not_given_back(vm):
+    place, handle = vm.reserve(2 * GRANULE), vm.create(GRANULE)
+    vm.map(place, 0, handle)
+    with pytest.raises(ValueError, match="the handle is mapped"):
+        vm.map(place, GRANULE, handle)
+    with pytest.raises(ValueError, match="still mapped in this reservation"):
+        vm.free_reservation(place)
+    for offset, num_bytes in [(GRANULE, GRANULE), (0, 2 * GRANULE)]:
+        with pytest.raises(ValueError, match="no handle of"):
+            vm.unmap(place, offset, num_bytes)
+    vm.unmap(place, 0, GRANULE)
+    vm.release(handle)
+    vm.free_reservation(place)
+    with pytest.raises(ValueError, match="released already"):
+        vm.release(handle)
+    with pytest.raises(ValueError, match="freed already"):
+        vm.free_reservation(place)
+    with pytest.raises(ValueError, match="not of this virtual memory"):
+        vm.release(Handle(10**9, GRANULE))
+    with pytest.raises(ValueError, match="not of this virtual memory"):
+        vm.free_reservation(Reservation(place.address, GRANULE))
+
+
+def test_a_handle_released_while_mapped_keeps_its_memory_until_it_is_unmapped(vm, pss_bytes):
+    size = 8 * GRANULE
+    place = vm.reserve(size)
+    before = pss_bytes()
+    handle = vm.create(size)
+    vm.map(place, 0, handle)
+    memory = vm.as_tensor(place).fill_(6)
+    vm.release(handle)
+    with pytest.raises(ValueError, match="released already"):
+        vm.release(handle)
+    assert (memory[0], memory[-1]) == (6, 6)
+    assert pss_bytes() - before >= 0.95 * size
+    vm.unmap(place, 0, size)
+    assert pss_bytes() - before <= 0.05 * size
+    with pytest.raises(ValueError, match="was released"):
+        vm.map(place, 0, handle)
+    vm.free_reservation(place)
+
+
+FAULTING_PROCESS = """
+from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+
+vm = HostVirtualMemory()
+place, handle = vm.reserve(vm.granularity), vm.create(vm.granularity)
+memory = vm.as_tensor(place)
+vm.map(place, 0, handle)
+memory[0] = 1
+vm.unmap(place, 0, vm.granularity)
+print("unmapped", flush=True)
+memory[0] = 1
+print("written")
+"""
+
+
+def test_touching_what_is_not_mapped_faults_instead_of_taking_memory_behind_our_back():
+    command = [sys.executable, "-c", FAULTING_PROCESS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["unmapped"]
+    assert done.returncode == -11
+
+
+def test_a_kernel_that_cannot_is_named(monkeypatch):
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release="4.18.0-553.el8"))
+    with pytest.raises(ConfigurationError, match=r"Linux 5\.14 or newer; this is linux 4\.18\.0-553\.el8"):
+        HostVirtualMemory()
