@@ -1,0 +1,82 @@
+"""Rotary frequencies and rotation against transformers."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fixtures.checkpoints import LLAMA3_ROPE
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.layers.rotary import RotaryEmbedding, inverse_frequencies, rope_config, rotate
+
+CPU = torch.device("cpu")
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}
+LLAMA31_ROPE = LLAMA3_ROPE | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("settings", [LLAMA3_ROPE, LLAMA31_ROPE, LINEAR_ROPE], ids=str)
+def test_scaled_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
+    config = LlamaConfig(head_dim=128, max_position_embeddings=131072, rope_parameters=dict(settings))
+    expected, scale = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, CPU)
+
+    frequencies = inverse_frequencies(rope_config(config), 128, CPU)
+
+    assert scale == 1.0
+    torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_rotation_equals_transformers(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16)
+    positions = torch.tensor([0, 1, 7, 100_000])
+    q, k = torch.randn(4, 4, 16).to(dtype), torch.randn(4, 2, 16).to(dtype)
+    cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
+    expected_q, expected_k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+
+    ours = RotaryEmbedding(rope_config(config), 16, CPU)(positions, dtype)
+
+    for x, expected in ((q, expected_q), (k, expected_k)):
+        before = x.clone()
+        torch.testing.assert_close(rotate(x, *ours), expected[0].transpose(0, 1), rtol=0, atol=tolerance)
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
+        {"rope_theta": 5000.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+        {"rope_parameters": LINEAR_ROPE},
+    ],
+    ids=str,
+)
+def test_old_and_new_fields_mean_the_same(fields: dict[str, Any]) -> None:
+    config = rope_config(SimpleNamespace(**fields))
+
+    assert (config.kind, config.theta, config.factor) == ("linear", 5000.0, 3.0)
+
+
+def test_without_any_setting_it_is_the_default_rope() -> None:
+    config = rope_config(SimpleNamespace(rope_scaling=None))
+
+    assert (config.kind, config.theta) == ("default", 10000.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rope_type": "longrope"}, "rope type 'longrope' is not supported"),
+        ({"rope_type": "linear"}, "'linear' needs the setting 'factor'"),
+        ({"rope_type": "llama3", "factor": 2.0}, "'llama3' needs the setting 'low_freq_factor'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
+    ],
+    ids=str,
+)
+def test_other_variants_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        rope_config(SimpleNamespace(rope_parameters=settings))

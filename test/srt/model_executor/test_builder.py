@@ -1,0 +1,94 @@
+"""The size of the KV pool, and what the builder refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.checkpoints import edit_config, make_checkpoint
+from fixtures.model_runs import RunnerDriver
+
+from ebbtide.srt.config import resolve
+from ebbtide.srt.device.base import MemoryInfo
+from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.model_executor.builder import build_model_runner, choose_num_pages
+from ebbtide.srt.server_args import ServerArgs
+
+SIZES: dict[str, Any] = {
+    "page_size": 16,
+    "bytes_per_page": 1000,
+    "free_bytes": 1_000_000,
+    "max_total_tokens": None,
+    "mem_fraction_static": None,
+    "max_running_requests": 8,
+    "context_len": 1000,
+}
+
+
+class SmallDevice(CpuDevice):
+    """A device on which little memory is free."""
+
+    def memory_info(self, pid: int | None = None) -> MemoryInfo:
+        return MemoryInfo(1 << 30, 5000, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_pages"),
+    [
+        ({}, 100),
+        ({"mem_fraction_static": 0.25}, 250),
+        ({"mem_fraction_static": 1.0}, 8 * 63),
+        ({"max_running_requests": 1}, 63),
+        ({"context_len": 16, "max_running_requests": 2}, 2),
+        ({"max_total_tokens": 160}, 10),
+        ({"max_total_tokens": 175}, 10),
+        ({"max_total_tokens": 16_000}, 1000),
+    ],
+    ids=str,
+)
+def test_number_of_pages(changes: dict[str, Any], num_pages: int) -> None:
+    assert choose_num_pages(**SIZES | changes) == num_pages
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_total_tokens": 15}, "max_total_tokens 15 is less than one page of 16 tokens"),
+        ({"max_total_tokens": 16_016}, "needs 1001000 bytes, 1000000 are free"),
+        ({"free_bytes": 9_999}, r"may take 999 bytes \(0.1 of 9999 free\).* needs 1000"),
+        ({"mem_fraction_static": 0.0001}, "raise mem_fraction_static"),
+    ],
+    ids=str,
+)
+def test_pools_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        choose_num_pages(**SIZES | changes)
+
+
+def test_the_built_runner_is_resident_and_of_the_asked_size(tmp_path: Path) -> None:
+    driver = RunnerDriver(make_checkpoint(tmp_path, "LlamaForCausalLM"), max_total_tokens=100, page_size=8)
+    runner = driver.runner
+
+    assert runner.kv_pool.num_pages == 12
+    assert runner.kv_pool.arena.is_resident
+    assert runner.weight_store.arena.is_resident
+    # A context of 256 tokens.
+    assert runner.page_table.array.shape[1] == 32
+
+
+def test_too_little_memory_is_a_configuration_error(tmp_path: Path) -> None:
+    config = resolve(ServerArgs(model_path=str(make_checkpoint(tmp_path, "LlamaForCausalLM"))))
+
+    with pytest.raises(ConfigurationError, match="one page of 16 tokens needs 8192"):
+        build_model_runner(config.model, config.cache, config.schedule, config.runtime, SmallDevice())
+
+
+def test_an_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "LlamaForCausalLM")
+    edit_config(path, architectures=["FalconForCausalLM"])
+
+    with pytest.raises(
+        ConfigurationError,
+        match="'FalconForCausalLM' is not supported; supported are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3",
+    ):
+        RunnerDriver(path)

@@ -1,0 +1,79 @@
+"""A plan's tensors: positions, slots and the rows whose logits are needed."""
+
+import numpy as np
+
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, LogprobSpec, SampleSpec
+from ebbtide.srt.model_executor.forward_batch import ForwardBatch
+from ebbtide.srt.sampling_params import SamplingParams
+
+PAGE_TABLE = np.array([[9, 8, 7, 6], [0, 0, 0, 0], [3, 1, 5, 2]], dtype=np.int32)
+
+
+def spec(prompt_len: int = 10, start: int | None = None) -> SampleSpec:
+    logprobs = LogprobSpec(start=start) if start is not None else None
+    return SampleSpec(SamplingParams(), 0, frozenset(), list(range(100, 100 + prompt_len)), [], logprobs)
+
+
+def lay_out(
+    rows: list[int], starts: list[int], num_new: list[int], samples: list[bool], specs: list[SampleSpec]
+) -> ForwardBatch:
+    plan = BatchPlan(
+        input_ids_T=np.arange(sum(num_new)),
+        page_rows_R=np.array(rows, dtype=np.int32),
+        starts_R=np.array(starts, dtype=np.int32),
+        num_new_R=np.array(num_new, dtype=np.int32),
+        samples_R=np.array(samples),
+        specs=specs,
+    )
+    return ForwardBatch.from_plan(plan, PAGE_TABLE, page_size=4)
+
+
+def test_positions_and_slots_of_a_mixed_batch() -> None:
+    batch = lay_out([2, 0], [6, 3], [4, 1], [False, True], [spec(), spec()])
+
+    assert batch.positions_T.tolist() == [6, 7, 8, 9, 3]
+    # Positions 6 and 7 lie in page 1, 8 and 9 in page 5; position 3 of the other request in page 9.
+    assert batch.slots_T.tolist() == [4 + 2, 4 + 3, 20, 21, 36 + 3]
+    assert batch.lens_R.tolist() == [10, 4]
+    assert batch.page_table_RP.tolist() == [[3, 1, 5], [9, 8, 7]]
+    assert batch.sampled_R == [1]
+    assert batch.sampled_rows_S.tolist() == [4]
+    assert batch.prompt_rows == []
+
+
+def test_a_decode_batch_samples_every_row() -> None:
+    batch = lay_out([0, 2], [7, 8], [1, 1], [True, True], [spec(), spec()])
+
+    assert batch.positions_T.tolist() == [7, 8]
+    assert batch.slots_T.tolist() == [8 * 4 + 3, 5 * 4]
+    assert batch.sampled_rows_S.tolist() == [0, 1]
+
+
+def test_prompt_rows_predict_the_next_position() -> None:
+    # The second chunk (4..8) of a prompt of 10 whose logprobs are wanted from position 5 on.
+    batch = lay_out([0, 2], [2, 4], [3, 4], [True, False], [spec(), spec(start=5)])
+
+    (rows,) = batch.prompt_rows
+    assert rows.request == 1
+    assert rows.token_ids == [106, 107, 108]
+    # Row 3 is position 4, so position 6 is predicted by row 4.
+    assert rows.first_row == 4
+
+
+def test_the_last_prompt_token_predicts_no_prompt_position() -> None:
+    batch = lay_out([0], [0], [10], [True], [spec(start=0)])
+
+    assert batch.prompt_rows[0].token_ids == list(range(101, 110))
+    assert batch.prompt_rows[0].first_row == 0
+
+
+def test_no_prompt_rows_while_decoding_or_before_the_start() -> None:
+    assert lay_out([0], [12], [1], [True], [spec(start=0)]).prompt_rows == []
+    assert lay_out([0], [0], [4], [False], [spec(start=8)]).prompt_rows == []
+    assert lay_out([0], [0], [10], [True], [spec(start=9)]).prompt_rows == []
+
+
+def test_a_prompt_and_its_output_prefilled_again_yield_prompt_positions_only() -> None:
+    batch = lay_out([0], [8], [6], [True], [spec(start=0)])
+
+    assert batch.prompt_rows[0].token_ids == [109]

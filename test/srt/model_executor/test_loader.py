@@ -1,0 +1,203 @@
+"""Checkpoint folders, whole and damaged."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+from ebbtide.srt.model_executor.loader import checkpoint_index, iterate_checkpoint, load_weights
+from ebbtide.srt.model_executor.weight_store import WeightStore
+from ebbtide.srt.models.registry import build_model
+
+NORM = "model.norm.weight"
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "single", "LlamaForCausalLM")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "sharded", "LlamaForCausalLM", shards=3)
+
+
+def as_torch_files(folder: Path, *, shards: int = 1) -> Path:
+    """Rewrite a single-file checkpoint as pytorch_model*.bin."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    if shards == 1:
+        torch.save(tensors, folder / "pytorch_model.bin")
+        return folder
+    weight_map = {name: f"pytorch_model-{i % shards}.bin" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        torch.save({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def open_store(folder: Path) -> WeightStore:
+    config = AutoConfig.from_pretrained(folder)
+    model = build_model(config.architectures[0], config, torch.float32, torch.device("cpu"))
+    return WeightStore(model, HostVirtualMemory())
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> Path:
+    file = folder / "model.safetensors"
+    tensors = load_file(file) | {name: value for name, value in changes.items() if value is not None}
+    save_file({name: value for name, value in tensors.items() if changes.get(name, value) is not None}, file)
+    return folder
+
+
+def test_the_index_tells_names_shapes_and_dtypes_without_the_data(sharded: Path, single: Path) -> None:
+    expected = load_file(single / "model.safetensors")
+
+    index = checkpoint_index(sharded)
+
+    assert {name: (entry.shape, entry.dtype) for name, entry in index.items()} == {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in expected.items()
+    }
+    assert len({entry.file for entry in index.values()}) > 1
+
+
+@pytest.mark.parametrize("load_format", ["auto", "pt"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_torch_files_load_as_safetensors_do(single: Path, load_format: str, shards: int) -> None:
+    expected = load_file(single / "model.safetensors")
+    as_torch_files(single, shards=shards)
+
+    loaded = dict(iterate_checkpoint(single, load_format))
+
+    assert loaded.keys() == checkpoint_index(single, load_format).keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_auto_prefers_safetensors(single: Path) -> None:
+    torch.save({NORM: torch.zeros(64)}, single / "pytorch_model.bin")
+
+    assert len(checkpoint_index(single)) > 1
+    assert list(checkpoint_index(single, "pt")) == [NORM]
+
+
+def test_dummy_weights_are_small_and_the_same_each_time(single: Path) -> None:
+    stores = [open_store(single) for _ in range(2)]
+    for store in stores:
+        load_weights(store, "no/such/folder", "dummy")
+
+    assert stores[0].checksum() == stores[1].checksum()
+    assert torch.equal(stores[0].read(NORM, 64), torch.ones(64))
+    embedding = stores[0].read("model.embed_tokens.weight", 258)
+    assert 0.01 < embedding.std().item() < 0.03
+
+
+def test_a_missing_tensor_is_named(single: Path) -> None:
+    rewrite(single, **{NORM: None})
+
+    with pytest.raises(ConfigurationError, match=rf"{single}: 1 tensors are missing: {NORM}"):
+        load_weights(open_store(single), single, "auto")
+
+
+def test_unknown_and_misshapen_tensors_are_named_and_nothing_is_written(single: Path) -> None:
+    store = open_store(single)
+    load_weights(store, single, "auto")
+    checksum = store.checksum()
+    rewrite(single, **{"model.extra": torch.ones(2), NORM: torch.ones(63)})
+
+    with pytest.raises(ConfigurationError) as refusal:
+        load_weights(store, single, "auto")
+
+    assert "model.extra: the model has no parameter of this name" in str(refusal.value)
+    assert "model.norm.weight: expected shape [64], got [63]" in str(refusal.value)
+    assert store.checksum() == checksum
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+
+    with pytest.raises(ConfigurationError, match=f"names files that are missing: {shard}"):
+        checkpoint_index(sharded)
+
+
+def test_an_index_that_promises_too_much_is_refused(sharded: Path) -> None:
+    file = sharded / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["model.ghost"] = next(iter(index["weight_map"].values()))
+    file.write_text(json.dumps(index))
+
+    with pytest.raises(ConfigurationError, match=r"lists tensors that the files lack: model\.ghost"):
+        checkpoint_index(sharded)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"weight_map": 3}', "{}"])
+def test_a_damaged_index_is_refused(sharded: Path, text: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(text)
+
+    with pytest.raises(ConfigurationError, match="is not an index with a weight_map"):
+        checkpoint_index(sharded)
+
+
+def test_an_index_may_not_lead_out_of_its_folder(sharded: Path) -> None:
+    text = json.dumps({"weight_map": {NORM: "../single/model.safetensors"}})
+    (sharded / "model.safetensors.index.json").write_text(text)
+
+    with pytest.raises(ConfigurationError, match="names files outside its folder"):
+        checkpoint_index(sharded)
+
+
+def test_a_name_in_two_files_is_refused(single: Path) -> None:
+    save_file({NORM: torch.ones(64)}, single / "model-extra.safetensors")
+
+    with pytest.raises(ConfigurationError, match=rf"{NORM} is in both"):
+        checkpoint_index(single)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 100, -5])
+def test_a_truncated_safetensors_file_is_refused(single: Path, num_bytes: int) -> None:
+    file = single / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+
+    with pytest.raises(ConfigurationError, match=rf"{file} is not a complete safetensors file"):
+        checkpoint_index(single)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04 not a zip"])
+def test_a_damaged_torch_file_is_refused(single: Path, content: bytes) -> None:
+    as_torch_files(single)
+    (single / "pytorch_model.bin").write_bytes(content)
+
+    with pytest.raises(ConfigurationError, match=r"pytorch_model\.bin is not a torch file of tensors"):
+        checkpoint_index(single)
+
+
+def test_a_torch_file_runs_no_code(single: Path) -> None:
+    as_torch_files(single)
+    torch.save({"weight": Path("/")}, single / "pytorch_model.bin")
+
+    with pytest.raises(ConfigurationError, match=r"is not a torch file of tensors"):
+        checkpoint_index(single)
+
+
+def test_a_torch_file_that_holds_something_else_is_refused(single: Path) -> None:
+    as_torch_files(single)
+    torch.save({"state": {"weight": torch.ones(1)}}, single / "pytorch_model.bin")
+
+    with pytest.raises(ConfigurationError, match="does not hold a mapping of names to tensors"):
+        checkpoint_index(single)
+
+
+def test_folders_without_weights_say_what_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"nowhere is not a folder; expected a Hugging Face"):
+        checkpoint_index(tmp_path / "nowhere")
+    with pytest.raises(ConfigurationError, match=r"expected model\*\.safetensors or pytorch_model\*\.bin"):
+        checkpoint_index(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"holds no weights; expected pytorch_model\*\.bin"):
+        checkpoint_index(tmp_path, "pt")
+    with pytest.raises(ConfigurationError, match="'gguf' is unknown; valid are auto, safetensors, pt"):
+        checkpoint_index(tmp_path, "gguf")

@@ -1,0 +1,201 @@
+"""Named tensors over the weights arena: the fuse map, checks, staging, commit and rollback."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.checkpoints import ARCHITECTURES, make_checkpoint
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+from ebbtide.srt.model_executor import weight_store
+from ebbtide.srt.model_executor.loader import load_weights
+from ebbtide.srt.model_executor.weight_store import WeightStore
+from ebbtide.srt.models.base import CausalLM
+from ebbtide.srt.models.registry import build_model
+
+EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
+Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+QKV = "model.layers.1.self_attn.qkv_proj.weight"
+
+
+def open_store(path: Path, dtype: torch.dtype = torch.float32) -> tuple[WeightStore, CausalLM]:
+    config = AutoConfig.from_pretrained(path)
+    model = build_model(config.architectures[0], config, dtype, torch.device("cpu"))
+    store = WeightStore(model, HostVirtualMemory())
+    load_weights(store, path, "auto")
+    return store, model
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("a"), "Qwen3ForCausalLM", seed=1)
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[WeightStore]:
+    opened, _ = open_store(path)
+    yield opened
+    opened.arena.close()
+
+
+def snapshot(store: WeightStore) -> dict[str, Tensor]:
+    return {name: store.read(name, 10**9) for name in store.names}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_tensor_of_a_checkpoint_reads_back_bit_for_bit(
+    architecture: str, tied: bool, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, architecture, tied=tied, seed=3)
+    store, model = open_store(folder)
+    checkpoint = load_file(folder / "model.safetensors")
+
+    assert store.names == checkpoint.keys()
+    assert same(snapshot(store), checkpoint)
+    assert store.num_bytes >= sum(tensor.nbytes for tensor in checkpoint.values())
+    begin, end = store.arena.address, store.arena.address + store.num_bytes
+    assert all(
+        begin <= each.data_ptr() and each.data_ptr() + each.nbytes <= end for each in model.parameters()
+    )
+    assert all(each.data_ptr() % 256 == 0 and not each.requires_grad for each in model.parameters())
+
+
+def test_read_returns_the_first_rows_as_float32_copies(path: Path) -> None:
+    store, _ = open_store(path, torch.bfloat16)
+    rows = store.read(EMBED, 3)
+    rows.fill_(0)
+
+    assert rows.shape == (3, 64)
+    assert rows.dtype == torch.float32
+    assert store.read(EMBED, 3).any()
+    assert store.read(NORM, 5).shape == (5,)
+    with pytest.raises(RequestRejected, match=r"no parameter 'lm_tail.weight'"):
+        store.read("lm_tail.weight", 1)
+
+
+def test_check_accepts_what_can_be_written(store: WeightStore) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        assert store.check(EMBED, (258, 64), dtype) is None
+    assert store.check(QKV, (128, 64), torch.float32, direct=True) is None
+    assert store.check("model.layers.0.self_attn.rotary_emb.inv_freq", (8,), torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "direct", "reason"),
+    [
+        ("model.embed.weight", (258, 64), torch.float32, False, "no parameter of this name"),
+        (QKV, (128, 64), torch.float32, False, "no parameter of this name"),
+        (Q, (64, 64), torch.float32, True, "no parameter of this name"),
+        (Q, (64, 63), torch.float32, False, r"expected shape \[64, 64\], got \[64, 63\]"),
+        (K, (64, 64), torch.float32, False, r"expected shape \[32, 64\], got \[64, 64\]"),
+        (QKV, (64, 64), torch.float32, True, r"expected shape \[128, 64\], got \[64, 64\]"),
+        (NORM, (64, 1), torch.float32, False, "expected shape"),
+        (NORM, (64,), torch.int8, False, "converts to it, got torch.int8"),
+        (NORM, (64,), torch.int32, False, "got torch.int32"),
+        (NORM, (64,), torch.float8_e4m3fn, False, "got torch.float8_e4m3fn"),
+    ],
+)
+def test_check_refuses(
+    store: WeightStore, name: str, shape: tuple[int, ...], dtype: torch.dtype, direct: bool, reason: str
+) -> None:
+    problem = store.check(name, shape, dtype, direct)
+
+    assert problem is not None
+    assert problem.name == name
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(problem.reason)
+
+
+def test_a_tied_model_ignores_the_output_projection(tmp_path: Path) -> None:
+    store, _ = open_store(make_checkpoint(tmp_path, "LlamaForCausalLM", tied=True))
+    before, generation = store.checksum(), store.generation
+
+    assert store.ignored("lm_head.weight")
+    assert store.check("lm_head.weight", (258, 64), torch.float32) is None
+    assert store.write("lm_head.weight", torch.ones(258, 64), None) == 0
+    assert store.covered("lm_head.weight") == frozenset()
+    assert (store.checksum(), store.generation) == (before, generation)
+
+
+def test_writing_in_place_converts_and_bumps_the_generation(path: Path) -> None:
+    store, model = open_store(path, torch.bfloat16)
+    generation, value = store.generation, torch.full((32, 64), 1.001, dtype=torch.float64)
+
+    num_bytes = store.write(K, value, None)
+
+    assert num_bytes == 32 * 64 * 2
+    assert store.generation > generation
+    assert torch.equal(store.read(K, 32), value.bfloat16().float())
+    assert torch.equal(model.get_parameter(QKV)[64:96].float(), value.bfloat16().float())
+
+
+def test_direct_writes_name_the_engines_own_parameters(store: WeightStore) -> None:
+    value = torch.randn(128, 64)
+
+    store.write(QKV, value, None, direct=True)
+
+    assert torch.equal(store.read(Q, 64), value[:64])
+    assert torch.equal(store.read(K, 32), value[64:96])
+    assert store.covered(QKV, direct=True) == {Q, K, Q.replace("q_proj", "v_proj")}
+    assert store.covered(Q) == {Q}
+
+
+def test_a_staged_update_is_invisible_until_it_is_committed(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_store, "SLICE_BYTES", 1000)
+    before, checksum, generation = snapshot(store), store.checksum(), store.generation
+    addresses = store.arena.address
+    new = {Q: torch.randn(64, 64), NORM: torch.randn(64)}
+    with store.arena.stage() as shadow:
+        for name, value in new.items():
+            store.write(name, value, shadow)
+        slices = list(store.complete(shadow, set(new)))
+
+        assert max(slices) <= 1000
+        assert sum(slices) == sum(value.nbytes for name, value in before.items() if name not in new)
+        assert (store.checksum(), store.generation) == (checksum, generation)
+
+        store.commit(shadow)
+
+        assert same(snapshot(store), before | new)
+        assert store.generation == generation + 1
+        assert store.arena.address == addresses
+
+        # The shadow holds the former weights: swapping back restores them bit for bit.
+        store.commit(shadow)
+        assert store.checksum() == checksum
+
+
+def test_forgetting_the_shadow_is_a_rollback(store: WeightStore) -> None:
+    checksum, before = store.checksum(), snapshot(store)
+    with store.arena.stage() as shadow:
+        store.write(EMBED, torch.zeros(258, 64), shadow)
+
+    assert store.checksum() == checksum
+    assert same(snapshot(store), before)
+
+
+def test_the_checksum_sees_a_single_bit(store: WeightStore, path: Path) -> None:
+    checksum = store.checksum()
+    value = store.read(NORM, 64)
+    bits = value.view(torch.int32)
+    bits[63] ^= 1
+
+    store.write(NORM, value, None)
+    assert store.checksum() != checksum
+
+    bits[63] ^= 1
+    store.write(NORM, value, None)
+    assert store.checksum() == checksum
+    assert open_store(path)[0].checksum() == checksum
