@@ -52,11 +52,11 @@ class Scheduler:
     ) -> None:
         self._inbox = inbox
         self._outputs = outputs
-        self._policy = policy
+        self.policy = policy
         self._processor = processor
         self._requests = requests
         self._runner = runner
-        self._control = control
+        self.control = control
         self._report = report
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
@@ -64,23 +64,28 @@ class Scheduler:
 
     def run(self) -> None:
         """Turn until the process ends. While nothing can run, the loop sleeps in its inbox."""
-        self._inbox.answer(self._report())
+        self.answer()
         while True:
             self.turn()
 
     def turn(self) -> None:
-        for message in self._inbox.receive(block=not self._is_runnable):
+        for message in self._inbox.receive(block=not self.is_runnable):
             self._handle(message)
-        if self._control.allows_forward:
+        if self.control.allows_forward:
             self._forward()
-        if self._control.operations.any_pending:
-            self._control.operations.advance()
-            self._inbox.answer(self._report())
+        if self.control.operations.any_pending:
+            self.control.operations.advance()
+            self.answer()
+
+    def answer(self) -> None:
+        """Send the state, if it has changed, and the replies that are due."""
+        self._inbox.answer(self._report())
 
     @property
-    def _is_runnable(self) -> bool:
-        can_forward = self._control.allows_forward and self._policy.has_work
-        return can_forward or self._control.operations.is_working
+    def is_runnable(self) -> bool:
+        """Whether another turn would do something, without any further message."""
+        can_forward = self.control.allows_forward and self.policy.has_work
+        return can_forward or self.control.operations.is_working
 
     def _handle(self, message: SchedulerInput) -> None:
         match message:
@@ -89,17 +94,17 @@ class Scheduler:
             case AbortGeneration():
                 self._requests.abort([message.rid], message.message)
             case ControlCall():
-                self._control.apply(message)
-                self._inbox.answer(self._report())
+                self.control.apply(message)
+                self.answer()
             case Expire():
-                self._control.operations.expire(message.id)
-                self._inbox.answer(self._report())
+                self.control.operations.expire(message.id)
+                self.answer()
 
     def _forward(self) -> None:
-        batch = self._policy.next_batch()
+        batch = self.policy.next_batch()
         if batch is None:
             return
-        self._control.memory.ensure_cuda_graph()
+        self.control.memory.ensure_cuda_graph()
         now = time.monotonic()
         for req in batch.admitted:
             req.started_s = now if req.started_s is None else req.started_s
@@ -111,7 +116,7 @@ class Scheduler:
     def _admit(self, message: TokenizedGenerateReqInput) -> None:
         req = self._request(message)
         try:
-            self._policy.admit(req)
+            self.policy.admit(req)
         except RequestRejected as error:
             reason = FinishReason("abort", message=error.message, status_code=error.status)
             output = self._processor.abort([req], reason)

@@ -100,7 +100,8 @@ class StepResult:
             (greedy: temperature 1), before top-k, top-p and min-p (wire_api section 2.3).
         input_logprobs: per request, for the prompt tokens that this step's logits predict:
             absolute prompt positions max(start, starts) + 1 .. starts + num_new, as far as they lie in the
-            prompt (the first position that was asked for is predicted by nothing that counts). Log-softmax of the raw logits. None where not asked for.
+            prompt (the first position that was asked for is predicted by nothing that counts).
+            Log-softmax of the raw logits. None where not asked for.
     """
 
     token_ids: list[int]

@@ -1,0 +1,380 @@
+"""Weight updates: control_semantics section 2, on the real scheduler with null parts."""
+
+import pytest
+
+from ebbtide.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    Expire,
+    FinishReason,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    GetWeightsByNameReqInput,
+    GetWeightsByNameReqOutput,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    PauseMode,
+    Refusal,
+    ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsReqOutput,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.testing import NullWeights, SchedulerHarness
+
+PROMPT = range(1, 20)
+
+
+def request_of(value: int | str, **fields: object) -> UpdateWeightFromDiskReqInput:
+    return UpdateWeightFromDiskReqInput(model_path=str(value), **fields)  # type: ignore[arg-type]
+
+
+def update(harness: SchedulerHarness, value: int, **fields: object) -> UpdateWeightsReqOutput:
+    return harness.apply(request_of(value, **fields), UpdateWeightsReqOutput)
+
+
+def pause(harness: SchedulerHarness, mode: PauseMode) -> None:
+    harness.apply(PauseGenerationReqInput(mode=mode), PauseGenerationReqOutput)
+
+
+def proceed(harness: SchedulerHarness) -> None:
+    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+
+
+def values(harness: SchedulerHarness) -> list[int]:
+    return list(harness.weights.live.values())
+
+
+@pytest.fixture
+def harness() -> SchedulerHarness:
+    return SchedulerHarness()
+
+
+def test_an_update_changes_weights_and_version_together(harness: SchedulerHarness) -> None:
+    reply = update(harness, 7, weight_version=12)
+    assert values(harness) == [7] * 4
+    assert (reply.weight_version, reply.committed, reply.staged) == ("12", True, True)
+    assert (reply.num_tensors, reply.num_bytes) == (4, 4 * NullWeights.BYTES_PER_PARAMETER)
+    assert reply.message == "Updated 4 tensors. Weight version updated to 12."
+    assert harness.state is not None
+    assert (harness.state.weight_version, harness.state.model_path) == ("12", "7")
+    assert update(harness, 8).weight_version == "12", "no version given: the old one stays"
+
+
+def test_a_partial_update_leaves_the_rest(harness: SchedulerHarness) -> None:
+    update(harness, 7, manifest={"names": ["layer.1"]})
+    assert values(harness) == [0, 7, 0, 0]
+
+
+def test_an_update_of_nothing_succeeds(harness: SchedulerHarness) -> None:
+    reply = update(harness, 7, manifest={"names": []}, weight_version="n")
+    assert (reply.num_tensors, reply.weight_version, reply.content) == (0, "n", "valid")
+    assert values(harness) == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_path": "abc"}, "expected an integer"),
+        ({"model_path": "1", "manifest": {"names": ["layer.1", "nope"]}}, "nope"),
+        ({"model_path": "1", "selector": "draft"}, "one model"),
+        ({"model_path": "1", "timeout_s": -1.0}, "timeout_s"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_changes(
+    harness: SchedulerHarness, fields: dict[str, object], message: str
+) -> None:
+    rid = harness.generate(PROMPT)
+    harness.turn(3)
+    before = harness.state
+    refusal = harness.refuse(UpdateWeightFromDiskReqInput(**fields))  # type: ignore[arg-type]
+    assert refusal.status == 400
+    assert message in refusal.message
+    assert values(harness) == [0] * 4
+    assert harness.state == before
+    harness.run_until_idle()
+    assert harness.outputs[rid].version_starts == [("default", 0)]
+
+
+def test_offenders_are_listed(harness: SchedulerHarness) -> None:
+    names = [f"bad.{index}" for index in range(30)]
+    refusal = harness.refuse(request_of(1, manifest={"names": names}))
+    assert refusal.fields["num_errors"] == 30
+    assert len(refusal.fields["errors"]) == 20
+    assert refusal.fields["errors"][0]["name"] in names
+
+
+def test_released_weights_take_no_update(harness: SchedulerHarness) -> None:
+    harness.apply(
+        ReleaseMemoryOccupationReqInput(tags=(MemoryTag.WEIGHTS,)), ReleaseMemoryOccupationReqOutput
+    )
+    refusal = harness.refuse(request_of(1))
+    assert refusal.status == 400
+    assert "resume" in refusal.message
+
+
+@pytest.mark.parametrize("fail_after", [0, 1, 3])
+def test_a_failure_half_way_leaves_the_old_weights_and_the_next_update_works(
+    harness: SchedulerHarness, fail_after: int
+) -> None:
+    update(harness, 5, weight_version="5")
+    refusal = harness.refuse(request_of(9, weight_version="9", manifest={"fail_after": fail_after}))
+    assert refusal.status == 500
+    assert values(harness) == [5] * 4
+    assert harness.state is not None
+    assert (harness.state.weight_version, harness.state.can_run) == ("5", True)
+    assert update(harness, 9, weight_version="9").success
+
+
+def test_without_room_for_a_copy_the_reply_says_so_and_a_failure_leaves_no_mixture_serving(
+    harness: SchedulerHarness,
+) -> None:
+    harness.weights.num_staged = 0
+    assert update(harness, 5).staged is False
+    refusal = harness.refuse(request_of(9, manifest={"fail_after": 2}))
+    assert refusal.status == 500
+    assert harness.state is not None
+    assert not harness.state.can_run
+    assert harness.state.ranks[0].tags[MemoryTag.WEIGHTS].num_missing == 4
+    rid = harness.generate(PROMPT, max_new_tokens=3)
+    harness.turn(5)
+    assert harness.outputs[rid].token_ids == []
+    assert update(harness, 9).content == "valid"
+    harness.run_until_idle()
+    assert harness.outputs[rid].finish == FinishReason("length", length=3)
+
+
+class TestWhileRunning:
+    """What `pause_mode` does when nobody has paused the engine."""
+
+    @pytest.mark.parametrize("mode", [None, PauseMode.WAIT])
+    def test_by_default_running_requests_finish_first_and_new_ones_wait(
+        self, harness: SchedulerHarness, mode: PauseMode | None
+    ) -> None:
+        running = harness.generate(PROMPT, max_new_tokens=20)
+        harness.turn(4)
+        call = harness.call(request_of(3, weight_version="3", pause_mode=mode))
+        late = harness.generate(PROMPT, max_new_tokens=4)
+        harness.turn_until(lambda: call in harness.replies)
+        assert harness.outputs[running].finish is not None
+        harness.run_until_idle()
+        assert harness.outputs[running].version_starts == [("default", 0)]
+        assert harness.outputs[late].version_starts == [("3", 0)]
+        assert harness.outputs[late].cached_tokens == 0, "the prefix cache was emptied"
+
+    def test_decoding_goes_on_while_tensors_arrive(self, harness: SchedulerHarness) -> None:
+        rid = harness.generate(PROMPT, max_new_tokens=40)
+        harness.turn(4)
+        before = len(harness.outputs[rid].token_ids)
+        reply = update(harness, 3, weight_version="3", pause_mode=PauseMode.IN_PLACE, flush_cache=False)
+        assert reply.num_paused_requests == 1
+        during = len(harness.outputs[rid].token_ids)
+        assert during > before + 1, "tokens came between the first slice and the commit"
+        harness.run_until_idle()
+        assert harness.outputs[rid].finish == FinishReason("length", length=40)
+        assert [version for version, _ in harness.outputs[rid].version_starts] == ["default", "3"]
+        assert harness.outputs[rid].num_retractions == 0
+
+    @pytest.mark.parametrize("flush_cache", [True, False])
+    def test_retract_recomputes_with_the_new_weights(
+        self, harness: SchedulerHarness, flush_cache: bool
+    ) -> None:
+        rids = [harness.generate(PROMPT, seed=seed, max_new_tokens=30) for seed in range(4)]
+        harness.turn(8)
+        reply = update(harness, 3, weight_version="3", pause_mode=PauseMode.RETRACT, flush_cache=flush_cache)
+        assert reply.num_paused_requests == 4
+        harness.run_until_idle()
+        for rid in rids:
+            output = harness.outputs[rid]
+            assert output.finish == FinishReason("length", length=30)
+            assert output.num_retractions == 1
+            assert [version for version, _ in output.version_starts] == ["default", "3"]
+
+    @pytest.mark.parametrize("fields", [{"pause_mode": PauseMode.ABORT}, {"abort_all_requests": True}])
+    def test_abort_ends_them(self, harness: SchedulerHarness, fields: dict[str, object]) -> None:
+        rid = harness.generate(PROMPT, max_new_tokens=60)
+        harness.turn(4)
+        update(harness, 3, **fields)
+        finish = harness.outputs[rid].finish
+        assert finish is not None
+        assert finish.kind == "abort"
+        assert harness.state is not None
+        assert harness.state.paused is None
+
+    def test_in_place_with_a_flush_is_refused_before_anything_is_written(
+        self, harness: SchedulerHarness
+    ) -> None:
+        rid = harness.generate(PROMPT, max_new_tokens=30)
+        harness.turn(4)
+        refusal = harness.refuse(request_of(3, pause_mode=PauseMode.IN_PLACE))
+        assert refusal.status == 400
+        assert "flush_cache=false" in refusal.message
+        assert values(harness) == [0] * 4
+        harness.run_until_idle()
+        assert harness.outputs[rid].version_starts == [("default", 0)]
+
+    def test_its_deadline_ends_a_draining_update(self, harness: SchedulerHarness) -> None:
+        rid = harness.generate(PROMPT, max_new_tokens=60)
+        harness.turn(4)
+        call = harness.call(request_of(3))
+        harness.turn(8)
+        harness.deliver(Expire(id=call))
+        harness.turn()
+        reply = harness.replies[call]
+        assert isinstance(reply, Refusal)
+        assert reply.status == 400
+        late = harness.generate(PROMPT, max_new_tokens=2)
+        harness.run_until_idle()
+        assert values(harness) == [0] * 4
+        assert harness.outputs[rid].finish == FinishReason("length", length=60)
+        assert harness.outputs[late].finish is not None
+
+    def test_a_pause_lets_a_draining_update_apply_at_once(self, harness: SchedulerHarness) -> None:
+        harness.generate(PROMPT, max_new_tokens=60)
+        harness.turn(4)
+        call = harness.call(request_of(3))
+        harness.turn(8)
+        assert call not in harness.replies
+        pause(harness, PauseMode.RETRACT)
+        assert isinstance(harness.replies[call], UpdateWeightsReqOutput)
+        assert values(harness) == [3] * 4
+
+    def test_releasing_the_weights_ends_it_with_a_refusal(self, harness: SchedulerHarness) -> None:
+        harness.generate(PROMPT, max_new_tokens=60)
+        harness.turn(4)
+        call = harness.call(request_of(3))
+        harness.turn(8)
+        harness.apply(
+            ReleaseMemoryOccupationReqInput(tags=(MemoryTag.WEIGHTS,)), ReleaseMemoryOccupationReqOutput
+        )
+        reply = harness.replies[call]
+        assert isinstance(reply, Refusal)
+        assert reply.status == 400
+        assert "released" in reply.message
+
+    def test_of_several_the_oldest_goes_first(self, harness: SchedulerHarness) -> None:
+        harness.generate(PROMPT, max_new_tokens=20)
+        harness.turn(4)
+        calls = [harness.call(request_of(value, weight_version=value)) for value in (1, 2, 3)]
+        harness.turn_until(lambda: all(call in harness.replies for call in calls))
+        assert list(harness.replies)[-3:] == calls
+        assert values(harness) == [3] * 4
+
+    def test_control_goes_on_while_an_update_waits(self, harness: SchedulerHarness) -> None:
+        harness.generate(PROMPT, max_new_tokens=40)
+        harness.turn(4)
+        call = harness.call(request_of(3))
+        harness.turn()
+        assert harness.apply(FlushCacheReqInput(), FlushCacheReqOutput).fully_flushed is False
+        reply = harness.apply(GetWeightsByNameReqInput(name="layer.0"), GetWeightsByNameReqOutput)
+        assert reply.values == [0.0]
+        assert call not in harness.replies
+
+
+class TestWhilePaused:
+    @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.ABORT])
+    def test_it_is_applied_at_once_and_the_pause_stays(
+        self, harness: SchedulerHarness, mode: PauseMode
+    ) -> None:
+        rid = harness.generate(PROMPT, max_new_tokens=20)
+        harness.turn(4)
+        pause(harness, mode)
+        assert update(harness, 3).success
+        assert harness.state is not None
+        assert harness.state.paused is mode
+        proceed(harness)
+        harness.run_until_idle()
+        assert harness.outputs[rid].finish is not None
+
+    def test_in_place_keeps_old_kv_only_if_told_so(self, harness: SchedulerHarness) -> None:
+        rid = harness.generate(PROMPT, max_new_tokens=20)
+        harness.turn(6)
+        pause(harness, PauseMode.IN_PLACE)
+        refusal = harness.refuse(request_of(3, weight_version="3"))
+        assert "retract or abort, or pass flush_cache=false" in refusal.message
+        assert values(harness) == [0] * 4
+        update(harness, 3, weight_version="3", flush_cache=False)
+        proceed(harness)
+        harness.run_until_idle()
+        output = harness.outputs[rid]
+        assert [version for version, _ in output.version_starts] == ["default", "3"]
+        assert output.kv_versions == ["default", "3"]
+        assert output.num_retractions == 0
+
+    def test_stale_weights_with_requests_that_hold_kv_do_not_hang_an_update(
+        self, harness: SchedulerHarness
+    ) -> None:
+        harness.weights.num_staged = 0
+        rid = harness.generate(PROMPT, max_new_tokens=20)
+        harness.turn(4)
+        harness.refuse(
+            request_of(9, pause_mode=PauseMode.IN_PLACE, flush_cache=False, manifest={"fail_after": 2})
+        )
+        refusal = harness.refuse(request_of(3))
+        assert "hold KV" in refusal.message
+        assert update(harness, 3, flush_cache=False).content == "valid"
+        harness.run_until_idle()
+        assert harness.outputs[rid].finish == FinishReason("length", length=20)
+
+
+class TestVersions:
+    def test_spans_are_contiguous_and_name_the_weights_that_sampled(self, harness: SchedulerHarness) -> None:
+        rid = harness.generate(PROMPT, max_new_tokens=50)
+        served = {"default": 0}
+        for value in (1, 2, 3):
+            harness.turn(7)
+            update(harness, value, weight_version=value, pause_mode=PauseMode.IN_PLACE, flush_cache=False)
+            served[str(value)] = harness.runner.value
+        harness.run_until_idle()
+        output = harness.outputs[rid]
+        assert [version for version, _ in output.version_starts] == ["default", "1", "2", "3"]
+        starts = [start for _, start in output.version_starts]
+        assert starts == sorted(set(starts))
+        assert starts[0] == 0
+        for (version, start), end in zip(output.version_starts, [*starts[1:], 50], strict=True):
+            expected = [harness.runner.token(0, position, served[version]) for position in range(start, end)]
+            assert output.token_ids[start:end] == expected
+
+    def test_cached_kv_tells_which_version_computed_it(self, harness: SchedulerHarness) -> None:
+        harness.generate(PROMPT)
+        harness.run_until_idle()
+        update(harness, 1, weight_version="1", flush_cache=False)
+        rid = harness.generate(PROMPT)
+        harness.run_until_idle()
+        assert harness.outputs[rid].cached_tokens == 16
+        assert harness.outputs[rid].kv_versions == ["default", "1"]
+
+    def test_scope_version_shares_prefixes_within_one_version_only(self) -> None:
+        harness = SchedulerHarness(cache_by_version=True)
+        harness.generate(PROMPT)
+        harness.run_until_idle()
+        update(harness, 1, weight_version="1", flush_cache=False)
+        rids = []
+        for _ in range(2):
+            rids.append(harness.generate(PROMPT))
+            harness.run_until_idle()
+        assert [harness.outputs[rid].cached_tokens for rid in rids] == [0, 16]
+        assert harness.outputs[rids[1]].kv_versions == ["1"]
+
+    def test_scope_version_keeps_mixed_kv_out_of_the_cache(self) -> None:
+        harness = SchedulerHarness(cache_by_version=True)
+        first = harness.generate(PROMPT, max_new_tokens=30)
+        harness.turn(8)
+        update(harness, 1, weight_version="1", pause_mode=PauseMode.IN_PLACE, flush_cache=False)
+        harness.run_until_idle()
+        tokens = [*PROMPT, *harness.outputs[first].token_ids]
+        again = harness.generate(tokens, max_new_tokens=3)
+        harness.run_until_idle()
+        assert harness.outputs[again].kv_versions == ["1"]
+
+
+class TestRead:
+    def test_it_returns_the_live_value(self, harness: SchedulerHarness) -> None:
+        update(harness, 5)
+        reply = harness.apply(GetWeightsByNameReqInput(name="layer.1"), GetWeightsByNameReqOutput)
+        assert reply.values == [5.0]
+
+    def test_unknown_names_and_bad_sizes_are_refused(self, harness: SchedulerHarness) -> None:
+        assert harness.refuse(GetWeightsByNameReqInput(name="nope")).status == 400
+        assert harness.refuse(GetWeightsByNameReqInput(name="layer.1", truncate_size=-1)).status == 400

@@ -1,0 +1,204 @@
+"""The scheduler on null parts: what requests get, whatever the pool, the batching and the neighbours."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from ebbtide.srt.managers.io_struct import (
+    AbortReq,
+    AbortReqOutput,
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    FinishReason,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    PauseMode,
+)
+from ebbtide.testing import NullRunner, SchedulerHarness, default_schedule
+
+
+def expected_tokens(seed: int, count: int, value: int = 0) -> list[int]:
+    runner = NullRunner()
+    return [runner.token(seed, position, value) for position in range(count)]
+
+
+def prompt_of(length: int, first: int = 1) -> Sequence[int]:
+    return range(first, first + length)
+
+
+def test_each_request_gets_its_own_tokens_whatever_else_runs() -> None:
+    harness = SchedulerHarness(num_pages=256, context_len=256)
+    rids = [
+        harness.generate(prompt_of(3 + 5 * index, index), seed=index, max_new_tokens=4 + index)
+        for index in range(20)
+    ]
+    harness.run_until_idle()
+    for index, rid in enumerate(rids):
+        output = harness.outputs[rid]
+        assert output.token_ids == expected_tokens(index, 4 + index)
+        assert output.finish == FinishReason("length", length=4 + index)
+        assert output.version_starts == [("default", 0)]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+@pytest.mark.parametrize("chunk", [None, 1, 5, 16])
+def test_chunking_and_policy_do_not_change_outputs(policy: str, chunk: int | None) -> None:
+    harness = SchedulerHarness(schedule=default_schedule(chunked_prefill_size=chunk, policy=policy))
+    rids = [harness.generate(prompt_of(30, index % 3), seed=index) for index in range(8)]
+    harness.run_until_idle()
+    assert [harness.outputs[rid].token_ids for rid in rids] == [expected_tokens(s, 16) for s in range(8)]
+
+
+def test_retraction_in_a_tiny_pool_changes_nothing_in_outputs() -> None:
+    harness = SchedulerHarness(num_pages=16, context_len=64)
+    rids = [harness.generate(prompt_of(8, 10 * seed), seed=seed, max_new_tokens=40) for seed in range(6)]
+    harness.run_until_idle()
+    outputs = [harness.outputs[rid] for rid in rids]
+    assert [output.token_ids for output in outputs] == [expected_tokens(seed, 40) for seed in range(6)]
+    assert sum(output.num_retractions for output in outputs) > 0
+    assert outputs[0].num_retractions == 0, "the oldest is never the one to go"
+
+
+def test_requests_of_one_prompt_prefill_it_once() -> None:
+    harness = SchedulerHarness(num_pages=256, context_len=256)
+    rids = [harness.generate(prompt_of(33), seed=seed) for seed in range(8)]
+    harness.run_until_idle()
+    assert [harness.outputs[rid].cached_tokens for rid in rids] == [0] + [32] * 7
+
+
+def test_without_a_prefix_cache_nothing_is_reused_and_nobody_waits_for_it() -> None:
+    harness = SchedulerHarness(
+        num_pages=256,
+        context_len=256,
+        enable_prefix_cache=False,
+        schedule=default_schedule(chunked_prefill_size=512),
+    )
+    rids = [harness.generate(prompt_of(33), seed=seed, max_new_tokens=4) for seed in range(8)]
+    harness.run_until_idle()
+    assert [harness.outputs[rid].cached_tokens for rid in rids] == [0] * 8
+    assert harness.runner.num_steps == 4
+
+
+def test_short_prompts_of_a_group_start_together() -> None:
+    harness = SchedulerHarness(page_size=16, schedule=default_schedule(chunked_prefill_size=512))
+    for seed in range(8):
+        harness.generate(prompt_of(10), seed=seed, max_new_tokens=4)
+    harness.run_until_idle()
+    assert harness.runner.num_steps == 4
+
+
+def test_namespaces_share_nothing() -> None:
+    harness = SchedulerHarness()
+    first = harness.generate(prompt_of(20), namespace=("a",))
+    harness.run_until_idle()
+    other = harness.generate(prompt_of(20), namespace=("b",))
+    same = harness.generate(prompt_of(20), namespace=("a",))
+    harness.run_until_idle()
+    assert [harness.outputs[rid].cached_tokens for rid in (first, other, same)] == [0, 0, 16]
+
+
+def test_scoring_without_output_ends_after_the_prefill() -> None:
+    harness = SchedulerHarness()
+    rid = harness.generate(prompt_of(40), max_new_tokens=0)
+    harness.run_until_idle()
+    assert harness.outputs[rid].token_ids == []
+    assert harness.outputs[rid].finish == FinishReason("length", length=0)
+
+
+def test_eos_and_stop_token_ids_end_a_request_unless_ignored() -> None:
+    tokens = expected_tokens(0, 16)
+    harness = SchedulerHarness(eos_token_ids=frozenset({tokens[5]}))
+    by_eos = harness.generate(prompt_of(4))
+    by_stop = harness.generate(prompt_of(4), stop_token_ids=[tokens[2]])
+    ignored = harness.generate(prompt_of(4), stop_token_ids=[tokens[2]], ignore_eos=True)
+    harness.run_until_idle()
+    assert harness.outputs[by_eos].token_ids == tokens[:6]
+    assert harness.outputs[by_eos].finish == FinishReason("stop", matched=tokens[5])
+    assert harness.outputs[by_stop].finish == FinishReason("stop", matched=tokens[2])
+    assert harness.outputs[ignored].token_ids == tokens
+
+
+def test_a_full_queue_refuses_the_next_request_and_keeps_the_others() -> None:
+    harness = SchedulerHarness(schedule=default_schedule(max_queued_requests=2))
+    harness.apply(PauseGenerationReqInput(mode=PauseMode.IN_PLACE), PauseGenerationReqOutput)
+    kept = [harness.generate(prompt_of(4), seed=seed) for seed in range(2)]
+    refused = harness.generate(prompt_of(4))
+    harness.turn()
+    finish = harness.outputs[refused].finish
+    assert finish is not None
+    assert (finish.kind, finish.status_code) == ("abort", 503)
+    assert "max_queued_requests is 2" in finish.message
+    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.run_until_idle()
+    assert [harness.outputs[rid].token_ids for rid in kept] == [expected_tokens(s, 16) for s in range(2)]
+
+
+def test_a_stream_gets_each_token_and_others_all_at_once() -> None:
+    harness = SchedulerHarness()
+    stream = harness.generate(prompt_of(4), max_new_tokens=8)
+    whole = harness.generate(prompt_of(4), max_new_tokens=8, stream=False)
+    seen = []
+    for _ in range(20):
+        harness.turn()
+        seen.append((len(harness.outputs[stream].token_ids), len(harness.outputs[whole].token_ids)))
+        if harness.outputs[whole].finish and harness.outputs[stream].finish:
+            break
+    assert {count for count, _ in seen} >= set(range(1, 9))
+    assert {count for _, count in seen} == {0, 8}
+
+
+def test_an_abort_returns_the_tokens_so_far_and_frees_the_pages() -> None:
+    harness = SchedulerHarness()
+    aborted = harness.generate(prompt_of(8), max_new_tokens=60)
+    kept = harness.generate(prompt_of(8), seed=1)
+    harness.turn(4)
+    reply = harness.apply(AbortReq(rid=aborted), AbortReqOutput)
+    assert (reply.changed, reply.num_aborted) == (True, 1)
+    output = harness.outputs[aborted]
+    assert output.finish == FinishReason("abort", message="Aborted by /abort_request")
+    assert output.token_ids == expected_tokens(0, len(output.token_ids))
+    assert output.token_ids
+    harness.run_until_idle()
+    assert harness.outputs[kept].token_ids == expected_tokens(1, 16)
+    assert harness.apply(FlushCacheReqInput(), FlushCacheReqOutput).fully_flushed
+    assert harness.scheduler.policy.allocator.num_free == 64
+
+
+def test_aborting_what_is_unknown_changes_nothing() -> None:
+    harness = SchedulerHarness()
+    reply = harness.apply(AbortReq(rid=["nobody", ""]), AbortReqOutput)
+    assert (reply.changed, reply.num_aborted) == (False, 0)
+
+
+def test_a_request_aborted_while_it_waits_has_no_tokens() -> None:
+    harness = SchedulerHarness()
+    harness.apply(PauseGenerationReqInput(mode=PauseMode.IN_PLACE), PauseGenerationReqOutput)
+    rid = harness.generate(prompt_of(8))
+    harness.turn()
+    harness.abort(rid)
+    harness.turn()
+    assert harness.outputs[rid].token_ids == []
+    assert harness.outputs[rid].finish == FinishReason("abort", message="Aborted: the client went away")
+
+
+def test_abort_all_reaches_running_and_queued_requests() -> None:
+    harness = SchedulerHarness(schedule=default_schedule(max_running_requests=2))
+    rids = [harness.generate(prompt_of(8), seed=seed) for seed in range(5)]
+    harness.turn(3)
+    assert harness.apply(AbortReq(abort_all=True), AbortReqOutput).num_aborted == 5
+    assert all(harness.outputs[rid].finish is not None for rid in rids)
+    assert not harness.scheduler.is_runnable
+
+
+def test_what_was_retracted_runs_before_what_waited() -> None:
+    harness = SchedulerHarness(schedule=default_schedule(max_running_requests=2))
+    rids = [harness.generate(prompt_of(8, 20 * seed), seed=seed, max_new_tokens=12) for seed in range(4)]
+    harness.turn(4)
+    harness.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT), PauseGenerationReqOutput)
+    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.turn_until(lambda: any(harness.outputs[rid].finish for rid in rids))
+    assert [bool(harness.outputs[rid].finish) for rid in rids] == [True, True, False, False]
+    harness.run_until_idle()
+    assert [harness.outputs[rid].token_ids for rid in rids] == [expected_tokens(s, 12) for s in range(4)]
