@@ -210,7 +210,7 @@ class _Reader:
 
 
 def _kind(value: object) -> str:
-    return repr(value.name) if isinstance(value, Global) else type(value).__name__
+    return repr(value.name) if isinstance(value, Global | Record) else type(value).__name__
 
 
 def _unknown_opcode(opcode: int, position: int) -> str:

@@ -63,8 +63,7 @@ class SharedTensors:
 
 
 def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SharedTensors:
-    """Copies tensors, of any device, into one block of shared memory and returns the payload that refers to
-    them.
+    """Copies tensors, of any device, into one block of shared memory; makes the payload that refers to it.
 
     The caller's tensors stay as they are and may be overwritten at once. The block takes the sum of their
     bytes until it is closed. Raises `RequestRejected` for what is not a plain tensor, and when shared memory
@@ -88,13 +87,12 @@ def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Shar
 
 def _check_named_tensor(item: object) -> None:
     match item:
-        case (str(), torch.Tensor() as tensor) if tensor.layout is torch.strided and not tensor.is_quantized:
-            return
         case (str(name), torch.Tensor() as tensor):
-            raise RequestRejected(
-                f"{name}: expected a dense tensor, got {tensor.dtype} of layout {tensor.layout}"
-            )
-    raise RequestRejected(f"named_tensors: expected pairs of (name, Tensor), got {type(item).__name__}")
+            if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+                described = f"{tensor.dtype} of layout {tensor.layout} on {tensor.device}"
+                raise RequestRejected(f"{name}: expected a dense tensor with data, got {described}")
+        case _:
+            raise RequestRejected(f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}")
 
 
 def _allocate(num_bytes: int) -> tuple[torch.UntypedStorage, bytes]:

@@ -160,7 +160,7 @@ def _open_bucket(entry: bytes | str, rank: _Rank) -> WeightSource:
 def _open_safetensors(entry: bytes | str, rank: _Rank) -> WeightSource:
     image = entry if isinstance(entry, bytes) else raw_base64(entry)
     try:
-        tensors = list(safetensors.torch.load(image).items())
+        tensors = sorted(safetensors.torch.load(image).items())
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise RequestRejected(f"the payload is not a safetensors image: {error!r}"[:500]) from error
     headers = [TensorHeader(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]

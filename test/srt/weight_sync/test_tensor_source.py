@@ -1,0 +1,206 @@
+"""Payloads from a trainer in another process, in every format; and what is refused before it is read."""
+
+import base64
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from trainer_process import TrainerProcess, sample_tensors
+
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.weight_sync.source import WeightSource
+from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
+
+LeftBehind = Callable[[], set[Path]]
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[TrainerProcess]:
+    with TrainerProcess() as process:
+        yield process
+
+
+@pytest.fixture
+def left_behind(trainer: TrainerProcess) -> LeftBehind:
+    """What the trainer has in shared memory now and had not when the test began."""
+    before = trainer.shared_objects()
+    return lambda: trainer.shared_objects() - before
+
+
+def assert_holds(source: WeightSource, expected: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Headers, names, dtypes, shapes and bits are those expected; the source is closed afterwards."""
+    headers = [(entry.name, entry.shape, entry.dtype) for entry in source.entries]
+    assert headers == [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in expected]
+    received = {name: tensor.clone() for name, tensor in source}
+    source.close()
+    assert list(received) == [name for name, _ in expected]
+    for name, tensor in expected:
+        assert received[name].dtype == tensor.dtype
+        assert torch.equal(received[name], tensor.detach()), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "load_format"),
+    [
+        ("named", None),
+        ("named", "direct"),
+        ("bucket", "flattened_bucket"),
+        ("bucket_of_dicts", "flattened_bucket"),
+    ],
+)
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_what_a_trainer_sends_arrives(
+    trainer: TrainerProcess, kind: str, load_format: str | None, as_bytes: bool
+) -> None:
+    entry: bytes | str = trainer.send(kind)
+    if as_bytes:
+        entry = base64.b64decode(entry)
+    source = open_tensor_payload([entry], load_format)
+    assert source.direct is (load_format == "direct")
+    assert_holds(source, sample_tensors())
+
+
+def test_each_rank_opens_its_own_of_locally_serialized_tensors(
+    trainer: TrainerProcess, left_behind: LeftBehind
+) -> None:
+    entry = trainer.send("two_ranks")
+    for rank in (0, 1):
+        source = open_tensor_payload([entry, entry], None, tp_rank=rank, tp_size=2)
+        assert_holds(source, [(name, tensor.detach() + rank) for name, tensor in sample_tensors()])
+    trainer.drop()
+    assert left_behind() == set()
+
+
+def test_a_rank_that_was_sent_nothing_is_told(trainer: TrainerProcess) -> None:
+    entry = trainer.send("two_ranks")
+    with pytest.raises(RequestRejected, match=r"2 ranks.*this is rank 2"):
+        open_tensor_payload([entry] * 3, None, tp_rank=2, tp_size=3)
+
+
+def test_an_empty_bucket_writes_nothing(trainer: TrainerProcess) -> None:
+    assert_holds(open_tensor_payload([trainer.send("empty_bucket")], "flattened_bucket"), [])
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket", "direct", "safetensors"])
+def test_no_entries_write_nothing(load_format: str | None) -> None:
+    assert_holds(open_tensor_payload([], load_format), [])
+
+
+def test_shared_memory_is_gone_once_both_sides_have_dropped_it(
+    trainer: TrainerProcess, left_behind: LeftBehind
+) -> None:
+    entry = trainer.send("named")
+    assert left_behind() != set()
+    assert_holds(open_tensor_payload([entry], None), sample_tensors())
+    trainer.drop()
+    assert left_behind() == set()
+
+
+def test_the_receiver_may_outlive_the_senders_tensors(
+    trainer: TrainerProcess, left_behind: LeftBehind
+) -> None:
+    source = open_tensor_payload([trainer.send("named")], None)
+    trainer.drop()
+    assert_holds(source, sample_tensors())
+    assert left_behind() == set()
+
+
+def test_replicas_share_an_entry_and_drop_it_once(trainer: TrainerProcess, left_behind: LeftBehind) -> None:
+    entry = trainer.send("named")
+    # The replica that drops the reference closes first: the others must still find the memory.
+    for dp_rank in range(3):
+        assert_holds(open_tensor_payload([entry], None, dp_rank=dp_rank, dp_size=3), sample_tensors())
+    trainer.drop()
+    assert left_behind() == set()
+
+
+def test_a_payload_whose_tensors_are_gone_is_refused(trainer: TrainerProcess) -> None:
+    entry = trainer.send("named")
+    open_tensor_payload([entry], None).close()
+    trainer.drop()
+    with pytest.raises(RequestRejected, match="until the update is answered"):
+        open_tensor_payload([entry], None)
+
+
+def test_file_descriptors_are_refused_with_the_advice(trainer: TrainerProcess) -> None:
+    with pytest.raises(RequestRejected, match=r'set_sharing_strategy\("file_system"\)'):
+        open_tensor_payload([trainer.send("file_descriptor")], None)
+
+
+def safetensors_image() -> tuple[bytes, list[tuple[str, torch.Tensor]]]:
+    # A safetensors file has neither views nor shared storages.
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in sample_tensors()}
+    image = safetensors.torch.save(tensors)
+    return image, sorted(tensors.items())
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_one_safetensors_image_serves_all_ranks(as_bytes: bool) -> None:
+    image, expected = safetensors_image()
+    entry = image if as_bytes else base64.b64encode(image).decode()
+    for tp_rank in (0, 1):
+        source = open_tensor_payload([entry], "safetensors", tp_rank=tp_rank, tp_size=2, dp_rank=1, dp_size=3)
+        assert_holds(source, expected)
+    assert {name for name, _ in expected} == {name for name, _ in sample_tensors()}
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "empty", "dtype"])
+def test_a_damaged_safetensors_image_is_refused(damage: str) -> None:
+    image, _ = safetensors_image()
+    damaged = {
+        "cut": image[:-1],
+        "header": b"\xff" * 8 + image[8:],
+        "empty": b"",
+        "dtype": image.replace(b'"F64"', b'"Q64"'),
+    }[damage]
+    with pytest.raises(RequestRejected, match="not a safetensors image"):
+        open_tensor_payload([damaged], "safetensors")
+
+
+def test_ranks_find_their_entry_by_index() -> None:
+    entries = [
+        base64.b64encode(safetensors.torch.save({"x": torch.tensor([float(index)])})).decode()
+        for index in range(6)
+    ]
+    for dp_rank in range(2):
+        for tp_rank in range(3):
+            position = {"tp_rank": tp_rank, "tp_size": 3, "dp_rank": dp_rank, "dp_size": 2}
+            [(_, own)] = open_tensor_payload(entries, "safetensors", **position)
+            [(_, replicated)] = open_tensor_payload(entries[:3], "safetensors", **position)
+            assert own.item() == dp_rank * 3 + tp_rank
+            assert replicated.item() == tp_rank
+
+
+@pytest.mark.parametrize(
+    ("num_entries", "load_format"),
+    [(1, None), (3, None), (5, "safetensors"), (3, "flattened_bucket"), (1, "direct")],
+)
+def test_another_number_of_entries_is_refused(num_entries: int, load_format: str | None) -> None:
+    with pytest.raises(RequestRejected, match=rf"expected 4 .* or 2 .* entries, got {num_entries}"):
+        open_tensor_payload(["AAAA"] * num_entries, load_format, tp_size=2, dp_size=2)
+
+
+def test_unknown_load_formats_are_refused_with_the_valid_ones() -> None:
+    for load_format in ("pickle", "", "auto"):
+        with pytest.raises(RequestRejected, match="null, flattened_bucket, direct, safetensors") as refusal:
+            open_tensor_payload([], load_format)
+        assert refusal.value.status == 400
+
+
+def test_only_listed_import_paths_are_looked_at() -> None:
+    with pytest.raises(RequestRejected, match=r"os\.system.*custom-weight-loader") as refusal:
+        open_tensor_payload([], "os.system", custom_weight_loaders=["trainer.load"])
+    assert refusal.value.status == 400
+    with pytest.raises(RequestRejected, match="not supported") as refusal:
+        open_tensor_payload([], "trainer.load", custom_weight_loaders=["trainer.load"])
+    assert refusal.value.status == 501
+
+
+def test_a_closed_source_says_so() -> None:
+    source = open_tensor_payload([safetensors_image()[0]], "safetensors")
+    source.close()
+    source.close()
+    with pytest.raises(EngineError, match="closed"):
+        iter(source)
