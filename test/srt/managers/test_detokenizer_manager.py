@@ -1,0 +1,161 @@
+"""The detokenizer: text per output, stop tokens and strings cut off, nothing kept after the last output."""
+
+import gc
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.checkpoints import make_checkpoint
+from fixtures.tokenizers import byte_level
+
+from ebbtide.srt.config import EngineConfig, resolve
+from ebbtide.srt.managers.channel import ChannelAddresses, Receiver, Sender
+from ebbtide.srt.managers.detokenizer_manager import (
+    DetokenizerManager,
+    OutputText,
+    run_detokenizer_process,
+)
+from ebbtide.srt.managers.io_struct import (
+    DetokenizerInput,
+    FinishReason,
+    ManagerInput,
+    RequestOutput,
+    RequestStart,
+    TextOutput,
+    TokenOutput,
+)
+from ebbtide.srt.server_args import ServerArgs
+
+EOS = byte_level().hf.convert_tokens_to_ids("</s>")
+
+
+def ids(text: str) -> list[int]:
+    return byte_level().encode(text)
+
+
+def start(**changes: Any) -> RequestStart:
+    fields: dict[str, Any] = {
+        "prompt_tokens": 3,
+        "cached_tokens": 0,
+        "prompt_tail": ids("the"),
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "no_stop_trim": False,
+        "stop_strings": (),
+        "input_logprobs": None,
+        "queue_time_s": 0.0,
+    }
+    return RequestStart(**{**fields, **changes})
+
+
+def texts(manager: DetokenizerManager, *outputs: RequestOutput) -> list[str]:
+    message = manager.handle(TokenOutput(weight_version="1", outputs=list(outputs)))
+    assert message.weight_version == "1"
+    assert message.outputs == list(outputs)
+    return message.texts
+
+
+def finished(token_ids: list[int], reason: FinishReason, **started: Any) -> str:
+    """The whole text of a request that arrives in one output."""
+    output = RequestOutput("a", token_ids, finish=reason, start=start(**started))
+    return texts(DetokenizerManager(byte_level()), output)[0]
+
+
+def test_requests_do_not_mix() -> None:
+    manager = DetokenizerManager(byte_level())
+    duck = ids("🦆")
+    first = RequestOutput("a", duck[:2], start=start())
+    second = RequestOutput("b", ids(" dog"), start=start())
+    assert texts(manager, first, second) == ["", " dog"]
+    assert texts(manager, RequestOutput("b", ids("!")), RequestOutput("a", duck[2:])) == ["!", "🦆"]
+
+
+def test_the_stop_token_is_cut_off_unless_it_is_to_stay() -> None:
+    stop = FinishReason("stop", EOS)
+    assert finished([*ids("dog"), EOS], stop) == "dog"
+    assert finished([*ids("dog"), EOS], stop, skip_special_tokens=False) == "dog"
+    assert finished([*ids("dog"), EOS], stop, skip_special_tokens=False, no_stop_trim=True) == "dog</s>"
+    word = ids(" dog")
+    assert finished([*ids("the"), *word], FinishReason("stop", word[-1])) != "the dog"
+
+
+def test_the_last_token_stays_when_it_did_not_stop_the_request() -> None:
+    assert finished(ids("the dog"), FinishReason("length", length=9)) == "the dog"
+    assert finished(ids("the dog"), FinishReason("abort", message="x")) == "the dog"
+
+
+def test_text_ends_at_the_stop_string() -> None:
+    stop = FinishReason("stop", "\n\n")
+    assert finished(ids("dog\n\nUser"), stop, stop_strings=("\n\n",)) == "dog"
+    assert finished(ids("dog\n\nUser"), stop, stop_strings=("\n\n",), no_stop_trim=True) == "dog\n\n"
+
+
+def test_what_might_have_become_a_stop_string_comes_out_at_the_end() -> None:
+    manager = DetokenizerManager(byte_level())
+    assert texts(manager, RequestOutput("a", ids("dog\n"), start=start(stop_strings=("\n\n",)))) == ["dog"]
+    ended = RequestOutput("a", ids("x"), finish=FinishReason("length", length=2))
+    assert texts(manager, RequestOutput("a", ids("\r")), ended) == ["\n\r", "x"]
+    assert finished(ids("dog\n"), FinishReason("length", length=2), stop_strings=("\n\n",)) == "dog\n"
+
+
+def test_half_a_character_comes_out_at_the_end() -> None:
+    assert finished(ids("dog🦆")[:-1], FinishReason("length", length=2)) == "dog\ufffd"
+
+
+def test_a_request_that_never_ran_and_one_that_is_unknown_have_no_text() -> None:
+    manager = DetokenizerManager(byte_level())
+    aborted = RequestOutput("a", [], finish=FinishReason("abort", message="x"), start=start())
+    unknown = RequestOutput("b", ids("dog"), finish=FinishReason("abort", message="x"))
+    assert texts(manager, aborted, unknown) == ["", ""]
+
+
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    manager = DetokenizerManager(byte_level())
+    for number in range(50):
+        texts(manager, RequestOutput(str(number), ids("dog"), start=start()))
+    reason = FinishReason("length", length=1)
+    texts(manager, *(RequestOutput(str(number), [], finish=reason) for number in range(50)))
+    assert not [thing for thing in gc.get_objects() if type(thing) is OutputText]
+    assert manager is not None
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    path = make_checkpoint(tmp_path_factory.mktemp("model"), "Qwen3ForCausalLM")
+    return resolve(ServerArgs(model_path=str(path), device="cpu"))
+
+
+def addresses(folder: Path) -> ChannelAddresses:
+    return ChannelAddresses(*(f"ipc://{folder}/{name}" for name in ("scheduler", "detokenizer", "manager")))
+
+
+def test_the_process_turns_ids_into_text(config: EngineConfig, tmp_path: Path) -> None:
+    where = addresses(tmp_path)
+    inbox: Receiver[TextOutput] = Receiver(where.manager, ManagerInput)
+    sender: Sender[DetokenizerInput] = Sender(where.detokenizer)
+    spawn = multiprocessing.get_context("spawn")
+    ready, child_ready = spawn.Pipe()
+    process = spawn.Process(target=run_detokenizer_process, args=(config, where, child_ready), daemon=True)
+    process.start()
+    try:
+        assert ready.poll(120)
+        assert ready.recv() == {"status": "ready"}
+        output = RequestOutput("a", list("né".encode()), start=start(prompt_tail=[65]))
+        sender.send(TokenOutput(weight_version="3", outputs=[output]))
+        assert inbox.receive(60) == [TextOutput(weight_version="3", outputs=[output], texts=["né"])]
+    finally:
+        process.kill()
+        process.join()
+        sender.close()
+        inbox.close()
+
+
+def test_a_failed_start_says_why(config: EngineConfig, tmp_path: Path) -> None:
+    broken = replace(config, model=replace(config.model, tokenizer_path=str(tmp_path / "nowhere")))
+    ready, child_ready = multiprocessing.Pipe()
+    run_detokenizer_process(broken, addresses(tmp_path), child_ready)
+    answer = ready.recv()
+    assert answer["status"] == "failed"
+    assert "nowhere" in answer["message"]

@@ -1,0 +1,608 @@
+"""The life of a request, told by a scripted scheduler: answers, streams, aborts, and the engine's death."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+from fixtures.tokenizers import byte_level
+
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.channel import channel_pair
+from ebbtide.srt.managers.generate_request import RequestLimits
+from ebbtide.srt.managers.generation import Generation
+from ebbtide.srt.managers.io_struct import (
+    AbortGeneration,
+    AbortReq,
+    AbortReqOutput,
+    ControlCall,
+    ControlReply,
+    FinishReason,
+    ManagerInput,
+    PingReqInput,
+    PingReqOutput,
+    RequestOutput,
+    RequestStart,
+    SchedulerInput,
+    StateReport,
+    TextOutput,
+    TokenizedGenerateReqInput,
+    TokenLogprobs,
+    TokenOutput,
+)
+from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
+
+STOP = FinishReason("stop", 2)
+LENGTH = FinishReason("length", length=3)
+ABORT = FinishReason("abort", message="Aborted by /abort_request")
+
+STATE = StateReport(
+    paused=None, can_run=True, reason="", ranks=[], weight_version="1", model_path="", load_format="auto"
+)
+
+
+def start(**changes: Any) -> RequestStart:
+    fields: dict[str, Any] = {
+        "prompt_tokens": 2,
+        "cached_tokens": 1,
+        "prompt_tail": [],
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "no_stop_trim": False,
+        "stop_strings": (),
+        "input_logprobs": None,
+        "queue_time_s": 0.25,
+    }
+    return RequestStart(**{**fields, **changes})
+
+
+class Engine:
+    """A manager, and the other ends of its channels."""
+
+    def __init__(self, *, incremental: bool = False, has_tokenizer: bool = True) -> None:
+        config: Any = SimpleNamespace(
+            schedule=SimpleNamespace(incremental_streaming_output=incremental),
+            runtime=SimpleNamespace(random_seed=0),
+        )
+        to_scheduler, self._inbox = channel_pair(SchedulerInput)
+        self._outbox, to_manager = channel_pair(ManagerInput)
+        self.manager = TokenizerManager(
+            config,
+            to_scheduler,
+            to_manager,
+            RequestLimits(context_len=64, vocab_size=500, max_total_num_tokens=64),
+            byte_level() if has_tokenizer else None,
+        )
+
+    async def received(self, count: int = 1) -> list[Any]:
+        """The next messages to the scheduler."""
+        messages: list[Any] = []
+        while len(messages) < count:
+            messages += await self._inbox.receive_async()
+        assert len(messages) == count
+        return messages
+
+    async def send(self, *outputs: RequestOutput, texts: list[str] | None = None, version: str = "1") -> None:
+        texts = [f"<{len(output.token_ids)}>" for output in outputs] if texts is None else texts
+        await self.send_message(TextOutput(weight_version=version, outputs=list(outputs), texts=texts))
+
+    async def send_message(self, message: Any) -> None:
+        """Send and wait until the manager has taken the message in."""
+        self.manager.state = None
+        self._outbox.send(message)
+        self._outbox.send(STATE)
+        while self.manager.state is None:
+            await asyncio.sleep(0)
+
+    def nothing_sent(self) -> bool:
+        return self._inbox.receive(0) == []
+
+    async def close(self) -> None:
+        await self.manager.close()
+        self._inbox.close()
+        self._outbox.close()
+
+
+def run(script: Callable[[Engine], Coroutine[Any, Any, None]], **options: bool) -> None:
+    async def play() -> None:
+        engine = Engine(**options)
+        engine.manager.start()
+        try:
+            await asyncio.wait_for(script(engine), 60)
+        finally:
+            await engine.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(play())
+
+
+async def answer(engine: Engine, fields: dict[str, Any], *outputs: RequestOutput, **more: Any) -> Any:
+    """The result of a request whose outputs are these."""
+    generation = engine.manager.prepare(fields)
+    result = asyncio.create_task(generation.result())
+    await asyncio.sleep(0)
+    await engine.send(*outputs, **more)
+    return await result
+
+
+async def next_chunk(stream: Any) -> dict[str, Any]:
+    chunk = await anext(stream)
+    assert isinstance(chunk, dict)
+    json.dumps(chunk, allow_nan=False)
+    return chunk
+
+
+# ---------------------------------------------------------------------------------------------- the answer
+
+
+def test_the_answer_has_every_field() -> None:
+    async def script(engine: Engine) -> None:
+        output = RequestOutput(
+            "r",
+            [7, 8, 2],
+            finish=STOP,
+            start=start(),
+            version_starts=[("7", 0), ("8", 2)],
+            kv_versions=["7", "8"],
+            num_retractions=1,
+        )
+        body = await answer(engine, {"input_ids": [5, 6], "rid": "r"}, output, texts=[" Paris."], version="8")
+        meta = body["meta_info"]
+        assert (body["text"], body["output_ids"]) == (" Paris.", [7, 8, 2])
+        latencies = {name: meta.pop(name) for name in ("e2e_latency", "queue_time", "first_token_latency")}
+        assert latencies["queue_time"] == 0.25
+        assert 0 <= latencies["first_token_latency"] <= latencies["e2e_latency"]
+        assert meta == {
+            "id": "r",
+            "finish_reason": {"type": "stop", "matched": 2},
+            "prompt_tokens": 2,
+            "completion_tokens": 3,
+            "cached_tokens": 1,
+            "reasoning_tokens": 0,
+            "num_retractions": 1,
+            "dp_rank": 0,
+            "weight_version": "8",
+            "weight_versions": [
+                {"version": "7", "start": 0, "end": 2},
+                {"version": "8", "start": 2, "end": 3},
+            ],
+            "kv_weight_versions": ["7", "8"],
+        }
+        assert set(body) == {"text", "output_ids", "meta_info"}
+
+    run(script)
+
+
+def test_a_request_that_never_ran_is_answered_in_full() -> None:
+    async def script(engine: Engine) -> None:
+        fields = {"input_ids": [5, 6], "rid": "r", "return_logprob": True, "logprob_start_len": 0}
+        body = await answer(engine, fields, RequestOutput("r", [], finish=ABORT), texts=[""])
+        meta = body["meta_info"]
+        assert (body["text"], body["output_ids"], meta["weight_versions"]) == ("", [], [])
+        assert meta["finish_reason"] == {
+            "type": "abort",
+            "message": "Aborted by /abort_request",
+            "status_code": None,
+            "err_type": None,
+        }
+        assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (2, 0, 0)
+        assert meta["output_token_logprobs"] == meta["input_token_logprobs"] == []
+        assert meta["queue_time"] == meta["e2e_latency"] == meta["first_token_latency"] > 0
+
+    run(script)
+
+
+def test_logprobs() -> None:
+    async def script(engine: Engine) -> None:
+        fields = {
+            "input_ids": [5, 6],
+            "rid": "r",
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 2,
+            "token_ids_logprob": [9, 8],
+            "return_text_in_logprobs": True,
+            "return_prompt_token_ids": True,
+        }
+        predicted = TokenLogprobs(6, -1.5, [(-0.25, 4), (-1.5, 6)], [-9.0, -8.0])
+        output = RequestOutput(
+            "r",
+            [7],
+            finish=LENGTH,
+            start=start(input_logprobs=[TokenLogprobs(5, None), predicted]),
+            logprobs=[TokenLogprobs(7, 0.0, [(0.0, 7), (-float("inf"), 3)], [float("-inf"), -2.0])],
+        )
+        body = await answer(engine, fields, output)
+        meta = body["meta_info"]
+        text = {token_id: byte_level().decode([token_id]) for token_id in range(10)}
+        lowest = -3.4028234663852886e38
+        assert body["prompt_token_ids"] == [5, 6]
+        assert meta["output_token_logprobs"] == [[0.0, 7, text[7]]]
+        assert meta["output_top_logprobs"] == [[[0.0, 7, text[7]], [lowest, 3, text[3]]]]
+        assert meta["output_token_ids_logprobs"] == [[[lowest, 9, text[9]], [-2.0, 8, text[8]]]]
+        assert meta["output_token_logprobs_length"] == 1
+        assert meta["input_token_logprobs"] == [[None, 5, text[5]], [-1.5, 6, text[6]]]
+        assert meta["input_top_logprobs"] == [None, [[-0.25, 4, text[4]], [-1.5, 6, text[6]]]]
+        assert meta["input_token_ids_logprobs"] == [None, [[-9.0, 9, text[9]], [-8.0, 8, text[8]]]]
+        assert isinstance(meta["output_token_logprobs"][0][0], float)
+
+    run(script)
+
+
+def test_texts_are_null_and_lists_are_absent_unless_asked_for() -> None:
+    async def script(engine: Engine) -> None:
+        output = RequestOutput("r", [7], finish=LENGTH, start=start(), logprobs=[TokenLogprobs(7, -1.0)])
+        meta = (await answer(engine, {"input_ids": [5], "rid": "r", "return_logprob": True}, output))[
+            "meta_info"
+        ]
+        assert meta["output_token_logprobs"] == [[-1.0, 7, None]]
+        assert not [name for name in meta if "top" in name or "ids_logprobs" in name]
+
+    run(script)
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    async def script(engine: Engine) -> None:
+        generation = engine.manager.prepare({"input_ids": [5], "rid": "r"})
+        output = RequestOutput("r", [7], finish=LENGTH, start=start())
+        await engine.send_message(TokenOutput(weight_version="1", outputs=[output]))
+        body = await generation.result()
+        assert isinstance(body, dict)
+        assert body["output_ids"] == [7]
+        assert "text" not in body
+
+    run(script, has_tokenizer=False)
+
+
+def test_a_batch_is_answered_in_order_and_only_when_whole() -> None:
+    async def script(engine: Engine) -> None:
+        generation = engine.manager.prepare(
+            {"input_ids": [[5], [6]], "rid": "r", "sampling_params": {"n": 2}}
+        )
+        sent = await engine.received(4)
+        assert [message.rid for message in sent] == ["r_0", "r_1", "r_2", "r_3"]
+        result = asyncio.create_task(generation.result())
+        for index in (3, 1, 0):
+            await engine.send(RequestOutput(f"r_{index}", [index], finish=LENGTH, start=start()))
+        assert not result.done()
+        await engine.send(RequestOutput("r_2", [2], finish=LENGTH, start=start()))
+        assert [(body["output_ids"], "index" in body) for body in await result] == [
+            ([index], False) for index in range(4)
+        ]
+
+    run(script)
+
+
+def test_a_batch_of_one_is_answered_with_a_list() -> None:
+    async def script(engine: Engine) -> None:
+        body = await answer(
+            engine, {"input_ids": [[5]], "rid": ["r"]}, RequestOutput("r", [1], finish=LENGTH)
+        )
+        assert [one["output_ids"] for one in body] == [[1]]
+
+    run(script)
+
+
+# ------------------------------------------------------------------------------------------------- streams
+
+
+async def two_chunks(engine: Engine) -> list[dict[str, Any]]:
+    fields = {
+        "input_ids": [5, 6],
+        "rid": "r",
+        "stream": True,
+        "return_logprob": True,
+        "logprob_start_len": 1,
+    }
+    stream = engine.manager.prepare(fields).stream()
+    first = RequestOutput(
+        "r",
+        [7],
+        start=start(input_logprobs=[TokenLogprobs(6, None)]),
+        version_starts=[("1", 0)],
+        logprobs=[TokenLogprobs(7, -1.0)],
+    )
+    await engine.send(first, texts=["a"])
+    chunks = [await next_chunk(stream)]
+    second = RequestOutput(
+        "r",
+        [8, 9],
+        finish=LENGTH,
+        version_starts=[("1", 0), ("2", 2)],
+        logprobs=[TokenLogprobs(8, -2.0), TokenLogprobs(9, -3.0)],
+    )
+    await engine.send(second, texts=["bc"], version="2")
+    chunks.append(await next_chunk(stream))
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    return chunks
+
+
+def test_a_cumulative_stream_repeats_what_was_there() -> None:
+    async def script(engine: Engine) -> None:
+        first, last = await two_chunks(engine)
+        assert (first["text"], first["output_ids"]) == ("a", [7])
+        assert (last["text"], last["output_ids"]) == ("abc", [7, 8, 9])
+        meta = first["meta_info"]
+        assert meta["finish_reason"] is None
+        assert meta["output_token_logprobs"] == [[-1.0, 7, None]]
+        assert meta["weight_versions"] == [{"version": "1", "start": 0, "end": 1}]
+        assert "e2e_latency" not in meta
+        meta = last["meta_info"]
+        assert [triple[1] for triple in meta["output_token_logprobs"]] == [7, 8, 9]
+        assert meta["input_token_logprobs"] == first["meta_info"]["input_token_logprobs"] == [[None, 6, None]]
+        assert meta["weight_versions"][1] == {"version": "2", "start": 2, "end": 3}
+        assert {"e2e_latency", "queue_time", "first_token_latency"} <= set(meta)
+        assert "index" not in first
+
+    run(script)
+
+
+def test_an_incremental_stream_holds_what_is_new() -> None:
+    async def script(engine: Engine) -> None:
+        first, last = await two_chunks(engine)
+        assert (last["text"], last["output_ids"]) == ("bc", [8, 9])
+        meta = last["meta_info"]
+        assert [triple[1] for triple in meta["output_token_logprobs"]] == [8, 9]
+        assert (meta["completion_tokens"], meta["output_token_logprobs_length"]) == (3, 3)
+        assert [span["end"] for span in meta["weight_versions"]] == [2, 3]
+        assert first["meta_info"]["input_token_logprobs"] == [[None, 6, None]]
+        assert "input_token_logprobs" not in meta
+
+    run(script, incremental=True)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_chunks_that_a_slow_reader_left_lying_become_one(incremental: bool) -> None:
+    async def script(engine: Engine) -> None:
+        stream = engine.manager.prepare({"input_ids": [5], "rid": "r", "stream": True}).stream()
+        for token_id in range(10):
+            await engine.send(RequestOutput("r", [token_id], start=start() if token_id == 0 else None))
+        chunk = await next_chunk(stream)
+        assert chunk["output_ids"] == list(range(10))
+        assert chunk["text"] == "<1>" * 10
+        await engine.send(RequestOutput("r", [10], finish=LENGTH))
+        assert (await next_chunk(stream))["output_ids"] == ([10] if incremental else list(range(11)))
+
+    run(script, incremental=incremental)
+
+
+def test_a_batch_streams_with_the_index_of_each_output() -> None:
+    async def script(engine: Engine) -> None:
+        stream = engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": True}).stream()
+        await engine.send(RequestOutput("r_1", [1], start=start()))
+        assert (await next_chunk(stream))["index"] == 1
+        await engine.send(RequestOutput("r_0", [0], finish=LENGTH), RequestOutput("r_1", [2], finish=LENGTH))
+        chunks = {chunk["index"]: chunk["output_ids"] async for chunk in stream}
+        assert chunks == {0: [0], 1: [1, 2]}
+
+    run(script)
+
+
+def test_generate_serves_streams_and_whole_answers_alike() -> None:
+    async def script(engine: Engine) -> None:
+        async def collect(fields: dict[str, Any]) -> list[Any]:
+            return [chunk async for chunk in engine.manager.generate(fields)]
+
+        for stream in (False, True):
+            task = asyncio.create_task(collect({"input_ids": [5], "rid": "r", "stream": stream}))
+            await asyncio.sleep(0)
+            await engine.send(RequestOutput("r", [1], finish=LENGTH))
+            assert [chunk["output_ids"] for chunk in await task] == [[1]]
+
+    run(script)
+
+
+# ------------------------------------------------------------------------------ aborts, limits and rejections
+
+
+def test_a_refused_request_sends_nothing() -> None:
+    async def script(engine: Engine) -> None:
+        with pytest.raises(RequestRejected, match="vocabulary"):
+            engine.manager.prepare({"input_ids": [[5], [5000]]})
+        assert engine.nothing_sent()
+        assert engine.manager.num_live == 0
+
+    run(script)
+
+
+@pytest.mark.parametrize("second", ["r", "r_1", ["x", "r"]])
+def test_a_rid_is_taken_until_its_last_output(second: Any) -> None:
+    async def script(engine: Engine) -> None:
+        generation = engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r"})
+        again = {"input_ids": [5] if isinstance(second, str) else [[5], [6]], "rid": second}
+        with pytest.raises(RequestRejected, match="still running"):
+            engine.manager.prepare(again)
+        await engine.send(*(RequestOutput(f"r_{index}", [1], finish=LENGTH) for index in (0, 1)))
+        await generation.result()
+        engine.manager.prepare(again).close()
+
+    run(script)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reader_that_goes_away_aborts_what_is_still_to_come(stream: bool) -> None:
+    async def script(engine: Engine) -> None:
+        generation = engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
+        await engine.received(2)
+        await engine.send(RequestOutput("r_0", [1], finish=LENGTH, start=start()))
+        if stream:
+            chunks = generation.stream()
+            await anext(chunks)
+            await chunks.aclose()
+        else:
+            task = asyncio.create_task(generation.result())
+            await asyncio.sleep(0)
+            task.cancel()
+        (abort,) = await engine.received()
+        assert isinstance(abort, AbortGeneration)
+        assert abort.rid == "r_1"
+        generation.close()
+        assert engine.nothing_sent()
+
+    run(script)
+
+
+def test_late_outputs_of_an_abandoned_request_do_not_reach_the_next_of_its_name() -> None:
+    async def script(engine: Engine) -> None:
+        engine.manager.prepare({"input_ids": [5], "rid": "r"}).close()
+        with pytest.raises(RequestRejected, match="still running"):
+            engine.manager.prepare({"input_ids": [5], "rid": "r"})
+        await engine.send(RequestOutput("r", [1], start=start()))
+        await engine.send(RequestOutput("r", [2], finish=ABORT))
+        assert engine.manager.num_live == 0
+        body = await answer(engine, {"input_ids": [5], "rid": "r"}, RequestOutput("r", [3], finish=LENGTH))
+        assert body["output_ids"] == [3]
+
+    run(script)
+
+
+def test_a_timeout_aborts_and_keeps_the_tokens_so_far() -> None:
+    async def script(engine: Engine) -> None:
+        generation = engine.manager.prepare({"input_ids": [5], "rid": "r", "timeout_s": 0.01})
+        request, abort = await engine.received() + await engine.received()
+        assert isinstance(request, TokenizedGenerateReqInput)
+        assert isinstance(abort, AbortGeneration)
+        assert "timeout" in abort.message
+        reason = FinishReason("abort", message=abort.message)
+        await engine.send(RequestOutput("r", [1, 2], finish=reason, start=start()))
+        body = await generation.result()
+        assert isinstance(body, dict)
+        assert body["output_ids"] == [1, 2]
+        assert body["meta_info"]["finish_reason"]["message"] == abort.message
+
+    run(script)
+
+
+def test_a_request_that_ends_in_time_is_not_aborted() -> None:
+    async def script(engine: Engine) -> None:
+        fields = {"input_ids": [5], "rid": "r", "timeout_s": 0.02}
+        await answer(engine, fields, RequestOutput("r", [1], finish=LENGTH))
+        await engine.received()
+        await asyncio.sleep(0.05)
+        assert engine.nothing_sent()
+
+    run(script)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(503, RequestRejected), (500, EngineError)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_abort_by_the_engine_is_an_error_and_ends_the_batch(
+    status: int, kind: type[Exception], stream: bool
+) -> None:
+    async def script(engine: Engine) -> None:
+        generation = engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
+        await engine.received(2)
+        reason = FinishReason("abort", message="the queue is full", status_code=status)
+        await engine.send(RequestOutput("r_1", [], finish=reason))
+        with pytest.raises(kind, match="the queue is full") as caught:
+            await drain(generation)
+        assert getattr(caught.value, "status", 500) == status
+        assert [message.rid for message in await engine.received()] == ["r_0"]
+
+    run(script)
+
+
+async def drain(generation: Generation) -> Any:
+    return (
+        [chunk async for chunk in generation.stream()] if generation.is_stream else await generation.result()
+    )
+
+
+def test_an_abort_by_rid_reaches_every_output_of_its_batch() -> None:
+    async def script(engine: Engine) -> None:
+        engine.manager.prepare({"input_ids": [[5], [6]], "rid": "batch"})
+        await engine.received(2)
+        for rid, expected in [
+            ("batch", ["batch_0", "batch_1"]),
+            ("batch_1", ["batch_1"]),
+            (["batch", "unknown"], ["batch_0", "batch_1", "unknown"]),
+            ("bat", ["bat"]),
+        ]:
+            task = asyncio.create_task(engine.manager.control(AbortReq(rid=rid, report=True)))
+            (call,) = await engine.received()
+            assert isinstance(call, ControlCall)
+            assert call.request == AbortReq(rid=expected, report=True)
+            await engine.send_message(
+                ControlReply(id=call.id, reply=AbortReqOutput(changed=True, num_aborted=1))
+            )
+            assert isinstance(await task, AbortReqOutput)
+
+    run(script)
+
+
+# ------------------------------------------------------------------------------------- control and failure
+
+
+def test_control_replies_and_state_reports() -> None:
+    async def script(engine: Engine) -> None:
+        task = asyncio.create_task(engine.manager.control(PingReqInput()))
+        (call,) = await engine.received()
+        await engine.send_message(ControlReply(id=call.id, reply=PingReqOutput()))
+        assert await task == PingReqOutput()
+        assert engine.manager.state == STATE
+
+    run(script)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dead_engine_ends_everything_that_waits_and_everything_to_come(stream: bool) -> None:
+    async def script(engine: Engine) -> None:
+        manager = engine.manager
+        generation = manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
+        tasks = [asyncio.create_task(drain(generation)), asyncio.create_task(manager.control(PingReqInput()))]
+        await asyncio.sleep(0)
+        manager.fail("the scheduler died: SIGKILL")
+        manager.fail("and then the rest of it")
+        for task in (*tasks, manager.control(PingReqInput())):
+            with pytest.raises(EngineError, match="SIGKILL"):
+                await task
+        with pytest.raises(EngineError, match="SIGKILL"):
+            manager.prepare({"input_ids": [5]})
+        await engine.received(3)
+        assert engine.nothing_sent()
+
+    run(script)
+
+
+def test_an_answer_that_was_complete_survives_the_engine() -> None:
+    async def script(engine: Engine) -> None:
+        generation = engine.manager.prepare({"input_ids": [5], "rid": "r"})
+        await engine.send(RequestOutput("r", [1], finish=LENGTH))
+        engine.manager.fail("the scheduler died")
+        body = await generation.result()
+        assert isinstance(body, dict)
+        assert body["output_ids"] == [1]
+
+    run(script)
+
+
+def test_closing_ends_what_waits_and_may_be_repeated() -> None:
+    async def script(engine: Engine) -> None:
+        task = asyncio.create_task(engine.manager.prepare({"input_ids": [5]}).result())
+        await asyncio.sleep(0)
+        await engine.manager.close()
+        with pytest.raises(EngineError, match="shut down"):
+            await task
+        await engine.manager.close()
+
+    run(script)
+
+
+class Nonsense(msgspec.Struct, tag=True):
+    pass
+
+
+def test_a_message_that_cannot_be_read_fails_loudly() -> None:
+    async def script(engine: Engine) -> None:
+        task = asyncio.create_task(engine.manager.control(PingReqInput()))
+        await engine.received()
+        engine._outbox.send(Nonsense())
+        with pytest.raises(EngineError, match="Nonsense"):
+            await task
+
+    run(script)
