@@ -6,7 +6,7 @@ Plain Python and numpy: a controller can be tried against the whole control plan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -48,15 +48,19 @@ class NullRunner:
 
     So an output tells which weights sampled which of its tokens, and does not depend on how it was batched.
 
+    A forward pass over memory that is not there, or over weights that are not whole, is an AssertionError.
+
     Attributes:
-        value: stands for the weights' contents; see `NullWeights`.
+        value: stands for the weights' contents, see `NullWeights`; None while they are not whole.
+        needed: the memory that a forward pass reads.
         num_steps: forward passes so far.
     """
 
     VOCAB_SIZE = 1000
 
     def __init__(self) -> None:
-        self.value = 0
+        self.value: int | None = 0
+        self.needed: list[NullMemory] = []
         self.num_steps = 0
 
     def token(self, seed: int, position: int, value: int) -> int:
@@ -64,9 +68,12 @@ class NullRunner:
         return (seed * 7919 + position * 104729 + value * 31) % (self.VOCAB_SIZE - 1) + 1
 
     def launch(self, plan: BatchPlan) -> FinishedStep:
+        value = self.value
+        assert value is not None, "a forward pass ran on weights that are not whole"
+        assert all(memory.resident_bytes for memory in self.needed), "a forward pass ran on released memory"
         self.num_steps += 1
         tokens = [
-            self.token(spec.seed, len(spec.output_ids), self.value) if samples else -1
+            self.token(spec.seed, len(spec.output_ids), value) if samples else -1
             for spec, samples in zip(plan.specs, plan.samples_R.tolist(), strict=True)
         ]
         return FinishedStep(StepResult(tokens))
@@ -102,13 +109,21 @@ class NullDevice:
 class NullMemory:
     """The memory of one tag on a `NullDevice`; resident from the start."""
 
-    def __init__(self, device: NullDevice, num_bytes: int, *, keeps_contents: bool = False) -> None:
+    def __init__(
+        self,
+        device: NullDevice,
+        num_bytes: int,
+        *,
+        keeps_contents: bool = False,
+        lose_contents: Callable[[], None] = lambda: None,
+    ) -> None:
         device.take(num_bytes)
         self.keeps_contents = keeps_contents
         self.virtual_bytes = num_bytes
         self.resident_bytes = num_bytes
         self.backup_bytes = 0
         self._device = device
+        self._lose_contents = lose_contents
 
     def prepare_release(self) -> None:
         if self.keeps_contents:
@@ -117,6 +132,8 @@ class NullMemory:
     def release(self) -> int:
         freed_bytes, self.resident_bytes = self.resident_bytes, 0
         self._device.used_bytes -= freed_bytes
+        if not self.keeps_contents:
+            self._lose_contents()
         return freed_bytes
 
     def resume(self) -> int:
@@ -127,7 +144,7 @@ class NullMemory:
 
 
 class NullWeights:
-    """Weights that are one integer per parameter.
+    """Weights that are one integer per parameter; None where it was lost or is being overwritten.
 
     An update is an `UpdateWeightFromDiskReqInput` whose `model_path` is the integer to write. Its `manifest`
     may hold `names` (parameters to write, all by default), and `fail_after` (raise after so many of them).
@@ -141,7 +158,7 @@ class NullWeights:
     def __init__(self, runner: NullRunner, num_parameters: int = 4, num_staged: int = 1) -> None:
         self.names = frozenset(f"layer.{index}" for index in range(num_parameters))
         self.num_staged = num_staged
-        self.live = dict.fromkeys(sorted(self.names), 0)
+        self.live: dict[str, int | None] = dict.fromkeys(sorted(self.names), 0)
         self.runner = runner
 
     def open(self, request: WeightUpdateRequest) -> IncomingWeights:
@@ -159,18 +176,32 @@ class NullWeights:
     def read(self, name: str, max_rows: int) -> list[Any]:
         if name not in self.names:
             raise RequestRejected(f"the model has no parameter {name!r}")
-        return [float(self.live[name])][:max_rows]
+        value = self.live[name]
+        assert value is not None, "a weight was read that is not whole"
+        return [float(value)][:max_rows]
 
-    def serve(self) -> None:
-        """Let the runner sample by what is live now."""
-        self.runner.value = sum(value * (index + 1) for index, value in enumerate(self.live.values()))
+    def write(self, values: Mapping[str, int | None]) -> None:
+        """Change live weights, for the runner too."""
+        self.live.update(values)
+        live = [value for value in self.live.values() if value is not None]
+        is_whole = len(live) == len(self.live)
+        self.runner.value = sum(value * (i + 1) for i, value in enumerate(live)) if is_whole else None
+
+    def lose(self) -> None:
+        """The memory behind them was released."""
+        self.write(dict.fromkeys(self.names, None))
 
 
 class _NullStaging:
     def __init__(self, weights: NullWeights, *, is_staged: bool) -> None:
         self.is_staged = is_staged
-        self.values = {} if is_staged else weights.live
+        self.values: dict[str, int | None] = {}
         self._weights = weights
+
+    def write(self, name: str, value: int) -> None:
+        self.values[name] = value
+        if not self.is_staged:
+            self._weights.write({name: None})
 
     def complete(self, written: frozenset[str]) -> Iterator[int]:
         for name in sorted(self._weights.names - written):
@@ -178,8 +209,7 @@ class _NullStaging:
             yield NullWeights.BYTES_PER_PARAMETER
 
     def commit(self) -> None:
-        self._weights.live = dict(sorted(self.values.items()))
-        self._weights.serve()
+        self._weights.write(self.values)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -204,7 +234,7 @@ class _NullIncoming:
         for index, name in enumerate(sorted(self.names)):
             if index == self._fail_after:
                 raise EngineError("this update was told to fail")
-            staging.values[name] = self._value
+            staging.write(name, self._value)
             yield NullWeights.BYTES_PER_PARAMETER
 
     def close(self) -> None:
@@ -272,11 +302,7 @@ class SchedulerHarness:
             runner=self.runner,
             num_pages=num_pages,
             table=PageTable(self.schedule.max_running_requests, -(-context_len // page_size)),
-            memories={
-                MemoryTag.WEIGHTS: NullMemory(self.device, 2000, keeps_contents=keeps_weights),
-                MemoryTag.KV_CACHE: NullMemory(self.device, 5000),
-                MemoryTag.CUDA_GRAPH: NullMemory(self.device, 100),
-            },
+            memories=self._memories(keeps_weights),
             weights=self.weights,
             free_bytes=lambda: self.device.free_bytes,
             device="null",
@@ -285,6 +311,13 @@ class SchedulerHarness:
         self.table = parts.table
         self.scheduler = assemble_scheduler(config, parts, Inbox(self, self), self)
         self.scheduler.answer()
+
+    def _memories(self, keeps_weights: bool) -> dict[MemoryTag, NullMemory]:
+        weights = NullMemory(self.device, 2000, keeps_contents=keeps_weights, lose_contents=self.weights.lose)
+        kv_cache = NullMemory(self.device, 5000)
+        self.runner.needed = [weights, kv_cache]
+        cuda_graph = NullMemory(self.device, 100)
+        return {MemoryTag.WEIGHTS: weights, MemoryTag.KV_CACHE: kv_cache, MemoryTag.CUDA_GRAPH: cuda_graph}
 
     def generate(
         self,

@@ -104,7 +104,8 @@ class Scheduler:
         batch = self.policy.next_batch()
         if batch is None:
             return
-        self.control.memory.ensure_cuda_graph()
+        if self.control.memory.restore_cuda_graph():
+            self.answer()
         now = time.monotonic()
         for req in batch.admitted:
             req.started_s = now if req.started_s is None else req.started_s

@@ -30,7 +30,6 @@ from ebbtide.testing import SchedulerHarness, default_schedule
 NUM_SEQUENCES = int(os.environ.get("EBBTIDE_FUZZ_SEQUENCES", "400"))
 TAGS = st.lists(st.sampled_from(list(MemoryTag)), max_size=3).map(tuple)
 NAMES = st.none() | st.lists(st.sampled_from([f"layer.{i}" for i in range(4)] + ["nope"]), max_size=4)
-NEEDED = {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
 
 
 class ControlMachine(RuleBasedStateMachine):
@@ -140,19 +139,14 @@ class ControlMachine(RuleBasedStateMachine):
         self.calls[self.harness.call(request)] = request
 
     def turn_checked(self) -> None:
-        """One turn. A forward pass needs all of its preconditions, seen from outside."""
-        before = self.harness.runner.num_steps
-        known = set(self.harness.replies)
-        self.harness.turn()
-        ran = self.harness.runner.num_steps > before
-        control_came = set(self.harness.replies) != known
+        """One turn. What a forward pass may run on, the null runner checks itself."""
+        num_steps = self.harness.runner.num_steps
+        num_replies = len(self.harness.replies)
         state = self.harness.state
+        self.harness.turn()
         assert state is not None
-        if ran and not control_came:
-            assert state.paused is None
-            tags = state.ranks[0].tags
-            assert all(tags[tag].state == "resident" for tag in NEEDED)
-            assert tags[MemoryTag.WEIGHTS].content == "valid"
+        if state.paused is not None and len(self.harness.replies) == num_replies:
+            assert self.harness.runner.num_steps == num_steps
 
     @invariant()
     def pages_add_up(self) -> None:

@@ -42,7 +42,7 @@ def proceed(harness: SchedulerHarness) -> None:
     harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
 
 
-def values(harness: SchedulerHarness) -> list[int]:
+def values(harness: SchedulerHarness) -> list[int | None]:
     return list(harness.weights.live.values())
 
 
@@ -321,10 +321,11 @@ class TestWhilePaused:
 class TestVersions:
     def test_spans_are_contiguous_and_name_the_weights_that_sampled(self, harness: SchedulerHarness) -> None:
         rid = harness.generate(PROMPT, max_new_tokens=50)
-        served = {"default": 0}
+        served: dict[str, int] = {"default": 0}
         for value in (1, 2, 3):
             harness.turn(7)
             update(harness, value, weight_version=value, pause_mode=PauseMode.IN_PLACE, flush_cache=False)
+            assert harness.runner.value is not None
             served[str(value)] = harness.runner.value
         harness.run_until_idle()
         output = harness.outputs[rid]

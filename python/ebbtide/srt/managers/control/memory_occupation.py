@@ -163,10 +163,18 @@ class MemoryOccupation:
             message=_sentence("Resumed", to_resume),
         )
 
-    def ensure_cuda_graph(self) -> None:
-        """Bring the CUDA graphs back before a forward pass: clients release all tags and resume two."""
-        if MemoryTag.CUDA_GRAPH in self._released:
+    def restore_cuda_graph(self) -> bool:
+        """Before a forward pass, bring released CUDA graphs back: clients release all tags and resume two.
+
+        Returns whether the state changed. Where there is no room for them the step runs without graphs.
+        """
+        if MemoryTag.CUDA_GRAPH not in self._released:
+            return False
+        try:
             self._resume_all([MemoryTag.CUDA_GRAPH])
+        except RequestRejected:
+            return False
+        return True
 
     def report(self) -> dict[MemoryTag, TagReport]:
         return {tag: self._report(tag) for tag in MemoryTag}
