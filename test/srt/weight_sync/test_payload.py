@@ -12,6 +12,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -58,7 +60,7 @@ def refusal(payload: bytes, load_format: str | None = None) -> str:
     return refused.value.message
 
 
-MARKER = Path("/tmp/ebbtide-payload-was-run")
+MARKER = Path(tempfile.gettempdir()) / f"ebbtide-payload-was-run-{os.getpid()}"
 
 GADGETS: dict[str, tuple[object, str]] = {
     "system": (Call(os.system, f"touch {MARKER}"), "posix.system"),
@@ -127,6 +129,7 @@ def test_the_arguments_of_a_gadget_are_not_run_either() -> None:
         ("torch.multiprocessing.reductions", "rebuild_nested_tensor"),
         ("torch.multiprocessing.reductions", "os.system"),
         ("torch", "qint8"),
+        ("torch", "uint3"),
         ("torch", "float3"),
         ("torch", ""),
         ("", "torch.float32"),
@@ -535,6 +538,19 @@ def test_mutated_payloads_are_refused_or_readable(
         for (_, tensor), entry in zip(source, source.entries, strict=True)
     )
     source.close()
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_mutated_safetensors_are_refused_or_readable(data: st.DataObject) -> None:
+    image = bytearray(safetensors.torch.save(dict(SAMPLE)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        image[data.draw(st.integers(0, len(image) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        source = open_tensor_payload([bytes(image)], "safetensors")
+    except RequestRejected:
+        return
+    assert sum(tensor.clone().nbytes for _, tensor in source) <= len(image)
 
 
 junk = st.recursive(

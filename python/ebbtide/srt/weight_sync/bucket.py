@@ -15,8 +15,7 @@ from ebbtide.srt.errors import RequestRejected
 
 @dataclass(frozen=True)
 class FlattenedTensorMetadata:
-    """Where one tensor lies in a bucket: bytes `start_idx` to `end_idx`, `numel` = their difference, in
-    bytes."""
+    """Where one tensor lies in a bucket: from byte `start_idx` to `end_idx`; `numel` is their difference."""
 
     name: str
     shape: torch.Size
@@ -31,8 +30,8 @@ class FlattenedTensorBucket:
 
     Args:
         named_tensors: (name, tensor) pairs on one device; they are copied.
-        flattened_tensor: 1-D uint8 or int8; not copied. Given together with `metadata`, in place of
-        `named_tensors`. metadata: where each tensor lies; checked against the bytes (`RequestRejected`).
+        flattened_tensor: 1-D uint8 or int8, not copied. Given with `metadata`, in place of `named_tensors`.
+        metadata: where each tensor lies; checked against the bytes (`RequestRejected`).
     """
 
     supports_multi_dtypes: ClassVar[bool] = True
@@ -78,11 +77,9 @@ class FlattenedTensorBucket:
 def pack_buckets(
     named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
 ) -> Iterator[FlattenedTensorBucket]:
-    """Packs tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its
-    own.
+    """Packs tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor gets its own.
 
-    Reads `named_tensors` as it goes, so that a generator that gathers shards holds one bucket's worth at a
-    time.
+    Reads `named_tensors` as it goes: a generator that gathers shards holds one bucket's worth at a time.
     """
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes}")

@@ -37,20 +37,20 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An instance of a record class: the fields it was pickled with, unchecked. None: no state was given
-    yet."""
+    """An instance of a record class, with the fields it was pickled with, unchecked (None: not yet given)."""
 
     name: str
     fields: dict[str, object] | None = None
 
 
 def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:
-    """Returns the value that `data` describes, made of None, bool, int, float, str, bytes, list, tuple, dict,
-    `Record` and whatever `resolve(module, name)` and the calls of its `Global`s return.
+    """Returns the value that `data` describes, without importing or running what it names.
+
+    It is made of None, bool, int, float, str, bytes, list, tuple, dict, `Record` and whatever
+    `resolve(module, name)` and the calls of its `Global`s return.
 
     Raises `RequestRejected` when the pickle is broken, uses an opcode outside the accepted part, or calls
-    something that may not be called. `resolve` refuses a name by raising it too. Source: wire_api section
-    4.4.
+    what may not be called; `resolve` refuses a name in the same way. Source: wire_api section 4.4.
     """
     return _Reader(data, resolve).read()
 

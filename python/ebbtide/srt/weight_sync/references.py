@@ -272,13 +272,13 @@ _GLOBALS: Final[Mapping[tuple[str, str], Global]] = {
 }
 
 
-def _tensor_dtypes() -> dict[str, torch.dtype]:
-    """The dtypes by their names in `torch`, without the quantized ones: those need more than a name."""
-    named = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    return {name: dtype for name, dtype in named.items() if not name.startswith("q")}
-
-
-_DTYPES: Final = _tensor_dtypes()
+# Those that torch can copy: not the quantized ones, nor those narrower than a byte.
+_FLOATING: Final = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
+_NARROW: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+_INTEGER: Final = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "bool")
+_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    name: getattr(torch, name) for name in (*_FLOATING, *_NARROW, *_INTEGER)
+}
 
 
 def resolve_global(module: str, name: str) -> object:

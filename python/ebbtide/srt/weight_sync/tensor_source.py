@@ -65,9 +65,9 @@ def open_tensor_payload(
     """Opens this rank's part of `serialized_named_tensors`.
 
     Args:
-        entries: base64 text, or raw bytes (a pickle; with `safetensors` a file image). Empty: nothing to
-        write. load_format: None, `flattened_bucket`, `direct` or `safetensors`. custom_weight_loaders: the
-        import paths that the operator allows as `load_format`.
+        entries: base64 text, or raw bytes (a pickle, or a safetensors image). Empty: nothing to write.
+        load_format: None, `flattened_bucket`, `direct` or `safetensors`.
+        custom_weight_loaders: the import paths that the operator allows as `load_format`.
 
     Raises `RequestRejected` (400) for anything that is wrong with the payload; nothing has been written then,
     and every reference that was opened has been dropped.
@@ -85,9 +85,9 @@ def open_tensor_payload(
         return opener(entries[tp_rank], _Rank(tp_rank, owns_references=dp_rank == 0))
     if len(entries) == 1 and load_format == "safetensors":
         return opener(entries[0], _Rank(tp_rank, owns_references=True))
-    expected = (
-        str(num_ranks) if dp_size == 1 else f"{num_ranks} (one per rank) or {tp_size} (for every replica)"
-    )
+    expected = f"{num_ranks} (one per rank)"
+    if dp_size > 1:
+        expected += f" or {tp_size} (for every replica)"
     raise RequestRejected(f"serialized_named_tensors: expected {expected} entries, got {len(entries)}")
 
 
