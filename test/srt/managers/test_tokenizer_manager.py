@@ -221,13 +221,13 @@ def test_logprobs() -> None:
         text = {token_id: byte_level().decode([token_id]) for token_id in range(10)}
         lowest = -3.4028234663852886e38
         assert body["prompt_token_ids"] == [5, 6]
-        assert meta["output_token_logprobs"] == [[0.0, 7, text[7]]]
-        assert meta["output_top_logprobs"] == [[[0.0, 7, text[7]], [lowest, 3, text[3]]]]
-        assert meta["output_token_ids_logprobs"] == [[[lowest, 9, text[9]], [-2.0, 8, text[8]]]]
+        assert meta["output_token_logprobs"] == [(0.0, 7, text[7])]
+        assert meta["output_top_logprobs"] == [[(0.0, 7, text[7]), (lowest, 3, text[3])]]
+        assert meta["output_token_ids_logprobs"] == [[(lowest, 9, text[9]), (-2.0, 8, text[8])]]
         assert meta["output_token_logprobs_length"] == 1
-        assert meta["input_token_logprobs"] == [[None, 5, text[5]], [-1.5, 6, text[6]]]
-        assert meta["input_top_logprobs"] == [None, [[-0.25, 4, text[4]], [-1.5, 6, text[6]]]]
-        assert meta["input_token_ids_logprobs"] == [None, [[-9.0, 9, text[9]], [-8.0, 8, text[8]]]]
+        assert meta["input_token_logprobs"] == [(None, 5, text[5]), (-1.5, 6, text[6])]
+        assert meta["input_top_logprobs"] == [None, [(-0.25, 4, text[4]), (-1.5, 6, text[6])]]
+        assert meta["input_token_ids_logprobs"] == [None, [(-9.0, 9, text[9]), (-8.0, 8, text[8])]]
         assert isinstance(meta["output_token_logprobs"][0][0], float)
 
     run(script)
@@ -239,7 +239,7 @@ def test_texts_are_null_and_lists_are_absent_unless_asked_for() -> None:
         meta = (await answer(engine, {"input_ids": [5], "rid": "r", "return_logprob": True}, output))[
             "meta_info"
         ]
-        assert meta["output_token_logprobs"] == [[-1.0, 7, None]]
+        assert meta["output_token_logprobs"] == [(-1.0, 7, None)]
         assert not [name for name in meta if "top" in name or "ids_logprobs" in name]
 
     run(script)
@@ -329,12 +329,12 @@ def test_a_cumulative_stream_repeats_what_was_there() -> None:
         assert (last["text"], last["output_ids"]) == ("abc", [7, 8, 9])
         meta = first["meta_info"]
         assert meta["finish_reason"] is None
-        assert meta["output_token_logprobs"] == [[-1.0, 7, None]]
+        assert meta["output_token_logprobs"] == [(-1.0, 7, None)]
         assert meta["weight_versions"] == [{"version": "1", "start": 0, "end": 1}]
         assert "e2e_latency" not in meta
         meta = last["meta_info"]
         assert [triple[1] for triple in meta["output_token_logprobs"]] == [7, 8, 9]
-        assert meta["input_token_logprobs"] == first["meta_info"]["input_token_logprobs"] == [[None, 6, None]]
+        assert meta["input_token_logprobs"] == first["meta_info"]["input_token_logprobs"] == [(None, 6, None)]
         assert meta["weight_versions"][1] == {"version": "2", "start": 2, "end": 3}
         assert {"e2e_latency", "queue_time", "first_token_latency"} <= set(meta)
         assert "index" not in first
@@ -350,7 +350,7 @@ def test_an_incremental_stream_holds_what_is_new() -> None:
         assert [triple[1] for triple in meta["output_token_logprobs"]] == [8, 9]
         assert (meta["completion_tokens"], meta["output_token_logprobs_length"]) == (3, 3)
         assert [span["end"] for span in meta["weight_versions"]] == [2, 3]
-        assert first["meta_info"]["input_token_logprobs"] == [[None, 6, None]]
+        assert first["meta_info"]["input_token_logprobs"] == [(None, 6, None)]
         assert "input_token_logprobs" not in meta
 
     run(script, incremental=True)

@@ -20,6 +20,9 @@ from ebbtide.srt.managers.io_struct import (
 # JSON has no infinity: the lowest float32 stands for it.
 LOWEST_LOGPROB = -3.4028234663852886e38
 
+# Logprob, token id, text. No list: one per token would keep the garbage collector busy.
+Triple = tuple[float | None, int, str | None]
+
 
 @dataclass(frozen=True)
 class ResponseStyle:
@@ -61,14 +64,14 @@ class LogprobTable:
                 pairs = None if chosen is None else zip(chosen, self._chosen_ids, strict=True)
                 columns[self._chosen].append(self._triples(pairs))
 
-    def _triples(self, pairs: Iterable[tuple[float, int]] | None) -> list[list[Any]] | None:
+    def _triples(self, pairs: Iterable[tuple[float, int]] | None) -> list[Triple] | None:
         return None if pairs is None else [self._triple(logprob, token_id) for logprob, token_id in pairs]
 
-    def _triple(self, logprob: float | None, token_id: int) -> list[Any]:
+    def _triple(self, logprob: float | None, token_id: int) -> Triple:
         # `max` would let NaN through; this comparison does not.
         if logprob is not None and not logprob >= LOWEST_LOGPROB:
             logprob = LOWEST_LOGPROB
-        return [logprob, token_id, self._token_text(token_id) if self._token_text is not None else None]
+        return logprob, token_id, self._token_text(token_id) if self._token_text is not None else None
 
 
 class OutputState:

@@ -90,6 +90,9 @@ def load_tokenizer(config: ModelConfig, revision: str | None = None) -> Tokenize
             trust_remote_code=config.trust_remote_code,
             revision=revision,
         )
+        if len(hf) <= len(hf.all_special_ids):
+            # Where the files are missing, transformers makes a tokenizer up that knows no words.
+            raise ValueError("its vocabulary is empty")
         return Tokenizer(hf)
     except Exception as error:  # the libraries raise whatever they like, bare Exception included
         raise ConfigurationError(
