@@ -1,10 +1,11 @@
-"""Virtual memory with a budget, and what the kernel says this process holds."""
+"""Virtual memory with a budget, and what the kernel says that this process holds."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -64,23 +65,33 @@ def budgeted_memory() -> Callable[[int], BudgetedMemory]:
 
 @pytest.fixture
 def pss_bytes() -> Callable[[], int]:
-    """What this process holds, each shared page divided by its sharers."""
+    """Anonymous memory that this process holds, each shared page divided by its sharers.
+
+    Not the whole Pss: our part of the libraries' pages changes whenever another process starts or ends.
+    """
 
     def read() -> int:
         gc.collect()
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon:"))
 
     return read
 
 
 @pytest.fixture
-def holdings() -> Callable[[], tuple[int, int]]:
-    """How many file descriptors are open, and how many bytes of address space are taken."""
+def assert_nothing_leaks() -> Callable[[], AbstractContextManager[None]]:
+    """Within, no file descriptor may stay open, and no address space of an arena's size may stay taken."""
 
-    def read() -> tuple[int, int]:
+    def held() -> tuple[int, int]:
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         return len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")
 
-    return read
+    @contextmanager
+    def check() -> Iterator[None]:
+        descriptors, address_space = held()
+        yield
+        assert held()[0] == descriptors
+        assert held()[1] - address_space < HostVirtualMemory.granularity
+
+    return check

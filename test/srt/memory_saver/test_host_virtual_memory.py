@@ -119,6 +119,14 @@ def test_what_is_in_use_or_unknown_is_not_given_back(vm):
         vm.free_reservation(Reservation(place.address, GRANULE))
 
 
+def test_a_handle_that_is_never_mapped_holds_memory_until_it_is_released(vm, pss_bytes):
+    before = pss_bytes()
+    handle = vm.create(8 * GRANULE)
+    assert pss_bytes() - before >= 7.6 * GRANULE
+    vm.release(handle)
+    assert pss_bytes() - before <= 0.4 * GRANULE
+
+
 def test_a_handle_released_while_mapped_keeps_its_memory_until_it_is_unmapped(vm, pss_bytes):
     size = 8 * GRANULE
     place = vm.reserve(size)
