@@ -1,14 +1,18 @@
 """What `/generate` accepts, what it refuses and why, and the messages that it becomes."""
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.checkpoints import make_checkpoint
 from fixtures.tokenizers import byte_level
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide import SamplingParams
+from ebbtide import SamplingParams, ServerArgs
+from ebbtide.srt.config import resolve
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.generate_request import (
     UNSUPPORTED_FIELDS,
@@ -18,7 +22,9 @@ from ebbtide.srt.managers.generate_request import (
     RequestNormalizer,
 )
 
-LIMITS = RequestLimits(context_len=32, vocab_size=500, max_total_num_tokens=24, stream_interval=3)
+LIMITS = RequestLimits(
+    context_len=32, vocab_size=500, max_total_num_tokens=24, stream_interval=3, num_replicas=1
+)
 
 
 def plan(
@@ -104,7 +110,7 @@ def test_a_mixture_of_ids_and_lists_is_refused() -> None:
 
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
-    limits = RequestLimits(context_len=8, vocab_size=10, max_total_num_tokens=100)
+    limits = replace(LIMITS, context_len=8, max_total_num_tokens=100)
     with pytest.raises(RequestRejected, match=r"8 tokens.*8 tokens"):
         plan(input_ids=[1] * 8, limits=limits)
     assert plan(input_ids=[1] * 7, limits=limits).outputs[0].max_new_tokens == 1
@@ -130,7 +136,7 @@ def test_max_and_min_new_tokens_are_cut_to_what_fits(
     (output,) = plan(
         input_ids=[1] * length,
         sampling_params={"max_new_tokens": asked, "min_new_tokens": least},
-        limits=RequestLimits(context_len=context, vocab_size=10, max_total_num_tokens=pool),
+        limits=replace(LIMITS, context_len=context, max_total_num_tokens=pool),
     ).outputs
     room = min(context - length, pool - (length - 1))
     assert output.max_new_tokens == (room if asked is None else min(asked, room))
@@ -139,7 +145,15 @@ def test_max_and_min_new_tokens_are_cut_to_what_fits(
 
 def test_the_limit_of_a_prompt_is_reported() -> None:
     assert LIMITS.max_req_input_len == 24
-    assert RequestLimits(context_len=8, vocab_size=10, max_total_num_tokens=100).max_req_input_len == 7
+    assert replace(LIMITS, context_len=8, max_total_num_tokens=100).max_req_input_len == 7
+
+
+def test_limits_come_from_the_config_and_the_size_of_the_pool(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    config = resolve(ServerArgs(model_path=str(path), device="cpu", stream_interval=5))
+    assert RequestLimits.of(config, 64) == RequestLimits(
+        context_len=256, vocab_size=258, max_total_num_tokens=64, stream_interval=5, num_replicas=1
+    )
 
 
 # ------------------------------------------------------------------------------------------- batches and n

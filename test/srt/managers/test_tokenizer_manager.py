@@ -36,6 +36,9 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
 
+LIMITS = RequestLimits(
+    context_len=64, vocab_size=500, max_total_num_tokens=64, stream_interval=1, num_replicas=1
+)
 STOP = FinishReason("stop", 2)
 LENGTH = FinishReason("length", length=3)
 ABORT = FinishReason("abort", message="Aborted by /abort_request")
@@ -74,7 +77,7 @@ class Engine:
             config,
             to_scheduler,
             to_manager,
-            RequestLimits(context_len=64, vocab_size=500, max_total_num_tokens=64),
+            LIMITS,
             byte_level() if has_tokenizer else None,
         )
 

@@ -8,10 +8,11 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
+from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput
 from ebbtide.srt.managers.tokenizer import Tokenizer
@@ -90,8 +91,19 @@ class RequestLimits:
     context_len: int
     vocab_size: int
     max_total_num_tokens: int
-    stream_interval: int = 1
-    num_replicas: int = 1
+    stream_interval: int
+    num_replicas: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_total_num_tokens: int) -> Self:
+        """The limits of an engine, once its scheduler has sized the pool."""
+        return cls(
+            context_len=config.model.context_len,
+            vocab_size=config.model.vocab_size,
+            max_total_num_tokens=max_total_num_tokens,
+            stream_interval=config.schedule.stream_interval,
+            num_replicas=config.server_args.dp_size,
+        )
 
     @property
     def max_req_input_len(self) -> int:
