@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ebbtide.srt.layers.linear import linear
+
 
 class VocabEmbedding(nn.Module):
     """One row per token id; the same rows serve as the output projection of a tied model."""
@@ -19,4 +21,4 @@ class VocabEmbedding(nn.Module):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Scores of every token of the vocabulary, [T, V] in the parameters' dtype."""
-        return F.linear(x_TD, self.weight)
+        return linear(x_TD, self.weight)

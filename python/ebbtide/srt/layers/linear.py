@@ -1,8 +1,21 @@
-"""A matrix product with a weight that is loaded later."""
+"""Matrix products with weights that are loaded later."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+# For float32 torch asks MKL, which leaves half of what a CPU can do unused where it does not know the CPU:
+# measured on AMD EPYC, oneDNN takes 0.5–0.7 of the time at every number of rows. Narrower types go to oneDNN
+# by themselves. The operator is the one that torch's own compiler emits; builds without it use `F.linear`.
+_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ (+ b), by the quickest kernel for the dtype and the device."""
+    if _HAS_ONEDNN and weight.dtype == torch.float32 and weight.is_cpu:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return product
+    return F.linear(x, weight, bias)
 
 
 class Linear(nn.Module):
@@ -20,4 +33,4 @@ class Linear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
