@@ -20,6 +20,10 @@ class CpuDevice:
     def synchronize(self) -> None:
         """Return: on a CPU a call has run when it returns."""
 
+    def free_bytes(self) -> int:
+        """What could be had without swapping."""
+        return read_host_memory().available_bytes
+
     def memory_info(self, pid: int | None = None) -> MemoryInfo:
         """Memory now; what a process holds is its proportional set size (Pss): pages shared by n count 1/n.
 

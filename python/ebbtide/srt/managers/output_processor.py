@@ -85,6 +85,8 @@ class OutputProcessor:
         token_id = result.token_ids[index]
         req.note_sampled(version)
         output_ids = req.spec.output_ids
+        if not output_ids:
+            req.first_token_s = time.monotonic()
         output_ids.append(token_id)
         if result.output_logprobs is not None:
             logprobs = result.output_logprobs[index]
@@ -132,6 +134,7 @@ class OutputProcessor:
             stop_strings=params.stop_strings,
             input_logprobs=req.input_logprobs if has_input_logprobs else None,
             queue_time_s=(req.started_s if req.started_s is not None else time.monotonic()) - req.arrival_s,
+            first_token_latency_s=None if req.first_token_s is None else req.first_token_s - req.arrival_s,
         )
 
 

@@ -68,6 +68,7 @@ class Req:
     num_retractions: int = 0
     cached_tokens: int | None = None
     started_s: float | None = None
+    first_token_s: float | None = None
     has_started_output: bool = False
     num_emitted: int = 0
     version_starts: list[tuple[str, int]] = field(default_factory=list)

@@ -64,7 +64,7 @@ def _rank_parts(config: EngineConfig, runner: ModelRunner, device: Device) -> Ra
         table=runner.page_table,
         memories=_memories(config, runner, device),
         weights=EngineWeights(runner.weight_store, config),
-        free_bytes=lambda: device.memory_info().free_bytes,
+        free_bytes=device.free_bytes,
         device=device.name,
         tokenizer=None if config.model.skip_tokenizer_init else load_tokenizer(config.model),
     )

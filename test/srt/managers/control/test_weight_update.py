@@ -120,7 +120,8 @@ def test_a_failure_half_way_leaves_the_old_weights_and_the_next_update_works(
 ) -> None:
     update(harness, 5, weight_version="5")
     refusal = harness.refuse(request_of(9, weight_version="9", manifest={"fail_after": fail_after}))
-    assert refusal.status == 500
+    assert refusal.status == 400
+    assert "the old weights serve" in refusal.message
     assert values(harness) == [5] * 4
     assert harness.state is not None
     assert (harness.state.weight_version, harness.state.can_run) == ("5", True)

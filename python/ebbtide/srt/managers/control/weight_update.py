@@ -104,6 +104,15 @@ class WeightUpdates:
                 f"the update was given up at its deadline: {self._requests.num_running} requests were still "
                 "running. Pause generation, or give pause_mode or a longer timeout_s"
             ) from None
+        except RequestRejected:
+            raise
+        except Exception as error:
+            if not isinstance(self._content.state, Valid):
+                raise
+            logger.error("a weight update failed; the old weights serve", exc_info=error)
+            raise RequestRejected(
+                f"the update failed, the old weights serve: {type(error).__name__}: {error}"
+            ) from error
 
     def read(self, request: GetWeightsByNameReqInput) -> AnyReply:
         if request.truncate_size < 0:

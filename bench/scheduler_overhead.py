@@ -1,0 +1,109 @@
+"""Time per decode step of everything but the model: messages, scheduling, batch building, output processing.
+
+A runner that samples nothing stands in for the model. What leaves the scheduler is encoded as it would be for the
+sockets. `--runs` repetitions of `--steps` steps each, one core; goal: 0.5 ms per step at 256 running requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from common import write_result
+
+from ebbtide.srt.managers.io_struct import ManagerInput, PauseGenerationReqInput, PauseGenerationReqOutput
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, StepResult
+from ebbtide.srt.model_executor.forward_batch import ForwardBatch
+from ebbtide.testing import FinishedStep, SchedulerHarness, default_schedule
+
+PROMPT_LEN, PAGE_SIZE = 64, 16
+
+
+class BenchHarness(SchedulerHarness):
+    """Encodes what is sent, and keeps it for the replies only."""
+
+    encoder = msgspec.msgpack.Encoder()
+    num_bytes = 0
+
+    def send(self, message: ManagerInput) -> None:
+        self.num_bytes += len(self.encoder.encode(message))
+        if not hasattr(message, "outputs"):
+            super().send(message)
+
+
+class ConstantRunner:
+    """Samples token 7, having built the tensors of the batch as the model runner does if asked to."""
+
+    def __init__(self, harness: SchedulerHarness, *, builds_tensors: bool) -> None:
+        self._harness = harness
+        self._builds_tensors = builds_tensors
+
+    def launch(self, plan: BatchPlan) -> FinishedStep:
+        if self._builds_tensors:
+            ForwardBatch.from_plan(plan, self._harness.table.array, PAGE_SIZE)
+        return FinishedStep(StepResult([7] * len(plan.specs)))
+
+
+def measure(num_running: int, num_steps: int, *, stream: bool, builds_tensors: bool) -> float:
+    """Milliseconds per decode step with this many running requests."""
+    max_tokens = PROMPT_LEN + num_steps + 40
+    harness = BenchHarness(
+        num_pages=(num_running + 1) * -(-max_tokens // PAGE_SIZE),
+        page_size=PAGE_SIZE,
+        context_len=max_tokens,
+        schedule=default_schedule(
+            max_running_requests=num_running, chunked_prefill_size=None, max_prefill_tokens=1 << 20
+        ),
+    )
+    harness.scheduler._runner = ConstantRunner(harness, builds_tensors=builds_tensors)
+    for index in range(num_running):
+        prompt = range(index * PROMPT_LEN, (index + 1) * PROMPT_LEN)
+        harness.generate(prompt, stream=stream, max_new_tokens=num_steps + 30)
+    harness.turn(20)
+    assert len(harness.scheduler.policy.running) == num_running
+    started = time.perf_counter()
+    harness.turn(num_steps)
+    elapsed_s = time.perf_counter() - started
+    reply = harness.apply(PauseGenerationReqInput(), PauseGenerationReqOutput)
+    assert reply.num_aborted == num_running, "every request was still decoding"
+    return elapsed_s / num_steps * 1e3
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=400)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    rows = []
+    for num_running in (1, 64, 256):
+        for stream in (True, False):
+            for builds_tensors in (False, True):
+                runs = [
+                    measure(num_running, args.steps, stream=stream, builds_tensors=builds_tensors)
+                    for _ in range(args.runs)
+                ]
+                row = {
+                    "num_running": num_running,
+                    "stream": stream,
+                    "builds_tensors": builds_tensors,
+                    "median_ms": statistics.median(runs),
+                    "runs_ms": runs,
+                }
+                rows.append(row)
+                print(
+                    f"{num_running:4d} running, {'stream' if stream else 'whole ':6s}, "
+                    f"{'with' if builds_tensors else 'no  '} tensors: {row['median_ms']:.3f} ms/step"
+                )
+    path = write_result("scheduler_overhead", {"goal_ms_at_256": 0.5, "steps": args.steps, "rows": rows})
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
