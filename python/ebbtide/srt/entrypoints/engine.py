@@ -1,0 +1,428 @@
+"""The engine in Python: the manager that HTTP has too, in a thread of its own. Source: wire_api section 6."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+
+import uvloop
+
+from ebbtide.srt.config import resolve
+from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.errors import EngineError
+from ebbtide.srt.managers.generation import Generation
+from ebbtide.srt.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    GetWeightsByNameReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from ebbtide.srt.sampling_params import SamplingParams
+from ebbtide.srt.server_args import ServerArgs
+from ebbtide.srt.weight_sync.sender import serialize_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# For (name, tensor) pairs the engine chooses how the bytes travel: these all mean whole tensors under their
+# checkpoint names.
+_WHOLE_TENSOR_FORMATS = (None, "flattened_bucket", "safetensors")
+
+
+def _blocking(
+    method: Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Engine, P], T]:
+    """The plain twin of a coroutine method, of the same signature. Works where no event loop runs."""
+
+    @functools.wraps(method)
+    def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        _refuse_in_event_loop(method.__name__)
+        answer: Any = self._wait(method(self, *args, **kwargs))
+        return self._iterate(answer) if isinstance(answer, AsyncGenerator) else answer  # type: ignore[return-value]
+
+    call.__name__ = method.__name__.removeprefix("async_")
+    call.__qualname__ = f"Engine.{call.__name__}"
+    return call
+
+
+def _refuse_in_event_loop(twin: str) -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        f"a plain call would block the event loop of this thread: use `await engine.{twin}(...)`"
+    )
+
+
+class Engine:
+    """An engine with processes of its own and no port. Returns when it is ready.
+
+    Methods may be called from any thread. Each method `m` is the plain twin of the coroutine `async_m`, which
+    works in any event loop. Control methods return the body of the reply.
+
+    Args:
+        server_args: all arguments at once, in place of single ones.
+        **kwargs: fields of `ServerArgs`; `log_level` is "error" unless given.
+
+    Raises:
+        ConfigurationError: the engine cannot start so.
+        EngineError: a process died; none is left. From methods: the engine failed, or was shut down.
+        RequestRejected: from methods only: refused, nothing has changed.
+    """
+
+    def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
+        if server_args is not None and kwargs:
+            raise TypeError(f"server_args stands for all arguments, also for {', '.join(sorted(kwargs))}")
+        if server_args is None:
+            server_args = ServerArgs(**{"log_level": "error", **kwargs})
+        self.server_args = server_args
+        self._service = EngineService(resolve(server_args))
+        self._runner = _LoopThread()
+        # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
+        self._finalizer = weakref.finalize(self, _close, self._service, self._runner, os.getpid())
+        try:
+            self._wait(self._service.open())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # ------------------------------------------------------------------------------------------ generation
+
+    async def async_generate(
+        self,
+        /,
+        prompt: str | list[str] | None = None,
+        sampling_params: Mapping[str, Any]
+        | SamplingParams
+        | Sequence[Mapping[str, Any] | SamplingParams]
+        | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        *,
+        return_logprob: bool | list[bool] = False,
+        logprob_start_len: int | list[int] | None = None,
+        top_logprobs_num: int | list[int] | None = None,
+        token_ids_logprob: list[int] | list[list[int]] | None = None,
+        return_text_in_logprobs: bool = False,
+        return_prompt_token_ids: bool = False,
+        rid: str | list[str] | None = None,
+        stream: bool = False,
+        cache_salt: str | list[str] | None = None,
+        extra_key: str | list[str] | None = None,
+        routed_dp_rank: int | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> Any:
+        """Generate. `fields` are any others of wire_api section 2.1; the answer is that of section 2.3.
+
+        Returns:
+            A dict; a list of dicts for a batch or `n` > 1; with `stream` an iterator of chunks (from
+            `async_generate` an asynchronous one). Leaving it early aborts the request.
+        """
+        given = {
+            "text": prompt,
+            "sampling_params": sampling_params,
+            "input_ids": input_ids,
+            "return_logprob": return_logprob,
+            "logprob_start_len": logprob_start_len,
+            "top_logprobs_num": top_logprobs_num,
+            "token_ids_logprob": token_ids_logprob,
+            "return_text_in_logprobs": return_text_in_logprobs,
+            "return_prompt_token_ids": return_prompt_token_ids,
+            "rid": rid,
+            "stream": stream,
+            "cache_salt": cache_salt,
+            "extra_key": extra_key,
+            "routed_dp_rank": routed_dp_rank,
+            "timeout_s": timeout_s,
+            **fields,
+        }
+        answer = await self._in_loop(self._start_or_finish(given))
+        return self._chunks(answer) if isinstance(answer, Generation) else answer
+
+    # ----------------------------------------------------------------------------------- memory and pausing
+
+    async def async_release_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """Give the physical memory of these tags back; none means all of them. wire_api section 3.1."""
+        return await self._control(ReleaseMemoryOccupationReqInput, tags=tags)
+
+    async def async_resume_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """Take the memory of these tags again, at the same addresses. wire_api section 3.1."""
+        return await self._control(ResumeMemoryOccupationReqInput, tags=tags)
+
+    async def async_memory_occupation(self) -> dict[str, Any]:
+        """What is resident, and why nothing can run if nothing can. Never waits for the engine."""
+        return await self._in_loop(self._service.memory_occupation())
+
+    async def async_pause_generation(
+        self, mode: str = "abort", timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """Run no forward pass until `continue_generation`. wire_api section 3.2."""
+        return await self._control(PauseGenerationReqInput, mode=mode, timeout_s=timeout_s)
+
+    async def async_continue_generation(self) -> dict[str, Any]:
+        """End a pause."""
+        return await self._control(ContinueGenerationReqInput)
+
+    async def async_abort_request(self, rid: str | list[str] = "", abort_all: bool = False) -> dict[str, Any]:
+        """End one request, several, or all; they answer with the tokens they have."""
+        return await self._control(AbortReq, rid=rid, abort_all=abort_all)
+
+    async def async_flush_cache(self, timeout_s: float = 0.0) -> dict[str, Any]:
+        """Empty the prefix cache; `fully_flushed` is false where running requests hold on to some of it."""
+        return await self._control(FlushCacheReqInput, timeout_s=timeout_s)
+
+    # ---------------------------------------------------------------------------------------------- weights
+
+    async def async_update_weights_from_tensor(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]] | list[bytes] | list[str],
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        weight_version: str | int | None = None,
+        pause_mode: str | None = None,
+        abort_all_requests: bool = False,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Take new weights. wire_api section 3.3.
+
+        Args:
+            named_tensors: (checkpoint name, tensor) pairs, which are copied once into shared memory and stay
+                as they are; or serialized entries, as over HTTP.
+        """
+        with ExitStack() as shared:
+            if isinstance(named_tensors, list) and all(isinstance(one, bytes | str) for one in named_tensors):
+                entries: Any = named_tensors
+            else:
+                # Gigabytes may be copied, and the loop of the caller is to go on meanwhile.
+                block = await asyncio.to_thread(serialize_tensors, named_tensors)  # type: ignore[arg-type]
+                entries = [shared.enter_context(block).payload]
+                load_format = None if load_format in _WHOLE_TENSOR_FORMATS else load_format
+            return await self._control(
+                UpdateWeightsFromTensorReqInput,
+                serialized_named_tensors=entries,
+                load_format=load_format,
+                flush_cache=flush_cache,
+                weight_version=weight_version,
+                pause_mode=pause_mode,
+                abort_all_requests=abort_all_requests,
+                timeout_s=timeout_s,
+            )
+
+    async def async_update_weights_from_disk(
+        self,
+        model_path: str,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        weight_version: str | int | None = None,
+        pause_mode: str | None = None,
+        abort_all_requests: bool = False,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Take the weights of a Hugging Face folder of the same architecture. wire_api section 3.3."""
+        return await self._control(
+            UpdateWeightFromDiskReqInput,
+            model_path=os.fspath(model_path),
+            load_format=load_format,
+            flush_cache=flush_cache,
+            weight_version=weight_version,
+            pause_mode=pause_mode,
+            abort_all_requests=abort_all_requests,
+            timeout_s=timeout_s,
+        )
+
+    async def async_get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+        """The first rows of a weight under its checkpoint name, as float32 numbers."""
+        fields = {"name": name, "truncate_size": truncate_size}
+        rows: list[Any] = await self._in_loop(self._service.control(GetWeightsByNameReqInput, fields))
+        return rows
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights that serve."""
+        self._runner.check_open()
+        return self._service.state.weight_version
+
+    # ------------------------------------------------------------------------------------------ information
+
+    async def async_model_info(self) -> dict[str, Any]:
+        """What is served, and with which weights. wire_api section 3.4."""
+        self._runner.check_open()
+        return self._service.model_info()
+
+    async def async_server_info(self) -> dict[str, Any]:
+        """Every argument as passed, and the state of the engine. wire_api section 3.4."""
+        return await self._in_loop(self._service.server_info())
+
+    generate = _blocking(async_generate)
+    release_memory_occupation = _blocking(async_release_memory_occupation)
+    resume_memory_occupation = _blocking(async_resume_memory_occupation)
+    memory_occupation = _blocking(async_memory_occupation)
+    pause_generation = _blocking(async_pause_generation)
+    continue_generation = _blocking(async_continue_generation)
+    abort_request = _blocking(async_abort_request)
+    flush_cache = _blocking(async_flush_cache)
+    update_weights_from_tensor = _blocking(async_update_weights_from_tensor)
+    update_weights_from_disk = _blocking(async_update_weights_from_disk)
+    get_weights_by_name = _blocking(async_get_weights_by_name)
+    model_info = _blocking(async_model_info)
+    server_info = _blocking(async_server_info)
+    # SGLang's names for the same.
+    async_get_model_info, get_model_info = async_model_info, model_info
+    async_get_server_info, get_server_info = async_server_info, server_info
+
+    # --------------------------------------------------------------------------------------------- lifetime
+
+    def shutdown(self) -> None:
+        """End the engine: what waits gets an `EngineError`. Returns when its processes are gone. Idempotent.
+
+        Unlike the other plain methods this works in a running event loop too, which it blocks for a moment.
+        """
+        self._finalizer()
+        # Of two calls at once, the second has something to wait for.
+        self._service.shutdown()
+
+    async def async_shutdown(self) -> None:
+        """As `shutdown`."""
+        await asyncio.to_thread(self.shutdown)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.async_shutdown()
+
+    # -------------------------------------------------------------------------------------------- internals
+
+    async def _control(self, kind: type[Any], **fields: Any) -> dict[str, Any]:
+        body: dict[str, Any] = await self._in_loop(self._service.control(kind, fields))
+        return body
+
+    async def _start_or_finish(self, given: Mapping[str, Any]) -> Any:
+        generation = self._service.manager.prepare(given)
+        return generation if generation.is_stream else await generation.result()
+
+    async def _chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
+        """The stream of a generation of the engine's loop, for any loop."""
+        chunks = generation.stream()
+        try:
+            while (chunk := await self._in_loop(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            self._runner.call(generation.close)
+
+    def _iterate(self, chunks: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        try:
+            while (chunk := self._wait(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            self._wait(chunks.aclose())
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the engine's loop and wait for it, from a thread without a loop."""
+        future = self._runner.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            # Ctrl-C ends the wait: what was waited for ends too.
+            future.cancel()
+            raise
+
+    async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a coroutine in the engine's loop, from whichever loop this is."""
+        if self._runner.is_current:
+            return await work
+        return await asyncio.wrap_future(self._runner.submit(work))
+
+
+class _LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ebbtide-engine", daemon=True)
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def check_open(self) -> None:
+        if not self._is_open:
+            raise EngineError("the engine has been shut down")
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the loop. Raises `EngineError` once the loop has been closed."""
+        # The lock: what is submitted gets to run, or is refused, but never waits in a loop that has stopped.
+        with self._lock:
+            if self._is_open:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise EngineError("the engine has been shut down")
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function in the loop, unless that has been closed."""
+        with self._lock:
+            if self._is_open:
+                self._loop.call_soon_threadsafe(function)
+
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Refuse further work, run `last`, wait for everything that still runs, and end the thread."""
+        with self._lock:
+            self._is_open = False
+        asyncio.run_coroutine_threadsafe(_run_last(last), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _run_last(last: Coroutine[Any, Any, None]) -> None:
+    await last
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others)
+
+
+async def _next(chunks: AsyncGenerator[T, None]) -> T | None:
+    return await anext(chunks, None)
+
+
+def _close(service: EngineService, runner: _LoopThread, owner_pid: int) -> None:
+    """End everything of an engine. Must not refer to the `Engine`, which may be garbage by now."""
+    # In a fork of the owner there is neither the thread nor a process that is ours to end.
+    if os.getpid() != owner_pid:
+        return
+    if runner.is_current:
+        # The garbage collector may run anywhere, in the loop's thread too, which cannot wait for itself.
+        threading.Thread(target=_close, args=(service, runner, owner_pid)).start()
+        return
+    runner.close(service.close())
+    service.shutdown()

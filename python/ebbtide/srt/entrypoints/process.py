@@ -1,0 +1,127 @@
+"""The inside of an engine process: how it begins, and how it ends with its parent.
+
+`launcher` starts it as `python -m` with its arguments over a pipe. The start method of multiprocessing would
+import the caller's `__main__` once more: a script without a guard would start engines without end.
+Imports of ours wait until the caller's `sys.path` is in place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ebbtide.srt.config import EngineConfig
+    from ebbtide.srt.managers.channel import ChannelAddresses
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ProcessStart:
+    """What a process is told at its start.
+
+    Attributes:
+        target: `module:function`, called as `function(config, addresses, ready)`. It sends a dictionary with
+            `status: "ready"`, or `status: "failed"` and a `message`, over `ready`.
+        socket_folder: removed by whoever outlives the parent, if the parent could not.
+    """
+
+    name: str
+    target: str
+    config: EngineConfig
+    addresses: ChannelAddresses
+    parent_pid: int
+    socket_folder: str
+
+
+def configure_logging(level: str, process_name: str) -> None:
+    """Log to stderr from this level on, each line with the name of the process."""
+    logging.basicConfig(
+        level=logging.getLevelNamesMapping().get(level.upper(), logging.INFO),
+        format=f"%(asctime)s %(levelname)s [{process_name}] %(name)s: %(message)s",
+        force=True,
+    )
+
+
+def child_main(start: ProcessStart, ready: Connection) -> int:
+    """Run the target; returns the exit status. What it fails with goes to the parent over `ready`."""
+    multiprocessing.current_process().name = start.name
+    Path("/proc/self/comm").write_text(f"ebb-{start.name}"[:15])
+    _end_with_parent(start.parent_pid, start.socket_folder)
+    configure_logging(start.config.runtime.log_level, start.name)
+
+    from ebbtide.srt.errors import EbbtideError
+
+    try:
+        module, function = start.target.split(":")
+        getattr(importlib.import_module(module), function)(start.config, start.addresses, ready)
+    except EbbtideError as error:
+        _last_words(ready, "failed", str(error))
+        return 1
+    except Exception as error:
+        logger.critical("the process ends", exc_info=error)
+        _last_words(ready, "crashed", f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def _last_words(ready: Connection, status: str, message: str) -> None:
+    try:
+        ready.send({"status": status, "message": message})
+    except OSError:
+        logger.error("the parent has gone and will not read: %s", message)
+
+
+def _end_with_parent(parent_pid: int, socket_folder: str) -> None:
+    """Watch the parent from a thread: no engine outlives its owner, not even one that was killed."""
+    try:
+        descriptor = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        _end(socket_folder)
+    # The id was the parent's when it was opened, if it is still: ids are used again.
+    if os.getppid() != parent_pid:
+        _end(socket_folder)
+
+    def watch() -> None:
+        select.select([descriptor], [], [])
+        _end(socket_folder)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _end(socket_folder: str) -> None:
+    shutil.rmtree(socket_folder, ignore_errors=True)
+    os._exit(1)
+
+
+def main() -> int:
+    """Take over from `launcher`: the arguments are a name for `ps`, and the descriptor of the pipe."""
+    descriptor = int(sys.argv[2])
+    os.set_inheritable(descriptor, False)
+    # Ctrl-C goes to the whole terminal, but the parent decides. It was blocked until now.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    pipe: Connection = Connection(descriptor)
+    try:
+        sys.path[:] = pipe.recv()
+        start = pipe.recv()
+    except EOFError:
+        return 1
+    # As imported, not as `__main__`, so that classes and loggers exist once.
+    return importlib.import_module("ebbtide.srt.entrypoints.process").child_main(start, pipe)  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Reading and decoding JSON bodies, also those of gigabytes, without holding up the event loop for long."""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+from collections.abc import AsyncIterator, Collection
+from typing import Any
+
+import msgspec
+
+from ebbtide.srt.errors import RequestRejected
+
+# From here on a thread decodes.
+LARGE_BODY_BYTES = 1 << 20
+# Decoding holds the interpreter's lock: base64 goes in pieces, between which the loop has its turn.
+PIECE_CHARACTERS = 1 << 22
+
+
+async def read_fields(
+    chunks: AsyncIterator[bytes], binary_fields: Collection[str] = frozenset()
+) -> dict[str, Any]:
+    """The fields of a JSON object; an empty body has none.
+
+    Args:
+        binary_fields: fields that are lists of base64; they come out as bytes.
+
+    Raises:
+        RequestRejected: 400, the body is no JSON object.
+    """
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+    if len(body) < LARGE_BODY_BYTES:
+        return decode_fields(body, ())
+    return await asyncio.to_thread(decode_fields, body, binary_fields)
+
+
+def decode_fields(body: bytearray, binary_fields: Collection[str]) -> dict[str, Any]:
+    """The fields of a whole body; see `read_fields`."""
+    if not body or body.isspace():
+        return {}
+    try:
+        if not binary_fields:
+            return msgspec.json.decode(body, type=dict[str, Any])
+        # `Raw` marks where a value lies without decoding it.
+        values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        return {
+            name: _binaries(value) if name in binary_fields else msgspec.json.decode(value)
+            for name, value in values.items()
+        }
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestRejected(f"the body: expected a JSON object: {error}") from None
+
+
+def _binaries(value: msgspec.Raw) -> Any:
+    try:
+        items = msgspec.json.decode(value, type=list[msgspec.Raw])
+    except msgspec.ValidationError:
+        return msgspec.json.decode(value)
+    return [_binary(item) for item in items]
+
+
+def _binary(item: msgspec.Raw) -> Any:
+    """The bytes of a base64 string. What is not plain base64 is left to the check of types that follows."""
+    whole = memoryview(item)
+    opening, characters, ending = bytes(whole[:1]), whole[1:-1], bytes(whole[-3:-1])
+    if opening != b'"' or len(characters) % 4:
+        return msgspec.json.decode(item)
+    decoded = bytearray(len(characters) // 4 * 3 - ending.count(b"="))
+    end = 0
+    for start in range(0, len(characters), PIECE_CHARACTERS):
+        try:
+            piece = binascii.a2b_base64(characters[start : start + PIECE_CHARACTERS], strict_mode=True)
+        except binascii.Error:
+            return msgspec.json.decode(item)
+        decoded[end : end + len(piece)] = piece
+        end += len(piece)
+    # Padding in the middle makes a piece shorter than it should be.
+    return decoded if end == len(decoded) else msgspec.json.decode(item)
