@@ -18,6 +18,7 @@ SIZES: dict[str, Any] = {
     "page_size": 16,
     "bytes_per_page": 1000,
     "free_bytes": 1_000_000,
+    "weight_bytes": 0,
     "max_total_tokens": None,
     "mem_fraction_static": None,
     "max_running_requests": 8,
@@ -37,6 +38,7 @@ class SmallDevice(CpuDevice):
     [
         ({}, 100),
         ({"mem_fraction_static": 0.25}, 250),
+        ({"mem_fraction_static": 0.5, "weight_bytes": 600_000}, 200),
         ({"mem_fraction_static": 1.0}, 8 * 63),
         ({"max_running_requests": 1}, 63),
         ({"context_len": 16, "max_running_requests": 2}, 2),
@@ -55,8 +57,10 @@ def test_number_of_pages(changes: dict[str, Any], num_pages: int) -> None:
     [
         ({"max_total_tokens": 15}, "max_total_tokens 15 is less than one page of 16 tokens"),
         ({"max_total_tokens": 16_016}, "needs 1001000 bytes, 1000000 are free"),
-        ({"free_bytes": 9_999}, r"may take 999 bytes \(0.1 of 9999 free\).* needs 1000"),
-        ({"mem_fraction_static": 0.0001}, "raise mem_fraction_static"),
+        ({"free_bytes": 9_999}, r"may take 999 bytes \(9999 are free.* needs 1000"),
+        ({"mem_fraction_static": 0.0001}, "set mem_fraction_static higher"),
+        ({"mem_fraction_static": 0.5, "weight_bytes": 1_000_000}, "may take 0 bytes .*1000000 of weights"),
+        ({"mem_fraction_static": 0.9, "free_bytes": 500, "weight_bytes": 10**6}, "500 are free"),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 # For float32 torch asks MKL, which leaves half of what a CPU can do unused where it does not know the CPU:
 # measured on AMD EPYC, oneDNN takes 0.5–0.7 of the time at every number of rows. Narrower types go to oneDNN
 # by themselves. The operator is the one that torch's own compiler emits; builds without it use `F.linear`.
-_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

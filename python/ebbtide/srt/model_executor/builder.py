@@ -46,7 +46,14 @@ def build_model_runner(
         raise ConfigurationError(f"the weights do not fit: {error}") from error
     load_weights(weight_store, model_config.path, model_config.load_format)
     logger.info("weights loaded: bytes=%d s=%.1f", weight_store.num_bytes, time.monotonic() - started)
-    kv_pool = build_kv_pool(model_config, cache_config, schedule_config, vm, device.memory_info().free_bytes)
+    kv_pool = build_kv_pool(
+        model_config,
+        cache_config,
+        schedule_config,
+        vm,
+        free_bytes=device.memory_info().free_bytes,
+        weight_bytes=weight_store.arena.resident_bytes,
+    )
     logger.info(
         "KV pool: pages=%d page_size=%d bytes=%d",
         kv_pool.num_pages,
@@ -65,7 +72,9 @@ def build_kv_pool(
     cache_config: CacheConfig,
     schedule_config: ScheduleConfig,
     vm: VirtualMemory,
+    *,
     free_bytes: int,
+    weight_bytes: int,
 ) -> KVPool:
     """A resident pool of as many pages as `choose_num_pages` says."""
     dtype = DTYPES[cache_config.dtype]
@@ -75,6 +84,7 @@ def build_kv_pool(
         page_size=page_size,
         bytes_per_page=KVPool.bytes_per_page(layers, page_size, *heads),
         free_bytes=free_bytes,
+        weight_bytes=weight_bytes,
         max_total_tokens=cache_config.max_total_tokens,
         mem_fraction_static=cache_config.mem_fraction_static,
         max_running_requests=schedule_config.max_running_requests,
@@ -93,6 +103,7 @@ def choose_num_pages(
     page_size: int,
     bytes_per_page: int,
     free_bytes: int,
+    weight_bytes: int,
     max_total_tokens: int | None,
     mem_fraction_static: float | None,
     max_running_requests: int,
@@ -100,9 +111,14 @@ def choose_num_pages(
 ) -> int:
     """How many pages the KV pool gets.
 
-    `max_total_tokens` is taken as it is, in whole pages. Without it the pool gets `mem_fraction_static`
-    (null: a tenth) of the memory that is free once the weights are loaded, but no more than
+    `max_total_tokens` is taken as it is, in whole pages. Without it, weights and pool together get
+    `mem_fraction_static` of the memory that was free before the weights were loaded; where that is null
+    too, the pool gets a tenth of what is free now. Sized by memory, the pool is never larger than
     `max_running_requests` full contexts can fill.
+
+    Args:
+        free_bytes: free now, with the weights loaded.
+        weight_bytes: what they take.
 
     Raises ConfigurationError, with the bytes, where not one page fits.
     """
@@ -119,12 +135,15 @@ def choose_num_pages(
                 f"{free_bytes} are free"
             )
         return num_pages
-    fraction = mem_fraction_static if mem_fraction_static is not None else CPU_KV_FRACTION
-    budget_bytes = int(free_bytes * fraction)
-    if budget_bytes < bytes_per_page:
+    if mem_fraction_static is not None:
+        budget_bytes = int((free_bytes + weight_bytes) * mem_fraction_static) - weight_bytes
+    else:
+        budget_bytes = int(free_bytes * CPU_KV_FRACTION)
+    if budget_bytes < bytes_per_page or num_fitting < 1:
         raise ConfigurationError(
-            f"the KV pool may take {budget_bytes} bytes ({fraction:g} of {free_bytes} free), but one page of "
-            f"{page_size} tokens needs {bytes_per_page}; raise mem_fraction_static or lower page_size"
+            f"the KV pool may take {max(0, budget_bytes)} bytes ({free_bytes} are free beside {weight_bytes} "
+            f"of weights), but one page of {page_size} tokens needs {bytes_per_page}; set mem_fraction_static "
+            "higher or page_size lower"
         )
     num_useful = max_running_requests * -(-context_len // page_size)
-    return min(budget_bytes // bytes_per_page, num_useful)
+    return min(budget_bytes // bytes_per_page, num_fitting, num_useful)

@@ -34,7 +34,7 @@ class Span:
 class TorchNativeAttention:
     """One `scaled_dot_product_attention` per request.
 
-    Measured on two cores: for mixed lengths, gathering one request's pages into a buffer that stays in the
+    Measured for 32 requests of mixed lengths: gathering one request's pages into a buffer that stays in the
     core's cache and attending to it at once takes half the time of a gather of the whole batch padded to
     the longest request.
 
