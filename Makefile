@@ -10,6 +10,8 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SOURCES := python test bench
+# All, or some: make unit TESTS=test/srt/test_config.py
+TESTS := test
 RUFF := $(BIN)/ruff
 RUFF_OPTIONS := --config python/pyproject.toml
 
@@ -55,7 +57,7 @@ imports: $(INSTALLED)
 
 unit: $(INSTALLED)
 	@echo "pytest"
-	@cd python && $(BIN)/pytest --quiet --durations=10
+	@$(BIN)/pytest -c python/pyproject.toml --rootdir=. --quiet --durations=10 $(TESTS)
 
 format: $(INSTALLED)
 	@$(RUFF) check $(RUFF_OPTIONS) --quiet --fix $(SOURCES)

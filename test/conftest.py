@@ -1,6 +1,10 @@
 """What holds for every test: no network, no thread storms, no GPU needed. Helpers: `from fixtures.x import y`."""
 
 import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "srt"))
 
 # Before anything imports torch or transformers, and inherited by the engines' processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models lose more to thread hand-offs than they gain
