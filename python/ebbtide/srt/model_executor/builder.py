@@ -142,8 +142,8 @@ def choose_num_pages(
     if budget_bytes < bytes_per_page or num_fitting < 1:
         raise ConfigurationError(
             f"the KV pool may take {max(0, budget_bytes)} bytes ({free_bytes} are free beside {weight_bytes} "
-            f"of weights), but one page of {page_size} tokens needs {bytes_per_page}; set mem_fraction_static "
-            "higher or page_size lower"
+            f"of weights), but one page of {page_size} tokens needs {bytes_per_page}; set "
+            "mem_fraction_static higher or page_size lower"
         )
     num_useful = max_running_requests * -(-context_len // page_size)
     return min(budget_bytes // bytes_per_page, num_fitting, num_useful)
