@@ -1,4 +1,4 @@
-"""What holds for every test: no network, no thread storms, no GPU needed. Helpers: `from fixtures.x import y`."""
+"""What holds for every test: no network, one thread per process. Helpers: `from fixtures.x import y`."""
 
 import os
 import sys
