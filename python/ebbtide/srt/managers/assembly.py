@@ -125,7 +125,6 @@ def _control_plane(
         parts.memories,
         WeightContent(parts.weights.names),
         requests,
-        operations,
         parts.free_bytes,
         is_enabled=config.has_memory_saver,
     )
@@ -134,6 +133,8 @@ def _control_plane(
         memory,
         generation,
         requests,
+        operations,
+        inbox.set_deadline,
         version=config.weight_version,
         model_path=config.model_path,
         load_format=config.load_format,
@@ -162,4 +163,5 @@ def _report(control: ControlPlane, parts: RankParts) -> StateReport:
         weight_version=control.updates.version,
         model_path=control.updates.model_path,
         load_format=control.updates.load_format,
+        session=control.updates.report(),
     )

@@ -110,6 +110,33 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateRequest, frozen=True, kw_only=
     load_format: str | None = None
 
 
+class BeginWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Open a weight update session: updates are staged until `EndWeightUpdateReqInput` commits them all."""
+
+    selector: Literal["target", "draft", "all"] = "all"
+    timeout_s: float | None = None
+
+
+class EndWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Commit the open session. `flush_cache` null: if any staged update asked for it."""
+
+    weight_version: str | int | None = None
+    flush_cache: bool | None = None
+    pause_mode: PauseMode | None = None
+    timeout_s: float | None = None
+
+
+class AbortWeightUpdateReqInput(ControlRequest, frozen=True):
+    """Discard the open session."""
+
+
+class UpdateWeightVersionReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Give the weights another version; in a session it takes effect with the commit."""
+
+    new_version: str
+    abort_all_requests: bool = False
+
+
 class GetWeightsByNameReqInput(ControlRequest, frozen=True, kw_only=True):
     """Read the first rows of a weight under its checkpoint name."""
 
@@ -130,6 +157,10 @@ AnyControlRequest = (
     | FlushCacheReqInput
     | UpdateWeightFromDiskReqInput
     | UpdateWeightsFromTensorReqInput
+    | BeginWeightUpdateReqInput
+    | EndWeightUpdateReqInput
+    | AbortWeightUpdateReqInput
+    | UpdateWeightVersionReqInput
     | GetWeightsByNameReqInput
     | PingReqInput
 )
@@ -210,6 +241,16 @@ class UpdateWeightsReqOutput(Reply, frozen=True, kw_only=True):
     num_missing: int
 
 
+class WeightSessionReqOutput(Reply, frozen=True, kw_only=True):
+    """A session was opened or discarded."""
+
+    changed: bool
+
+
+class UpdateWeightVersionReqOutput(Reply, frozen=True, kw_only=True):
+    new_version: str
+
+
 class GetWeightsByNameReqOutput(Reply, frozen=True, kw_only=True):
     """`values` is the bare list that clients get: numbers for 1-D weights, rows for 2-D ones."""
 
@@ -236,6 +277,8 @@ AnyReply = (
     | AbortReqOutput
     | FlushCacheReqOutput
     | UpdateWeightsReqOutput
+    | WeightSessionReqOutput
+    | UpdateWeightVersionReqOutput
     | GetWeightsByNameReqOutput
     | PingReqOutput
     | Refusal
@@ -265,6 +308,13 @@ class RankReport(Struct, frozen=True, kw_only=True):
     tags: dict[MemoryTag, TagReport]
 
 
+class SessionReport(Struct, frozen=True, kw_only=True):
+    """The open weight update session. `opened_at` is seconds since the epoch."""
+
+    opened_at: float
+    num_tensors_staged: int
+
+
 class StateReport(Message, frozen=True, kw_only=True):
     """The state machines as they stand. Sent when they change, ahead of the reply to what changed them."""
 
@@ -275,6 +325,7 @@ class StateReport(Message, frozen=True, kw_only=True):
     weight_version: str
     model_path: str
     load_format: str
+    session: SessionReport | None = None
 
 
 # ---------------------------------------------------------------------------------------------- generation

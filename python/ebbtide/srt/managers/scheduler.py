@@ -97,7 +97,7 @@ class Scheduler:
                 self.control.apply(message)
                 self.answer()
             case Expire():
-                self.control.operations.expire(message.id)
+                self.control.expire(message.id)
                 self.answer()
 
     def _forward(self) -> None:

@@ -11,8 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
+    AbortWeightUpdateReqInput,
     AnyControlRequest,
+    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
     Expire,
     FlushCacheReqInput,
     GetWeightsByNameReqInput,
@@ -23,6 +26,7 @@ from ebbtide.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightVersionReqInput,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import SchedulerHarness, default_schedule
@@ -100,6 +104,24 @@ class ControlMachine(RuleBasedStateMachine):
                 manifest=manifest,
             )
         )
+
+    @rule(
+        which=st.sampled_from(["begin", "end", "end", "abort", "version"]),
+        mode=st.none() | st.sampled_from(list(PauseMode)),
+        flush_cache=st.none() | st.booleans(),
+    )
+    def session(self, which: str, mode: PauseMode | None, flush_cache: bool | None) -> None:
+        requests: dict[str, AnyControlRequest] = {
+            "begin": BeginWeightUpdateReqInput(timeout_s=1000.0),
+            "end": EndWeightUpdateReqInput(pause_mode=mode, flush_cache=flush_cache, weight_version="e"),
+            "abort": AbortWeightUpdateReqInput(),
+            "version": UpdateWeightVersionReqInput(new_version="v", abort_all_requests=bool(flush_cache)),
+        }
+        self.call(requests[which])
+
+    @rule(number=st.integers(0, 3))
+    def session_expires(self, number: int) -> None:
+        self.harness.deliver(Expire(id=f"weight-session-{number}"))
 
     @rule(timeout_s=st.sampled_from([0.0, 1000.0]))
     def flush(self, timeout_s: float) -> None:
@@ -182,14 +204,13 @@ class ControlMachine(RuleBasedStateMachine):
         harness = self.harness
         self.trainer_gives_memory_back()
         harness.weights.num_staged = 1
-        harness.turn(2)
-        self.call(ResumeMemoryOccupationReqInput())
-        self.call(UpdateWeightFromDiskReqInput(model_path="1", flush_cache=False))
-        self.call(ContinueGenerationReqInput())
-        harness.run_until_idle()
-        # A pause that waited for requests to end may have come into force meanwhile.
-        self.call(ContinueGenerationReqInput())
-        harness.run_until_idle()
+        # What waits may begin a session, or come into force as a pause, once it gets its turn: so more than once.
+        for _ in range(3):
+            self.call(AbortWeightUpdateReqInput())
+            self.call(ResumeMemoryOccupationReqInput())
+            self.call(UpdateWeightFromDiskReqInput(model_path="1", flush_cache=False))
+            self.call(ContinueGenerationReqInput())
+            harness.run_until_idle()
         assert set(harness.replies) == set(self.calls), "every call has its one reply"
         for rid, output in harness.outputs.items():
             assert output.finish is not None, f"{rid} was lost"

@@ -3,8 +3,11 @@
 import pytest
 
 from ebbtide.srt.managers.io_struct import (
+    AbortWeightUpdateReqInput,
+    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     ContinueGenerationReqOutput,
+    EndWeightUpdateReqInput,
     Expire,
     FinishReason,
     FlushCacheReqInput,
@@ -19,6 +22,9 @@ from ebbtide.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqOutput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsReqOutput,
+    UpdateWeightVersionReqInput,
+    UpdateWeightVersionReqOutput,
+    WeightSessionReqOutput,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import NullWeights, SchedulerHarness
@@ -369,6 +375,182 @@ class TestVersions:
         again = harness.generate(tokens, max_new_tokens=3)
         harness.run_until_idle()
         assert harness.outputs[again].kv_versions == ["1"]
+
+
+class TestSession:
+    """begin, updates, end: all of it takes effect at once, or nothing does."""
+
+    def begin(self, harness: SchedulerHarness, **fields: object) -> None:
+        request = BeginWeightUpdateReqInput(**fields)  # type: ignore[arg-type]
+        assert harness.apply(request, WeightSessionReqOutput).changed
+
+    def end(self, harness: SchedulerHarness, **fields: object) -> UpdateWeightsReqOutput:
+        request = EndWeightUpdateReqInput(**fields)  # type: ignore[arg-type]
+        return harness.apply(request, UpdateWeightsReqOutput)
+
+    def bucket(
+        self, harness: SchedulerHarness, value: int, *layers: int, **fields: object
+    ) -> UpdateWeightsReqOutput:
+        return update(harness, value, manifest={"names": [f"layer.{i}" for i in layers]}, **fields)
+
+    def test_buckets_serve_together_at_the_end(self, harness: SchedulerHarness) -> None:
+        rid = harness.generate(PROMPT, max_new_tokens=60)
+        harness.turn(4)
+        self.begin(harness)
+        for layers in ((0, 1), (2,), (3,)):
+            reply = self.bucket(harness, 7, *layers, flush_cache=False, weight_version="7")
+            assert (reply.committed, reply.staged, reply.weight_version) == (False, True, "default")
+            assert values(harness) == [0] * 4
+        assert harness.state is not None
+        assert harness.state.session is not None
+        assert harness.state.session.num_tensors_staged == 4
+        reply = self.end(harness, pause_mode=PauseMode.IN_PLACE)
+        assert (reply.committed, reply.weight_version, reply.num_tensors) == (True, "7", 4)
+        assert values(harness) == [7] * 4
+        assert harness.state.session is None
+        harness.run_until_idle()
+        assert [version for version, _ in harness.outputs[rid].version_starts] == ["default", "7"]
+
+    def test_requests_in_flight_survive_the_order_of_miles(self, harness: SchedulerHarness) -> None:
+        rids = [harness.generate(PROMPT, seed=seed, max_new_tokens=30) for seed in range(6)]
+        harness.turn(6)
+        pause(harness, PauseMode.RETRACT)
+        assert harness.apply(FlushCacheReqInput(), FlushCacheReqOutput).fully_flushed
+        self.begin(harness)
+        late = harness.generate(PROMPT, max_new_tokens=3)
+        self.bucket(harness, 7, 0, 1)
+        self.bucket(harness, 7, 2, 3)
+        assert self.end(harness, weight_version=7).weight_version == "7"
+        proceed(harness)
+        harness.run_until_idle()
+        assert {harness.outputs[rid].finish for rid in rids} == {FinishReason("length", length=30)}
+        assert harness.outputs[late].version_starts == [("7", 0)]
+
+    def test_a_failed_bucket_can_be_sent_again(self, harness: SchedulerHarness) -> None:
+        self.begin(harness)
+        self.bucket(harness, 7, 0, 1)
+        harness.refuse(request_of(9, manifest={"names": ["layer.1", "layer.2"], "fail_after": 1}))
+        self.bucket(harness, 7, 1, 2)
+        self.end(harness)
+        assert values(harness) == [7, 7, 7, 0]
+
+    def test_what_a_failed_bucket_touched_keeps_its_old_value(self, harness: SchedulerHarness) -> None:
+        self.begin(harness)
+        self.bucket(harness, 7, 0, 1)
+        harness.refuse(request_of(9, manifest={"names": ["layer.1", "layer.2"], "fail_after": 1}))
+        self.end(harness)
+        assert values(harness) == [7, 0, 0, 0]
+
+    def test_abort_discards_it(self, harness: SchedulerHarness) -> None:
+        self.begin(harness)
+        self.bucket(harness, 7, 0, 1, 2, 3, weight_version="7")
+        assert harness.apply(AbortWeightUpdateReqInput(), WeightSessionReqOutput).changed
+        assert values(harness) == [0] * 4
+        assert not harness.apply(AbortWeightUpdateReqInput(), WeightSessionReqOutput).changed
+        refusal = harness.refuse(EndWeightUpdateReqInput())
+        assert refusal.status == 409
+        assert "abort_weight_update" in refusal.message
+        assert update(harness, 8).weight_version == "default"
+
+    def test_one_at_a_time(self, harness: SchedulerHarness) -> None:
+        assert harness.refuse(EndWeightUpdateReqInput()).status == 409
+        self.begin(harness)
+        assert harness.refuse(BeginWeightUpdateReqInput()).status == 409
+        calls = [
+            harness.call(AbortWeightUpdateReqInput()),
+            *(harness.call(BeginWeightUpdateReqInput()) for _ in "ab"),
+        ]
+        harness.turn()
+        assert [type(harness.replies[call]) for call in calls] == [WeightSessionReqOutput] * 2 + [Refusal]
+
+    def test_two_that_begin_behind_a_draining_update_do_not_both_open(
+        self, harness: SchedulerHarness
+    ) -> None:
+        harness.generate(PROMPT, max_new_tokens=20)
+        harness.turn(4)
+        calls = [harness.call(request_of(3)), *(harness.call(BeginWeightUpdateReqInput()) for _ in "ab")]
+        harness.turn_until(lambda: all(call in harness.replies for call in calls))
+        assert values(harness) == [3] * 4
+        last = harness.replies[calls[2]]
+        assert isinstance(last, Refusal)
+        assert last.status == 409
+
+    def test_its_deadline_discards_it(self, harness: SchedulerHarness) -> None:
+        self.begin(harness, timeout_s=1000.0)
+        self.bucket(harness, 7, 0)
+        harness.deliver(Expire(id="weight-session-0"))
+        harness.turn()
+        assert harness.state is not None
+        assert harness.state.session is None
+        assert "weight_update_timeout_s" in harness.refuse(EndWeightUpdateReqInput()).message
+        assert values(harness) == [0] * 4
+
+    def test_releasing_the_weights_discards_it(self, harness: SchedulerHarness) -> None:
+        self.begin(harness)
+        self.bucket(harness, 7, 0)
+        harness.apply(
+            ReleaseMemoryOccupationReqInput(tags=(MemoryTag.WEIGHTS,)), ReleaseMemoryOccupationReqOutput
+        )
+        refusal = harness.refuse(EndWeightUpdateReqInput())
+        assert "released" in refusal.message
+
+    def test_the_end_flushes_if_any_bucket_asked_and_is_refused_while_kv_is_held(
+        self, harness: SchedulerHarness
+    ) -> None:
+        harness.generate(PROMPT, max_new_tokens=60)
+        harness.turn(4)
+        self.begin(harness)
+        self.bucket(harness, 7, 0, flush_cache=False)
+        self.bucket(harness, 7, 1, flush_cache=True)
+        refusal = harness.refuse(EndWeightUpdateReqInput(pause_mode=PauseMode.IN_PLACE))
+        assert refusal.status == 400
+        assert values(harness) == [0] * 4
+        assert self.end(harness, pause_mode=PauseMode.RETRACT).num_paused_requests == 1
+        assert values(harness) == [7, 7, 0, 0]
+
+    def test_a_version_given_inside_takes_effect_at_the_end(self, harness: SchedulerHarness) -> None:
+        self.begin(harness)
+        harness.apply(UpdateWeightVersionReqInput(new_version="9"), UpdateWeightVersionReqOutput)
+        assert harness.state is not None
+        assert harness.state.weight_version == "default"
+        assert self.end(harness).weight_version == "9"
+
+    def test_in_place_nothing_runs_between_the_first_bucket_and_the_end(
+        self, harness: SchedulerHarness
+    ) -> None:
+        harness.weights.num_staged = 0
+        rid = harness.generate(PROMPT, max_new_tokens=40)
+        harness.turn(4)
+        self.begin(harness)
+        assert self.bucket(harness, 7, 0, 1, flush_cache=False).staged is False
+        steps = harness.runner.num_steps
+        harness.turn(5)
+        assert harness.runner.num_steps == steps
+        self.bucket(harness, 7, 2, 3, flush_cache=False)
+        assert self.end(harness).content == "valid"
+        harness.run_until_idle()
+        assert harness.outputs[rid].finish == FinishReason("length", length=40)
+
+
+class TestVersionAlone:
+    def test_it_changes_at_once(self, harness: SchedulerHarness) -> None:
+        rid = harness.generate(PROMPT, max_new_tokens=20)
+        harness.turn(5)
+        reply = harness.apply(UpdateWeightVersionReqInput(new_version="v"), UpdateWeightVersionReqOutput)
+        assert reply.new_version == "v"
+        harness.run_until_idle()
+        assert [version for version, _ in harness.outputs[rid].version_starts] == ["default", "v"]
+
+    def test_it_can_abort_everything(self, harness: SchedulerHarness) -> None:
+        rid = harness.generate(PROMPT, max_new_tokens=20)
+        harness.turn(5)
+        harness.apply(
+            UpdateWeightVersionReqInput(new_version="v", abort_all_requests=True),
+            UpdateWeightVersionReqOutput,
+        )
+        finish = harness.outputs[rid].finish
+        assert finish is not None
+        assert finish.kind == "abort"
 
 
 class TestRead:

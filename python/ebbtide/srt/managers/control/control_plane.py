@@ -13,7 +13,9 @@ from ebbtide.srt.managers.control.weight_update import WeightUpdates
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     AnyReply,
+    BeginWeightUpdateReqInput,
     ControlCall,
+    EndWeightUpdateReqInput,
     FlushCacheReqInput,
     PauseGenerationReqInput,
     PauseMode,
@@ -75,11 +77,16 @@ class ControlPlane:
         if timeout_s is not None and self.operations.is_pending(call.id):
             self._set_deadline(call.id, timeout_s)
 
+    def expire(self, deadline_id: str) -> None:
+        """A deadline has passed: of a pending request, or of an open session."""
+        self.operations.expire(deadline_id)
+        self.updates.expire(deadline_id)
+
     def _timeout_s(self, request: AnyControlRequest) -> float | None:
         match request:
-            case WeightUpdateRequest(timeout_s=None):
-                return self.updates.timeout_s
-            case WeightUpdateRequest() | PauseGenerationReqInput() | FlushCacheReqInput():
+            case WeightUpdateRequest() | BeginWeightUpdateReqInput() | EndWeightUpdateReqInput():
+                return self.updates.timeout_s if request.timeout_s is None else request.timeout_s
+            case PauseGenerationReqInput() | FlushCacheReqInput():
                 return request.timeout_s
             case _:
                 return None

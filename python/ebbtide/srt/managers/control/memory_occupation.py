@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.ports import HandlerTable, Requests, TagMemory
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
@@ -20,7 +19,6 @@ from ebbtide.srt.managers.io_struct import (
     ResumeMemoryOccupationReqOutput,
     TagReport,
     WeightsContent,
-    WeightUpdateRequest,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
@@ -87,16 +85,16 @@ class MemoryOccupation:
         memories: Mapping[MemoryTag, TagMemory],
         content: WeightContent,
         requests: Requests,
-        operations: Operations,
         free_bytes: Callable[[], int],
         *,
         is_enabled: bool,
     ) -> None:
         self.content = content
+        # Set by who updates weights: what is on its way in has lost its destination.
+        self.on_weights_release: Callable[[], None] = lambda: None
         self._memories = memories
         self._released: frozenset[MemoryTag] = frozenset()
         self._requests = requests
-        self._operations = operations
         self._free_bytes = free_bytes
         self._is_enabled = is_enabled
         self.handlers: HandlerTable = {
@@ -125,10 +123,7 @@ class MemoryOccupation:
         free_before = self._free_bytes()
         self._prepare_release(to_release)
         if MemoryTag.WEIGHTS in to_release:
-            self._operations.cancel(
-                WeightUpdateRequest,
-                RequestRejected("the weights were released in between: resume them, then update again"),
-            )
+            self.on_weights_release()
         num_retracted = 0
         if MemoryTag.KV_CACHE in to_release:
             num_retracted = self._requests.retract_all()

@@ -1,17 +1,20 @@
 """Taking new weights: decode, check everything, stage, and commit between two forward passes.
 
+One session at a time: `Closed` (None here) or open. An update outside a session is a session of its own.
 Source: control_semantics section 2.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Valid
+from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import (
     DeadlinePassed,
@@ -20,17 +23,24 @@ from ebbtide.srt.managers.control.ports import (
     Operation,
     Progress,
     Requests,
-    Staging,
     Weights,
 )
+from ebbtide.srt.managers.control.weight_session import WeightSession
 from ebbtide.srt.managers.io_struct import (
+    AbortWeightUpdateReqInput,
     AnyReply,
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
     GetWeightsByNameReqInput,
     GetWeightsByNameReqOutput,
     PauseMode,
+    SessionReport,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
+    UpdateWeightVersionReqInput,
+    UpdateWeightVersionReqOutput,
+    WeightSessionReqOutput,
     WeightUpdateRequest,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -38,23 +48,21 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 logger = logging.getLogger(__name__)
 
 MAX_ERRORS = 20
-# What is copied between two forward passes. Bytes, not milliseconds: ranks must cut alike.
-SLICE_BYTES = 32 << 20
+CAUSE = "a weight update"
 
 
-class Stall:
-    """The longest time for which an update kept the loop from running a forward pass."""
+@dataclass(frozen=True)
+class CommitTerms:
+    """On what terms a session is committed.
 
-    def __init__(self) -> None:
-        self.longest_ms = 0.0
+    Attributes:
+        mode: what becomes of running requests if nobody has paused them.
+        version: None keeps the one that serves.
+    """
 
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.longest_ms = max(self.longest_ms, (time.perf_counter() - started) * 1e3)
+    mode: PauseMode
+    flush_cache: bool
+    version: str | None
 
 
 class WeightUpdates:
@@ -63,7 +71,7 @@ class WeightUpdates:
     Attributes:
         version: of the weights that serve.
         model_path, load_format: where the weights came from last, when that was a folder.
-        timeout_s: for updates that bring no limit of their own.
+        timeout_s: for updates and sessions that bring no limit of their own.
     """
 
     def __init__(
@@ -72,6 +80,8 @@ class WeightUpdates:
         memory: MemoryOccupation,
         generation: Generation,
         requests: Requests,
+        operations: Operations,
+        set_deadline: Callable[[str, float], None],
         *,
         version: str,
         model_path: str,
@@ -87,34 +97,64 @@ class WeightUpdates:
         self._content = memory.content
         self._generation = generation
         self._requests = requests
+        self._operations = operations
+        self._set_deadline = set_deadline
+        self._session: WeightSession | None = None
+        self._why_closed = "none was begun"
+        self._session_ids = (f"weight-session-{number}" for number in itertools.count())
         self._turns: list[object] = []
         self.handlers: HandlerTable = {
             UpdateWeightFromDiskReqInput: self.update,
             UpdateWeightsFromTensorReqInput: self.update,
+            BeginWeightUpdateReqInput: self.begin,
+            EndWeightUpdateReqInput: self.end,
+            AbortWeightUpdateReqInput: self.abort,
+            UpdateWeightVersionReqInput: self.set_version,
             GetWeightsByNameReqInput: self.read,
         }
+        memory.on_weights_release = self._end_for_release
         requests.serve_version(version)
 
+    # ------------------------------------------------------------------------------------------ requests
+
     def update(self, request: WeightUpdateRequest) -> Operation:
-        """Carry one update out. It ends with the new weights serving, or with a refusal and the old ones."""
-        try:
-            return (yield from self._update(request))
-        except DeadlinePassed:
-            raise RequestRejected(
-                f"the update was given up at its deadline: {self._requests.num_running} requests were still "
-                "running. Pause generation, or give pause_mode or a longer timeout_s"
-            ) from None
-        except RequestRejected:
-            raise
-        except Exception as error:
-            if not isinstance(self._content.state, Valid):
-                raise
-            logger.error("a weight update failed; the old weights serve", exc_info=error)
-            raise RequestRejected(
-                f"the update failed, the old weights serve: {type(error).__name__}: {error}"
-            ) from error
+        """One update: a session of its own, or a part of the open one."""
+        return self._guarded(self._update(request))
+
+    def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
+        """Open a session, behind the updates that came before."""
+        _check_fields(request)
+        self._refuse_second_session()
+        return self._begin(request)
+
+    def end(self, request: EndWeightUpdateReqInput) -> Operation:
+        """Commit the open session."""
+        _check_fields(request)
+        self._require_session()
+        return self._guarded(self._end(request))
+
+    def abort(self, request: AbortWeightUpdateReqInput) -> AnyReply:
+        """Discard the open session, and what is being done for it."""
+        changed = self._session is not None
+        self._abort_session("aborted by abort_weight_update")
+        return WeightSessionReqOutput(
+            changed=changed, message="The session was discarded." if changed else "No session was open."
+        )
+
+    def set_version(self, request: UpdateWeightVersionReqInput) -> AnyReply:
+        """Give the weights another version; in a session, from its commit on."""
+        if self._session is not None:
+            self._session.version = request.new_version
+            message = f"Weight version {request.new_version} takes effect with the session."
+        else:
+            if request.abort_all_requests:
+                self._generation.stop_requests(PauseMode.ABORT, CAUSE)
+            self._serve_version(request.new_version)
+            message = f"Weight version updated to {request.new_version}."
+        return UpdateWeightVersionReqOutput(new_version=request.new_version, message=message)
 
     def read(self, request: GetWeightsByNameReqInput) -> AnyReply:
+        """The first rows of a weight that serves."""
         if request.truncate_size < 0:
             raise RequestRejected(f"truncate_size: expected 0 or more rows, got {request.truncate_size}")
         if request.name in self._weights.names:
@@ -126,127 +166,191 @@ class WeightUpdates:
                 )
         return GetWeightsByNameReqOutput(values=self._weights.read(request.name, request.truncate_size))
 
+    def expire(self, deadline_id: str) -> None:
+        """The deadline of a session has passed."""
+        if self._session is not None and self._session.deadline_id == deadline_id:
+            logger.warning("a weight update session was left open too long and is aborted")
+            self._abort_session("it was open longer than weight_update_timeout_s")
+
+    def report(self) -> SessionReport | None:
+        """The open session; None if there is none."""
+        session = self._session
+        if session is None:
+            return None
+        return SessionReport(opened_at=session.opened_at, num_tensors_staged=session.num_tensors)
+
+    # ---------------------------------------------------------------------------------------- operations
+
+    def _guarded(self, operation: Operation) -> Operation:
+        """Say of every failure what serves now."""
+        try:
+            return (yield from operation)
+        except RequestRejected:
+            raise
+        except DeadlinePassed:
+            raise RequestRejected(
+                f"the update was given up at its deadline: {self._requests.num_running} requests were still "
+                "running. Pause generation, or give pause_mode or a longer timeout_s"
+            ) from None
+        except Exception as error:
+            if not isinstance(self._content.state, Valid):
+                raise
+            logger.error("a weight update failed; the old weights serve", exc_info=error)
+            raise RequestRejected(
+                f"the update failed, the old weights serve: {type(error).__name__}: {error}"
+            ) from error
+
     def _update(self, request: WeightUpdateRequest) -> Operation:
-        self._check(request)
-        stall = Stall()
+        _check_fields(request)
+        self._require_resident()
+        terms = CommitTerms(_mode(request), request.flush_cache, _version(request))
         with closing(self._weights.open(request)) as incoming, self._turn() as has_come:
             _refuse_problems(incoming)
+            if self._session is None:
+                self._check_terms(terms)
             while not has_come():
                 yield Progress.WAITING
-            self._check(request)
-            with (
-                self._generation.drain() if _own_mode(request) is PauseMode.WAIT else nullcontext(),
-                closing(self._stage(incoming)) as staging,
-            ):
-                if staging.is_staged:
-                    num_bytes = yield from self._fill(staging, incoming, stall)
-                    yield from self._drained(request)
-                    self._check(request)
-                else:
-                    yield from self._drained(request)
-                    self._check(request)
-                    # From here to the commit the weights are a mixture: no forward pass may see them.
-                    self._content.lose(incoming.names)
-                    num_bytes = yield from self._fill(staging, incoming, stall)
-                with stall.measure():
-                    num_paused = self._commit(request, incoming, staging)
-        return self._reply(request, incoming, staging, num_bytes, stall, num_paused)
+            self._require_resident()
+            if self._session is not None:
+                return (yield from self._stage(self._session, request, incoming))
+            session = WeightSession(self._weights, self._content)
+            with closing(session), self._draining(terms):
+                session.make_room(incoming)
+                if not session.is_staged:
+                    yield from self._ready_to_commit(terms)
+                yield from session.write(incoming)
+                session.folder = _folder(request)
+                return (yield from self._finish(session, terms))
 
-    def _check(self, request: WeightUpdateRequest) -> None:
-        """Refuse what the state or the request itself rules out. Called again after every wait."""
-        if request.selector == "draft":
-            raise RequestRejected("selector 'draft': there is one model, expected 'target' or 'all'")
-        if request.timeout_s is not None and request.timeout_s < 0:
-            raise RequestRejected(f"timeout_s: expected 0 or more seconds, got {request.timeout_s}")
+    def _stage(
+        self, session: WeightSession, request: WeightUpdateRequest, incoming: IncomingWeights
+    ) -> Operation:
+        """Take an update into the open session; nothing of it serves yet."""
+        num_bytes = yield from session.write(incoming)
+        session.flush_cache |= request.flush_cache
+        session.version = _version(request) or session.version
+        session.folder = _folder(request) or session.folder
+        return self._reply(
+            f"Staged {incoming.num_tensors} tensors.",
+            is_committed=False,
+            is_staged=session.is_staged,
+            num_tensors=incoming.num_tensors,
+            num_ignored=incoming.num_ignored,
+            num_bytes=num_bytes,
+            stall_ms=session.stall.longest_ms,
+        )
+
+    def _begin(self, request: BeginWeightUpdateReqInput) -> Operation:
+        try:
+            with self._turn() as has_come:
+                while not has_come():
+                    yield Progress.WAITING
+                self._refuse_second_session()
+                deadline_id = next(self._session_ids)
+                self._session = WeightSession(self._weights, self._content, deadline_id)
+        except DeadlinePassed:
+            raise RequestRejected(
+                "no session was opened: an earlier update was still waiting at the deadline", 409
+            ) from None
+        timeout_s = request.timeout_s if request.timeout_s is not None else self.timeout_s
+        self._set_deadline(deadline_id, timeout_s)
+        return WeightSessionReqOutput(changed=True, message="A weight update session is open.")
+
+    def _end(self, request: EndWeightUpdateReqInput) -> Operation:
+        with self._turn() as has_come:
+            while not has_come():
+                yield Progress.WAITING
+            self._require_resident()
+            session = self._require_session()
+            flush_cache = session.flush_cache if request.flush_cache is None else request.flush_cache
+            terms = CommitTerms(_mode(request), flush_cache, _version(request) or session.version)
+            self._check_terms(terms)
+            with self._draining(terms):
+                reply = yield from self._finish(session, terms)
+            self._session = None
+            self._why_closed = "it was ended already"
+            session.close()
+            return reply
+
+    def _finish(self, session: WeightSession, terms: CommitTerms) -> Operation:
+        """Make the session whole, wait for the boundary, and commit: weights, version and cache together."""
+        yield from session.complete()
+        yield from self._ready_to_commit(terms)
+        with session.stall.measure():
+            num_paused = self._requests.num_running
+            if not isinstance(self._generation.state, Paused):
+                self._generation.stop_requests(terms.mode, CAUSE)
+            session.commit()
+            if terms.version is not None:
+                self._serve_version(terms.version)
+            if session.folder is not None:
+                self.model_path, self.load_format = session.folder
+            if terms.flush_cache:
+                self._requests.flush_cache()
+        message = f"Updated {session.num_tensors} tensors."
+        if terms.version is not None:
+            message += f" Weight version updated to {self.version}."
+        logger.info(
+            "weights updated: version=%s tensors=%d bytes=%d staged=%s stall_ms=%.1f",
+            self.version,
+            session.num_tensors,
+            session.num_bytes,
+            session.is_staged,
+            session.stall.longest_ms,
+        )
+        return self._reply(
+            message,
+            is_committed=True,
+            is_staged=session.is_staged,
+            num_tensors=session.num_tensors,
+            num_ignored=session.num_ignored,
+            num_bytes=session.num_bytes,
+            stall_ms=session.stall.longest_ms,
+            num_paused_requests=num_paused,
+        )
+
+    # ---------------------------------------------------------------------------------------- conditions
+
+    def _require_resident(self) -> None:
         if MemoryTag.WEIGHTS in self._memory.released:
             raise RequestRejected("the weights are released: resume_memory_occupation(['weights']) first")
-        frees_kv = self._drains(request) or self._mode(request) in (PauseMode.RETRACT, PauseMode.ABORT)
-        if request.flush_cache and self._requests.num_running > 0 and not frees_kv:
+
+    def _require_session(self) -> WeightSession:
+        if self._session is None:
+            raise RequestRejected(
+                f"no weight update session is open ({self._why_closed}): begin_weight_update first", 409
+            )
+        return self._session
+
+    def _refuse_second_session(self) -> None:
+        if self._session is not None:
+            raise RequestRejected(
+                "a weight update session is open: end_weight_update or abort_weight_update first", 409
+            )
+
+    def _check_terms(self, terms: CommitTerms) -> None:
+        """Refuse a commit that would leave requests with KV that it is to flush."""
+        is_paused = isinstance(self._generation.state, Paused)
+        frees_kv = not is_paused and terms.mode in (PauseMode.RETRACT, PauseMode.ABORT)
+        if terms.flush_cache and self._requests.num_running > 0 and not frees_kv and not self._waits(terms):
             raise RequestRejected(
                 f"{self._requests.num_running} requests hold KV of the present weights: pause with mode "
                 "retract or abort, or pass flush_cache=false"
             )
 
-    def _mode(self, request: WeightUpdateRequest) -> PauseMode | None:
-        """What the update itself does with running requests; None when a pause has seen to them."""
-        if isinstance(self._generation.state, Paused):
-            return None
-        return _own_mode(request)
-
-    def _drains(self, request: WeightUpdateRequest) -> bool:
+    def _waits(self, terms: CommitTerms) -> bool:
         """Whether running requests get to their end first. They cannot where no forward pass can run."""
-        return self._mode(request) is PauseMode.WAIT and self._memory.allows_forward
+        is_paused = isinstance(self._generation.state, Paused)
+        return terms.mode is PauseMode.WAIT and not is_paused and self._memory.allows_forward
 
-    def _stage(self, incoming: IncomingWeights) -> Staging:
-        """A copy to write to; the live weights themselves where these hold nothing to keep."""
-        is_whole = isinstance(self._content.state, Valid)
-        return self._weights.stage(in_place=not is_whole or not incoming.names)
+    def _draining(self, terms: CommitTerms) -> AbstractContextManager[None]:
+        return self._generation.drain() if terms.mode is PauseMode.WAIT else nullcontext()
 
-    def _drained(self, request: WeightUpdateRequest) -> Iterator[Progress]:
-        while self._drains(request) and self._requests.num_running > 0:
+    def _ready_to_commit(self, terms: CommitTerms) -> Iterator[Progress]:
+        """Wait for running requests, if they are to end first; then look again at what has changed since."""
+        while self._waits(terms) and self._requests.num_running > 0:
             yield Progress.WAITING
-
-    def _fill(
-        self, staging: Staging, incoming: IncomingWeights, stall: Stall
-    ) -> Generator[Progress, None, int]:
-        """Write everything; returns the bytes that came in."""
-        num_bytes = yield from _in_slices(incoming.write(staging), stall)
-        if staging.is_staged:
-            yield from _in_slices(staging.complete(incoming.names), stall)
-        return num_bytes
-
-    def _commit(self, request: WeightUpdateRequest, incoming: IncomingWeights, staging: Staging) -> int:
-        """Weights, version and cache change together; returns how many requests were held up by it."""
-        num_paused = self._requests.num_running
-        mode = self._mode(request)
-        if mode is not None:
-            self._generation.stop_requests(mode, "a weight update")
-        staging.commit()
-        self._content.note_written(incoming.names)
-        if request.weight_version is not None:
-            self.version = str(request.weight_version)
-            self._requests.serve_version(self.version)
-        if isinstance(request, UpdateWeightFromDiskReqInput):
-            self.model_path = request.model_path
-            self.load_format = request.load_format or "auto"
-        if request.flush_cache:
-            self._requests.flush_cache()
-        return num_paused
-
-    def _reply(
-        self,
-        request: WeightUpdateRequest,
-        incoming: IncomingWeights,
-        staging: Staging,
-        num_bytes: int,
-        stall: Stall,
-        num_paused: int,
-    ) -> UpdateWeightsReqOutput:
-        message = f"Updated {incoming.num_tensors} tensors."
-        if request.weight_version is not None:
-            message += f" Weight version updated to {self.version}."
-        content = self._content.report()
-        logger.info(
-            "weights updated: version=%s tensors=%d bytes=%d staged=%s stall_ms=%.1f",
-            self.version,
-            incoming.num_tensors,
-            num_bytes,
-            staging.is_staged,
-            stall.longest_ms,
-        )
-        return UpdateWeightsReqOutput(
-            weight_version=self.version,
-            committed=True,
-            staged=staging.is_staged,
-            num_tensors=incoming.num_tensors,
-            num_ignored=incoming.num_ignored,
-            num_bytes=num_bytes,
-            stall_ms=stall.longest_ms,
-            num_paused_requests=num_paused,
-            content=content.content,
-            num_missing=content.num_missing,
-            message=message,
-        )
+        self._check_terms(terms)
 
     @contextmanager
     def _turn(self) -> Iterator[Callable[[], bool]]:
@@ -258,28 +362,81 @@ class WeightUpdates:
         finally:
             self._turns.remove(place)
 
+    # -------------------------------------------------------------------------------------------- effects
 
-def _own_mode(request: WeightUpdateRequest) -> PauseMode:
+    def _serve_version(self, version: str) -> None:
+        self.version = version
+        self._requests.serve_version(version)
+
+    def _abort_session(self, why: str) -> None:
+        session = self._session
+        if session is None:
+            return
+        self._session = None
+        self._why_closed = why
+        for kind in (WeightUpdateRequest, EndWeightUpdateReqInput):
+            self._operations.cancel(kind, RequestRejected(f"the weight update session was discarded: {why}"))
+        session.close()
+
+    def _end_for_release(self) -> None:
+        why = "the weights were released in between"
+        self._abort_session(why)
+        self._operations.cancel(
+            WeightUpdateRequest, RequestRejected(f"{why}: resume them, then update again")
+        )
+
+    def _reply(
+        self,
+        message: str,
+        *,
+        is_committed: bool,
+        is_staged: bool,
+        num_tensors: int,
+        num_ignored: int,
+        num_bytes: int,
+        stall_ms: float,
+        num_paused_requests: int = 0,
+    ) -> UpdateWeightsReqOutput:
+        content = self._content.report()
+        return UpdateWeightsReqOutput(
+            weight_version=self.version,
+            committed=is_committed,
+            staged=is_staged,
+            num_tensors=num_tensors,
+            num_ignored=num_ignored,
+            num_bytes=num_bytes,
+            stall_ms=stall_ms,
+            num_paused_requests=num_paused_requests,
+            content=content.content,
+            num_missing=content.num_missing,
+            message=message,
+        )
+
+
+def _check_fields(
+    request: WeightUpdateRequest | BeginWeightUpdateReqInput | EndWeightUpdateReqInput,
+) -> None:
+    if not isinstance(request, EndWeightUpdateReqInput) and request.selector == "draft":
+        raise RequestRejected("selector 'draft': there is one model, expected 'target' or 'all'")
+    if request.timeout_s is not None and not request.timeout_s >= 0:
+        raise RequestRejected(f"timeout_s: expected 0 or more seconds, got {request.timeout_s}")
+
+
+def _mode(request: WeightUpdateRequest | EndWeightUpdateReqInput) -> PauseMode:
     """What the request asks to do with running requests, if nobody has paused them."""
-    if request.abort_all_requests:
+    if isinstance(request, WeightUpdateRequest) and request.abort_all_requests:
         return PauseMode.ABORT
     return request.pause_mode if request.pause_mode is not None else PauseMode.WAIT
 
 
-def _in_slices(writes: Iterator[int], stall: Stall) -> Generator[Progress, None, int]:
-    """Work through `writes`, letting a forward pass in after every SLICE_BYTES; returns the bytes in all."""
-    total_bytes = 0
-    while True:
-        slice_bytes = 0
-        with stall.measure():
-            for num_bytes in writes:
-                slice_bytes += num_bytes
-                if slice_bytes >= SLICE_BYTES:
-                    break
-            else:
-                return total_bytes + slice_bytes
-        total_bytes += slice_bytes
-        yield Progress.WORKING
+def _version(request: WeightUpdateRequest | EndWeightUpdateReqInput) -> str | None:
+    return None if request.weight_version is None else str(request.weight_version)
+
+
+def _folder(request: WeightUpdateRequest) -> tuple[str, str] | None:
+    if isinstance(request, UpdateWeightFromDiskReqInput):
+        return request.model_path, request.load_format or "auto"
+    return None
 
 
 def _refuse_problems(incoming: IncomingWeights) -> None:

@@ -1,0 +1,114 @@
+"""Weights on their way in: written to a copy of the live ones, or in place, not served before the commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+
+from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
+from ebbtide.srt.managers.control.ports import IncomingWeights, Progress, Staging, Weights
+
+# What is copied between two forward passes. Bytes, not milliseconds: ranks must cut alike.
+SLICE_BYTES = 32 << 20
+
+Slices = Generator[Progress, None, int]
+
+
+class Stall:
+    """The longest time for which an update kept the loop from running a forward pass."""
+
+    def __init__(self) -> None:
+        self.longest_ms = 0.0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.longest_ms = max(self.longest_ms, (time.perf_counter() - started) * 1e3)
+
+
+class WeightSession:
+    """What one commit will change. `close` before the commit is the rollback.
+
+    Attributes:
+        deadline_id: of the deadline at which it is aborted; None for the session of a single request.
+        names: the checkpoint names that have been written whole.
+        is_staged: False once anything was written in place.
+        version, flush_cache, folder: what the updates asked for; `folder` is (model_path, load_format).
+    """
+
+    def __init__(self, weights: Weights, content: WeightContent, deadline_id: str | None = None) -> None:
+        self.deadline_id = deadline_id
+        self.opened_at = time.time()
+        self.names: frozenset[str] = frozenset()
+        self.num_tensors = 0
+        self.num_ignored = 0
+        self.num_bytes = 0
+        self.version: str | None = None
+        self.flush_cache = False
+        self.folder: tuple[str, str] | None = None
+        self.is_staged = True
+        self.stall = Stall()
+        self._weights = weights
+        self._content = content
+        self._staging: Staging | None = None
+
+    def make_room(self, incoming: IncomingWeights) -> None:
+        """Find a place for these tensors: a copy, or the live weights where these hold nothing to keep."""
+        if self._staging is None and incoming.num_tensors > 0:
+            is_whole = isinstance(self._content.state, Valid)
+            self._staging = self._weights.stage(in_place=not is_whole)
+            self.is_staged = self._staging.is_staged
+
+    def write(self, incoming: IncomingWeights) -> Slices:
+        """Write one update's tensors; returns their bytes. If it fails, they count as not written."""
+        self.make_room(incoming)
+        self.names -= incoming.names
+        num_bytes = 0
+        if self._staging is not None:
+            if not self.is_staged:
+                # From here to the commit the live weights are a mixture: no forward pass may see them.
+                self._content.lose(incoming.names)
+            num_bytes = yield from _in_slices(incoming.write(self._staging), self.stall)
+        self.names |= incoming.names
+        self.num_tensors += incoming.num_tensors
+        self.num_ignored += incoming.num_ignored
+        self.num_bytes += num_bytes
+        return num_bytes
+
+    def complete(self) -> Slices:
+        """Fill what was not written with the live weights, so that the copy is whole."""
+        if self._staging is None or not self.is_staged:
+            return 0
+        return (yield from _in_slices(self._staging.complete(self.names), self.stall))
+
+    def commit(self) -> None:
+        """Make what was written the live weights."""
+        if self._staging is not None:
+            self._staging.commit()
+        self._content.note_written(self.names)
+
+    def close(self) -> None:
+        """Give the copy's memory back."""
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+
+def _in_slices(writes: Iterator[int], stall: Stall) -> Slices:
+    """Work through `writes`, letting a forward pass in after every SLICE_BYTES; returns the bytes in all."""
+    total_bytes = 0
+    while True:
+        slice_bytes = 0
+        with stall.measure():
+            for num_bytes in writes:
+                slice_bytes += num_bytes
+                if slice_bytes >= SLICE_BYTES:
+                    break
+            else:
+                return total_bytes + slice_bytes
+        total_bytes += slice_bytes
+        yield Progress.WORKING
