@@ -270,6 +270,14 @@ def test_what_has_no_effect_is_warned_about_once(
     assert warnings == [f"--{name.replace('_', '-')} has no effect in Ebbtide"]
 
 
+def test_what_is_not_built_yet_is_not_ignored_silently(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    resolved(folder, watchdog_timeout=60, enable_metrics=True)
+    assert "--watchdog-timeout has no effect" in caplog.text
+    assert "--enable-metrics has no effect" in caplog.text
+
+
 def test_defaults_warn_about_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     resolved(folder)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

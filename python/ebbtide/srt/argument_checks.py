@@ -112,7 +112,8 @@ _NO_EFFECT = frozenset(
     [
         *(entry.name for entry in fields(NoEffectArgs)),
         # Ebbtide's own, whose part of the engine is still to come.
-        *("chat_template", "log_requests", "log_requests_level", "decode_log_interval", "enable_metrics"),
+        *("chat_template", "watchdog_timeout", "enable_metrics"),
+        *("log_requests", "log_requests_level", "decode_log_interval"),
     ]
 )
 

@@ -106,7 +106,6 @@ class RuntimeConfig:
     attention_backend: str
     random_seed: int
     log_level: str
-    watchdog_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +255,6 @@ def _resolve_runtime(args: ServerArgs) -> RuntimeConfig:
         attention_backend=_attention_backend(args.attention_backend),
         random_seed=seed,
         log_level=args.log_level,
-        watchdog_timeout_s=float(args.watchdog_timeout),
     )
 
 
