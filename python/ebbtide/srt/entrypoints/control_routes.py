@@ -9,11 +9,14 @@ from typing import Any, get_args, get_origin
 import msgspec
 from starlette.datastructures import QueryParams
 
-from ebbtide.srt.errors import RequestRejected, error_body
+from ebbtide.srt.errors import error_body
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
+    AbortWeightUpdateReqInput,
+    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     ControlRequest,
+    EndWeightUpdateReqInput,
     FlushCacheReqInput,
     GetWeightsByNameReqInput,
     PauseGenerationReqInput,
@@ -21,6 +24,7 @@ from ebbtide.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
 )
 
 POST = ("POST",)
@@ -73,6 +77,10 @@ CONTROL_ROUTES: dict[str, ControlRoute] = {
     ),
     "/update_weights_from_disk": ControlRoute(UpdateWeightFromDiskReqInput),
     "/update_weights_from_tensor": ControlRoute(UpdateWeightsFromTensorReqInput),
+    "/begin_weight_update": ControlRoute(BeginWeightUpdateReqInput),
+    "/end_weight_update": ControlRoute(EndWeightUpdateReqInput),
+    "/abort_weight_update": ControlRoute(AbortWeightUpdateReqInput),
+    "/update_weight_version": ControlRoute(UpdateWeightVersionReqInput),
     "/get_weights_by_name": ControlRoute(GetWeightsByNameReqInput, POST_OR_GET),
 }
 
@@ -103,21 +111,20 @@ NOT_IMPLEMENTED = (
 
 
 def query_fields(route: ControlRoute, query: QueryParams) -> dict[str, Any]:
-    """The fields in a query, with the types of the request's. A field that takes a list may be repeated.
+    """The fields in a query, with the types that the request gives them; a list is a field that is repeated.
 
-    Raises:
-        RequestRejected: 400, names the field and what was expected.
+    What does not fit its type stays text: building the request then says what was expected.
     """
     types = {known.name: known.type for known in msgspec.structs.fields(route.request)}
     fields: dict[str, Any] = {}
     for key in query:
         name = route.query_aliases.get(key, key)
-        values: Any = query.getlist(key)
-        given = values if name in types and _takes_list(types[name]) else values[-1]
+        wanted = types.get(name, str)
+        given: Any = query.getlist(key) if _takes_list(wanted) else query[key]
         try:
-            fields[name] = msgspec.convert(given, types.get(name, Any), strict=False)
-        except msgspec.ValidationError as error:
-            raise RequestRejected(f"{key} in the query: {error}") from None
+            fields[name] = msgspec.convert(given, wanted, strict=False)
+        except msgspec.ValidationError:
+            fields[name] = given
     return fields
 
 

@@ -204,7 +204,7 @@ class ControlMachine(RuleBasedStateMachine):
         harness = self.harness
         self.trainer_gives_memory_back()
         harness.weights.num_staged = 1
-        # What waits may begin a session, or come into force as a pause, once it gets its turn: so more than once.
+        # What waits may begin a session, or become a pause, once it gets its turn: so more than once.
         for _ in range(3):
             self.call(AbortWeightUpdateReqInput())
             self.call(ResumeMemoryOccupationReqInput())

@@ -1,0 +1,29 @@
+"""Real processes and a tiny model: checkpoints A and B of one shape, their references."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fixtures.checkpoints import make_checkpoint
+from fixtures.references import Reference
+
+
+@pytest.fixture(scope="session")
+def checkpoint_a(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("a"), "Qwen3ForCausalLM", seed=1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("b"), "Qwen3ForCausalLM", seed=2)
+
+
+@pytest.fixture(scope="session")
+def reference_a(checkpoint_a: Path) -> Reference:
+    return Reference(checkpoint_a)
+
+
+@pytest.fixture(scope="session")
+def reference_b(checkpoint_b: Path) -> Reference:
+    return Reference(checkpoint_b)

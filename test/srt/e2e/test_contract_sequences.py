@@ -1,0 +1,256 @@
+"""The worked sequences of control_semantics section 4, over HTTP, on a real model, with streams in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.references import Reference, check_greedy_spans
+from fixtures.rollouts import Streams, buckets, decoded, safetensors_body
+from fixtures.servers import Server, running_server
+
+NUM_STREAMS = 64
+MAX_NEW_TOKENS = 120
+PROMPTS = [
+    [(7 * index + position) % 250 for position in range(4 + index % 9)] for index in range(NUM_STREAMS)
+]
+KV_TOKENS = 16_384
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint_a: Path) -> Iterator[Server]:
+    arguments = ["--max-total-tokens", str(KV_TOKENS), "--max-running-requests", str(NUM_STREAMS)]
+    with running_server(checkpoint_a, *arguments, "--log-level", "warning") as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def weights_a(server: Server, checkpoint_a: Path) -> Iterator[None]:
+    """Each test begins, whatever the one before left, with the weights of A and everything resident."""
+    post(server, "/abort_weight_update")
+    post(server, "/resume_memory_occupation")
+    post(server, "/update_weights_from_disk", {"model_path": str(checkpoint_a), "weight_version": "a"})
+    post(server, "/continue_generation")
+    yield
+    assert server.process.poll() is None, server.log
+
+
+def post(server: Server, path: str, body: Mapping[str, Any] | None = None, *, status: int = 200) -> Any:
+    return decoded(server.post(path, dict(body or {})), status)
+
+
+def get(server: Server, path: str, *, status: int = 200) -> Any:
+    return decoded(server.get(path), status)
+
+
+def check_all(
+    streams: Streams,
+    outputs: list[dict[str, Any]],
+    references: Mapping[str, Reference],
+    *,
+    recomputes_kv: bool,
+) -> None:
+    """Every stream came to its end, in contiguous spans, with the tokens of the weights that it names."""
+    for prompt, output in zip(streams.prompts, outputs, strict=True):
+        meta = output["meta_info"]
+        assert meta["finish_reason"] == {"type": "length", "length": MAX_NEW_TOKENS}
+        spans = meta["weight_versions"]
+        assert spans[0]["start"] == 0
+        assert spans[-1]["end"] == MAX_NEW_TOKENS == len(output["output_ids"])
+        assert all(one["end"] == next_one["start"] for one, next_one in itertools.pairwise(spans))
+        check_greedy_spans(references, prompt, output, recomputes_kv=recomputes_kv)
+
+
+def greedy(server: Server, prompt: list[int], num_tokens: int = 12) -> list[int]:
+    params = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    output = post(server, "/generate", {"input_ids": prompt, "sampling_params": params})
+    return list(output["output_ids"])
+
+
+def test_1_multi_stage_awake(server: Server, reference_a: Reference, reference_b: Reference) -> None:
+    prompt = PROMPTS[3]
+    assert greedy(server, prompt) == reference_a.greedy(prompt, 12)
+    for tag in ("kv_cache", "weights"):
+        reply = post(server, "/release_memory_occupation", {"tags": [tag]})
+        tags = get(server, "/memory_occupation")["tags"]
+        assert reply["freed_bytes"][tag] == tags[tag]["virtual_bytes"]
+        assert tags[tag]["resident_bytes"] == 0
+    assert post(server, "/resume_memory_occupation", {"tags": ["weights"]})["weights"]["content"] == "stale"
+    for bucket in buckets(reference_b.weights(), 3):
+        reply = post(server, "/update_weights_from_tensor", safetensors_body(bucket, weight_version="b"))
+        assert reply["staged"] is False
+    assert (reply["content"], reply["num_missing"]) == ("valid", 0)
+    assert post(server, "/flush_cache")["fully_flushed"]
+    post(server, "/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert greedy(server, prompt) == reference_b.greedy(prompt, 12)
+
+
+def test_2_the_order_of_slime(server: Server, reference_b: Reference) -> None:
+    post(server, "/release_memory_occupation")
+    post(server, "/resume_memory_occupation", {"tags": ["weights"]})
+    post(server, "/pause_generation")
+    assert post(server, "/flush_cache")["fully_flushed"]
+    for bucket in buckets(reference_b.weights(), 4):
+        post(
+            server,
+            "/update_weights_from_tensor",
+            safetensors_body(bucket, flush_cache=False, weight_version=2),
+        )
+    post(server, "/continue_generation")
+    assert get(server, "/ready", status=503)["message"] == "kv_cache is released"
+    post(server, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+    assert greedy(server, PROMPTS[5]) == reference_b.greedy(PROMPTS[5], 12)
+    assert get(server, "/get_weight_version")["weight_version"] == "2"
+
+
+def test_3_the_order_of_miles(server: Server, reference_a: Reference, reference_b: Reference) -> None:
+    async def run() -> None:
+        async with Streams(str(server.client.base_url), PROMPTS, MAX_NEW_TOKENS) as streams:
+            await streams.all_past(5)
+            paused = await streams.post("/pause_generation", {"mode": "retract"})
+            assert (paused["num_retracted"], paused["num_running"]) == (NUM_STREAMS, 0)
+            assert (await streams.post("/flush_cache"))["fully_flushed"]
+            await streams.post("/begin_weight_update")
+            for bucket in buckets(reference_b.weights(), 3):
+                reply = await streams.post("/update_weights_from_tensor", safetensors_body(bucket))
+                assert reply["committed"] is False
+            reply = await streams.post("/end_weight_update", {"weight_version": "b"})
+            assert (reply["committed"], reply["weight_version"]) == (True, "b")
+            await streams.post("/continue_generation")
+            outputs = await streams.finish()
+            check_all(streams, outputs, {"a": reference_a, "b": reference_b}, recomputes_kv=True)
+            assert all(len(output["meta_info"]["weight_versions"]) == 2 for output in outputs)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_4_in_flight_single_call(
+    server: Server, reference_a: Reference, reference_b: Reference, mode: str
+) -> None:
+    async def run() -> None:
+        async with Streams(str(server.client.base_url), PROMPTS, MAX_NEW_TOKENS) as streams:
+            await streams.all_past(5)
+            flush = mode == "retract"
+            body = safetensors_body(
+                reference_b.weights(), pause_mode=mode, flush_cache=flush, weight_version="b"
+            )
+            reply = await streams.post("/update_weights_from_tensor", body)
+            assert (reply["staged"], reply["num_paused_requests"]) == (True, NUM_STREAMS)
+            outputs = await streams.finish()
+            check_all(streams, outputs, {"a": reference_a, "b": reference_b}, recomputes_kv=flush)
+            for output in outputs:
+                meta = output["meta_info"]
+                assert [span["version"] for span in meta["weight_versions"]] == ["a", "b"]
+                assert meta["kv_weight_versions"] == ["a", "b"]
+                assert meta["num_retractions"] == int(flush)
+
+    asyncio.run(run())
+
+
+def test_5_sleep_in_the_middle_of_a_rollout(
+    server: Server, reference_a: Reference, reference_b: Reference
+) -> None:
+    async def run() -> None:
+        async with Streams(str(server.client.base_url), PROMPTS, MAX_NEW_TOKENS) as streams:
+            await streams.all_past(5)
+            assert (await streams.post("/release_memory_occupation"))["num_retracted"] == NUM_STREAMS
+            await streams.post("/resume_memory_occupation", {"tags": ["weights"]})
+            body = safetensors_body(reference_b.weights(), weight_version="b")
+            await streams.post("/update_weights_from_tensor", body)
+            await streams.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+            outputs = await streams.finish()
+            check_all(streams, outputs, {"a": reference_a, "b": reference_b}, recomputes_kv=True)
+
+    asyncio.run(run())
+
+
+def test_6_retry_storm(server: Server, reference_a: Reference) -> None:
+    async def run() -> None:
+        async with Streams(str(server.client.base_url), PROMPTS[:8], MAX_NEW_TOKENS) as streams:
+            await streams.all_past(3)
+            storm = [
+                ("/pause_generation", {"mode": "in_place"}),
+                ("/pause_generation", {"mode": "retract"}),
+                ("/continue_generation", {}),
+                ("/continue_generation", {}),
+                ("/release_memory_occupation", {"tags": ["kv_cache"]}),
+                ("/release_memory_occupation", {"tags": ["kv_cache"]}),
+                ("/resume_memory_occupation", {"tags": ["kv_cache"]}),
+                ("/resume_memory_occupation", {"tags": ["kv_cache"]}),
+                ("/resume_memory_occupation", {"tags": ["weights"]}),
+                ("/abort_weight_update", {}),
+            ]
+            for _ in range(4):
+                responses = await asyncio.gather(
+                    *(streams.client.post(path, json=body) for path, body in storm)
+                )
+                assert {response.status_code for response in responses} == {200}
+            await streams.post("/resume_memory_occupation")
+            await streams.post("/continue_generation")
+            check_all(streams, await streams.finish(), {"a": reference_a}, recomputes_kv=True)
+
+    asyncio.run(run())
+
+
+def test_7_a_failing_update_leaves_the_old_weights(
+    server: Server, reference_a: Reference, reference_b: Reference, tmp_path: Path
+) -> None:
+    weights = reference_b.weights()
+    wrong_shape = {**weights, "model.norm.weight": weights["model.norm.weight"][:-1]}
+    unknown = {**weights, "model.nothing.weight": torch.zeros(3)}
+
+    async def run() -> None:
+        async with Streams(str(server.client.base_url), PROMPTS[:16], MAX_NEW_TOKENS) as streams:
+            await streams.all_past(5)
+            for bad, name in ((wrong_shape, "model.norm.weight"), (unknown, "model.nothing.weight")):
+                body = safetensors_body(bad, pause_mode="in_place", flush_cache=False, weight_version="b")
+                reply = await streams.post("/update_weights_from_tensor", body, status=400)
+                assert reply["success"] is False
+                assert [error["name"] for error in reply["errors"]] == [name]
+            garbage = {"serialized_named_tensors": ["AAAA"], "load_format": "safetensors"}
+            await streams.post("/update_weights_from_tensor", garbage, status=400)
+            await streams.post("/update_weights_from_disk", {"model_path": str(tmp_path)}, status=400)
+            check_all(streams, await streams.finish(), {"a": reference_a}, recomputes_kv=False)
+
+    asyncio.run(run())
+    post(server, "/update_weights_from_tensor", safetensors_body(weights, weight_version="b"))
+    assert greedy(server, PROMPTS[2]) == reference_b.greedy(PROMPTS[2], 12)
+
+
+def test_a_bucket_that_fails_inside_a_session_can_be_sent_again(
+    server: Server, reference_b: Reference
+) -> None:
+    first, second = buckets(reference_b.weights(), 2)
+    post(server, "/begin_weight_update")
+    post(server, "/update_weights_from_tensor", safetensors_body(first))
+    wrong = {name: tensor[:-1] for name, tensor in second.items()}
+    post(server, "/update_weights_from_tensor", safetensors_body(wrong), status=400)
+    post(server, "/update_weights_from_tensor", safetensors_body(second))
+    post(server, "/end_weight_update", {"weight_version": "b"})
+    assert greedy(server, PROMPTS[7]) == reference_b.greedy(PROMPTS[7], 12)
+
+
+def test_a_client_killed_in_the_middle_of_an_update_disturbs_nobody(
+    server: Server, reference_a: Reference, reference_b: Reference
+) -> None:
+    async def run() -> None:
+        async with Streams(str(server.client.base_url), PROMPTS[:8], MAX_NEW_TOKENS) as streams:
+            await streams.all_past(3)
+            body = safetensors_body(
+                reference_b.weights(), weight_version="b"
+            )  # waits for the running requests
+            update = asyncio.create_task(streams.client.post("/update_weights_from_tensor", json=body))
+            await asyncio.sleep(0.1)
+            update.cancel()
+            assert (await streams.client.get("/health")).status_code == 200
+            check_all(streams, await streams.finish(), {"a": reference_a}, recomputes_kv=False)
+
+    asyncio.run(run())
+    # A control request is never cancelled by a disconnect.
+    assert greedy(server, PROMPTS[1]) == reference_b.greedy(PROMPTS[1], 12)
