@@ -1,0 +1,60 @@
+"""The table of control endpoints, and fields in queries."""
+
+from typing import Any, get_args
+
+import pytest
+from starlette.datastructures import QueryParams
+
+from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENTED, query_fields
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.io_struct import AnyControlRequest, PingReqInput, build_request
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+
+def fields_of(path: str, query: str) -> dict[str, Any]:
+    return query_fields(CONTROL_ROUTES[path], QueryParams(query))
+
+
+def test_every_control_request_has_an_endpoint() -> None:
+    routed = {route.request for route in CONTROL_ROUTES.values()}
+    # A ping is /health.
+    assert routed == set(get_args(AnyControlRequest)) - {PingReqInput}
+    assert not set(CONTROL_ROUTES) & set(NOT_IMPLEMENTED)
+
+
+def test_fields_in_a_query_take_the_types_of_the_request() -> None:
+    assert fields_of("/flush_cache", "timeout=2.5") == {"timeout_s": 2.5}
+    assert fields_of("/flush_cache", "timeout_s=3") == {"timeout_s": 3.0}
+    name = "model.norm.weight"
+    assert fields_of("/get_weights_by_name", f"name={name}&truncate_size=3") == {
+        "name": name,
+        "truncate_size": 3,
+    }
+    assert fields_of("/get_weights_by_name", "name=7") == {"name": "7"}
+    assert fields_of("/abort_request", "rid=a&abort_all=true") == {"rid": "a", "abort_all": True}
+
+
+def test_a_list_is_a_field_that_is_repeated() -> None:
+    path = "/release_memory_occupation"
+    assert fields_of(path, "tags=weights") == {"tags": (MemoryTag.WEIGHTS,)}
+    assert fields_of(path, "tags=weights&tags=kv_cache") == {"tags": (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)}
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "expected"),
+    [
+        ("/flush_cache", "timeout=soon", "Expected `float`, got `str`"),
+        ("/release_memory_occupation", "tags=wieghts", "expected one of weights, kv_cache, cuda_graph"),
+        ("/get_weights_by_name", "name=a&truncate_size=all", "Expected `int`, got `str`"),
+    ],
+)
+def test_a_bad_value_in_a_query_is_refused_as_one_in_a_body_is(path: str, query: str, expected: str) -> None:
+    with pytest.raises(RequestRejected) as raised:
+        build_request(CONTROL_ROUTES[path].request, fields_of(path, query))
+    assert expected in raised.value.message
+    assert raised.value.status == 400
+
+
+def test_only_weights_travel_as_base64() -> None:
+    binary = {path: route.binary_fields for path, route in CONTROL_ROUTES.items() if route.binary_fields}
+    assert binary == {"/update_weights_from_tensor": {"serialized_named_tensors"}}

@@ -1,0 +1,191 @@
+"""Starting, watching and ending processes: real ones, with scripts in place of the engine's parts."""
+
+import os
+import queue
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fixtures.servers import ENVIRONMENT, is_alive, wait_until
+
+from ebbtide.srt.entrypoints import launcher
+from ebbtide.srt.entrypoints.launcher import EngineProcesses
+from ebbtide.srt.errors import ConfigurationError, EngineError
+
+CONFIG: Any = SimpleNamespace(runtime=SimpleNamespace(log_level="critical"))
+TEST_FOLDER = Path(__file__).parents[1]
+
+
+def targets(**names: str) -> dict[str, str]:
+    return {name: f"fixtures.scripted_processes:{function}" for name, function in names.items()}
+
+
+def left_in(folder: Path) -> list[Path]:
+    return list(folder.glob("ebbtide-*"))
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where socket folders are made. Empty after each test: nothing is left behind, however it went."""
+    with tempfile.TemporaryDirectory(prefix="eb-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+        assert left_in(Path(folder)) == []
+
+
+@pytest.fixture
+def processes() -> Iterator[EngineProcesses]:
+    started = EngineProcesses(CONFIG, targets(scheduler="report_size", detokenizer="report_nothing"))
+    yield started
+    started.shutdown()
+
+
+def test_ready_processes_report_what_the_engine_has_and_end_with_shutdown(
+    processes: EngineProcesses, folder: Path
+) -> None:
+    assert processes.wait_ready() == {"max_total_num_tokens": 64}
+    pids = processes.pids
+    assert set(pids) == {"scheduler", "detokenizer"}
+    assert all(is_alive(pid) for pid in pids.values())
+    [sockets] = left_in(folder)
+    assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
+    assert processes.addresses.scheduler == f"ipc://{sockets}/scheduler"
+    processes.shutdown()
+    processes.shutdown()
+    assert not any(is_alive(pid) for pid in pids.values())
+    assert not sockets.exists()
+
+
+def test_processes_can_be_told_apart_in_lists(processes: EngineProcesses) -> None:
+    processes.wait_ready()
+    pid = processes.pids["scheduler"]
+    assert Path(f"/proc/{pid}/comm").read_text() == "ebb-scheduler\n"
+    assert b"\0scheduler\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "message"),
+    [
+        ("refuse", ConfigurationError, "model.safetensors: expected 25 tensors, found 24"),
+        ("say_failed", ConfigurationError, "no usable tokenizer"),
+        ("crash", EngineError, "the start of the scheduler process failed: ValueError: boom"),
+        ("vanish", EngineError, "the start failed: the scheduler process ended with exit code 7"),
+    ],
+)
+def test_a_start_that_fails_says_why_and_leaves_nothing(
+    script: str, error: type[Exception], message: str
+) -> None:
+    started = EngineProcesses(CONFIG, targets(scheduler=script, detokenizer="report_nothing"))
+    pids = started.pids.values()
+    with pytest.raises(error) as raised:
+        started.wait_ready()
+    assert str(raised.value) == message
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_process_killed_while_it_starts_is_named_with_the_signal() -> None:
+    started = EngineProcesses(CONFIG, targets(scheduler="never_ready"))
+    os.kill(started.pids["scheduler"], signal.SIGKILL)
+    with pytest.raises(EngineError, match="the scheduler process was ended by SIGKILL"):
+        started.wait_ready()
+
+
+def test_a_death_is_reported_with_name_and_signal(processes: EngineProcesses) -> None:
+    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
+    processes.wait_ready()
+    processes.watch(deaths.put)
+    os.kill(processes.pids["detokenizer"], signal.SIGKILL)
+    assert deaths.get(timeout=30) == "the detokenizer process was ended by SIGKILL"
+
+
+def test_a_death_by_an_error_is_reported_with_that_error() -> None:
+    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
+    started = EngineProcesses(CONFIG, targets(scheduler="crash_when_ready"))
+    started.wait_ready()
+    # It may be dead already: that is reported all the same.
+    started.watch(deaths.put)
+    assert deaths.get(timeout=30) == "the scheduler process ended with exit code 1: ValueError: boom"
+    started.shutdown()
+
+
+def test_a_shutdown_is_no_death(processes: EngineProcesses) -> None:
+    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
+    processes.wait_ready()
+    processes.watch(deaths.put)
+    processes.shutdown()
+    assert deaths.empty()
+
+
+def test_a_process_that_does_not_end_when_asked_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "TERMINATE_TIMEOUT_S", 0.1)
+    started = EngineProcesses(CONFIG, targets(scheduler="ignore_sigterm"))
+    started.wait_ready()
+    pid = started.pids["scheduler"]
+    started.shutdown()
+    assert not is_alive(pid)
+
+
+def test_ctrl_c_is_left_to_the_parent(processes: EngineProcesses) -> None:
+    processes.wait_ready()
+    for pid in processes.pids.values():
+        status = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        assert int(status["SigIgn"], 16) & 1 << signal.SIGINT - 1
+        assert not int(status["SigBlk"], 16) & 1 << signal.SIGINT - 1
+
+
+def test_a_fork_of_the_owner_ends_nothing(processes: EngineProcesses) -> None:
+    processes.wait_ready()
+    forked = os.fork()
+    if forked == 0:
+        processes.shutdown()
+        os._exit(0)
+    os.waitpid(forked, 0)
+    assert all(is_alive(pid) for pid in processes.pids.values())
+
+
+def test_a_temporary_folder_too_deep_for_sockets_is_refused(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    deep = folder / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(ConfigurationError, match="TMPDIR is too long for sockets"):
+        EngineProcesses(CONFIG, targets(scheduler="report_size"))
+    assert left_in(deep) == []
+
+
+# No guard against a second import of `__main__`: starting a process by multiprocessing would run it again.
+SCRIPT = """
+import threading
+from types import SimpleNamespace
+from ebbtide.srt.entrypoints.launcher import EngineProcesses
+
+config = SimpleNamespace(runtime=SimpleNamespace(log_level="critical"))
+processes = EngineProcesses(config, {"scheduler": "fixtures.scripted_processes:report_size"})
+processes.wait_ready()
+print(processes.pids["scheduler"], flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "command"])
+def test_processes_start_from_any_program_and_end_when_it_is_killed(how: str, folder: Path) -> None:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    arguments = [str(script)] if how == "script" else ["-c", SCRIPT]
+    path = f"{ENVIRONMENT['PYTHONPATH']}:{TEST_FOLDER}"
+    environment = {**ENVIRONMENT, "PYTHONPATH": path, "TMPDIR": str(folder)}
+    with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, env=environment) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        owner.kill()
+        assert owner.stdout.read() == b""
+    wait_until(lambda: not is_alive(pid), "the engine's process has gone")
+    wait_until(lambda: left_in(folder) == [], "the sockets have gone")

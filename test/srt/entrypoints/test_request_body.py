@@ -1,0 +1,94 @@
+"""Bodies: small, large, malformed, and base64 in every shape."""
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide.srt.entrypoints import request_body
+from ebbtide.srt.entrypoints.request_body import LARGE_BODY_BYTES, decode_fields, read_fields
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.io_struct import UpdateWeightsFromTensorReqInput, build_request
+
+FIELD = "serialized_named_tensors"
+
+
+async def chunks(body: bytes, size: int = 1 << 16) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), size):
+        yield body[start : start + size]
+
+
+async def read(body: bytes) -> dict[str, Any]:
+    return await read_fields(chunks(body), {FIELD})
+
+
+def test_an_empty_body_has_no_fields() -> None:
+    assert decode_fields(bytearray(), ()) == {}
+    assert decode_fields(bytearray(b" \n"), {FIELD}) == {}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[1]",
+        b"null",
+        b'"a"',
+        b"{1:2}",
+        b'{"a": NaN}',
+        b'{"a": "\xff"}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+    ],
+)
+@pytest.mark.parametrize("binary_fields", [(), {FIELD}])
+def test_what_is_no_json_object_is_refused(body: bytes, binary_fields: Any) -> None:
+    with pytest.raises(RequestRejected, match="expected a JSON object") as raised:
+        decode_fields(bytearray(body), binary_fields)
+    assert raised.value.status == 400
+
+
+def outcome(fields: dict[str, Any]) -> Any:
+    """The request that the fields make, or why they make none."""
+    try:
+        return build_request(UpdateWeightsFromTensorReqInput, fields)
+    except RequestRejected as error:
+        return error.message
+
+
+@given(
+    entries=st.lists(st.binary(max_size=40)),
+    others=st.dictionaries(st.text(), st.integers() | st.text() | st.none() | st.lists(st.floats(0, 1))),
+)
+def test_large_and_small_bodies_make_the_same_request(entries: list[bytes], others: dict[str, Any]) -> None:
+    texts = [base64.b64encode(entry).decode() for entry in entries]
+    body = bytearray(json.dumps({**others, FIELD: texts}).encode())
+    assert decode_fields(body, {FIELD})[FIELD] == entries
+    assert outcome(decode_fields(body, {FIELD})) == outcome(decode_fields(body, ()))
+
+
+@given(text=st.text(alphabet="Ag+/=-\\ \n", max_size=24))
+def test_base64_in_pieces_takes_and_refuses_what_base64_at_once_does(text: str) -> None:
+    body = bytearray(json.dumps({FIELD: [text]}).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_body, "PIECE_CHARACTERS", 8)
+        fields = decode_fields(body, {FIELD})
+    assert outcome(fields) == outcome(decode_fields(body, ()))
+
+
+@pytest.mark.parametrize("entries", [5, "AAAA", {"a": 1}, [1], [None], [["AAAA"]], None])
+def test_entries_of_a_wrong_type_reach_the_check_of_types(entries: Any) -> None:
+    assert decode_fields(bytearray(json.dumps({FIELD: entries}).encode()), {FIELD}) == {FIELD: entries}
+
+
+def test_a_large_body_arrives_whole() -> None:
+    entry = bytes(range(256)) * (LARGE_BODY_BYTES // 128)
+    body = json.dumps({FIELD: [base64.b64encode(entry).decode()], "weight_version": "7"}).encode()
+    fields = asyncio.run(read(body))
+    assert fields == {FIELD: [entry], "weight_version": "7"}
