@@ -254,3 +254,35 @@ def test_a_client_killed_in_the_middle_of_an_update_disturbs_nobody(
     asyncio.run(run())
     # A control request is never cancelled by a disconnect.
     assert greedy(server, PROMPTS[1]) == reference_b.greedy(PROMPTS[1], 12)
+
+
+def test_a_transition_sleeps_and_wakes_the_engine_once_however_often_it_is_sent(
+    server: Server, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
+) -> None:
+    steps = [
+        {"op": "pause", "mode": "retract"},
+        {"op": "release"},
+        {"op": "resume", "tags": ["weights"]},
+        {"op": "update_from_disk", "model_path": str(checkpoint_b), "weight_version": "b"},
+        {"op": "flush"},
+        {"op": "resume", "tags": ["kv_cache"]},
+        {"op": "continue"},
+    ]
+
+    async def run() -> None:
+        async with Streams(str(server.client.base_url), PROMPTS[:16], MAX_NEW_TOKENS) as streams:
+            await streams.all_past(5)
+            body = {"op_id": "wake-b", "steps": steps}
+            outcomes = await asyncio.gather(*(streams.post("/transition", body) for _ in range(3)))
+            assert sorted(outcome["replayed"] for outcome in outcomes) == [False, True, True]
+            for outcome in outcomes:
+                assert [step["op"] for step in outcome["steps"]] == [step["op"] for step in steps]
+                assert outcome["steps"] == outcomes[0]["steps"]
+            assert outcomes[0]["steps"][0]["reply"]["num_retracted"] == 16
+            check_all(
+                streams, await streams.finish(), {"a": reference_a, "b": reference_b}, recomputes_kv=True
+            )
+
+    asyncio.run(run())
+    refused = post(server, "/transition", {"op_id": "wake-b", "steps": steps[:2]}, status=409)
+    assert "other steps" in refused["message"]

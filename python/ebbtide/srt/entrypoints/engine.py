@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -21,7 +21,10 @@ from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.generation import Generation
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
+    AbortWeightUpdateReqInput,
+    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
     FlushCacheReqInput,
     GetWeightsByNameReqInput,
     PauseGenerationReqInput,
@@ -29,6 +32,7 @@ from ebbtide.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
 )
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
@@ -247,6 +251,67 @@ class Engine:
             timeout_s=timeout_s,
         )
 
+    async def async_begin_weight_update(
+        self, selector: str = "all", timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """Open a session: updates are staged until `end_weight_update` commits them all at once."""
+        return await self._control(BeginWeightUpdateReqInput, selector=selector, timeout_s=timeout_s)
+
+    async def async_end_weight_update(
+        self,
+        weight_version: str | int | None = None,
+        flush_cache: bool | None = None,
+        pause_mode: str | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Commit the open session. wire_api section 3.3."""
+        return await self._control(
+            EndWeightUpdateReqInput,
+            weight_version=weight_version,
+            flush_cache=flush_cache,
+            pause_mode=pause_mode,
+            timeout_s=timeout_s,
+        )
+
+    async def async_abort_weight_update(self) -> dict[str, Any]:
+        """Discard the open session; the old weights serve."""
+        return await self._control(AbortWeightUpdateReqInput)
+
+    @contextmanager
+    def weight_update(
+        self,
+        weight_version: str | int | None = None,
+        flush_cache: bool | None = None,
+        pause_mode: str | None = None,
+    ) -> Generator[None, None, None]:
+        """A session as a scope: committed at its end, discarded if it is left by an exception."""
+        self.begin_weight_update()
+        try:
+            yield
+        except BaseException:
+            self.abort_weight_update()
+            raise
+        self.end_weight_update(weight_version, flush_cache, pause_mode)
+
+    async def async_update_weight_version(
+        self, new_version: str, abort_all_requests: bool = False
+    ) -> dict[str, Any]:
+        """Give the weights another version; in a session it takes effect with the commit."""
+        return await self._control(
+            UpdateWeightVersionReqInput, new_version=new_version, abort_all_requests=abort_all_requests
+        )
+
+    async def async_transition(
+        self, steps: Sequence[Mapping[str, Any]], op_id: str | None = None
+    ) -> dict[str, Any]:
+        """Carry out control requests in order, up to the first refusal; safe to repeat with the same `op_id`.
+
+        Args:
+            steps: objects with `op` (pause, release, resume, update_from_disk, flush, continue) and fields.
+        """
+        fields = {"steps": [dict(step) for step in steps], "op_id": op_id}
+        return await self._in_loop(self._service.transitions.run(fields))
+
     async def async_get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """The first rows of a weight under its checkpoint name, as float32 numbers."""
         fields = {"name": name, "truncate_size": truncate_size}
@@ -280,6 +345,11 @@ class Engine:
     flush_cache = _blocking(async_flush_cache)
     update_weights_from_tensor = _blocking(async_update_weights_from_tensor)
     update_weights_from_disk = _blocking(async_update_weights_from_disk)
+    begin_weight_update = _blocking(async_begin_weight_update)
+    end_weight_update = _blocking(async_end_weight_update)
+    abort_weight_update = _blocking(async_abort_weight_update)
+    update_weight_version = _blocking(async_update_weight_version)
+    transition = _blocking(async_transition)
     get_weights_by_name = _blocking(async_get_weights_by_name)
     model_info = _blocking(async_model_info)
     server_info = _blocking(async_server_info)

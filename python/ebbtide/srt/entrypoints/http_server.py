@@ -62,6 +62,7 @@ def create_app(service: EngineService) -> FastAPI:
         app.add_route(path, endpoint, methods=["GET"])
     for path, route in CONTROL_ROUTES.items():
         app.add_route(path, endpoints.control(route), methods=list(route.methods))
+    app.add_route("/transition", endpoints.transition, methods=["POST"])
     for path in NOT_IMPLEMENTED:
         app.add_route(path, _not_implemented, methods=ALL_METHODS)
     app.add_exception_handler(RequestRejected, _answer_rejection)
@@ -131,6 +132,9 @@ class _Endpoints:
             return Response(status_code=status) if reply is None else Json(reply, status)
 
         return endpoint
+
+    async def transition(self, request: Request) -> Response:
+        return Json(await self._service.transitions.run(await read_fields(request.stream())))
 
     async def answer_failure(self, request: Request, error: Exception) -> Response:
         """500; 503 when the engine is down or going down."""

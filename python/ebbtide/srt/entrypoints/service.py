@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from ebbtide import __version__
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.entrypoints.launcher import EngineProcesses
+from ebbtide.srt.entrypoints.transition import Transitions
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.channel import Receiver, Sender
 from ebbtide.srt.managers.generate_request import RequestLimits
@@ -47,6 +49,7 @@ class EngineService:
         self.config = config
         self._failure: str | None = None
         self._manager: TokenizerManager | None = None
+        self.transitions = Transitions(self.control)
         self._processes = EngineProcesses(config)
         try:
             # While the scheduler loads the weights.
@@ -240,12 +243,25 @@ class EngineService:
             "num_gpus": 0,
             "internal_states": [replica],
             "state": occupation,
+            "weight_update": _weight_update_body(self.state),
         }
 
 
 def _tag_body(report: Mapping[str, Any]) -> dict[str, Any]:
     """Without what only the weights have, where it is another tag's."""
     return {name: value for name, value in report.items() if value is not None or name == "content"}
+
+
+def _weight_update_body(state: StateReport) -> dict[str, Any]:
+    session = state.session
+    if session is None:
+        return {"session_open": False, "age_s": None, "num_tensors_staged": 0, "groups": []}
+    return {
+        "session_open": True,
+        "age_s": max(0.0, time.time() - session.opened_at),
+        "num_tensors_staged": session.num_tensors_staged,
+        "groups": [],
+    }
 
 
 def _device_body(pid: int, tags: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:

@@ -1,0 +1,153 @@
+"""Several control requests as one call that may be sent again: `POST /transition`.
+
+A controller that lost an answer does not know what has been done. It sends the same `op_id` again, and gets
+the outcome that was recorded, or waits for the one that is on its way; nothing runs twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ebbtide.srt.errors import EngineError, RequestRejected, error_body
+from ebbtide.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    ControlRequest,
+    FlushCacheReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+    build_request,
+)
+
+STEPS: dict[str, type[ControlRequest]] = {
+    "pause": PauseGenerationReqInput,
+    "release": ReleaseMemoryOccupationReqInput,
+    "resume": ResumeMemoryOccupationReqInput,
+    "update_from_disk": UpdateWeightFromDiskReqInput,
+    "flush": FlushCacheReqInput,
+    "continue": ContinueGenerationReqInput,
+}
+# How many outcomes are remembered. A retry comes within seconds or minutes, not after a thousand others.
+MAX_RECORDED = 1024
+
+Body = dict[str, Any]
+
+
+class TransitionRequest(Struct, frozen=True):
+    """Steps to carry out in order.
+
+    Attributes:
+        steps: each an object with `op` (a key of `STEPS`) and the fields of that request.
+        op_id: names this transition for retries; made by the engine when not given.
+    """
+
+    steps: list[dict[str, Any]]
+    op_id: str | None = None
+
+
+class Transitions:
+    """Carries transitions out, and remembers their outcomes by `op_id`.
+
+    Args:
+        control: carries one control request out, given as loose fields.
+    """
+
+    def __init__(self, control: Callable[[type[Any], Mapping[str, Any]], Awaitable[Any]]) -> None:
+        self._control = control
+        self._recorded: OrderedDict[str, tuple[list[Body], asyncio.Task[Body]]] = OrderedDict()
+
+    async def run(self, fields: Mapping[str, Any]) -> Body:
+        """Carry the steps out in order, up to the first refusal; all are checked before the first runs.
+
+        Returns the body of the answer: `op_id`, `replayed` (it had been run before), `num_done`, and per step
+        that ran `op`, `status`, `duration_ms` and its `reply`. A caller that goes away does not end it.
+
+        Raises:
+            RequestRejected: malformed (400), nothing ran; or the refusal of a step, with the whole answer.
+            EngineError: the engine failed in a step.
+        """
+        request = _request(fields)
+        op_id = request.op_id if request.op_id is not None else uuid.uuid4().hex
+        replayed = op_id in self._recorded
+        if replayed:
+            steps, task = self._recorded[op_id]
+            if steps != request.steps:
+                raise RequestRejected(f"op_id {op_id!r} was used for other steps: take a new one", 409)
+        else:
+            task = asyncio.ensure_future(self._run(request.steps))
+            self._recorded[op_id] = request.steps, task
+            self._forget_old()
+        outcome = {"op_id": op_id, "replayed": replayed, **await asyncio.shield(task)}
+        status = outcome["steps"][-1]["status"] if outcome["steps"] else 200
+        if status == 200:
+            return outcome
+        if status >= 500:
+            raise EngineError(outcome["message"])
+        del outcome["success"]
+        raise RequestRejected(outcome.pop("message"), status, **outcome)
+
+    async def _run(self, steps: list[Body]) -> Body:
+        results: list[Body] = []
+        for step in steps:
+            results.append(await self._step(step))
+            if results[-1]["status"] != 200:
+                failed = results[-1]
+                return {
+                    "success": False,
+                    "message": f"step {len(results)} ({failed['op']}): {failed['reply']['message']}",
+                    "num_done": len(results) - 1,
+                    "steps": results,
+                }
+        message = f"{len(results)} steps done."
+        return {"success": True, "message": message, "num_done": len(results), "steps": results}
+
+    async def _step(self, step: Body) -> Body:
+        started = time.perf_counter()
+        try:
+            reply = await self._control(STEPS[step["op"]], _step_fields(step))
+            # A flush that is not full is an answer, and yet no reason to go on.
+            status = 200 if reply["success"] else 400
+        except RequestRejected as error:
+            reply, status = error.body, error.status
+        except EngineError as error:
+            reply, status = error_body(str(error), 500), 500
+        duration_ms = (time.perf_counter() - started) * 1e3
+        return {"op": step["op"], "status": status, "duration_ms": duration_ms, "reply": reply}
+
+    def _forget_old(self) -> None:
+        """Drop the oldest outcomes, but none that is still on its way."""
+        for op_id in list(self._recorded):
+            if len(self._recorded) <= MAX_RECORDED:
+                return
+            if self._recorded[op_id][1].done():
+                del self._recorded[op_id]
+
+
+def _request(fields: Mapping[str, Any]) -> TransitionRequest:
+    try:
+        request = msgspec.convert(fields, TransitionRequest)
+    except msgspec.ValidationError as error:
+        raise RequestRejected(f"transition: {error}") from None
+    for number, step in enumerate(request.steps, 1):
+        if step.get("op") not in STEPS:
+            raise RequestRejected(
+                f"step {number}: unknown op {step.get('op')!r}; expected one of {', '.join(STEPS)}"
+            )
+        try:
+            build_request(STEPS[step["op"]], _step_fields(step))
+        except RequestRejected as error:
+            raise RequestRejected(f"step {number} ({step['op']}): {error.message}") from None
+    return request
+
+
+def _step_fields(step: Mapping[str, Any]) -> Body:
+    return {name: value for name, value in step.items() if name != "op"}

@@ -1,0 +1,177 @@
+"""Transitions over a control function that the tests script: order, refusals, retries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from ebbtide.srt.entrypoints.transition import MAX_RECORDED, Transitions
+from ebbtide.srt.errors import EngineError, RequestRejected
+
+SLEEP = [{"op": "pause", "mode": "retract"}, {"op": "release", "tags": ["kv_cache"]}, {"op": "continue"}]
+
+
+class ScriptedControl:
+    """Answers success, but for the request that `failures` names."""
+
+    def __init__(self, **failures: Exception | dict[str, Any]) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.gate: asyncio.Event | None = None
+        self._failures = failures
+
+    async def __call__(self, kind: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        self.calls.append((kind.__name__, dict(fields)))
+        if self.gate is not None:
+            await self.gate.wait()
+        failure = self._failures.get(kind.__name__)
+        if isinstance(failure, Exception):
+            raise failure
+        return failure or {"success": True, "message": "done"}
+
+
+def run(control: ScriptedControl, *bodies: Mapping[str, Any]) -> list[dict[str, Any]]:
+    async def run_all() -> list[dict[str, Any]]:
+        transitions = Transitions(control)
+        return [await transitions.run(body) for body in bodies]
+
+    return asyncio.run(run_all())
+
+
+def refusal(control: ScriptedControl, body: Mapping[str, Any]) -> RequestRejected:
+    with pytest.raises(RequestRejected) as caught:
+        run(control, body)
+    return caught.value
+
+
+def test_steps_run_in_order_with_their_fields() -> None:
+    control = ScriptedControl()
+    [outcome] = run(control, {"steps": SLEEP, "op_id": "one"})
+    assert control.calls == [
+        ("PauseGenerationReqInput", {"mode": "retract"}),
+        ("ReleaseMemoryOccupationReqInput", {"tags": ["kv_cache"]}),
+        ("ContinueGenerationReqInput", {}),
+    ]
+    assert (outcome["success"], outcome["op_id"], outcome["replayed"], outcome["num_done"]) == (
+        True,
+        "one",
+        False,
+        3,
+    )
+    assert [step["op"] for step in outcome["steps"]] == ["pause", "release", "continue"]
+    assert all(step["status"] == 200 and step["duration_ms"] >= 0 for step in outcome["steps"])
+
+
+def test_it_stops_at_the_first_refusal_and_says_what_was_done() -> None:
+    control = ScriptedControl(ReleaseMemoryOccupationReqInput=RequestRejected("no memory saver", 409))
+    error = refusal(control, {"steps": SLEEP})
+    assert error.status == 409
+    assert "step 2 (release): no memory saver" in error.message
+    assert error.body["num_done"] == 1
+    assert [step["status"] for step in error.body["steps"]] == [200, 409]
+    assert len(control.calls) == 2
+
+
+def test_a_flush_that_is_not_full_stops_it_too() -> None:
+    partial = {"success": False, "message": "2 requests still hold KV", "fully_flushed": False}
+    error = refusal(
+        ScriptedControl(FlushCacheReqInput=partial), {"steps": [{"op": "flush"}, {"op": "continue"}]}
+    )
+    assert (error.status, error.body["num_done"]) == (400, 0)
+
+
+def test_the_same_op_id_returns_the_recorded_outcome() -> None:
+    control = ScriptedControl()
+    first, again = run(control, *[{"steps": SLEEP, "op_id": "x"}] * 2)
+    assert len(control.calls) == 3
+    assert again == {**first, "replayed": True}
+
+
+def test_a_recorded_refusal_is_refused_again_without_running() -> None:
+    control = ScriptedControl(PauseGenerationReqInput=RequestRejected("superseded", 409))
+
+    async def run_twice() -> None:
+        transitions = Transitions(control)
+        for _ in range(2):
+            with pytest.raises(RequestRejected, match="superseded"):
+                await transitions.run({"steps": SLEEP, "op_id": "x"})
+
+    asyncio.run(run_twice())
+    assert len(control.calls) == 1
+
+
+def test_a_retry_while_it_runs_waits_for_it_and_a_lost_caller_does_not_end_it() -> None:
+    control = ScriptedControl()
+
+    async def lose_and_retry() -> dict[str, Any]:
+        control.gate = asyncio.Event()
+        transitions = Transitions(control)
+        lost = asyncio.create_task(transitions.run({"steps": SLEEP, "op_id": "x"}))
+        await asyncio.sleep(0)
+        retry = asyncio.create_task(transitions.run({"steps": SLEEP, "op_id": "x"}))
+        await asyncio.sleep(0)
+        lost.cancel()
+        control.gate.set()
+        return await retry
+
+    outcome = asyncio.run(lose_and_retry())
+    assert (outcome["replayed"], outcome["num_done"], len(control.calls)) == (True, 3, 3)
+
+
+def test_an_op_id_cannot_be_reused_for_other_steps() -> None:
+    control = ScriptedControl()
+
+    async def reuse() -> None:
+        transitions = Transitions(control)
+        await transitions.run({"steps": SLEEP, "op_id": "x"})
+        with pytest.raises(RequestRejected, match="other steps"):
+            await transitions.run({"steps": SLEEP[:1], "op_id": "x"})
+
+    asyncio.run(reuse())
+
+
+def test_an_engine_failure_is_one() -> None:
+    control = ScriptedControl(PauseGenerationReqInput=EngineError("rank 0 failed"))
+    with pytest.raises(EngineError, match="rank 0 failed"):
+        run(control, {"steps": SLEEP})
+
+
+def test_without_an_op_id_each_call_runs() -> None:
+    control = ScriptedControl()
+    first, second = run(control, {"steps": SLEEP[:1]}, {"steps": SLEEP[:1]})
+    assert first["op_id"] != second["op_id"]
+    assert len(control.calls) == 2
+
+
+def test_no_steps_are_done_at_once() -> None:
+    [outcome] = run(ScriptedControl(), {"steps": []})
+    assert (outcome["success"], outcome["num_done"]) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "steps"),
+        ({"steps": "pause"}, "Expected `array`"),
+        ({"steps": [{"op": "nap"}]}, "step 1: unknown op 'nap'; expected one of pause, release"),
+        ({"steps": [{"op": "continue"}, {"op": "pause", "mode": "hard"}]}, "step 2 (pause): .*in_place"),
+        ({"steps": [{"op": "release", "tags": ["vram"]}]}, "step 1 (release): .*kv_cache"),
+        ({"steps": [], "op_id": 7}, "op_id"),
+    ],
+)
+def test_what_is_malformed_is_refused_before_the_first_step(body: dict[str, Any], message: str) -> None:
+    control = ScriptedControl()
+    error = refusal(control, body)
+    assert error.status == 400
+    for part in message.split(".*"):
+        assert part in error.message
+    assert control.calls == []
+
+
+def test_old_outcomes_are_forgotten() -> None:
+    control = ScriptedControl()
+    bodies = [{"steps": SLEEP[:1], "op_id": str(number)} for number in range(MAX_RECORDED + 1)]
+    outcomes = run(control, *bodies, bodies[-1], bodies[0])
+    assert [outcome["replayed"] for outcome in outcomes[-2:]] == [True, False]
