@@ -1,0 +1,189 @@
+"""How servers start, fail to start, die and stop: what is answered, said, and left behind."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fixtures.checkpoints import edit_config, make_checkpoint
+from fixtures.servers import Server, exit_of_failed_start, is_alive, running_server, wait_until
+
+WAITING = {"text": "tide", "sampling_params": {"max_new_tokens": 4}}
+
+
+@pytest.fixture
+def checkpoint(checkpoints: Any) -> Path:
+    path: Path = checkpoints.a
+    return path
+
+
+# ------------------------------------------------------------------------------------------- failing starts
+
+
+def broken(path: Path, how: str) -> Path:
+    make_checkpoint(path, "Qwen3ForCausalLM")
+    match how:
+        case "no config":
+            (path / "config.json").unlink()
+        case "no weights":
+            (path / "model.safetensors").unlink()
+        case "unknown architecture":
+            edit_config(path, architectures=["MambaForCausalLM"])
+        case "unknown model type":
+            edit_config(path, model_type="octopus")
+        case "corrupt weights":
+            (path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
+        case "no tokenizer":
+            for file in path.glob("tokenizer*"):
+                file.unlink()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no config", "config.json"),
+        ("no weights", "safetensors"),
+        ("unknown architecture", "MambaForCausalLM"),
+        ("unknown model type", "octopus"),
+        ("corrupt weights", "model.safetensors"),
+        ("no tokenizer", "no usable tokenizer"),
+    ],
+)
+def test_a_broken_checkpoint_is_one_clear_line(tmp_path: Path, how: str, message: str) -> None:
+    status, log = exit_of_failed_start(broken(tmp_path / "model", how), "--log-level", "error")
+    assert status == 2
+    [line] = [line for line in log.splitlines() if "launch_server: " in line]
+    assert message in line
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "--allow-unauthenticated-control"),
+        (["--host", "no.such.host.invalid", "--allow-unauthenticated-control"], "no.such.host.invalid"),
+        (["--tp-size", "2"], "tp_size"),
+    ],
+)
+def test_arguments_that_do_not_do_are_one_clear_line(
+    checkpoint: Path, arguments: list[str], message: str
+) -> None:
+    status, log = exit_of_failed_start(checkpoint, *arguments)
+    assert status == 2
+    assert message in log.splitlines()[-1]
+    assert "Traceback" not in log
+
+
+def test_a_missing_folder_is_one_clear_line() -> None:
+    status, log = exit_of_failed_start("/no/such/model")
+    assert status == 2
+    assert "/no/such/model" in log.splitlines()[-1]
+
+
+def test_a_port_in_use_is_refused_before_the_model_loads(checkpoint: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        status, log = exit_of_failed_start(checkpoint, "--port", str(port))
+    assert status == 2
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in log.splitlines()[-1]
+    assert "weights loaded" not in log
+
+
+# ---------------------------------------------------------------------------------------------------- deaths
+
+
+@pytest.mark.parametrize("name", ["scheduler", "detokenizer"])
+def test_a_process_that_dies_takes_the_server_down(checkpoint: Path, name: str) -> None:
+    with running_server(checkpoint) as server, ThreadPoolExecutor(2) as pool:
+        children = server.children()
+        assert set(children) == {"scheduler", "detokenizer"}
+        server.post("/pause_generation", {"mode": "in_place"})
+        waiting = pool.submit(server.post, "/generate", WAITING)
+        stream = pool.submit(server.post, "/generate", {**WAITING, "stream": True})
+        wait_until(lambda: num_waiting(server) == 2, "both requests wait")
+        os.kill(children[name], signal.SIGKILL)
+        # The contract says within 5 s.
+        assert server.process.wait(5) == 1
+        said = f"the {name} process was ended by SIGKILL"
+        answer = waiting.result()
+        assert answer.status_code == 503
+        assert answer.json()["error"] == {
+            "message": said,
+            "type": "ServiceUnavailableError",
+            "code": 503,
+        }
+        assert said in stream.result().text
+        assert stream.result().text.endswith("data: [DONE]\n\n") or stream.result().status_code == 503
+        assert server.log.splitlines()[-1] == f"python -m ebbtide.launch_server: {said}"
+        assert not any(is_alive(pid) for pid in children.values())
+        assert not server.sockets
+
+
+def num_waiting(server: Server) -> int:
+    return int(server.post("/pause_generation", {"mode": "in_place"}).json()["num_queued"])
+
+
+def test_a_server_that_is_killed_leaves_nothing(checkpoint: Path) -> None:
+    with running_server(checkpoint) as server:
+        children = server.children()
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: not any(is_alive(pid) for pid in children.values()), "the processes have gone")
+        wait_until(lambda: not server.sockets, "the sockets have gone")
+
+
+# ---------------------------------------------------------------------------------------------------- stops
+
+
+def interrupt_as_a_terminal_does(server: Server) -> None:
+    """Ctrl-C reaches every process of the foreground, not only the server."""
+    for pid in (server.process.pid, *server.children().values()):
+        os.kill(pid, signal.SIGINT)
+
+
+def terminate(server: Server) -> None:
+    server.process.terminate()
+
+
+@pytest.mark.parametrize("stop", [interrupt_as_a_terminal_does, terminate])
+def test_a_stop_answers_what_waits_and_leaves_nothing(
+    checkpoint: Path, stop: Callable[[Server], None]
+) -> None:
+    with running_server(checkpoint) as server, ThreadPoolExecutor(1) as pool:
+        children = server.children()
+        server.post("/pause_generation", {"mode": "in_place"})
+        waiting = pool.submit(server.post, "/generate", WAITING)
+        wait_until(lambda: num_waiting(server) == 1, "the request waits")
+        stop(server)
+        assert server.process.wait(30) == 0
+        assert waiting.result().status_code == 503
+        assert waiting.result().json()["message"] == "the server is shutting down"
+        assert not any(is_alive(pid) for pid in children.values())
+        assert not server.sockets
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_while_the_model_loads_leaves_nothing(checkpoint: Path, number: int) -> None:
+    with running_server(checkpoint, is_ready=False) as server:
+        wait_until(lambda: bool(server.sockets), "the processes start", 60)
+        assert server.stop(number) == 0
+        assert not server.sockets
+        assert "Traceback" not in server.log
+
+
+def test_nobody_is_served_before_the_engine_is_ready(checkpoint: Path) -> None:
+    with running_server(checkpoint, is_ready=False) as server:
+        wait_until(lambda: bool(server.sockets), "the processes start", 60)
+        with pytest.raises(httpx.ConnectError):
+            server.get("/health")
+        server.wait_ready()
+        assert server.get("/health").status_code == 200
