@@ -372,6 +372,11 @@ class SchedulerHarness:
         """Carry out a control request that must be refused."""
         return self.apply(request, Refusal)
 
+    @property
+    def num_waiting(self) -> int:
+        """Messages that the next turn will take."""
+        return len(self._incoming)
+
     def turn(self, count: int = 1) -> None:
         """Turn the loop; a turn with nothing to do is one too."""
         for _ in range(count):

@@ -256,6 +256,47 @@ def test_a_client_killed_in_the_middle_of_an_update_disturbs_nobody(
     assert greedy(server, PROMPTS[1]) == reference_b.greedy(PROMPTS[1], 12)
 
 
+def test_two_controllers_that_fight_lose_nothing(
+    server: Server, reference_a: Reference, reference_b: Reference
+) -> None:
+    """Each believes that it alone drives the engine: one updates in flight, the other puts it to sleep."""
+    bodies = [
+        safetensors_body(reference.weights(), weight_version=version, pause_mode="retract")
+        for version, reference in (("a", reference_a), ("b", reference_b))
+    ]
+
+    async def updates(streams: Streams) -> set[int]:
+        statuses = set()
+        for number in range(8):
+            response = await streams.client.post("/update_weights_from_tensor", json=bodies[number % 2])
+            statuses.add(response.status_code)
+        return statuses
+
+    async def sleeps(streams: Streams) -> set[int]:
+        paths = ("/pause_generation", "/release_memory_occupation", "/resume_memory_occupation")
+        statuses = set()
+        for number in range(8):
+            tags = {"tags": ["kv_cache"] if number % 2 else []}
+            for path in paths:
+                body = {"mode": "in_place"} if path == "/pause_generation" else tags
+                statuses.add((await streams.client.post(path, json=body)).status_code)
+            statuses.add((await streams.client.post("/continue_generation")).status_code)
+        return statuses
+
+    async def run() -> None:
+        async with Streams(str(server.client.base_url), PROMPTS[:16], MAX_NEW_TOKENS) as streams:
+            await streams.all_past(3)
+            updating, sleeping = await asyncio.gather(updates(streams), sleeps(streams))
+            assert updating <= {200, 400}
+            assert sleeping == {200}
+            await streams.post("/update_weights_from_tensor", bodies[0])
+            outputs = await streams.finish()
+            references = {"a": reference_a, "b": reference_b}
+            check_all(streams, outputs, references, recomputes_kv=True)
+
+    asyncio.run(run())
+
+
 def test_a_transition_sleeps_and_wakes_the_engine_once_however_often_it_is_sent(
     server: Server, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
 ) -> None:

@@ -202,3 +202,28 @@ def test_what_was_retracted_runs_before_what_waited() -> None:
     assert [bool(harness.outputs[rid].finish) for rid in rids] == [True, True, False, False]
     harness.run_until_idle()
     assert [harness.outputs[rid].token_ids for rid in rids] == [expected_tokens(s, 12) for s in range(4)]
+
+
+def test_newcomers_never_starve_the_oldest() -> None:
+    harness = SchedulerHarness(num_pages=16, context_len=64)
+    oldest = harness.generate(prompt_of(8), max_new_tokens=50)
+    for number in range(60):
+        harness.generate(prompt_of(8, 10 * number), seed=number, max_new_tokens=30)
+        harness.turn()
+    assert harness.outputs[oldest].finish == FinishReason("length", length=50)
+    assert harness.outputs[oldest].num_retractions == 0
+
+
+def test_retracted_again_and_again_requests_still_end_in_their_order() -> None:
+    harness = SchedulerHarness(schedule=default_schedule(max_running_requests=3))
+    rids = [harness.generate(prompt_of(8, 20 * seed), seed=seed, max_new_tokens=20) for seed in range(9)]
+    ended: list[str] = []
+    for _ in range(400):
+        harness.turn(3)
+        ended += [rid for rid in rids if harness.outputs[rid].finish and rid not in ended]
+        if len(ended) == len(rids):
+            break
+        harness.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT), PauseGenerationReqOutput)
+        harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    assert ended == rids
+    assert [harness.outputs[rid].token_ids for rid in rids] == [expected_tokens(s, 20) for s in range(9)]

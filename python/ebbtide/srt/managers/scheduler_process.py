@@ -41,7 +41,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     )
     runner = build_model_runner(config.model, config.cache, config.schedule, config.runtime, device)
     scheduler = assemble_scheduler(
-        SchedulerConfig.of(config), _rank_parts(config, runner, device), Inbox(inbox_end, manager), outputs
+        SchedulerConfig.of(config), rank_parts(config, runner, device), Inbox(inbox_end, manager), outputs
     )
     # What has been built stays: keep the collector from walking it in the middle of a step.
     gc.collect()
@@ -57,7 +57,8 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     scheduler.run()
 
 
-def _rank_parts(config: EngineConfig, runner: ModelRunner, device: Device) -> RankParts:
+def rank_parts(config: EngineConfig, runner: ModelRunner, device: Device) -> RankParts:
+    """What the scheduler of a rank works with, over a model runner."""
     return RankParts(
         runner=runner,
         num_pages=runner.kv_pool.num_pages,

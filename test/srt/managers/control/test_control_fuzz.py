@@ -31,7 +31,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import SchedulerHarness, default_schedule
 
-NUM_SEQUENCES = int(os.environ.get("EBBTIDE_FUZZ_SEQUENCES", "400"))
+NUM_SEQUENCES = int(os.environ.get("EBBTIDE_FUZZ_SEQUENCES", "2000"))
 TAGS = st.lists(st.sampled_from(list(MemoryTag)), max_size=3).map(tuple)
 NAMES = st.none() | st.lists(st.sampled_from([f"layer.{i}" for i in range(4)] + ["nope"]), max_size=4)
 
@@ -162,13 +162,18 @@ class ControlMachine(RuleBasedStateMachine):
 
     def turn_checked(self) -> None:
         """One turn. What a forward pass may run on, the null runner checks itself."""
-        num_steps = self.harness.runner.num_steps
-        num_replies = len(self.harness.replies)
-        state = self.harness.state
-        self.harness.turn()
+        harness = self.harness
+        state, weights = harness.state, dict(harness.weights.live)
+        num_steps, num_waiting, known = harness.runner.num_steps, harness.num_waiting, set(harness.replies)
+        was_working = harness.scheduler.control.operations.any_pending
+        harness.turn()
+        replies = [reply for call, reply in harness.replies.items() if call not in known]
         assert state is not None
-        if state.paused is not None and len(self.harness.replies) == num_replies:
-            assert self.harness.runner.num_steps == num_steps
+        if state.paused is not None and not replies:
+            assert harness.runner.num_steps == num_steps
+        is_refused = [isinstance(reply, Refusal) and reply.status < 500 for reply in replies]
+        if not was_working and all(is_refused) and len(replies) == num_waiting:
+            assert (harness.state, harness.weights.live) == (state, weights), "a refusal changes nothing"
 
     @invariant()
     def pages_add_up(self) -> None:
