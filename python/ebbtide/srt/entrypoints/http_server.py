@@ -289,11 +289,7 @@ def launch_server(server_args: ServerArgs) -> None:
         EngineError: a process of the engine died; what was asked of it has been answered with 503.
     """
     configure_logging(server_args.log_level, "server")
-    try:
-        with _raising_signals():
-            config = resolve(server_args)
-            listener = _bind(config.http)
-            service = EngineService(config)
+    serve(lambda: EngineService(resolve(server_args)))
     except _Stopped:
         return
     try:

@@ -274,7 +274,7 @@ def _device_body(pid: int, tags: Mapping[str, Mapping[str, Any]]) -> dict[str, i
     return {
         "total_bytes": memory.total_bytes,
         "free_bytes": memory.free_bytes,
-        # A process is not charged for pages of an arena that it has not touched yet.
+        # State and measurement are of different moments: memory may have gone in between.
         "unmanaged_bytes": max(0, memory.process_bytes - resident_bytes),
     }
 

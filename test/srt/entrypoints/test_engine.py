@@ -1,0 +1,392 @@
+"""`Engine` in Python: plain, asynchronous, streaming, from many threads, several at once, and at its end."""
+
+import asyncio
+import gc
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from fixtures.checkpoints import make_checkpoint
+from fixtures.servers import ENVIRONMENT, is_alive, wait_until
+from safetensors.torch import load_file
+
+from ebbtide import Engine, SamplingParams, ServerArgs
+from ebbtide.srt.entrypoints.engine import Engine as EngineClass
+from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
+from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
+from ebbtide.srt.weight_sync.sender import serialize_bucket
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+ENDLESS: dict[str, Any] = {"temperature": 0, "max_new_tokens": None, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def shared_engine(checkpoints: Any) -> Iterator[EngineClass]:
+    with Engine(model_path=str(checkpoints.a), max_total_tokens=8192) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: EngineClass, checkpoints: Any) -> Iterator[EngineClass]:
+    """The shared engine, left as it was found: idle, running, resident, with the weights of checkpoint a."""
+    yield shared_engine
+    shared_engine.abort_request(abort_all=True)
+    shared_engine.resume_memory_occupation()
+    shared_engine.continue_generation()
+    shared_engine.update_weights_from_disk(str(checkpoints.a), weight_version="default")
+
+
+def pids_of(engine: EngineClass) -> list[int]:
+    return list(engine._service.pids.values())
+
+
+def shared_blocks() -> list[Path]:
+    """The blocks of shared memory that this process has made."""
+    return list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+
+
+def num_running(engine: EngineClass) -> int:
+    return int(engine.pause_generation("in_place")["num_running"])
+
+
+# ----------------------------------------------------------------------------------------------- generation
+
+
+def test_a_prompt_ids_and_parameters_in_any_form_give_the_same(engine: EngineClass) -> None:
+    answer = engine.generate("tide", GREEDY)
+    ids = answer["output_ids"]
+    assert len(ids) == answer["meta_info"]["completion_tokens"] == 8
+    assert engine.generate(input_ids=list(b"tide"), sampling_params=GREEDY)["output_ids"] == ids
+    assert engine.generate("tide", SamplingParams(**GREEDY))["output_ids"] == ids
+    batch = engine.generate(["tide", "tide"], [SamplingParams(**GREEDY), GREEDY], rid=["x", "y"])
+    assert [one["output_ids"] for one in batch] == [ids, ids]
+    assert [one["meta_info"]["id"] for one in batch] == ["x", "y"]
+    samples = engine.generate("tide", {**GREEDY, "n": 3})
+    assert [one["output_ids"] for one in samples] == [ids] * 3
+
+
+def test_what_http_refuses_python_refuses(engine: EngineClass) -> None:
+    for arguments, message in (
+        ({}, "exactly one of text and input_ids"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt": "a", "sampling_params": {"temprature": 1}}, "temprature"),
+        ({"prompt": "a", "image_data": ["x"]}, "image_data"),
+    ):
+        with pytest.raises(RequestRejected, match=message) as raised:
+            engine.generate(**arguments)
+        assert raised.value.status == 400
+        assert raised.value.body["error"]["code"] == 400
+
+
+def test_a_stream_is_an_iterator_of_chunks(engine: EngineClass) -> None:
+    whole = engine.generate("tide", GREEDY)
+    chunks = list(engine.generate("tide", GREEDY, stream=True))
+    assert chunks[-1]["output_ids"] == whole["output_ids"]
+    assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 8}
+    with pytest.raises(RequestRejected):
+        engine.generate("", stream=True)
+
+
+def test_a_stream_left_early_is_aborted(engine: EngineClass) -> None:
+    chunks = engine.generate("tide", ENDLESS, stream=True)
+    next(chunks)
+    assert num_running(engine) == 1
+    chunks.close()
+    wait_until(lambda: num_running(engine) == 0, "the request is aborted")
+
+
+def test_coroutines_work_in_the_callers_loop(engine: EngineClass) -> None:
+    whole = engine.generate("tide", GREEDY)["output_ids"]
+
+    async def main() -> None:
+        answers = await asyncio.gather(*(engine.async_generate("tide", GREEDY) for _ in range(8)))
+        assert [answer["output_ids"] for answer in answers] == [whole] * 8
+        stream = await engine.async_generate("tide", GREEDY, stream=True)
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1]["output_ids"] == whole
+        with pytest.raises(RequestRejected):
+            await engine.async_generate("")
+        assert (await engine.async_model_info())["model_type"] == "qwen3"
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_coroutine_aborts_its_request(engine: EngineClass) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30):
+            task = asyncio.create_task(engine.async_generate("tide", ENDLESS))
+            while not (await engine.async_pause_generation("in_place"))["num_running"]:
+                await engine.async_continue_generation()
+            task.cancel()
+            while (await engine.async_pause_generation("in_place"))["num_running"]:
+                await asyncio.sleep(0.01)
+        assert task.cancelled()
+
+    asyncio.run(main())
+
+
+def test_plain_calls_in_an_event_loop_name_their_twin(engine: EngineClass) -> None:
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match=r"await engine\.async_generate\("):
+            engine.generate("tide")
+        with pytest.raises(RuntimeError, match=r"await engine\.async_flush_cache\("):
+            engine.flush_cache()
+
+    asyncio.run(main())
+
+
+def test_every_method_has_a_twin_of_the_same_signature() -> None:
+    coroutines = {name for name in vars(EngineClass) if name.startswith("async_")}
+    assert len(coroutines) > 12
+    for name in coroutines:
+        plain = getattr(EngineClass, name.removeprefix("async_"))
+        assert inspect.signature(plain) == inspect.signature(getattr(EngineClass, name))
+        assert not inspect.iscoroutinefunction(plain)
+        assert plain.__doc__
+
+
+def test_threads_get_their_own_answers(engine: EngineClass) -> None:
+    prompts = [f"prompt {index}" for index in range(16)]
+    alone = [engine.generate(prompt, GREEDY)["output_ids"] for prompt in prompts]
+    barrier = threading.Barrier(len(prompts))
+
+    def ask(prompt: str) -> Any:
+        barrier.wait()
+        *_, last = engine.generate(prompt, GREEDY, stream=True)
+        assert engine.memory_occupation()["can_run"]
+        return last["output_ids"]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(ask, prompts)) == alone
+
+
+# --------------------------------------------------------------------------------------------------- control
+
+
+def test_control_methods_return_the_bodies_of_replies(engine: EngineClass) -> None:
+    engine.generate("a prompt that is longer than one page of the cache", GREEDY)
+    assert engine.flush_cache()["freed_tokens"] > 0
+    paused = engine.pause_generation()
+    assert (paused["mode"], paused["changed"]) == ("abort", True)
+    assert engine.memory_occupation()["generation"] == {"state": "paused", "mode": "abort"}
+    assert engine.continue_generation()["changed"] is True
+    assert engine.abort_request("nobody")["num_aborted"] == 0
+    released = engine.release_memory_occupation(["kv_cache"])
+    assert released["freed_bytes"]["kv_cache"] > 0
+    assert (
+        engine.resume_memory_occupation()["mapped_bytes"]["kv_cache"] == released["freed_bytes"]["kv_cache"]
+    )
+    assert engine.server_info()["max_total_num_tokens"] == 8192
+    assert engine.server_info()["log_level"] == "error"
+    with pytest.raises(RequestRejected, match="weights, kv_cache, cuda_graph"):
+        engine.release_memory_occupation(["wieghts"])
+    with pytest.raises(RequestRejected, match=r"\$\.tags"):
+        engine.release_memory_occupation("weights")
+    with pytest.raises(RequestRejected, match="in_place, retract, abort"):
+        engine.pause_generation("later")
+
+
+def test_a_flush_that_is_not_full_says_so(engine: EngineClass) -> None:
+    chunks = engine.generate("tide", ENDLESS, stream=True)
+    next(chunks)
+    assert num_running(engine) == 1
+    assert engine.flush_cache()["fully_flushed"] is False
+    chunks.close()
+
+
+@pytest.mark.parametrize("form", ["pairs", "bucket of pairs", "generator", "entries", "disk"])
+def test_new_weights_in_every_form_serve_alike(engine: EngineClass, checkpoints: Any, form: str) -> None:
+    old = engine.generate("tide", GREEDY)["output_ids"]
+    tensors = load_file(checkpoints.b / "model.safetensors")
+    engine.update_weights_from_disk(checkpoints.b)
+    expected = engine.generate("tide", GREEDY)["output_ids"]
+    engine.update_weights_from_disk(checkpoints.a)
+    assert engine.generate("tide", GREEDY)["output_ids"] == old != expected
+    match form:
+        case "pairs":
+            body = engine.update_weights_from_tensor(list(tensors.items()), weight_version=3)
+        case "bucket of pairs":
+            body = engine.update_weights_from_tensor(tensors.items(), "flattened_bucket", weight_version="3")
+        case "generator":
+            body = engine.update_weights_from_tensor(
+                ((name, tensor.double()) for name, tensor in tensors.items()), weight_version="3"
+            )
+        case "entries":
+            bucket = FlattenedTensorBucket(list(tensors.items()))
+            entries = [serialize_bucket(bucket)]
+            body = engine.update_weights_from_tensor(entries, "flattened_bucket", weight_version="3")
+        case "disk":
+            body = engine.update_weights_from_disk(str(checkpoints.b), weight_version="3")
+    assert (body["success"], body["weight_version"], body["num_tensors"]) == (True, "3", len(tensors))
+    assert engine.weight_version == "3"
+    assert engine.generate("tide", GREEDY)["output_ids"] == expected
+    norm = engine.get_weights_by_name("model.norm.weight", truncate_size=4)
+    assert norm == tensors["model.norm.weight"][:4].tolist()
+
+
+def test_the_senders_tensors_stay_as_they_are(engine: EngineClass) -> None:
+    tensor = torch.full((64,), 0.5)
+    address = tensor.data_ptr()
+    engine.update_weights_from_tensor([("model.norm.weight", tensor)])
+    assert (tensor.data_ptr(), tensor.is_shared()) == (address, False)
+    tensor.zero_()
+    assert engine.get_weights_by_name("model.norm.weight", 1) == [0.5]
+    assert shared_blocks() == []
+
+
+def test_a_refused_update_frees_the_shared_memory(engine: EngineClass) -> None:
+    with pytest.raises(RequestRejected, match=r"model\.norm\.weight"):
+        engine.update_weights_from_tensor([("model.norm.weight", torch.zeros(3))])
+    engine.release_memory_occupation(["weights"])
+    with pytest.raises(RequestRejected, match="released"):
+        engine.update_weights_from_tensor([("model.norm.weight", torch.zeros(64))])
+    with pytest.raises(RequestRejected, match="pairs"):
+        engine.update_weights_from_tensor([torch.zeros(64)])  # type: ignore[arg-type, list-item]
+    assert shared_blocks() == []
+
+
+# -------------------------------------------------------------------------------------------------- lifetime
+
+
+def test_one_engine_sleeps_while_another_serves(engine: EngineClass, checkpoints: Any) -> None:
+    mine = engine.generate("tide", GREEDY)["output_ids"]
+    with Engine(model_path=str(checkpoints.b), max_total_tokens=4096) as other:
+        theirs = other.generate("tide", GREEDY)["output_ids"]
+        assert theirs != mine
+        engine.release_memory_occupation()
+        assert other.generate("tide", GREEDY)["output_ids"] == theirs
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(engine.generate, "tide", GREEDY)
+            assert other.generate("tide", GREEDY)["output_ids"] == theirs
+            assert not waiting.done()
+            engine.resume_memory_occupation()
+            engine.update_weights_from_disk(checkpoints.a)
+            assert waiting.result()["output_ids"] == mine
+        other.release_memory_occupation()
+        assert engine.generate("tide", GREEDY)["output_ids"] == mine
+        pids = pids_of(other)
+    assert not any(is_alive(pid) for pid in pids)
+    assert engine.generate("tide", GREEDY)["output_ids"] == mine
+
+
+def test_shutdown_ends_what_waits_and_refuses_what_comes(checkpoints: Any) -> None:
+    engine = Engine(server_args=ServerArgs(model_path=str(checkpoints.a), max_total_tokens=2048))
+    pids = pids_of(engine)
+    engine.pause_generation("in_place")
+    stream = engine.generate("tide", GREEDY, stream=True)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(engine.generate, "tide", GREEDY)
+        wait_until(lambda: engine.pause_generation("in_place")["num_queued"] == 2, "both requests wait")
+        # From two threads at once, and again.
+        pool.submit(engine.shutdown)
+        engine.shutdown()
+        assert not any(is_alive(pid) for pid in pids)
+        with pytest.raises(EngineError, match="shut down"):
+            waiting.result()
+    for call in (
+        lambda: engine.generate("tide"),
+        engine.flush_cache,
+        engine.model_info,
+        engine.memory_occupation,
+        lambda: engine.weight_version,
+        lambda: next(stream),
+    ):
+        with pytest.raises(EngineError, match="shut down"):
+            call()
+    engine.shutdown()
+
+
+def test_a_dead_process_is_an_error_that_names_it(checkpoints: Any) -> None:
+    pids = use_until_a_process_dies(checkpoints.a)
+    # Nobody has called `shutdown`: the engine is garbage.
+    gc.collect()
+    wait_until(lambda: not is_alive(pids["scheduler"]), "the scheduler has gone")
+
+
+def use_until_a_process_dies(checkpoint: Path) -> dict[str, int]:
+    engine = Engine(model_path=str(checkpoint), max_total_tokens=2048)
+    pids = engine._service.pids
+    engine.pause_generation("in_place")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(engine.generate, "tide", GREEDY)
+        wait_until(lambda: engine.pause_generation("in_place")["num_queued"] == 1, "the request waits")
+        os.kill(pids["detokenizer"], signal.SIGKILL)
+        with pytest.raises(EngineError, match="the detokenizer process was ended by SIGKILL"):
+            waiting.result()
+    with pytest.raises(EngineError, match="SIGKILL"):
+        engine.generate("tide")
+    assert is_alive(pids["scheduler"])
+    return pids
+
+
+def test_an_engine_in_an_event_loop(checkpoints: Any) -> None:
+    async def main() -> list[int]:
+        async with Engine(
+            model_path=str(checkpoints.a), max_total_tokens=2048, skip_tokenizer_init=True
+        ) as engine:
+            answer = await engine.async_generate(input_ids=[1, 2, 3], sampling_params=GREEDY)
+            assert "text" not in answer
+            assert len(answer["output_ids"]) == 8
+            with pytest.raises(RequestRejected, match="skip_tokenizer_init"):
+                await engine.async_generate("tide")
+            return pids_of(engine)
+
+    pids = asyncio.run(main())
+    assert len(pids) == 1
+    assert not is_alive(pids[0])
+
+
+def test_a_start_that_fails_raises_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = psutil.Process().children()
+    unreadable = make_checkpoint(tmp_path / "model", "Qwen3ForCausalLM")
+    (unreadable / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
+    with tempfile.TemporaryDirectory(prefix="eb-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with pytest.raises(ConfigurationError, match=r"model\.safetensors"):
+            Engine(model_path=str(unreadable))
+        assert list(Path(folder).glob("ebbtide-*")) == []
+    assert set(psutil.Process().children()) <= set(others)
+
+
+def test_arguments_that_do_not_exist_are_type_errors() -> None:
+    with pytest.raises(TypeError, match="modell_path"):
+        Engine(modell_path="x")
+    with pytest.raises(TypeError, match="dtype"):
+        Engine(server_args=ServerArgs(model_path="x"), dtype="float32")
+
+
+# Neither a `__main__` guard nor a shutdown.
+SCRIPT = """
+from ebbtide import Engine
+
+engine = Engine(model_path={model!r}, max_total_tokens=2048)
+print(*engine._service.pids.values())
+print(len(engine.generate("tide", {{"max_new_tokens": 5, "ignore_eos": True}})["output_ids"]))
+"""
+
+
+def test_a_script_without_guard_or_shutdown_works_and_leaves_nothing(
+    tmp_path: Path, checkpoints: Any
+) -> None:
+    script = tmp_path / "rollout.py"
+    script.write_text(SCRIPT.format(model=str(checkpoints.a)))
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    pids, num_tokens = done.stdout.splitlines()
+    assert num_tokens == "5"
+    assert not any(is_alive(int(pid)) for pid in pids.split())

@@ -1,0 +1,74 @@
+"""What the application answers when the engine behind it fails, without an engine."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from ebbtide.srt.entrypoints.http_server import create_app
+from ebbtide.srt.errors import EngineError
+
+
+class FailingService:
+    """Stands in for `EngineService`: everything that is asked of it raises."""
+
+    def __init__(self, error: Exception, *, is_down: bool) -> None:
+        self.is_down = is_down
+        self.manager = SimpleNamespace(prepare=self.fail)
+        self._error = error
+
+    def fail(self, *arguments: Any) -> Any:
+        raise self._error
+
+    async def control(self, *arguments: Any) -> Any:
+        raise self._error
+
+    check_health = check_generation = memory_occupation = server_info = control
+
+
+def ask(service: Any, method: str, path: str) -> httpx.Response:
+    async def answer() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path)
+
+    return asyncio.run(answer())
+
+
+PATHS = [
+    ("POST", "/generate"),
+    ("POST", "/pause_generation"),
+    ("GET", "/memory_occupation"),
+    ("GET", "/server_info"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+@pytest.mark.parametrize(
+    ("is_down", "status", "kind"),
+    [(False, 500, "InternalServerError"), (True, 503, "ServiceUnavailableError")],
+)
+def test_a_failure_of_the_engine_is_500_and_503_once_it_is_down(
+    method: str, path: str, is_down: bool, status: int, kind: str
+) -> None:
+    service = FailingService(EngineError("rank 0: it broke"), is_down=is_down)
+    response = ask(service, method, path)
+    error = {"message": "rank 0: it broke", "type": kind, "code": status}
+    assert response.status_code == status
+    assert response.json() == {"success": False, "message": "rank 0: it broke", "error": error}
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+def test_an_error_of_ours_is_500_in_the_one_shape(method: str, path: str) -> None:
+    response = ask(FailingService(ZeroDivisionError("by zero"), is_down=False), method, path)
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == f"{path} failed: ZeroDivisionError: by zero"
+
+
+@pytest.mark.parametrize("path", ["/health", "/health_generate"])
+def test_an_engine_that_does_not_answer_is_unhealthy(path: str) -> None:
+    response = ask(FailingService(EngineError("no reply within 20 s"), is_down=False), "GET", path)
+    assert response.status_code == 503
+    assert response.json()["message"] == "no reply within 20 s"
