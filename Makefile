@@ -12,16 +12,19 @@ INSTALLED := $(VENV)/.installed
 SOURCES := python test bench
 # All, or some: make unit TESTS=test/srt/test_config.py
 TESTS := test
+# How many sequences `make fuzz` tries; about 80 a second on one core.
+FUZZ_SEQUENCES ?= 50000
 RUFF := $(BIN)/ruff
 RUFF_OPTIONS := --config python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test format-check lint types imports unit format demo clean
+.PHONY: help install test format-check lint types imports unit fuzz format demo clean
 
 help:
 	@echo "make test     formatting, lint, types, import order, tests"
 	@echo "make demo     a small model learns addition; writes demo_out/report.html"
+	@echo "make fuzz     50,000 random sequences of control requests (FUZZ_SEQUENCES)"
 	@echo "make format   format the sources and apply the safe fixes"
 	@echo "make clean    remove .venv and what the tools left behind"
 
@@ -58,6 +61,10 @@ imports: $(INSTALLED)
 unit: $(INSTALLED)
 	@echo "pytest"
 	@$(BIN)/pytest -c python/pyproject.toml --rootdir=. --quiet --durations=10 $(TESTS)
+
+fuzz: $(INSTALLED)
+	@EBBTIDE_FUZZ_SEQUENCES=$(FUZZ_SEQUENCES) $(BIN)/pytest -c python/pyproject.toml --rootdir=. --quiet \
+		--timeout=0 --show-capture=no test/srt/managers/control/test_control_fuzz.py
 
 format: $(INSTALLED)
 	@$(RUFF) check $(RUFF_OPTIONS) --quiet --fix $(SOURCES)

@@ -138,7 +138,11 @@ def resolve(args: ServerArgs) -> EngineConfig:
         ConfigurationError: names the argument or file, what was expected and what was found.
     """
     check_arguments(args)
-    model = _resolve_model(args)
+    return resolve_for(args, _resolve_model(args))
+
+
+def resolve_for(args: ServerArgs, model: ModelConfig) -> EngineConfig:
+    """Choose what was left open, for a model that is known already."""
     return EngineConfig(
         model=model,
         cache=_resolve_cache(args, model),

@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any, TypeVar
@@ -289,7 +289,16 @@ def launch_server(server_args: ServerArgs) -> None:
         EngineError: a process of the engine died; what was asked of it has been answered with 503.
     """
     configure_logging(server_args.log_level, "server")
-    serve(lambda: EngineService(resolve(server_args)))
+    serve(lambda: resolve(server_args))
+
+
+def serve(configure: Callable[[], EngineConfig], targets: Mapping[str, str] | None = None) -> None:
+    """As `launch_server`, for any configuration; `targets` are the processes, if not the usual ones."""
+    try:
+        with _raising_signals():
+            config = configure()
+            listener = _bind(config.http)
+            service = EngineService(config, targets)
     except _Stopped:
         return
     try:

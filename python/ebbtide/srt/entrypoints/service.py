@@ -40,17 +40,20 @@ class EngineService:
     Building it starts the processes and returns when they are ready. `open` and everything that is asked
     belong to one event loop; `shutdown` to no loop, and to any thread.
 
+    Args:
+        targets: the processes, if not those that the config asks for; see `EngineProcesses`.
+
     Raises:
         ConfigurationError: the model, the tokenizer or the machine does not do.
         EngineError: a process died. In either case none is left.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, targets: Mapping[str, str] | None = None) -> None:
         self.config = config
         self._failure: str | None = None
         self._manager: TokenizerManager | None = None
         self.transitions = Transitions(self.control)
-        self._processes = EngineProcesses(config)
+        self._processes = EngineProcesses(config, targets)
         try:
             # While the scheduler loads the weights.
             self._tokenizer = (

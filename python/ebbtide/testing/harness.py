@@ -1,0 +1,229 @@
+"""A scheduler on null parts, turned by hand: every state of the control plane within reach of a test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from ebbtide.srt.config import ScheduleConfig
+from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.io_struct import (
+    AbortGeneration,
+    AnyControlRequest,
+    AnyReply,
+    ControlCall,
+    ControlReply,
+    FinishReason,
+    ManagerInput,
+    Refusal,
+    RequestOutput,
+    SchedulerInput,
+    StateReport,
+    TextOutput,
+    TokenizedGenerateReqInput,
+    TokenOutput,
+)
+from ebbtide.srt.managers.replication import Inbox
+from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.sampling_params import SamplingParams
+from ebbtide.testing.null_parts import NullDevice, NullRunner, NullWeights, null_memories
+
+Body = TypeVar("Body")
+
+
+@dataclass
+class Output:
+    """What has come back for one request so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    version_starts: list[tuple[str, int]] = field(default_factory=list)
+    kv_versions: list[str] = field(default_factory=list)
+    num_retractions: int = 0
+    cached_tokens: int = 0
+
+
+class SchedulerHarness:
+    """A scheduler on null parts, turned by hand: send messages, turn the loop, look at what came back.
+
+    Attributes:
+        replies: by call id.
+        outputs: by rid.
+        state: the state report that came last.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        page_size: int = 4,
+        context_len: int = 128,
+        schedule: ScheduleConfig | None = None,
+        cache_by_version: bool = False,
+        enable_prefix_cache: bool = True,
+        has_memory_saver: bool = True,
+        keeps_weights: bool = False,
+        eos_token_ids: frozenset[int] = frozenset(),
+        device: NullDevice | None = None,
+    ) -> None:
+        self.runner = NullRunner()
+        self.weights = NullWeights(self.runner)
+        self.num_pages = num_pages
+        self.device = device if device is not None else NullDevice(10_000)
+        self.schedule = schedule if schedule is not None else default_schedule()
+        self.replies: dict[str, AnyReply] = {}
+        self.outputs: dict[str, Output] = {}
+        self.state: StateReport | None = None
+        self._incoming: list[SchedulerInput] = []
+        self._ids = itertools.count()
+        config = SchedulerConfig(
+            schedule=self.schedule,
+            page_size=page_size,
+            enable_prefix_cache=enable_prefix_cache,
+            cache_by_version=cache_by_version,
+            has_memory_saver=has_memory_saver,
+            weight_version="default",
+            model_path="null",
+            load_format="dummy",
+            update_timeout_s=600.0,
+            eos_token_ids=eos_token_ids,
+        )
+        parts = RankParts(
+            runner=self.runner,
+            num_pages=num_pages,
+            table=PageTable(self.schedule.max_running_requests, -(-context_len // page_size)),
+            memories=null_memories(self.device, self.weights, keeps_weights=keeps_weights),
+            weights=self.weights,
+            free_bytes=lambda: self.device.free_bytes,
+            device="null",
+            tokenizer=None,
+        )
+        self.table = parts.table
+        self.scheduler = assemble_scheduler(config, parts, Inbox(self, self), self)
+        self.scheduler.answer()
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        rid: str | None = None,
+        stream: bool = True,
+        seed: int = 0,
+        max_new_tokens: int = 16,
+        namespace: tuple[str, ...] = (),
+        **params: Any,
+    ) -> str:
+        """Queue a request; returns its rid."""
+        rid = rid if rid is not None else f"req-{next(self._ids)}"
+        self.outputs[rid] = Output()
+        self._incoming.append(
+            TokenizedGenerateReqInput(
+                rid=rid,
+                input_ids=list(prompt),
+                sampling_params=SamplingParams(max_new_tokens=max_new_tokens, **params),
+                max_new_tokens=max_new_tokens,
+                seed=seed,
+                stream=stream,
+                cache_namespace=namespace,
+            )
+        )
+        return rid
+
+    def abort(self, rid: str) -> None:
+        """End a request as the API process does when its client is gone."""
+        self._incoming.append(AbortGeneration(rid=rid, message="Aborted: the client went away"))
+
+    def deliver(self, message: SchedulerInput) -> None:
+        """Queue any message."""
+        self._incoming.append(message)
+
+    def call(self, request: AnyControlRequest) -> str:
+        """Queue a control request; returns its call id."""
+        call_id = f"call-{next(self._ids)}"
+        self._incoming.append(ControlCall(id=call_id, request=request))
+        return call_id
+
+    def apply(self, request: AnyControlRequest, kind: type[Body]) -> Body:
+        """Carry a control request out; the reply, which must be of this kind."""
+        call_id = self.call(request)
+        self.turn_until(lambda: call_id in self.replies)
+        reply = self.replies[call_id]
+        assert isinstance(reply, kind), reply
+        return reply
+
+    def refuse(self, request: AnyControlRequest) -> Refusal:
+        """Carry out a control request that must be refused."""
+        return self.apply(request, Refusal)
+
+    @property
+    def num_waiting(self) -> int:
+        """Messages that the next turn will take."""
+        return len(self._incoming)
+
+    def turn(self, count: int = 1) -> None:
+        """Turn the loop; a turn with nothing to do is one too."""
+        for _ in range(count):
+            self.scheduler.turn()
+
+    def turn_until(self, condition: Callable[[], bool], limit: int = 10_000) -> None:
+        """Turn until the condition holds; it must before the scheduler has nothing left to do."""
+        for _ in range(limit):
+            self.turn()
+            if condition():
+                return
+            assert self._incoming or self.scheduler.is_runnable, "the scheduler sleeps and would not wake up"
+        raise AssertionError(f"still running after {limit} turns")
+
+    def run_until_idle(self) -> None:
+        """Turn until every request has ended or nothing can run."""
+        self.turn_until(lambda: not self._incoming and not self.scheduler.is_runnable)
+
+    def receive(self, timeout_s: float | None) -> list[SchedulerInput]:
+        """The scheduler's end: what was queued since the last turn. Never sleeps."""
+        messages, self._incoming = self._incoming, []
+        return messages
+
+    def send(self, message: ManagerInput) -> None:
+        """The scheduler's end: a message for the API process."""
+        # Through the wire format, so that what cannot travel fails here too.
+        message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ManagerInput)
+        match message:
+            case ControlReply():
+                assert message.id not in self.replies
+                self.replies[message.id] = message.reply
+            case StateReport():
+                self.state = message
+            case TokenOutput() | TextOutput():
+                for output in message.outputs:
+                    self._collect(output)
+
+    def _collect(self, output: RequestOutput) -> None:
+        known = self.outputs[output.rid]
+        assert known.finish is None, f"{output.rid} goes on after its end"
+        known.token_ids += output.token_ids
+        known.finish = output.finish
+        known.num_retractions = output.num_retractions
+        if output.start is not None:
+            known.cached_tokens = output.start.cached_tokens
+        if output.version_starts is not None:
+            known.version_starts = output.version_starts
+        if output.kv_versions is not None:
+            known.kv_versions = output.kv_versions
+
+
+def default_schedule(**changes: Any) -> ScheduleConfig:
+    """Limits that are small enough to be reached."""
+    limits: dict[str, Any] = {
+        "max_running_requests": 8,
+        "max_queued_requests": None,
+        "chunked_prefill_size": 16,
+        "max_prefill_tokens": 64,
+        "policy": "fcfs",
+        "stream_interval": 1,
+        "incremental_streaming_output": False,
+    }
+    return ScheduleConfig(**{**limits, **changes})

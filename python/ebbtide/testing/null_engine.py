@@ -1,0 +1,132 @@
+"""An engine and a server without a model: real processes, channels and HTTP around null parts.
+
+Prompts are token ids below `VOCAB_SIZE`. Weights come by `update_weights_from_disk`, whose `model_path`
+is the integer to write, see `NullWeights`. `python -m ebbtide.testing.null_engine --port 30000` serves one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ebbtide.srt.config import EngineConfig, ModelConfig, resolve_for
+from ebbtide.srt.entrypoints.engine import Engine
+from ebbtide.srt.entrypoints.http_server import serve
+from ebbtide.srt.entrypoints.process import configure_logging
+from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.errors import EbbtideError
+from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.channel import ChannelAddresses, Receiver, Sender
+from ebbtide.srt.managers.io_struct import DetokenizerInput, ManagerInput, SchedulerInput
+from ebbtide.srt.managers.replication import Inbox
+from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.server_args import ServerArgs
+from ebbtide.testing.null_parts import NullDevice, NullRunner, NullWeights, null_memories
+
+VOCAB_SIZE = NullRunner.VOCAB_SIZE
+CONTEXT_LEN = 4096
+DEVICE_BYTES = 10_000
+POOL_TOKENS = 65_536
+TARGETS = {"scheduler": "ebbtide.testing.null_engine:run_null_scheduler"}
+
+
+class NullEngine(Engine):
+    """An `Engine` without a model. Starts in about a second.
+
+    Args:
+        **kwargs: fields of `ServerArgs`; those about the model and its tokenizer have no effect.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(server_args=null_args(**kwargs))
+
+    @classmethod
+    def _start(cls, server_args: ServerArgs) -> EngineService:
+        return EngineService(null_config(server_args), TARGETS)
+
+
+def null_args(**fields: Any) -> ServerArgs:
+    """`ServerArgs` for an engine without a model."""
+    needed = {"model_path": "null", "skip_tokenizer_init": True, "max_total_tokens": POOL_TOKENS}
+    return ServerArgs(**{"log_level": "error", **needed, **fields})
+
+
+def null_config(args: ServerArgs) -> EngineConfig:
+    """The configuration of an engine whose model is no model."""
+    return resolve_for(
+        args,
+        ModelConfig(
+            path=args.model_path,
+            tokenizer_path=args.model_path,
+            tokenizer_mode="auto",
+            trust_remote_code=False,
+            architecture="NullForCausalLM",
+            architectures=["NullForCausalLM"],
+            model_type="null",
+            hf_config=PreTrainedConfig(),
+            dtype="float32",
+            context_len=args.context_length if args.context_length is not None else CONTEXT_LEN,
+            vocab_size=VOCAB_SIZE,
+            num_layers=1,
+            num_kv_heads=1,
+            num_heads=1,
+            head_dim=1,
+            eos_token_ids=frozenset(),
+            load_format="dummy",
+            served_model_name="null",
+            weight_version=args.weight_version,
+            skip_tokenizer_init=True,
+        ),
+    )
+
+
+def run_null_scheduler(config: EngineConfig, addresses: ChannelAddresses, ready: Connection) -> None:
+    """The scheduler's process, with null parts in the place of a rank's. Does not return."""
+    messages: Receiver[SchedulerInput] = Receiver(addresses.scheduler, SchedulerInput)
+    manager: Sender[ManagerInput] = Sender(addresses.manager)
+    outputs: Sender[DetokenizerInput] = Sender(addresses.manager)
+    page_size = config.cache.page_size
+    max_total_tokens = config.cache.max_total_tokens or POOL_TOKENS
+    device, runner = NullDevice(DEVICE_BYTES), NullRunner()
+    weights = NullWeights(runner)
+    keeps_weights = config.memory.enable_weights_cpu_backup
+    parts = RankParts(
+        runner=runner,
+        num_pages=max_total_tokens // page_size,
+        table=PageTable(config.schedule.max_running_requests, -(-config.model.context_len // page_size)),
+        memories=null_memories(device, weights, keeps_weights=keeps_weights),
+        weights=weights,
+        free_bytes=lambda: device.free_bytes,
+        device="null",
+        tokenizer=None,
+    )
+    scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, Inbox(messages, manager), outputs)
+    longest = min(config.model.context_len, max_total_tokens) - 1
+    ready.send({"status": "ready", "max_total_num_tokens": max_total_tokens, "max_req_input_len": longest})
+    scheduler.run()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve an engine without a model until stopped; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m ebbtide.testing.null_engine", description=main.__doc__)
+    ServerArgs.add_cli_args(parser)
+    parser.set_defaults(**vars(null_args()))
+    for action in parser._actions:
+        action.required = False
+    args = ServerArgs.from_cli_args(parser.parse_args(argv))
+    configure_logging(args.log_level, "server")
+    try:
+        serve(lambda: null_config(args), TARGETS)
+    except EbbtideError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""A runner, memory and weights without a model: what they hold is visible, misuse is an AssertionError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
+from ebbtide.srt.managers.control.ports import IncomingWeights, Staging
+from ebbtide.srt.managers.io_struct import UpdateWeightFromDiskReqInput, WeightUpdateRequest
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, StepResult
+
+
+class NullRunner:
+    """Samples without a model: the next token is a function of the weights' value, the seed and the position.
+
+    So an output tells which weights sampled which of its tokens, and does not depend on how it was batched.
+
+    A forward pass over memory that is not there, or over weights that are not whole, is an AssertionError.
+
+    Attributes:
+        value: stands for the weights' contents, see `NullWeights`; None while they are not whole.
+        needed: the memory that a forward pass reads.
+        num_steps: forward passes so far.
+    """
+
+    VOCAB_SIZE = 1000
+
+    def __init__(self) -> None:
+        self.value: int | None = 0
+        self.needed: list[NullMemory] = []
+        self.num_steps = 0
+
+    def token(self, seed: int, position: int, value: int) -> int:
+        """The token that weights of this value sample at this output position."""
+        return (seed * 7919 + position * 104729 + value * 31) % (self.VOCAB_SIZE - 1) + 1
+
+    def launch(self, plan: BatchPlan) -> FinishedStep:
+        value = self.value
+        assert value is not None, "a forward pass ran on weights that are not whole"
+        assert all(memory.resident_bytes for memory in self.needed), "a forward pass ran on released memory"
+        self.num_steps += 1
+        tokens = [
+            self.token(spec.seed, len(spec.output_ids), value) if samples else -1
+            for spec, samples in zip(plan.specs, plan.samples_R.tolist(), strict=True)
+        ]
+        return FinishedStep(StepResult(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step that has run."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+class NullDevice:
+    """Device memory that is only counted; shared by all tags of one engine, or of several."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.used_bytes = 0
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.used_bytes
+
+    def take(self, num_bytes: int) -> None:
+        if num_bytes > self.free_bytes:
+            raise OutOfDeviceMemory(num_bytes, self.free_bytes)
+        self.used_bytes += num_bytes
+
+
+class NullMemory:
+    """The memory of one tag on a `NullDevice`; resident from the start."""
+
+    def __init__(
+        self,
+        device: NullDevice,
+        num_bytes: int,
+        *,
+        keeps_contents: bool = False,
+        lose_contents: Callable[[], None] = lambda: None,
+    ) -> None:
+        device.take(num_bytes)
+        self.keeps_contents = keeps_contents
+        self.virtual_bytes = num_bytes
+        self.resident_bytes = num_bytes
+        self.backup_bytes = 0
+        self._device = device
+        self._lose_contents = lose_contents
+
+    def prepare_release(self) -> None:
+        if self.keeps_contents:
+            self.backup_bytes = self.virtual_bytes
+
+    def release(self) -> int:
+        freed_bytes, self.resident_bytes = self.resident_bytes, 0
+        self._device.used_bytes -= freed_bytes
+        if not self.keeps_contents:
+            self._lose_contents()
+        return freed_bytes
+
+    def resume(self) -> int:
+        mapped_bytes = self.virtual_bytes - self.resident_bytes
+        self._device.take(mapped_bytes)
+        self.resident_bytes = self.virtual_bytes
+        return mapped_bytes
+
+
+class NullWeights:
+    """Weights that are one integer per parameter; None where it was lost or is being overwritten.
+
+    An update is an `UpdateWeightFromDiskReqInput` whose `model_path` is the integer to write. Its `manifest`
+    may hold `names` (parameters to write, all by default), and `fail_after` (raise after so many of them).
+
+    Args:
+        num_staged: copies that there is room for; with 0 every update is in place.
+    """
+
+    BYTES_PER_PARAMETER = 48 << 20
+
+    def __init__(self, runner: NullRunner, num_parameters: int = 4, num_staged: int = 1) -> None:
+        self.names = frozenset(f"layer.{index}" for index in range(num_parameters))
+        self.num_staged = num_staged
+        self.live: dict[str, int | None] = dict.fromkeys(sorted(self.names), 0)
+        self.runner = runner
+
+    def open(self, request: WeightUpdateRequest) -> IncomingWeights:
+        if not isinstance(request, UpdateWeightFromDiskReqInput):
+            raise RequestRejected("the null weights are updated from disk, with model_path an integer")
+        if not request.model_path.isdigit():
+            raise RequestRejected(f"model_path: expected an integer, got {request.model_path!r}")
+        manifest = request.manifest or {}
+        names = manifest.get("names", sorted(self.names))
+        return _NullIncoming(self, names, int(request.model_path), manifest.get("fail_after"))
+
+    def stage(self, *, in_place: bool) -> Staging:
+        return _NullStaging(self, is_staged=not in_place and self.num_staged > 0)
+
+    def read(self, name: str, max_rows: int) -> list[Any]:
+        if name not in self.names:
+            raise RequestRejected(f"the model has no parameter {name!r}")
+        value = self.live[name]
+        assert value is not None, "a weight was read that is not whole"
+        return [float(value)][:max_rows]
+
+    def write(self, values: Mapping[str, int | None]) -> None:
+        """Change live weights, for the runner too."""
+        self.live.update(values)
+        live = [value for value in self.live.values() if value is not None]
+        is_whole = len(live) == len(self.live)
+        self.runner.value = sum(value * (i + 1) for i, value in enumerate(live)) if is_whole else None
+
+    def lose(self) -> None:
+        """The memory behind them was released."""
+        self.write(dict.fromkeys(self.names, None))
+
+
+class _NullStaging:
+    def __init__(self, weights: NullWeights, *, is_staged: bool) -> None:
+        self.is_staged = is_staged
+        self.values: dict[str, int | None] = {}
+        self._weights = weights
+
+    def write(self, name: str, value: int) -> None:
+        self.values[name] = value
+        if not self.is_staged:
+            self._weights.write({name: None})
+
+    def complete(self, written: frozenset[str]) -> Iterator[int]:
+        for name in sorted(self._weights.names - written):
+            self.values[name] = self._weights.live[name]
+            yield NullWeights.BYTES_PER_PARAMETER
+
+    def commit(self) -> None:
+        self._weights.write(self.values)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _NullIncoming:
+    def __init__(
+        self, weights: NullWeights, names: Sequence[str], value: int, fail_after: int | None
+    ) -> None:
+        self.names = frozenset(names) & weights.names
+        self.num_tensors = len(names)
+        self.num_ignored = 0
+        self._unknown = sorted(set(names) - weights.names)
+        self._value = value
+        self._fail_after = fail_after
+
+    def problems(self) -> list[dict[str, str]]:
+        return [{"name": name, "reason": "the model has no parameter of this name"} for name in self._unknown]
+
+    def write(self, staging: Staging) -> Iterator[int]:
+        assert isinstance(staging, _NullStaging)
+        for index, name in enumerate(sorted(self.names)):
+            if index == self._fail_after:
+                raise EngineError("this update was told to fail")
+            staging.write(name, self._value)
+            yield NullWeights.BYTES_PER_PARAMETER
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def null_memories(
+    device: NullDevice, weights: NullWeights, *, keeps_weights: bool = False
+) -> dict[MemoryTag, NullMemory]:
+    """Memory for every tag; the runner of these weights checks what it reads."""
+    memories = {
+        MemoryTag.WEIGHTS: NullMemory(device, 2000, keeps_contents=keeps_weights, lose_contents=weights.lose),
+        MemoryTag.KV_CACHE: NullMemory(device, 5000),
+        MemoryTag.CUDA_GRAPH: NullMemory(device, 100),
+    }
+    weights.runner.needed = [memories[MemoryTag.WEIGHTS], memories[MemoryTag.KV_CACHE]]
+    return memories

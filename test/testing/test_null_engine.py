@@ -1,0 +1,67 @@
+"""The engine without a model behaves as one with a model, as far as a controller can see."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from fixtures.servers import ENVIRONMENT, free_port
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.testing import NullRunner
+from ebbtide.testing.null_engine import NullEngine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[NullEngine]:
+    with NullEngine(max_running_requests=8) as engine:
+        yield engine
+
+
+def test_one_rl_step(engine: NullEngine) -> None:
+    params = {"max_new_tokens": 6, "sampling_seed": 3}
+    before = engine.generate(input_ids=[1, 2, 3], sampling_params=params)
+    assert before["output_ids"] == [NullRunner().token(3, position, 0) for position in range(6)]
+    assert engine.release_memory_occupation()["freed_bytes"] == {
+        "weights": 2000,
+        "kv_cache": 5000,
+        "cuda_graph": 100,
+    }
+    assert engine.resume_memory_occupation(["weights"])["weights"]["content"] == "stale"
+    assert engine.memory_occupation()["can_run"] is False
+    assert engine.update_weights_from_disk("5", weight_version="1")["content"] == "valid"
+    engine.resume_memory_occupation(["kv_cache"])
+    after = engine.generate(input_ids=[1, 2, 3], sampling_params=params)
+    assert after["output_ids"] != before["output_ids"]
+    assert after["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 6}]
+
+
+def test_refusals_are_the_real_ones(engine: NullEngine) -> None:
+    with pytest.raises(RequestRejected, match="no weight update session is open") as caught:
+        engine.end_weight_update()
+    assert caught.value.status == 409
+
+
+def test_the_server_speaks_http() -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "ebbtide.testing.null_engine", "--port", str(port)]
+    with subprocess.Popen(command, env=ENVIRONMENT) as process:
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+                for _ in range(600):
+                    try:
+                        client.get("/health").raise_for_status()
+                        break
+                    except httpx.TransportError:
+                        assert process.poll() is None
+                        time.sleep(0.05)
+                body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4}}
+                assert len(client.post("/generate", json=body).json()["output_ids"]) == 4
+                assert client.post("/pause_generation").json()["mode"] == "abort"
+        finally:
+            process.terminate()
+    assert process.returncode == 0
