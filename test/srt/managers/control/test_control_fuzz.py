@@ -172,7 +172,8 @@ class ControlMachine(RuleBasedStateMachine):
         if state.paused is not None and not replies:
             assert harness.runner.num_steps == num_steps
         is_refused = [isinstance(reply, Refusal) and reply.status < 500 for reply in replies]
-        if not was_working and all(is_refused) and len(replies) == num_waiting:
+        ran = harness.runner.num_steps > num_steps
+        if not was_working and not ran and replies and all(is_refused) and len(replies) == num_waiting:
             assert (harness.state, harness.weights.live) == (state, weights), "a refusal changes nothing"
 
     @invariant()
