@@ -1,0 +1,90 @@
+"""The control plane as a whole: nothing is forgotten, nothing is answered twice or by another's reply."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+import pytest
+
+from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.io_struct import (
+    AnyControlRequest,
+    ControlCall,
+    FlushCacheReqInput,
+    PauseGenerationReqInput,
+    PauseMode,
+    PingReqInput,
+    PingReqOutput,
+    ReleaseMemoryOccupationReqInput,
+    SchedulerInput,
+    UpdateWeightsFromTensorReqInput,
+    build_request,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.testing import SchedulerHarness
+
+
+def test_every_request_has_a_handler_and_a_route() -> None:
+    requests = set(get_args(AnyControlRequest))
+    assert set(SchedulerHarness().scheduler.control.handlers) == requests
+    assert {route.request for route in CONTROL_ROUTES.values()} == requests - {PingReqInput}
+
+
+def test_a_handler_that_fails_is_an_answer_and_not_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    harness = SchedulerHarness()
+
+    def fail(request: PingReqInput) -> PingReqOutput:
+        raise ZeroDivisionError("a bug")
+
+    working = harness.scheduler.control.handlers[PingReqInput]
+    harness.scheduler.control.handlers[PingReqInput] = fail
+    refusal = harness.refuse(PingReqInput())
+    assert (refusal.status, refusal.message) == (500, "PingReqInput failed: ZeroDivisionError: a bug")
+    assert "a bug" in caplog.text
+    harness.scheduler.control.handlers[PingReqInput] = working
+    harness.apply(PingReqInput(), PingReqOutput)
+
+
+def test_requests_travel_as_they_are() -> None:
+    request = UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=[b"\x80\x04", b""], pause_mode=PauseMode.RETRACT, weight_version=3
+    )
+    call = ControlCall(id="1", request=request)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=SchedulerInput) == call
+
+
+class TestBuildRequest:
+    def test_null_means_not_given_and_unknown_fields_are_named(self) -> None:
+        request, ignored = build_request(PauseGenerationReqInput, {"mode": None, "zeal": 1, "about": 2})
+        assert request == PauseGenerationReqInput()
+        assert ignored == ["about", "zeal"]
+
+    def test_base64_becomes_bytes(self) -> None:
+        request, _ = build_request(UpdateWeightsFromTensorReqInput, {"serialized_named_tensors": ["gAQ="]})
+        assert request.serialized_named_tensors == [b"\x80\x04"]
+
+    @pytest.mark.parametrize(
+        ("kind", "fields", "parts"),
+        [
+            (ReleaseMemoryOccupationReqInput, {"tags": ["kv"]}, ["'kv'", "$.tags[0]", *MemoryTag]),
+            (PauseGenerationReqInput, {"mode": "hard"}, ["'hard'", "$.mode", *PauseMode]),
+            (PauseGenerationReqInput, {"timeout_s": "soon"}, ["float", "str", "$.timeout_s"]),
+            (FlushCacheReqInput, {"timeout_s": [1]}, ["float", "array", "$.timeout_s"]),
+            (UpdateWeightsFromTensorReqInput, {}, ["serialized_named_tensors"]),
+            (UpdateWeightsFromTensorReqInput, {"serialized_named_tensors": ["!"]}, ["base64"]),
+            (
+                UpdateWeightsFromTensorReqInput,
+                {"serialized_named_tensors": [], "selector": "half"},
+                ["'half'", "target", "draft", "all"],
+            ),
+        ],
+    )
+    def test_what_does_not_fit_says_what_was_expected(
+        self, kind: type[AnyControlRequest], fields: dict[str, object], parts: list[str]
+    ) -> None:
+        with pytest.raises(RequestRejected) as caught:
+            build_request(kind, fields)
+        assert caught.value.status == 400
+        assert all(part in caught.value.message for part in parts), caught.value.message
