@@ -24,8 +24,8 @@ from ebbtide.srt.managers.io_struct import (
     PingReqInput,
     SchedulerInput,
     StateReport,
-    build_request,
 )
+from ebbtide.srt.managers.request_fields import build_request
 from ebbtide.srt.managers.tokenizer import load_tokenizer
 from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
 

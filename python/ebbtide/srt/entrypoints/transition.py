@@ -25,8 +25,8 @@ from ebbtide.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
-    build_request,
 )
+from ebbtide.srt.managers.request_fields import build_request
 
 STEPS: dict[str, type[ControlRequest]] = {
     "pause": PauseGenerationReqInput,

@@ -1,21 +1,17 @@
 """Every message between the processes, and the control requests and replies that clients see.
 
 One tagged union per channel, in MessagePack. The control requests are the HTTP bodies and the arguments of
-the Python API too: `build_request` turns loose fields into one, or says what was expected.
+the Python API too; `request_fields` builds them from loose fields.
 Source: wire_api sections 2 and 3.
 """
 
 from __future__ import annotations
 
 import enum
-import re
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
-from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
 
@@ -480,42 +476,3 @@ class ControlReply(Message, frozen=True, kw_only=True):
 
 
 ManagerInput = TextOutput | TokenOutput | ControlReply | StateReport
-
-# -------------------------------------------------------------------------------------- requests from fields
-
-R = TypeVar("R", bound=ControlRequest)
-
-
-def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str]]:
-    """Build a control request from loose fields: a JSON body, or keyword arguments.
-
-    Null means "not given". Unknown fields are ignored and returned, sorted, for `ignored_fields`.
-
-    Raises:
-        RequestRejected: 400, with the field's path and what was expected.
-    """
-    known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
-    given = {name: value for name, value in known.items() if value is not None}
-    ignored = sorted(set(fields) - set(known))
-    try:
-        return msgspec.convert({"type": kind.__name__, **given}, kind), ignored
-    except msgspec.ValidationError as error:
-        raise RequestRejected(f"{kind.__name__}: {explain(error, kind)}") from None
-
-
-def explain(error: msgspec.ValidationError, kind: type[Struct]) -> str:
-    """The validation message, with the valid values where an enumeration was expected."""
-    message = str(error)
-    field = re.search(r"`\$\.(\w+)", message)
-    if field is None or not message.startswith("Invalid enum value"):
-        return message
-    types = {known.name: known.type for known in msgspec.structs.fields(kind)}
-    return f"{message}; expected one of {', '.join(_valid_values(types[field[1]]))}"
-
-
-def _valid_values(annotation: Any) -> list[str]:
-    if isinstance(annotation, enum.EnumType):
-        return list(map(str, annotation.__members__.values()))
-    if isinstance(annotation, str):
-        return [annotation]
-    return [value for argument in get_args(annotation) for value in _valid_values(argument)]

@@ -20,8 +20,8 @@ from ebbtide.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     SchedulerInput,
     UpdateWeightsFromTensorReqInput,
-    build_request,
 )
+from ebbtide.srt.managers.request_fields import build_request
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import SchedulerHarness
 
