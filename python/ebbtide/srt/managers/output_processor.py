@@ -114,9 +114,6 @@ class OutputProcessor:
             return
         prompt_ids = req.spec.prompt_ids
         collected = req.input_logprobs
-        if not collected:
-            # Clients expect a triple for the first position too, though its own logprob is always null.
-            collected.append(TokenLogprobs(prompt_ids[logprobs.start], None))
         for position in predicted:
             collected.append(_token_logprobs(prompt_ids[logprobs.start + len(collected)], position))
 

@@ -78,6 +78,19 @@ class Req:
     input_logprobs: list[TokenLogprobs] = field(default_factory=list)
     new_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.reset_input_logprobs()
+
+    def reset_input_logprobs(self) -> None:
+        """Forget those of a prefill that did not come to its end."""
+        self.input_logprobs.clear()
+        logprobs, prompt_ids = self.spec.logprobs, self.spec.prompt_ids
+        if logprobs is not None and logprobs.start is not None:
+            # Clients expect a triple for the first position too, though its own logprob is always null.
+            self.input_logprobs += [
+                TokenLogprobs(token_id, None) for token_id in prompt_ids[logprobs.start : logprobs.start + 1]
+            ]
+
     @property
     def num_tokens(self) -> int:
         return len(self.spec.prompt_ids) + len(self.spec.output_ids)

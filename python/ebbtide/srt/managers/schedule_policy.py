@@ -360,7 +360,7 @@ class SchedulePolicy:
         self.running.remove(req)
         req.num_retractions += 1
         if not req.has_input_logprobs:
-            req.input_logprobs.clear()
+            req.reset_input_logprobs()
         req.phase = Phase.WAITING
         self._enqueue(req)
 
