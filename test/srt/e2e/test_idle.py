@@ -1,0 +1,114 @@
+"""An engine that may not run costs nothing: no process of it spins, and nothing that it was asked is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fixtures.references import Reference
+from fixtures.servers import wait_until
+
+from ebbtide import Engine
+from ebbtide.srt.entrypoints.engine import Engine as EngineClass
+
+WINDOW_S = 3.0
+# control_semantics, rule 9: of one core.
+MOST_BUSY = 0.02
+NUM_TOKENS = 24
+PROMPTS = [[5 * index + 1, 80, 3 + index] for index in range(4)]
+NUM_LONG = 200
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+LONG = {**GREEDY, "max_new_tokens": NUM_LONG}
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A way to keep an engine from running, and how it ends."""
+
+    begin: Callable[[EngineClass], dict[str, Any]]
+    end: Callable[[EngineClass], dict[str, Any]]
+    reason: str
+
+
+def _paused(mode: str) -> Stop:
+    return Stop(
+        lambda engine: engine.pause_generation(mode),
+        lambda engine: engine.continue_generation(),
+        f"paused({mode})",
+    )
+
+
+STOPS = {mode: _paused(mode) for mode in ("in_place", "retract", "abort", "wait")} | {
+    "asleep": Stop(
+        lambda engine: engine.release_memory_occupation(["kv_cache"]),
+        lambda engine: engine.resume_memory_occupation(["kv_cache"]),
+        "kv_cache is released",
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint_a: Path) -> Iterator[EngineClass]:
+    with Engine(model_path=str(checkpoint_a), max_total_tokens=4096) as engine:
+        yield engine
+
+
+def busy_shares(engine: EngineClass) -> dict[str, float]:
+    """Share of one core that each process of the engine uses over the window, this one included."""
+    processes = {"api": psutil.Process()} | {
+        name: psutil.Process(pid) for name, pid in engine._service.pids.items()
+    }
+    assert set(processes) == {"api", "scheduler", "detokenizer"}
+    before = {name: _cpu_s(process) for name, process in processes.items()}
+    time.sleep(WINDOW_S)
+    return {name: (_cpu_s(process) - before[name]) / WINDOW_S for name, process in processes.items()}
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def ask(engine: EngineClass, pool: ThreadPoolExecutor) -> list[Future[Any]]:
+    return [
+        pool.submit(engine.generate, input_ids=prompt, sampling_params=GREEDY, timeout_s=120)
+        for prompt in PROMPTS
+    ]
+
+
+def num_queued(engine: EngineClass) -> int:
+    # A pause in the mildest mode changes nothing where one stands already.
+    return int(engine.pause_generation("wait")["num_queued"])
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_stopped_engine_with_work_in_its_queue_idles(
+    engine: EngineClass, reference_a: Reference, name: str
+) -> None:
+    stop = STOPS[name]
+    running = engine.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True)
+    next(running)
+    stop.begin(engine)
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = ask(engine, pool)
+        num_held = len(PROMPTS) + (name in ("retract", "asleep"))
+        wait_until(lambda: num_queued(engine) == num_held, "the requests have arrived")
+        if name == "asleep":
+            engine.continue_generation()
+        assert engine.memory_occupation()["reason"] == stop.reason
+        shares = busy_shares(engine)
+        assert not any(answer.done() for answer in answers)
+        stop.end(engine)
+        outputs = [answer.result()["output_ids"] for answer in answers]
+    assert max(shares.values()) < MOST_BUSY, shares
+    assert outputs == [reference_a.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    *_, last = running
+    interrupted = last["output_ids"]
+    assert interrupted == reference_a.greedy(PROMPTS[0], NUM_LONG)[: len(interrupted)]
+    assert last["meta_info"]["finish_reason"]["type"] == ("abort" if name == "abort" else "length")

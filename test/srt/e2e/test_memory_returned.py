@@ -1,0 +1,319 @@
+"""What the operating system says of an engine's memory: given back, taken again, never leaked.
+
+Real processes, and tags large enough to stand out. Measured is the memory that is the scheduler's alone
+(anonymous, and shared as far as it maps it): pages of libraries count for less when another process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from fixtures.checkpoints import make_checkpoint
+from fixtures.rollouts import buckets
+from safetensors.torch import load_file
+
+from ebbtide import Engine
+from ebbtide.srt.entrypoints.engine import Engine as EngineClass
+from ebbtide.srt.errors import RequestRejected
+
+MIB = 1 << 20
+# 76 MiB of weights, and 256 MiB of KV: 2 layers of 2 KV heads of 16 float32 numbers are 512 bytes per token.
+WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3072}
+KV_TOKENS = 1 << 19
+TAG_BYTES = {"weights": 76 * MIB, "kv_cache": 256 * MIB}
+# What a cycle may leave behind in a heap that grows in steps, far below the least that a tag would leak.
+NOISE_BYTES = 3 * MIB
+PROMPTS = [list(range(start, start + 40)) for start in (3, 60, 150)]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("wide"), "Qwen3ForCausalLM", seed=3, **WIDE)
+
+
+@pytest.fixture(scope="module")
+def trained(wide_checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The weights of the checkpoint after a training step."""
+    weights = load_file(wide_checkpoint / "model.safetensors")
+    return {name: tensor + 0.05 * torch.ones_like(tensor) for name, tensor in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def shared_engine(wide_checkpoint: Path) -> Iterator[EngineClass]:
+    with Engine(
+        model_path=str(wide_checkpoint), max_total_tokens=KV_TOKENS, skip_tokenizer_init=True
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: EngineClass, wide_checkpoint: Path) -> EngineClass:
+    """The shared engine as it was started, whatever the test before has done."""
+    shared_engine.resume_memory_occupation()
+    shared_engine.update_weights_from_disk(wide_checkpoint, weight_version="default")
+    return shared_engine
+
+
+@pytest.fixture(scope="module")
+def keeping_engine(wide_checkpoint: Path) -> Iterator[EngineClass]:
+    """An engine whose weights survive a release."""
+    with Engine(
+        model_path=str(wide_checkpoint),
+        max_total_tokens=4096,
+        skip_tokenizer_init=True,
+        enable_weights_cpu_backup=True,
+    ) as engine:
+        yield engine
+
+
+def scheduler_of(engine: EngineClass) -> psutil.Process:
+    [rank] = engine.memory_occupation()["ranks"]
+    return psutil.Process(rank["pid"])
+
+
+def held_bytes(engine: EngineClass) -> int:
+    """Memory of the scheduler and whatever it has started."""
+    scheduler = scheduler_of(engine)
+    return sum(_held_bytes(process.pid) for process in (scheduler, *scheduler.children(recursive=True)))
+
+
+def _held_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+
+
+def handles_held(engine: EngineClass) -> dict[str, Any]:
+    """What a leak would add to, other than memory."""
+    scheduler = scheduler_of(engine)
+    return {
+        "descriptors": scheduler.num_fds(),
+        "threads": scheduler.num_threads(),
+        "processes": len(scheduler.children(recursive=True)),
+        "shared memory": sorted(file.name for file in Path("/dev/shm").iterdir() if _is_ours(file.name)),
+    }
+
+
+def _is_ours(name: str) -> bool:
+    """Whether torch has made this block in this process: other test runs use the folder too."""
+    return name.startswith(f"torch_{psutil.Process().pid}_")
+
+
+@contextmanager
+def address_space_exhausted(engine: EngineClass) -> Iterator[None]:
+    """Within, the scheduler gets no mapping of more than a few MiB."""
+    scheduler = scheduler_of(engine)
+    before = scheduler.rlimit(psutil.RLIMIT_AS)
+    scheduler.rlimit(psutil.RLIMIT_AS, (scheduler.memory_info().vms + 16 * MIB, before[1]))
+    try:
+        yield
+    finally:
+        scheduler.rlimit(psutil.RLIMIT_AS, before)
+
+
+def generate(engine: EngineClass) -> list[list[int]]:
+    return [output["output_ids"] for output in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
+
+
+def read_all(engine: EngineClass, weights: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
+    """Of every weight the first rows, of vectors everything, as the engine has them."""
+    return {name: engine.get_weights_by_name(name, _num_rows(tensor)) for name, tensor in weights.items()}
+
+
+def rows_of(weights: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
+    return {name: tensor[: _num_rows(tensor)].tolist() for name, tensor in weights.items()}
+
+
+def _num_rows(weight: torch.Tensor) -> int:
+    return 3 if weight.ndim > 1 else len(weight)
+
+
+# ------------------------------------------------------------------------------------------ tag by tag
+
+
+@pytest.mark.parametrize("tags", [["weights"], ["kv_cache"], ["weights", "kv_cache"]], ids="+".join)
+def test_a_release_gives_the_memory_of_its_tags_back_and_a_resume_takes_it(
+    engine: EngineClass, tags: list[str]
+) -> None:
+    expected = sum(TAG_BYTES[tag] for tag in tags)
+    resident = held_bytes(engine)
+    freed = engine.release_memory_occupation(tags)["freed_bytes"]
+    assert all(freed[tag] == pytest.approx(TAG_BYTES[tag], rel=0.01) for tag in tags)
+    released = held_bytes(engine)
+    assert 0.95 * expected <= resident - released <= 1.05 * expected
+    mapped = engine.resume_memory_occupation(tags)["mapped_bytes"]
+    assert mapped == freed
+    # Before anything touches it: what a resume says is there is there.
+    assert abs(held_bytes(engine) - resident) <= 0.05 * expected
+
+
+def test_a_repeated_release_or_resume_moves_no_byte(engine: EngineClass) -> None:
+    resident = held_bytes(engine)
+    assert engine.resume_memory_occupation()["changed"] is False
+    assert abs(held_bytes(engine) - resident) <= NOISE_BYTES
+    engine.release_memory_occupation()
+    released = held_bytes(engine)
+    assert engine.release_memory_occupation()["changed"] is False
+    assert abs(held_bytes(engine) - released) <= NOISE_BYTES
+
+
+def test_a_sleeping_engine_wakes_in_stages_and_serves_the_new_weights(
+    engine: EngineClass, trained: dict[str, torch.Tensor]
+) -> None:
+    old = generate(engine)
+    resident = held_bytes(engine)
+    engine.release_memory_occupation()
+    asleep = held_bytes(engine)
+    engine.resume_memory_occupation(["weights"])
+    assert held_bytes(engine) - asleep == pytest.approx(TAG_BYTES["weights"], rel=0.05)
+    for bucket in buckets(trained, 4):
+        engine.update_weights_from_tensor(list(bucket.items()))
+    # Written in place, into memory that was there: the update itself takes none.
+    assert held_bytes(engine) - asleep == pytest.approx(TAG_BYTES["weights"], rel=0.05)
+    engine.resume_memory_occupation(["kv_cache"])
+    assert abs(held_bytes(engine) - resident) <= NOISE_BYTES
+    assert read_all(engine, trained) == rows_of(trained)
+    assert generate(engine) != old
+
+
+# ------------------------------------------------------------------------------------------ what survives
+
+
+def test_kept_weights_come_back_bit_for_bit(
+    keeping_engine: EngineClass, wide_checkpoint: Path, trained: dict[str, torch.Tensor]
+) -> None:
+    engine = keeping_engine
+    weights = load_file(wide_checkpoint / "model.safetensors")
+    old = generate(engine)
+    assert engine.memory_occupation()["tags"]["weights"]["backup_bytes"] == 0
+    resident = held_bytes(engine)
+
+    engine.release_memory_occupation()
+    tag = engine.memory_occupation()["tags"]["weights"]
+    assert (tag["state"], tag["resident_bytes"], tag["content"]) == ("released", 0, "valid")
+    assert tag["backup_bytes"] == pytest.approx(TAG_BYTES["weights"], rel=0.01)
+    engine.resume_memory_occupation()
+    assert read_all(engine, weights) == rows_of(weights)
+    assert generate(engine) == old
+
+    # The copy is taken once; it follows an update. The margins are for the heap, which the first requests of
+    # a kind make grow by some MiB; a second copy would be 76.
+    with_backup = held_bytes(engine)
+    assert 0.95 * TAG_BYTES["weights"] <= with_backup - resident <= 1.25 * TAG_BYTES["weights"]
+    engine.update_weights_from_tensor(list(trained.items()))
+    new = generate(engine)
+    assert new != old
+    engine.release_memory_occupation(["weights"])
+    engine.resume_memory_occupation(["weights"])
+    assert read_all(engine, weights) == rows_of(trained)
+    assert generate(engine) == new
+    assert abs(held_bytes(engine) - with_backup) <= 0.25 * TAG_BYTES["weights"]
+
+
+def test_weights_that_are_not_kept_are_stale_until_they_are_written(engine: EngineClass) -> None:
+    engine.release_memory_occupation(["weights"])
+    resumed = engine.resume_memory_occupation(["weights"])
+    assert resumed["weights"]["content"] == "stale"
+    with pytest.raises(RequestRejected, match="stale"):
+        engine.get_weights_by_name("model.norm.weight")
+    assert engine.memory_occupation()["can_run"] is False
+
+
+# -------------------------------------------------------------------------------------------- no leaks
+
+
+def test_twenty_cycles_leak_nothing(engine: EngineClass, trained: dict[str, torch.Tensor]) -> None:
+    part = buckets(trained, 4)[0]
+
+    def cycle(number: int) -> None:
+        engine.release_memory_occupation()
+        engine.resume_memory_occupation(["weights"])
+        engine.update_weights_from_tensor(list(trained.items()), weight_version=number)
+        engine.resume_memory_occupation(["kv_cache"])
+        # Awake: in a copy, of which the engine fills the rest from the weights that it has.
+        assert engine.update_weights_from_tensor(list(part.items()), weight_version=number)["staged"]
+
+    for number in range(2):
+        cycle(number)
+    expected = generate(engine)
+    memory, handles = held_bytes(engine), handles_held(engine)
+    address_space = scheduler_of(engine).memory_info().vms
+    for number in range(20):
+        cycle(number)
+    assert generate(engine) == expected
+    assert abs(held_bytes(engine) - memory) <= NOISE_BYTES
+    assert handles_held(engine) == handles
+    assert abs(scheduler_of(engine).memory_info().vms - address_space) <= 16 * MIB
+
+
+def test_refused_updates_leave_no_memory_behind(
+    engine: EngineClass, trained: dict[str, torch.Tensor]
+) -> None:
+    wrong = {**trained, "model.norm.weight": torch.zeros(3)}
+    with pytest.raises(RequestRejected, match=r"model\.norm\.weight"):
+        engine.update_weights_from_tensor(list(wrong.items()))
+    memory, handles = held_bytes(engine), handles_held(engine)
+    for _ in range(5):
+        with pytest.raises(RequestRejected, match=r"model\.norm\.weight"):
+            engine.update_weights_from_tensor(list(wrong.items()))
+    assert abs(held_bytes(engine) - memory) <= NOISE_BYTES
+    assert handles_held(engine) == handles
+
+
+@pytest.mark.parametrize("commits", [True, False], ids=["committed", "aborted"])
+def test_the_copy_of_a_session_is_given_back_at_its_end(
+    engine: EngineClass, trained: dict[str, torch.Tensor], commits: bool
+) -> None:
+    old, alone = generate(engine), held_bytes(engine)
+    engine.begin_weight_update()
+    for bucket in buckets(trained, 3):
+        assert engine.update_weights_from_tensor(list(bucket.items()))["staged"]
+        assert held_bytes(engine) - alone <= 1.05 * TAG_BYTES["weights"]
+    assert held_bytes(engine) - alone >= 0.95 * TAG_BYTES["weights"]
+    assert generate(engine) == old
+    if commits:
+        assert engine.end_weight_update()["committed"]
+    else:
+        engine.abort_weight_update()
+    assert abs(held_bytes(engine) - alone) <= NOISE_BYTES
+    assert (generate(engine) == old) is not commits
+
+
+# ------------------------------------------------------------------------------------ no memory to be had
+
+
+def test_a_resume_without_room_is_refused_with_the_bytes_and_can_be_retried(
+    engine: EngineClass, wide_checkpoint: Path
+) -> None:
+    old = generate(engine)
+    engine.release_memory_occupation()
+    released = held_bytes(engine)
+    with address_space_exhausted(engine):
+        with pytest.raises(RequestRejected, match="Nothing was resumed") as raised:
+            engine.resume_memory_occupation()
+        assert raised.value.status == 409
+        assert raised.value.fields["needed_bytes"] >= sum(TAG_BYTES.values())
+        assert abs(held_bytes(engine) - released) <= NOISE_BYTES
+        assert engine.memory_occupation()["tags"]["weights"]["state"] == "released"
+    assert engine.resume_memory_occupation()["changed"] is True
+    engine.update_weights_from_disk(wide_checkpoint)
+    assert generate(engine) == old
+
+
+def test_an_update_without_room_for_a_copy_is_applied_in_place_and_says_so(
+    engine: EngineClass, trained: dict[str, torch.Tensor]
+) -> None:
+    before = held_bytes(engine)
+    with address_space_exhausted(engine):
+        # By buckets that the scheduler can map.
+        for bucket in buckets(trained, 25):
+            reply = engine.update_weights_from_tensor(list(bucket.items()))
+            assert (reply["staged"], reply["content"]) == (False, "valid")
+    assert read_all(engine, trained) == rows_of(trained)
+    assert abs(held_bytes(engine) - before) <= NOISE_BYTES
