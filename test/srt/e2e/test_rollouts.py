@@ -1,0 +1,248 @@
+"""Rollouts through `Engine`: what transformers gives, whatever else runs and however the work is cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.checkpoints import ARCHITECTURES, EOS_ID, LLAMA3_ROPE, make_checkpoint
+from fixtures.engines import Engines
+from fixtures.references import Reference
+
+from ebbtide import Engine
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+# Between two implementations in float32, and between two ways to cut the same work.
+LOGPROB_TOLERANCE = 1e-4
+PROMPTS = [[(31 * index + 7 * position) % 250 for position in range(1 + 11 * index)] for index in range(6)]
+# Each architecture in another guise: files, rotary embedding, output projection.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"shards": 3, "rope_parameters": LLAMA3_ROPE},
+    "Qwen2ForCausalLM": {"tied": True},
+    "Qwen3ForCausalLM": {"shards": 2},
+}
+# Small enough that eight requests push one another out, and that every prompt above comes in pieces.
+TIGHT = {"max_total_tokens": 192, "page_size": 8, "chunked_prefill_size": 10}
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    with Engines() as engines:
+        yield engines
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("architectures")
+    return {
+        architecture: make_checkpoint(folder / architecture, architecture, seed=5, **VARIANTS[architecture])
+        for architecture in ARCHITECTURES
+    }
+
+
+@pytest.fixture(scope="module")
+def engine(engines: Engines, checkpoints: dict[str, Path]) -> Engine:
+    return engines(checkpoints["Qwen3ForCausalLM"])
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoints: dict[str, Path]) -> Reference:
+    return Reference(checkpoints["Qwen3ForCausalLM"])
+
+
+def logprobs_of(triples: Sequence[Sequence[Any]]) -> torch.Tensor:
+    return torch.tensor([triple[0] for triple in triples])
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=LOGPROB_TOLERANCE)
+
+
+def assert_same_output(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Same tokens for the same reason, same logprobs but for rounding."""
+    assert actual["output_ids"] == expected["output_ids"]
+    assert actual["text"] == expected["text"]
+    ours, theirs = actual["meta_info"], expected["meta_info"]
+    assert ours["finish_reason"] == theirs["finish_reason"]
+    assert len(ours["output_token_logprobs"]) == len(actual["output_ids"])
+    assert_near(logprobs_of(ours["output_token_logprobs"]), logprobs_of(theirs["output_token_logprobs"]))
+
+
+def check_against_reference(output: dict[str, Any], prompt: list[int], reference: Reference) -> None:
+    """Logprobs of prompt and output, of the most likely tokens and of chosen ones."""
+    meta, output_ids = output["meta_info"], output["output_ids"]
+    # [i, v]: of v at position i; the first has none.
+    expected = reference.logprobs([*prompt, *output_ids])[:-1]
+    first_output = len(prompt) - 1
+    for side, ids, rows in (
+        ("input", prompt[1:], expected[:first_output]),
+        ("output", output_ids, expected[first_output:]),
+    ):
+        triples = meta[f"{side}_token_logprobs"]
+        top, chosen = meta[f"{side}_top_logprobs"], meta[f"{side}_token_ids_logprobs"]
+        if side == "input":
+            assert (triples[0], top[0], chosen[0]) == ((None, prompt[0], None), None, None)
+            triples, top, chosen = triples[1:], top[1:], chosen[1:]
+        assert [triple[1] for triple in triples] == ids
+        assert_near(logprobs_of(triples), rows.gather(1, torch.tensor(ids).view(-1, 1)).flatten())
+        for row, top_triples, chosen_triples in zip(rows, top, chosen, strict=True):
+            assert_near(logprobs_of(top_triples), row.topk(3).values)
+            assert [triple[1] for triple in chosen_triples] == [9, 3]
+            assert_near(logprobs_of(chosen_triples), row[[9, 3]])
+
+
+EVERY_LOGPROB: dict[str, Any] = {
+    "return_logprob": True,
+    "logprob_start_len": 0,
+    "top_logprobs_num": 3,
+    "token_ids_logprob": [9, 3],
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(
+    engines: Engines, checkpoints: dict[str, Path], architecture: str
+) -> None:
+    engine, reference = engines(checkpoints[architecture]), Reference(checkpoints[architecture])
+    outputs = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, **EVERY_LOGPROB)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output["output_ids"] == reference.greedy(prompt, 24)
+        check_against_reference(output, prompt, reference)
+
+
+def test_input_logprobs_start_where_they_are_asked_for(engine: Engine, reference: Reference) -> None:
+    prompt = PROMPTS[4]
+    expected = reference.logprobs(prompt)
+    for start in (0, 1, 17, len(prompt) - 1):
+        output = engine.generate(
+            input_ids=prompt, sampling_params=GREEDY, return_logprob=True, logprob_start_len=start
+        )
+        first, *rest = output["meta_info"]["input_token_logprobs"]
+        assert first == (None, prompt[start], None)
+        assert [triple[1] for triple in rest] == prompt[start + 1 :]
+        rows = expected[start:-1].gather(1, torch.tensor(prompt[start + 1 :]).view(-1, 1)).flatten()
+        assert_near(logprobs_of(rest), rows)
+    none = engine.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True)
+    assert none["meta_info"]["input_token_logprobs"] == []
+
+
+def test_the_prefix_cache_changes_no_output(
+    engines: Engines, engine: Engine, checkpoints: dict[str, Path]
+) -> None:
+    prefix = [(13 * position) % 251 for position in range(80)]
+    prompts = [prefix + [index] * index for index in range(8)]
+    uncached = engines(checkpoints["Qwen3ForCausalLM"], disable_radix_cache=True)
+    engine.flush_cache()
+    for prompt in prompts:
+        cold = uncached.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True)
+        for _ in range(2):
+            warm = engine.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True)
+            assert_same_output(warm, cold)
+        assert cold["meta_info"]["cached_tokens"] == 0
+        assert warm["meta_info"]["cached_tokens"] >= 64
+
+
+def mixed_request(index: int) -> dict[str, Any]:
+    """Request `index` of a mixed lot: a few in every way to sample, of every length."""
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 20},
+        {"min_p": 0.02, "stop_token_ids": list(range(100, 120))},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.3, "repetition_penalty": 1.1},
+        {"logit_bias": {str(EOS_ID): 4.0, "7": 2.0}, "min_new_tokens": 4},
+        {"top_p": 0.8, "top_k": 50, "min_p": 0.01, "stop": ["e", "qu"]},
+    ]
+    params = {"max_new_tokens": 4 + 5 * index % 17, "sampling_seed": 1000 * index, **ways[index % len(ways)]}
+    params["n"] = 3 if index % 10 == 9 else 1
+    prompt = [(index * index + 3 * position) % 256 for position in range(1 + 7 * index % 60)]
+    return {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+
+
+def flat(answers: Sequence[Any]) -> list[dict[str, Any]]:
+    """The outputs of requests, some of which have several."""
+    return [output for answer in answers for output in (answer if isinstance(answer, list) else [answer])]
+
+
+def test_200_requests_at_once_give_what_each_gives_alone(engine: Engine) -> None:
+    requests = [mixed_request(index) for index in range(200)]
+    alone = [engine.generate(**request) for request in requests]
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*(engine.async_generate(**request) for request in requests))
+
+    outputs, expected = flat(asyncio.run(run())), flat(alone)
+    assert len(outputs) == 240
+    for output, one in zip(outputs, expected, strict=True):
+        assert_same_output(output, one)
+    reasons = [output["meta_info"]["finish_reason"] for output in outputs]
+    assert {reason["type"] for reason in reasons} == {"stop", "length"}
+    assert {type(reason["matched"]) for reason in reasons if "matched" in reason} == {int, str}
+
+
+def test_the_samples_of_a_prompt_are_those_of_its_seeds(engine: Engine) -> None:
+    """Groups as in GRPO: sample k of a request with a seed is the request with that seed + k."""
+    params = {"max_new_tokens": 16, "ignore_eos": True}
+    groups = engine.generate(
+        input_ids=PROMPTS[1:4],
+        sampling_params=[{**params, "n": 4, "sampling_seed": seed} for seed in (5, 50, 500)],
+        return_logprob=True,
+    )
+    assert len({tuple(output["output_ids"]) for output in groups}) == 12
+    for index, output in enumerate(groups):
+        alone = engine.generate(
+            input_ids=PROMPTS[1 + index // 4],
+            sampling_params={**params, "sampling_seed": 5 * 10 ** (index // 4) + index % 4},
+            return_logprob=True,
+        )
+        assert_same_output(output, alone)
+
+
+def test_retraction_in_a_tiny_pool_changes_no_output(
+    engines: Engines, engine: Engine, checkpoints: dict[str, Path]
+) -> None:
+    tight = engines(checkpoints["Qwen3ForCausalLM"], **TIGHT)
+    params = [
+        {"temperature": index % 2, "max_new_tokens": 60, "ignore_eos": True, "sampling_seed": index}
+        for index in range(8)
+    ]
+    prompts = [[(17 * index + position) % 250 for position in range(5 + 4 * index)] for index in range(8)]
+    request: dict[str, Any] = {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
+    squeezed = tight.generate(**request)
+    for output, expected in zip(squeezed, engine.generate(**request), strict=True):
+        assert_same_output(output, expected)
+        assert expected["meta_info"]["num_retractions"] == 0
+    assert sum(output["meta_info"]["num_retractions"] for output in squeezed) > 0
+
+
+def test_a_prompt_in_chunks_is_the_same_prompt(
+    engines: Engines, checkpoints: dict[str, Path], reference: Reference
+) -> None:
+    tight = engines(checkpoints["Qwen3ForCausalLM"], **TIGHT)
+    outputs = tight.generate(input_ids=PROMPTS, sampling_params=GREEDY, **EVERY_LOGPROB)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output["output_ids"] == reference.greedy(prompt, 24)
+        check_against_reference(output, prompt, reference)
+
+
+def test_one_engine_of_a_process_sleeps_while_the_other_serves(
+    engines: Engines, engine: Engine, checkpoints: dict[str, Path], reference: Reference
+) -> None:
+    llama = checkpoints["LlamaForCausalLM"]
+    other, prompt = engines(llama), PROMPTS[2]
+    other.release_memory_occupation()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.generate, input_ids=prompt, sampling_params=GREEDY)
+        for _ in range(3):
+            served = engine.generate(input_ids=prompt, sampling_params=GREEDY)
+            assert served["output_ids"] == reference.greedy(prompt, 24)
+        assert not waiting.done()
+        other.resume_memory_occupation()
+        other.update_weights_from_disk(str(llama))
+        assert waiting.result()["output_ids"] == Reference(llama).greedy(prompt, 24)
