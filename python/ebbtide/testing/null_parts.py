@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.ports import IncomingWeights, Staging
+from ebbtide.srt.managers.control.ports import IncomingWeights, Slices, Staging
 from ebbtide.srt.managers.io_struct import UpdateWeightFromDiskReqInput, WeightUpdateRequest
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, StepResult
@@ -140,7 +140,9 @@ class NullWeights:
         names = manifest.get("names", sorted(self.names))
         return _NullIncoming(self, names, int(request.model_path), manifest.get("fail_after"))
 
-    def stage(self, *, in_place: bool) -> Staging:
+    def stage(self, *, in_place: bool) -> Generator[int, None, Staging]:
+        for _ in range(0 if in_place else self.num_staged):
+            yield NullWeights.BYTES_PER_PARAMETER
         return _NullStaging(self, is_staged=not in_place and self.num_staged > 0)
 
     def read(self, name: str, max_rows: int) -> list[Any]:
@@ -173,7 +175,7 @@ class _NullStaging:
         if not self.is_staged:
             self._weights.write({name: None})
 
-    def complete(self, written: frozenset[str]) -> Iterator[int]:
+    def complete(self, written: frozenset[str]) -> Slices:
         for name in sorted(self._weights.names - written):
             self.values[name] = self._weights.live[name]
             yield NullWeights.BYTES_PER_PARAMETER
@@ -199,7 +201,7 @@ class _NullIncoming:
     def problems(self) -> list[dict[str, str]]:
         return [{"name": name, "reason": "the model has no parameter of this name"} for name in self._unknown]
 
-    def write(self, staging: Staging) -> Iterator[int]:
+    def write(self, staging: Staging) -> Slices:
         assert isinstance(staging, _NullStaging)
         for index, name in enumerate(sorted(self.names)):
             if index == self._fail_after:

@@ -106,7 +106,7 @@ def failing_iterator(*args: Any) -> Iterator[int]:
 # What is broken, and how: the steps of an update in their order.
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch, Rank], None]] = {
     "finding room": lambda patch, rank: patch.setattr(
-        rank.store.arena, "stage", failing_after(0, rank.store.arena.stage)
+        rank.store.arena, "stage_by_chunks", failing_after(0, rank.store.arena.stage_by_chunks)
     ),
     "first write": lambda patch, rank: patch.setattr(rank.store, "write", failing_after(0, rank.store.write)),
     "a later write": lambda patch, rank: patch.setattr(

@@ -230,6 +230,21 @@ def test_a_shadow_that_does_not_fit_leaves_the_arena_as_it_was(
     assert live.unique().tolist() == [4]
 
 
+def test_staging_by_chunks_takes_them_one_by_one_and_gives_all_back_if_it_is_left(
+    make_arena, budgeted_memory, assert_nothing_leaks
+):
+    vm = budgeted_memory(8 * GRANULE)
+    arena = make_arena(3 * GRANULE, vm, chunk_bytes=GRANULE)
+    arena.resume()
+    with assert_nothing_leaks():
+        steps = arena.stage_by_chunks()
+        for taken in (4, 5):
+            assert next(steps) == GRANULE
+            assert vm.taken_bytes == taken * GRANULE
+        steps.close()
+    assert vm.taken_bytes == 3 * GRANULE
+
+
 @pytest.mark.parametrize("mapped_before_failure", range(6))
 def test_a_swap_that_fails_half_way_is_undone(make_arena, budgeted_memory, mapped_before_failure):
     vm = budgeted_memory(6 * GRANULE)

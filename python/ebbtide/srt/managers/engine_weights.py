@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import suppress
 from typing import Any
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.ports import IncomingWeights, Staging
+from ebbtide.srt.managers.control.ports import IncomingWeights, Slices, Staging
 from ebbtide.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
@@ -31,13 +32,11 @@ class EngineWeights:
     def open(self, request: WeightUpdateRequest) -> IncomingWeights:
         return _Incoming(self._source(request), self._store)
 
-    def stage(self, *, in_place: bool) -> Staging:
-        if in_place:
-            return _InPlace()
-        try:
-            return _Staged(self._store, self._store.arena.stage())
-        except OutOfDeviceMemory:
-            return _InPlace()
+    def stage(self, *, in_place: bool) -> Generator[int, None, Staging]:
+        if not in_place:
+            with suppress(OutOfDeviceMemory):
+                return _Staged(self._store, (yield from self._store.arena.stage_by_chunks()))
+        return _InPlace()
 
     def read(self, name: str, max_rows: int) -> list[Any]:
         rows: list[Any] = self._store.read(name, max_rows).tolist()
@@ -64,8 +63,9 @@ class _InPlace:
     is_staged = False
     shadow = None
 
-    def complete(self, written: frozenset[str]) -> Iterator[int]:
-        return iter(())
+    def complete(self, written: frozenset[str]) -> Slices:
+        """There is no copy to complete."""
+        yield from ()
 
     def commit(self) -> None:
         """Everything is where it belongs."""
@@ -83,7 +83,7 @@ class _Staged:
         self.shadow = shadow
         self._store = store
 
-    def complete(self, written: frozenset[str]) -> Iterator[int]:
+    def complete(self, written: frozenset[str]) -> Slices:
         return self._store.complete(self.shadow, written)
 
     def commit(self) -> None:
@@ -113,7 +113,7 @@ class _Incoming:
     def problems(self) -> list[dict[str, str]]:
         return self._problems
 
-    def write(self, staging: Staging) -> Iterator[int]:
+    def write(self, staging: Staging) -> Slices:
         assert isinstance(staging, _InPlace | _Staged)
         for name, tensor in self._source:
             yield self._store.write(name, tensor, staging.shadow, self._source.direct)

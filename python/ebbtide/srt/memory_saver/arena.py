@@ -6,18 +6,21 @@ tensors, and addresses never change. Not for use from several threads at once.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from contextlib import ExitStack
 from enum import Enum, auto
 from functools import cached_property
 from math import prod
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import torch
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_memory.base import Handle, VirtualMemory
+
+T = TypeVar("T")
 
 
 class Arena:
@@ -98,7 +101,20 @@ class Arena:
         Raises:
             OutOfDeviceMemory: there is no room for it; nothing is kept.
         """
-        return Shadow(self._span)
+        return _result(self.stage_by_chunks())
+
+    def stage_by_chunks(self) -> Generator[int, None, Shadow]:
+        """As `stage`, yielding the bytes of each chunk just taken, so that other things may go on in between.
+
+        Ended early, it keeps nothing.
+        """
+        span = self._span.twin()
+        try:
+            yield from span.populate_by_chunks()
+        except BaseException:
+            span.close()
+            raise
+        return Shadow(self._span, span)
 
     def swap(self, shadow: Shadow) -> None:
         """Exchange physical memory with a shadow under the live addresses; no byte is copied.
@@ -123,14 +139,9 @@ class Arena:
 class Shadow:
     """A second set of an arena's memory at addresses of its own. A context manager: leaving it closes it."""
 
-    def __init__(self, live: _Span) -> None:
+    def __init__(self, live: _Span, span: _Span) -> None:
         self._live = live
-        self._span = live.twin()
-        try:
-            self._span.populate()
-        except BaseException:
-            self._span.close()
-            raise
+        self._span = span
 
     @property
     def num_bytes(self) -> int:
@@ -211,6 +222,10 @@ class _Span:
         return self._bytes[offset:end].view(dtype).view(shape)
 
     def populate(self) -> int:
+        return sum(self.populate_by_chunks())
+
+    def populate_by_chunks(self) -> Generator[int, None, None]:
+        """Take memory for every chunk, or for none: ended early, or by an error, it gives all of it back."""
         if self.state is not _State.RELEASED:
             raise EngineError(f"this memory is {self.state.name.lower()}, and must be released to be resumed")
         handles: list[Handle] = []
@@ -225,13 +240,13 @@ class _Span:
                         self._vm.release(handle)
                         raise
                     undo.callback(self._discard, offset, handle)
+                    yield num_bytes
                 undo.pop_all()
         except OutOfDeviceMemory as error:
             undone_bytes = sum(handle.num_bytes for handle in handles)
             raise OutOfDeviceMemory(self.virtual_bytes, error.free_bytes + undone_bytes) from error
         self._handles = handles
         self.state = _State.RESIDENT
-        return self.virtual_bytes
 
     def empty(self) -> int:
         self.require_resident()
@@ -280,3 +295,13 @@ class _Span:
 
 def _round_up(num_bytes: int, multiple: int) -> int:
     return -(-num_bytes // multiple) * multiple
+
+
+def _result(work: Generator[Any, None, T]) -> T:
+    """Run a generator to its end; what it returns."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result

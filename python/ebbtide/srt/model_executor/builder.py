@@ -22,6 +22,9 @@ from ebbtide.srt.models.registry import build_model
 logger = logging.getLogger(__name__)
 
 CPU_KV_FRACTION = 0.1
+# Touching host memory for the first time takes as long as copying it: what is staged is taken in such pieces,
+# between forward passes.
+WEIGHTS_CHUNK_BYTES = 64 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,7 +44,7 @@ def build_model_runner(
     dtype = DTYPES[model_config.dtype]
     model = build_model(model_config.architecture, model_config.hf_config, dtype, torch.device(device.name))
     try:
-        weight_store = WeightStore(model, vm)
+        weight_store = WeightStore(model, vm, WEIGHTS_CHUNK_BYTES)
     except OutOfDeviceMemory as error:
         raise ConfigurationError(f"the weights do not fit: {error}") from error
     load_weights(weight_store, model_config.path, model_config.load_format)

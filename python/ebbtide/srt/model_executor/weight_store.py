@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,9 +53,10 @@ class WeightStore:
     Args:
         model: with parameters on the meta device; each is replaced by a view of the arena.
         vm: where the arena's memory comes from.
+        chunk_bytes: pieces in which it is taken, see `Arena`. A staged copy is taken piece by piece too.
     """
 
-    def __init__(self, model: CausalLM, vm: VirtualMemory) -> None:
+    def __init__(self, model: CausalLM, vm: VirtualMemory, chunk_bytes: int | None = None) -> None:
         self._model = model
         self._targets = model.checkpoint_map()
         self._slots: dict[str, Slot] = {}
@@ -67,7 +68,7 @@ class WeightStore:
         self._sources: dict[str, set[str]] = {name: set() for name in self._slots}
         for name, target in self._targets.items():
             self._sources[target.parameter].add(name)
-        self.arena = Arena(MemoryTag.WEIGHTS, num_bytes, vm)
+        self.arena = Arena(MemoryTag.WEIGHTS, num_bytes, vm, chunk_bytes)
         self.arena.resume()
         self.generation = 0
         for name, slot in self._slots.items():
@@ -128,7 +129,7 @@ class WeightStore:
             return frozenset(self._sources[name])
         return frozenset() if self.ignored(name) else frozenset({name})
 
-    def complete(self, shadow: Shadow, written: Iterable[str]) -> Iterator[int]:
+    def complete(self, shadow: Shadow, written: Iterable[str]) -> Generator[int, None, None]:
         """Copy everything but `written` (checkpoint names) from the live weights into the staged copy.
 
         A generator of the bytes of each slice (at most 64 MiB) just copied: the caller may do other

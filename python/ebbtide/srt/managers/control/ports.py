@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from ebbtide.srt.managers.io_struct import AnyReply, WeightUpdateRequest
@@ -23,6 +23,10 @@ Operation: TypeAlias = Generator[Progress, None, AnyReply]
 
 # Each state machine's share of the control requests: request type → handler.
 HandlerTable: TypeAlias = Mapping[type, "Callable[[Any], AnyReply | Operation]"]
+
+
+# Copying, as a generator of the bytes of each slice just done.
+Slices: TypeAlias = Generator[int, None, None]
 
 
 class DeadlinePassed(Exception):
@@ -114,7 +118,7 @@ class IncomingWeights(Protocol):
         """What stands against writing them, as `{"name", "reason"}`; empty if nothing does."""
         ...
 
-    def write(self, staging: Staging) -> Iterator[int]:
+    def write(self, staging: Staging) -> Slices:
         """Copy the tensors; yields the bytes of each slice that it has written."""
         ...
 
@@ -132,7 +136,7 @@ class Staging(Protocol):
 
     is_staged: bool
 
-    def complete(self, written: frozenset[str]) -> Iterator[int]:
+    def complete(self, written: frozenset[str]) -> Slices:
         """Fill all but `written` with the live weights; yields the bytes of each slice."""
         ...
 
@@ -162,8 +166,11 @@ class Weights(Protocol):
         """
         ...
 
-    def stage(self, *, in_place: bool) -> Staging:
-        """Room for an update: in place if asked for, or where there is no memory for a copy."""
+    def stage(self, *, in_place: bool) -> Generator[int, None, Staging]:
+        """Room for an update: in place if asked for, or where there is no memory for a copy.
+
+        Yields the bytes of each slice of memory that it has taken; ended early, it keeps nothing.
+        """
         ...
 
     def read(self, name: str, max_rows: int) -> list[Any]:

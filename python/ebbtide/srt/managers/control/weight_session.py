@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from typing import TypeVar
 
 from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
 from ebbtide.srt.managers.control.ports import IncomingWeights, Progress, Staging, Weights
@@ -12,7 +13,9 @@ from ebbtide.srt.managers.control.ports import IncomingWeights, Progress, Stagin
 # What is copied between two forward passes. Bytes, not milliseconds: ranks must cut alike.
 SLICE_BYTES = 32 << 20
 
-Slices = Generator[Progress, None, int]
+T = TypeVar("T")
+# Work between forward passes; what it returns.
+Work = Generator[Progress, None, T]
 
 
 class Stall:
@@ -56,34 +59,33 @@ class WeightSession:
         self._content = content
         self._staging: Staging | None = None
 
-    def make_room(self, incoming: IncomingWeights) -> None:
+    def make_room(self, incoming: IncomingWeights) -> Work[None]:
         """Find a place for these tensors: a copy, or the live weights where these hold nothing to keep."""
         if self._staging is None and incoming.num_tensors > 0:
             is_whole = isinstance(self._content.state, Valid)
-            self._staging = self._weights.stage(in_place=not is_whole)
+            _, self._staging = yield from _in_slices(self._weights.stage(in_place=not is_whole), self.stall)
             self.is_staged = self._staging.is_staged
 
-    def write(self, incoming: IncomingWeights) -> Slices:
+    def write(self, incoming: IncomingWeights) -> Work[int]:
         """Write one update's tensors; returns their bytes. If it fails, they count as not written."""
-        self.make_room(incoming)
+        yield from self.make_room(incoming)
         self.names -= incoming.names
         num_bytes = 0
         if self._staging is not None:
             if not self.is_staged:
                 # From here to the commit the live weights are a mixture: no forward pass may see them.
                 self._content.lose(incoming.names)
-            num_bytes = yield from _in_slices(incoming.write(self._staging), self.stall)
+            num_bytes, _ = yield from _in_slices(incoming.write(self._staging), self.stall)
         self.names |= incoming.names
         self.num_tensors += incoming.num_tensors
         self.num_ignored += incoming.num_ignored
         self.num_bytes += num_bytes
         return num_bytes
 
-    def complete(self) -> Slices:
+    def complete(self) -> Work[None]:
         """Fill what was not written with the live weights, so that the copy is whole."""
-        if self._staging is None or not self.is_staged:
-            return 0
-        return (yield from _in_slices(self._staging.complete(self.names), self.stall))
+        if self._staging is not None and self.is_staged:
+            yield from _in_slices(self._staging.complete(self.names), self.stall)
 
     def commit(self) -> None:
         """Make what was written the live weights."""
@@ -98,17 +100,17 @@ class WeightSession:
             self._staging = None
 
 
-def _in_slices(writes: Iterator[int], stall: Stall) -> Slices:
-    """Work through `writes`, letting a forward pass in after every SLICE_BYTES; returns the bytes in all."""
+def _in_slices(work: Generator[int, None, T], stall: Stall) -> Work[tuple[int, T]]:
+    """Do the work, letting a forward pass in after every SLICE_BYTES; returns its bytes and its result."""
     total_bytes = 0
-    while True:
-        slice_bytes = 0
-        with stall.measure():
-            for num_bytes in writes:
-                slice_bytes += num_bytes
-                if slice_bytes >= SLICE_BYTES:
-                    break
-            else:
-                return total_bytes + slice_bytes
-        total_bytes += slice_bytes
-        yield Progress.WORKING
+    with closing(work):
+        while True:
+            slice_bytes = 0
+            with stall.measure():
+                try:
+                    while slice_bytes < SLICE_BYTES:
+                        slice_bytes += next(work)
+                except StopIteration as end:
+                    return total_bytes + slice_bytes, end.value
+            total_bytes += slice_bytes
+            yield Progress.WORKING

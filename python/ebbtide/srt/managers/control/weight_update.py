@@ -215,7 +215,7 @@ class WeightUpdates:
                 return (yield from self._stage(self._session, request, incoming))
             session = WeightSession(self._weights, self._content)
             with closing(session), self._draining(terms):
-                session.make_room(incoming)
+                yield from session.make_room(incoming)
                 if not session.is_staged:
                     yield from self._ready_to_commit(terms)
                 yield from session.write(incoming)
