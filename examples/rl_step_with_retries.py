@@ -114,7 +114,7 @@ class Client:
             with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:
                 answer = response.read()
         except urllib.error.HTTPError as error:
-            if error.code == 503:  # starting, or its queue is full
+            if error.code == 503:  # its queue is full, or it is going down
                 raise
             raise Refused(error.code, json.load(error)) from None
         self._num_answers += 1
