@@ -218,6 +218,14 @@ def test_noise_is_uniform_and_differs_by_seed_and_position() -> None:
     assert not set(by_seed.tolist()) & set(uniforms(range(-num // 2, num // 2), [1] * num).tolist())
 
 
+def test_no_seed_is_another_seed_shifted() -> None:
+    # The increment of the underlying generator: added to an unmixed seed it would be a step of its sequence.
+    num, increment = 1000, 0x9E3779B97F4A7C15
+    first, second = uniforms([3] * num, range(num)), uniforms([3 + increment] * num, range(num))
+
+    assert not set(first.tolist()) & set(second.tolist())
+
+
 @given(
     weights=st.lists(st.sampled_from([0.0, 0.0, 1e-30, 1e-7, 0.3, 1.0]), min_size=2, max_size=8),
     noise=st.floats(0.0, 1.0 - 2.0**-53),
@@ -271,7 +279,7 @@ def test_penalties_follow_requests_as_the_batch_changes() -> None:
     penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3}
     specs = [spec([row, 8], [row + 1], seed=row, logprobs=wanted, **penalties) for row in range(4)]
     sampler, scores = Sampler(VOCAB), logits(4, seed=6)
-    batches = [[0], [0, 1], [1, 0, 2], [2, 1], [2, 3, 1, 0], [3]]
+    batches = [[0], [1], [0, 1], [1, 0], [1, 0, 2], [2, 1], [2, 3], [2, 3, 1, 0], [3]]
 
     for batch in batches:
         rows = [specs[row] for row in batch]
@@ -367,7 +375,7 @@ def test_broken_logits_of_one_request_harm_no_other(broken: float, params: dict[
     assert result.logprobs is not None
     entry = result.logprobs[1]
     assert entry is not None
-    assert all(math.isfinite(value) for value in (entry.token, *(value for value, _ in entry.top)))
+    assert [entry.token, *(value for value, _ in entry.top)] == [LOWEST] * 3
 
 
 def test_half_precision_logits_are_sampled_in_float32() -> None:

@@ -70,8 +70,9 @@ def test_every_tensor_of_a_checkpoint_reads_back_bit_for_bit(
     assert all(each.data_ptr() % 256 == 0 and not each.requires_grad for each in model.parameters())
 
 
-def test_read_returns_the_first_rows_as_float32_copies(path: Path) -> None:
-    store, _ = open_store(path, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_read_returns_the_first_rows_as_float32_copies(path: Path, dtype: torch.dtype) -> None:
+    store, _ = open_store(path, dtype)
     rows = store.read(EMBED, 3)
     rows.fill_(0)
 
