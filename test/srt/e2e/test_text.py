@@ -1,0 +1,354 @@
+"""Text in, text out, on real processes: a model that says one text by heart, so every answer is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.engines import Engines
+from fixtures.scripts import CONTEXT_LEN, EOS, SCRIPT, make_script_checkpoint, script_ids
+from fixtures.servers import wait_until
+from fixtures.tokenizers import byte_level
+
+from ebbtide import Engine
+from ebbtide.srt.errors import RequestRejected
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 100}
+ENDLESS: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": None, "ignore_eos": True}
+PROMPT, *REST = script_ids()
+# What the model says after "The", special tokens left out.
+SAID = " quick brown fox jumps over the lazy dog🎉é好ж!"
+UNFINISHED = "\ufffd"
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    with Engines() as engines:
+        yield engines
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_script_checkpoint(tmp_path_factory.mktemp("script"))
+
+
+@pytest.fixture(scope="module")
+def engine(engines: Engines, checkpoint: Path) -> Engine:
+    return engines(checkpoint)
+
+
+def decode(token_ids: list[int]) -> str:
+    return byte_level().decode(token_ids, skip_special_tokens=True)
+
+
+def token_of(piece: str) -> int:
+    """The token of the script that is this text."""
+    return next(token_id for token_id in REST if byte_level().decode([token_id]) == piece)
+
+
+def test_text_and_its_tokens_are_the_same_prompt(engine: Engine) -> None:
+    by_text = engine.generate("The", GREEDY)
+    assert (by_text["text"], by_text["output_ids"]) == (SAID, REST)
+    assert by_text["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
+    assert by_text["meta_info"]["completion_tokens"] == len(REST)
+    assert by_text["meta_info"]["prompt_tokens"] == 1
+    by_ids = engine.generate(input_ids=[PROMPT], sampling_params=GREEDY, return_prompt_token_ids=True)
+    assert (by_ids["text"], by_ids["output_ids"], by_ids["prompt_token_ids"]) == (SAID, REST, [PROMPT])
+
+
+def test_a_text_cut_anywhere_is_what_its_tokens_say(engine: Engine) -> None:
+    """Also in the middle of a character, which is then U+FFFD."""
+    lengths = range(1, len(REST))
+    params = [{**GREEDY, "max_new_tokens": length} for length in lengths]
+    outputs = engine.generate(["The"] * len(params), params)
+    for length, output in zip(lengths, outputs, strict=True):
+        assert output["output_ids"] == REST[:length]
+        assert output["text"] == decode(REST[:length])
+        assert output["meta_info"]["finish_reason"] == {"type": "length", "length": length}
+    assert any(output["text"].endswith(UNFINISHED) for output in outputs)
+
+
+# ------------------------------------------------------------------------------------------------ streaming
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_each_chunk_of_a_stream_repeats_what_was_there(engine: Engine, interval: int) -> None:
+    params = {**GREEDY, "stream_interval": interval}
+    *chunks, last = engine.generate("The", params, stream=True, return_logprob=True)
+    whole = engine.generate("The", GREEDY, return_logprob=True)
+    for chunk in chunks:
+        assert SAID.startswith(chunk["text"])
+        assert chunk["output_ids"] == REST[: chunk["meta_info"]["completion_tokens"]]
+        assert chunk["meta_info"]["finish_reason"] is None
+    assert (last["text"], last["output_ids"]) == (SAID, REST)
+    for key in ("finish_reason", "output_token_logprobs", "weight_versions"):
+        assert last["meta_info"][key] == whole["meta_info"][key]
+
+
+def test_the_chunks_of_an_incremental_stream_add_up(engines: Engines, checkpoint: Path) -> None:
+    engine = engines(checkpoint, incremental_streaming_output=True)
+    whole = engine.generate("The", GREEDY, return_logprob=True)
+    assert whole["text"] == SAID
+    chunks = list(engine.generate("The", GREEDY, stream=True, return_logprob=True))
+    assert "".join(chunk["text"] for chunk in chunks) == SAID
+    assert [token_id for chunk in chunks for token_id in chunk["output_ids"]] == REST
+    metas = [chunk["meta_info"] for chunk in chunks]
+    assert [triple for meta in metas for triple in meta["output_token_logprobs"]] == whole["meta_info"][
+        "output_token_logprobs"
+    ]
+    assert metas[-1]["completion_tokens"] == metas[-1]["output_token_logprobs_length"] == len(REST)
+    assert not any(UNFINISHED in chunk["text"] for chunk in chunks)
+
+
+def test_a_character_is_never_sent_in_halves(engine: Engine) -> None:
+    texts = {chunk["text"] for chunk in engine.generate("The", GREEDY, stream=True)}
+    assert not any(UNFINISHED in text for text in texts)
+    # The prompt ends in the first of the three tokens of 好, which then belongs to the answer.
+    begun = engine.generate(input_ids=script_ids()[:-6], sampling_params=GREEDY)
+    assert begun["text"] == "好ж!"
+
+
+# ----------------------------------------------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "before", "matched"),
+    [
+        ("brown fox", " quick ", "brown fox"),  # over several tokens
+        (["um"], " quick brown fox j", "um"),  # within one, with more behind it
+        (["lazy", "over", "zebra"], " quick brown fox jumps ", "over"),  # the first of several
+        (["ox jump", "x"], " quick brown fo", "x"),  # the one that is complete first
+        (["é"], " quick brown fox jumps over the lazy dog🎉", "é"),  # split over tokens
+        ("dog🎉", " quick brown fox jumps over the lazy ", "dog🎉"),  # a special token lies in between
+    ],
+)
+def test_a_stop_string_ends_the_text(
+    engine: Engine, stop: Any, before: str, matched: str, keep: bool, stream: bool
+) -> None:
+    params = {**GREEDY, "stop": stop, "no_stop_trim": keep}
+    answer = engine.generate("The", params, stream=stream)
+    chunks = list(answer) if stream else [answer]
+    expected = before + matched if keep else before
+    assert all(expected.startswith(chunk["text"]) for chunk in chunks)
+    assert chunks[-1]["text"] == expected
+    assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": matched}
+    # The ids go up to the token that completes the match.
+    ids = chunks[-1]["output_ids"]
+    assert ids == REST[: len(ids)]
+    assert matched in decode(ids)
+    assert matched not in decode(ids[:-1])
+
+
+@pytest.mark.parametrize("stop", ["dogs", "!?", "The", ["quickly", "zebra"]])
+def test_a_stop_string_that_does_not_come_takes_nothing_away(engine: Engine, stop: Any) -> None:
+    assert engine.generate("The", {**GREEDY, "stop": stop})["text"] == SAID
+    *_, last = engine.generate("The", {**GREEDY, "stop": stop}, stream=True)
+    assert last["text"] == SAID
+
+
+def test_a_stop_token_ends_the_text(engine: Engine) -> None:
+    ump = token_of("ump")
+    params = {**GREEDY, "stop_token_ids": [ump, None]}
+    output = engine.generate("The", params)
+    assert output["text"] == " quick brown fox j"
+    assert output["output_ids"] == REST[: REST.index(ump) + 1]
+    assert output["meta_info"]["finish_reason"] == {"type": "stop", "matched": ump}
+    assert engine.generate("The", {**params, "no_stop_trim": True})["text"] == " quick brown fox jump"
+    assert engine.generate("The", {**GREEDY, "stop_token_ids": [400]})["text"] == SAID
+
+
+def test_ignore_eos_goes_on_behind_eos_and_stop_tokens(engine: Engine) -> None:
+    params = {**GREEDY, "ignore_eos": True, "stop_token_ids": [token_of("ump")]}
+    output = engine.generate("The", {**params, "max_new_tokens": 2 * len(REST) + 1})
+    assert output["output_ids"] == [*REST, PROMPT, *REST]
+    assert output["text"] == f"{SAID}The{SAID}"
+    stopped = engine.generate("The", {**params, "stop": ["!The"]})
+    assert stopped["text"] == SAID.removesuffix("!")
+
+
+def test_min_new_tokens_masks_eos_and_stop_tokens_but_no_stop_string(engine: Engine) -> None:
+    near_the_end = REST[:-2]
+    assert engine.generate(input_ids=near_the_end, sampling_params=GREEDY)["text"] == "!"
+    params = {**GREEDY, "min_new_tokens": 6, "max_new_tokens": 10, "stop_token_ids": [token_of("ump")]}
+    longer = engine.generate(input_ids=near_the_end, sampling_params=params)
+    assert longer["meta_info"]["finish_reason"] == {"type": "length", "length": 10}
+    assert EOS not in longer["output_ids"]
+    stopped = engine.generate("The", {**GREEDY, "min_new_tokens": 50, "stop": "brown"})
+    assert stopped["text"] == " quick "
+
+
+def test_special_tokens_are_text_if_that_is_wanted(engine: Engine) -> None:
+    spoken = SCRIPT.removeprefix("The").removesuffix("</s>")
+    params = {**GREEDY, "skip_special_tokens": False}
+    assert engine.generate("The", params)["text"] == spoken
+    assert engine.generate("The", {**params, "no_stop_trim": True})["text"] == f"{spoken}</s>"
+    assert engine.generate("The", {**params, "stop": "<|im"})["text"] == spoken[: spoken.index("<|im")]
+
+
+def test_an_abort_in_the_middle_of_a_stream_keeps_what_was_said(engine: Engine) -> None:
+    chunks = engine.generate("The", ENDLESS, stream=True, rid="cut", return_logprob=True)
+    first = next(chunks)
+    assert engine.abort_request("cut")["num_aborted"] == 1
+    *_, last = chunks
+    meta = last["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort"
+    assert meta["finish_reason"]["message"] == "Aborted by /abort_request"
+    assert len(last["output_ids"]) == meta["completion_tokens"] == len(meta["output_token_logprobs"])
+    assert last["output_ids"][: len(first["output_ids"])] == first["output_ids"]
+    assert last["text"] == decode(last["output_ids"])
+
+
+def test_an_abort_answers_who_waits_for_the_whole(engine: Engine) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(engine.generate, ["The", "The"], ENDLESS, rid="both")
+        wait_until(lambda: engine.abort_request("both")["num_aborted"] > 0, "the batch is there")
+        for output in waiting.result():
+            assert output["meta_info"]["finish_reason"]["type"] == "abort"
+            assert output["text"] == decode(output["output_ids"])
+
+
+def test_a_timeout_keeps_what_was_said(engine: Engine) -> None:
+    output = engine.generate("The", ENDLESS, timeout_s=0.4)
+    assert output["meta_info"]["finish_reason"]["type"] == "abort"
+    assert "timeout" in output["meta_info"]["finish_reason"]["message"]
+    assert 0 < len(output["output_ids"]) < CONTEXT_LEN - 1
+    assert output["text"] == decode(output["output_ids"])
+
+
+# -------------------------------------------------------------------------------------------------- lengths
+
+
+def test_no_new_tokens_scores_the_prompt_only(engine: Engine) -> None:
+    params = {**GREEDY, "max_new_tokens": 0}
+    output = engine.generate("The quick", params, return_logprob=True, logprob_start_len=0)
+    meta = output["meta_info"]
+    assert (output["text"], output["output_ids"]) == ("", [])
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    assert (meta["completion_tokens"], meta["output_token_logprobs"], meta["weight_versions"]) == (0, [], [])
+    first, *rest = meta["input_token_logprobs"]
+    assert first == (None, PROMPT, None)
+    assert [triple[1] for triple in rest] == byte_level().encode("The quick")[1:]
+    assert all(triple[0] == pytest.approx(0.0, abs=1e-3) for triple in rest)
+
+
+def test_a_prompt_leaves_room_for_what_fits_into_the_context(engine: Engine) -> None:
+    long = [PROMPT] * (CONTEXT_LEN - 3)
+    output = engine.generate(input_ids=long, sampling_params={**GREEDY, "min_new_tokens": 50})
+    assert output["output_ids"] == REST[:3]
+    assert output["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+    for num_tokens in (CONTEXT_LEN, CONTEXT_LEN + 100):
+        with pytest.raises(RequestRejected, match=f"{num_tokens} tokens.*{CONTEXT_LEN}") as refused:
+            engine.generate(input_ids=[PROMPT] * num_tokens, sampling_params=GREEDY)
+        assert refused.value.status == 400
+    with pytest.raises(RequestRejected, match="empty"):
+        engine.generate("", GREEDY)
+
+
+# ------------------------------------------------------------------------------------------ logprobs and ids
+
+
+def test_logprobs_come_with_the_texts_of_their_tokens(engine: Engine) -> None:
+    output = engine.generate(
+        "The quick",
+        {**GREEDY, "max_new_tokens": 4},
+        return_logprob=True,
+        logprob_start_len=1,
+        top_logprobs_num=2,
+        token_ids_logprob=[token_of("ump"), EOS],
+        return_text_in_logprobs=True,
+    )
+    meta = output["meta_info"]
+    assert [text for _, _, text in meta["output_token_logprobs"]] == [" bro", "wn", " f", "ox"]
+    assert [text for _, _, text in meta["input_token_logprobs"]] == [" qu", "ic", "k"]
+    for chosen, top, (_, token_id, text) in zip(
+        meta["output_token_ids_logprobs"],
+        meta["output_top_logprobs"],
+        meta["output_token_logprobs"],
+        strict=True,
+    ):
+        assert [triple[1:] for triple in chosen] == [(token_of("ump"), "ump"), (EOS, "</s>")]
+        assert len(top) == 2
+        assert top[0][1:] == (token_id, text)
+        assert top[0][0] > top[1][0] == pytest.approx(chosen[1][0])
+    silent = engine.generate("The", GREEDY)["meta_info"]
+    assert not any("logprob" in key for key in silent)
+
+
+def test_samples_and_their_rids(engine: Engine) -> None:
+    def rids(answer: Any) -> list[str]:
+        return [output["meta_info"]["id"] for output in answer]
+
+    assert engine.generate("The", GREEDY, rid="mine")["meta_info"]["id"] == "mine"
+    samples = engine.generate("The", {**GREEDY, "n": 3}, rid="group")
+    assert [output["text"] for output in samples] == [SAID] * 3
+    assert rids(samples) == ["group_0", "group_1", "group_2"]
+    assert rids(engine.generate(["The"] * 2, GREEDY, rid="batch")) == ["batch_0", "batch_1"]
+    pairs = engine.generate(["The", "dog"], {**GREEDY, "n": 2}, rid=["x", "y"])
+    assert rids(pairs) == ["x_0", "x_1", "y_0", "y_1"]
+    made = rids(engine.generate(["The"] * 3, GREEDY))
+    assert len(set(made)) == 3
+    assert all(len(rid) == 32 for rid in made)
+
+
+def test_a_rid_is_taken_while_its_request_lives(engine: Engine) -> None:
+    chunks = engine.generate("The", ENDLESS, stream=True, rid="taken")
+    next(chunks)
+    with pytest.raises(RequestRejected, match="taken"):
+        engine.generate("The", GREEDY, rid="taken")
+    chunks.close()
+    wait_until(lambda: not engine.abort_request("taken")["num_aborted"], "the first one has ended")
+    assert engine.generate("The", GREEDY, rid="taken")["text"] == SAID
+    for bad in ("", "x" * 257, ["a", "b"]):
+        with pytest.raises(RequestRejected, match="rid"):
+            engine.generate("The", GREEDY, rid=bad)
+    with pytest.raises(RequestRejected, match="twice"):
+        engine.generate(["The", "The"], GREEDY, rid=["a", "a"])
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"max_new_tokens": 2, "min_new_tokens": 3}, "min_new_tokens"),
+        ({"n": 0}, "n: "),
+        ({"stop": ["a"] * 33}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"logit_bias": {"448": 1.0}}, "logit_bias"),
+        ({"stream_interval": 0}, "stream_interval"),
+        ({"sampling_seed": 2**63}, "sampling_seed"),
+        ({"regex": "a+"}, "regex"),
+        ({"max_tokens": 5}, "max_tokens.*max_new_tokens"),
+        ([GREEDY, GREEDY], "sampling_params"),
+    ],
+)
+def test_bad_sampling_params_are_refused_by_name(engine: Engine, params: Any, message: str) -> None:
+    with pytest.raises(RequestRejected, match=message) as refused:
+        engine.generate("The", params)
+    assert refused.value.status == 400
+
+
+def test_null_is_the_default_of_every_parameter(engine: Engine) -> None:
+    names = (
+        "top_p",
+        "top_k",
+        "min_p",
+        "stop",
+        "stop_token_ids",
+        "n",
+        "logit_bias",
+        "min_new_tokens",
+        "regex",
+    )
+    assert engine.generate("The", {**GREEDY, **dict.fromkeys(names)})["text"] == SAID
