@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SOURCES := python test bench
+SOURCES := python test bench examples
 # All, or some: make unit TESTS=test/srt/test_config.py
 TESTS := test
 # How many sequences `make fuzz` tries; about 80 a second on one core.

@@ -107,7 +107,7 @@ class Transitions:
                     "num_done": len(results) - 1,
                     "steps": results,
                 }
-        message = f"{len(results)} steps done."
+        message = f"{len(results)} {'step' if len(results) == 1 else 'steps'} done."
         return {"success": True, "message": message, "num_done": len(results), "steps": results}
 
     async def _step(self, step: Body) -> Body:
