@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from trainer_process import TrainerProcess, sample_tensors
+from fixtures.trainer_process import TrainerProcess, sample_tensors
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.weight_sync.source import WeightSource

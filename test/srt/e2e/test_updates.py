@@ -1,0 +1,371 @@
+"""New weights by every road: afterwards the engine is the new model or, where refused, exactly the old."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from fixtures.checkpoints import make_checkpoint
+from fixtures.engines import Engines
+from fixtures.references import Reference
+from fixtures.servers import running_server
+from fixtures.trainer_process import TrainerProcess
+
+from ebbtide import Engine
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
+from ebbtide.srt.weight_sync.sender import serialize, serialize_bucket
+
+Weights = dict[str, torch.Tensor]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
+PROMPTS = [[3, 1, 4, 1, 5], list(range(40)), [200]]
+ALL_ROWS = 10**6
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    with Engines() as engines:
+        yield engines
+
+
+@pytest.fixture
+def engine(engines: Engines, checkpoint_a: Path) -> Engine:
+    """The shared engine with the weights of A, whatever the test before left."""
+    engine = engines(checkpoint_a)
+    engine.update_weights_from_disk(str(checkpoint_a), weight_version="a")
+    return engine
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[TrainerProcess]:
+    with TrainerProcess() as process:
+        yield process
+
+
+def outputs(engine: Engine) -> list[list[int]]:
+    return [output["output_ids"] for output in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
+
+
+def expected_outputs(reference: Reference) -> list[list[int]]:
+    return [reference.greedy(prompt, GREEDY["max_new_tokens"]) for prompt in PROMPTS]
+
+
+def weights_of(engine: Engine, names: Sequence[str]) -> dict[str, list[Any]]:
+    """All numbers of these weights, as the engine holds them."""
+    return {name: engine.get_weights_by_name(name, ALL_ROWS) for name in names}
+
+
+def assert_serves(engine: Engine, reference: Reference) -> None:
+    """Every weight bit for bit, and what comes of them."""
+    weights = reference.weights()
+    assert weights_of(engine, list(weights)) == {name: tensor.tolist() for name, tensor in weights.items()}
+    assert outputs(engine) == expected_outputs(reference)
+
+
+# ------------------------------------------------------------------------------------------------- accepted
+
+
+def fused(weights: Weights) -> Weights:
+    """The engine's own parameters, as `load_format="direct"` takes them."""
+    groups = {
+        "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    }
+    result = dict(weights)
+    for name in weights:
+        for whole, parts in groups.items():
+            if parts[0] in name:
+                result[name.replace(parts[0], whole)] = torch.cat(
+                    [result.pop(name.replace(parts[0], part)) for part in parts]
+                )
+    return result
+
+
+def send(engine: Engine, form: str, weights: Weights, folder: Path, version: str) -> dict[str, Any]:
+    """Update by one of the roads; `folder` is the checkpoint that `weights` come from."""
+    named = list(weights.items())
+    match form:
+        case "disk":
+            return engine.update_weights_from_disk(str(folder), weight_version=version)
+        case "pairs":
+            return engine.update_weights_from_tensor(named, weight_version=version)
+        case "named":
+            entries, load_format = [serialize(named)], None
+        case "bucket":
+            bucket = FlattenedTensorBucket(named)
+            entries, load_format = [serialize_bucket(bucket)], "flattened_bucket"
+        case "direct":
+            own = list(fused(weights).items())
+            entries, load_format = [serialize(own)], "direct"
+        case "safetensors":
+            image = base64.b64encode((folder / "model.safetensors").read_bytes())
+            return engine.update_weights_from_tensor([image.decode()], "safetensors", weight_version=version)
+    return engine.update_weights_from_tensor(entries, load_format, weight_version=version)
+
+
+@pytest.mark.parametrize("form", ["disk", "pairs", "named", "bucket", "direct", "safetensors"])
+def test_new_weights_serve_and_old_ones_come_back(
+    engine: Engine,
+    checkpoint_a: Path,
+    checkpoint_b: Path,
+    reference_a: Reference,
+    reference_b: Reference,
+    form: str,
+) -> None:
+    assert_serves(engine, reference_a)
+    for version, reference, folder in (
+        ("b", reference_b, checkpoint_b),
+        ("a again", reference_a, checkpoint_a),
+    ):
+        weights = reference.weights()
+        reply = send(engine, form, weights, folder, version)
+        assert (reply["success"], reply["committed"], reply["staged"]) == (True, True, True)
+        assert reply["weight_version"] == engine.weight_version == version
+        assert reply["num_tensors"] == len(fused(weights) if form == "direct" else weights)
+        assert reply["num_bytes"] == sum(tensor.nbytes for tensor in weights.values())
+        assert_serves(engine, reference)
+
+
+@pytest.mark.parametrize(
+    ("kind", "load_format"),
+    [
+        ("named", None),
+        ("bucket", "flattened_bucket"),
+        ("bucket_of_dicts", "flattened_bucket"),
+        ("two_ranks", None),
+    ],
+)
+def test_a_trainer_in_a_process_of_its_own(
+    engine: Engine,
+    trainer: TrainerProcess,
+    checkpoint_b: Path,
+    reference_b: Reference,
+    kind: str,
+    load_format: str | None,
+) -> None:
+    entry = trainer.send(kind, checkpoint_b / "model.safetensors")
+    engine.update_weights_from_tensor([entry], load_format, weight_version="b")
+    trainer.drop()
+    assert_serves(engine, reference_b)
+    if kind != "two_ranks":  # The tensors of the rank that is not there are never taken.
+        assert trainer.shared_objects() == set()
+
+
+def test_an_update_of_some_weights_leaves_the_others(engine: Engine, checkpoint_a: Path) -> None:
+    mixed = Reference(checkpoint_a)
+    changed = {
+        name: -parameter.detach().clone()
+        for name, parameter in mixed.model.named_parameters()
+        if name.endswith(("layers.1.self_attn.k_proj.weight", "layers.0.mlp.up_proj.weight"))
+    }
+    mixed.model.load_state_dict(changed, strict=False)
+    reply = engine.update_weights_from_tensor(changed.items(), weight_version="mixed")
+    assert reply["num_tensors"] == 2
+    assert_serves(engine, mixed)
+
+
+def test_cached_prefixes_go_with_the_weights_unless_they_are_to_stay(
+    engine: Engine, reference_b: Reference
+) -> None:
+    prompt = PROMPTS[1]
+
+    def generate() -> dict[str, Any]:
+        meta: dict[str, Any] = engine.generate(input_ids=prompt, sampling_params=GREEDY)["meta_info"]
+        return meta
+
+    generate()
+    assert generate()["cached_tokens"] >= 32
+    engine.update_weights_from_tensor(reference_b.weights().items(), flush_cache=False, weight_version="b")
+    kept = generate()
+    assert kept["cached_tokens"] >= 32
+    assert kept["kv_weight_versions"] == ["a", "b"]
+    engine.update_weights_from_tensor(reference_b.weights().items(), weight_version="b2")
+    fresh = generate()
+    assert (fresh["cached_tokens"], fresh["kv_weight_versions"]) == (0, ["b2"])
+
+
+def test_a_tied_sharded_bfloat16_model(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("tied")
+    old, new = (
+        make_checkpoint(
+            folder / str(seed), "Qwen2ForCausalLM", seed=seed, tied=True, shards=3, dtype="bfloat16"
+        )
+        for seed in (7, 8)
+    )
+    assert len(list(new.glob("*.safetensors"))) > 1
+    engine = engines(old)
+    assert engine.model_info()["dtype"] == "bfloat16"
+    assert_near_reference(engine, Reference(old))
+
+    reply = engine.update_weights_from_disk(str(new), weight_version="new")
+    assert reply["num_ignored"] == 0
+    assert_near_reference(engine, Reference(new))
+
+    # A trainer keeps float32, and names the output projection too, which is the embedding's.
+    weights = {name: 1.01 * tensor for name, tensor in Reference(old).weights().items()}
+    assert "lm_head.weight" in weights
+    reply = engine.update_weights_from_tensor(weights.items(), weight_version="float32")
+    assert reply["num_ignored"] == 1
+    del weights["lm_head.weight"]
+    rounded = {name: tensor.bfloat16().float().tolist() for name, tensor in weights.items()}
+    assert weights_of(engine, list(weights)) == rounded
+
+
+@torch.inference_mode()
+def assert_near_reference(engine: Engine, reference: Reference) -> None:
+    """As near as bfloat16 is; other weights would be off by several units."""
+    weights = reference.weights()
+    del weights["lm_head.weight"]
+    assert weights_of(engine, list(weights)) == {name: tensor.tolist() for name, tensor in weights.items()}
+    for prompt in PROMPTS:
+        output = engine.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True)
+        expected = reference.logprobs([*prompt, *output["output_ids"]])[len(prompt) - 1 : -1]
+        chosen = expected.gather(1, torch.tensor(output["output_ids"]).view(-1, 1)).flatten()
+        actual = torch.tensor([triple[0] for triple in output["meta_info"]["output_token_logprobs"]])
+        assert (actual - chosen).abs().mean() < 0.1
+
+
+# -------------------------------------------------------------------------------------------------- refused
+
+
+def out_of_bounds(weights: Weights) -> bytes:
+    bucket = FlattenedTensorBucket(list(weights.items()))
+    listed = [vars(item) for item in bucket.get_metadata()]
+    listed[-1] = {
+        **listed[-1],
+        "start_idx": listed[-1]["start_idx"] + 4,
+        "end_idx": listed[-1]["end_idx"] + 4,
+    }
+    return serialize({"flattened_tensor": bucket.get_flattened_tensor(), "metadata": listed})
+
+
+NORM = "model.norm.weight"
+BAD_PAYLOADS: dict[str, tuple[Callable[[Weights], Any], str | None, str]] = {
+    "unknown name": (lambda w: [*w.items(), ("model.nothing.weight", torch.zeros(3))], None, "model.nothing"),
+    "wrong shape": (lambda w: {**w, NORM: w[NORM][:-1]}.items(), None, NORM),
+    "turned": (lambda w: {**w, "lm_head.weight": w["lm_head.weight"].t()}.items(), None, "lm_head"),
+    "integers": (lambda w: {**w, NORM: torch.ones(64, dtype=torch.int64)}.items(), None, NORM),
+    "fused name": (lambda w: fused(w).items(), None, "qkv_proj"),
+    "not fused": (lambda w: [serialize(list(w.items()))], "direct", "q_proj"),
+    "too many ranks": (lambda w: [serialize(list(w.items())), b"\x80"], None, "2"),
+    "half a pickle": (lambda w: [serialize(list(w.items()))[:-40]], None, "payload"),
+    "no bucket": (lambda w: [serialize(list(w.items()))], "flattened_bucket", "flattened_tensor"),
+    "bucket out of bounds": (lambda w: [out_of_bounds(w)], "flattened_bucket", "bytes"),
+    "half a safetensors image": (
+        lambda w: [base64.b64encode(safetensors.torch.save(w)[:-40]).decode()],
+        "safetensors",
+        "safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PAYLOADS)
+def test_a_refused_payload_changes_no_bit(
+    engine: Engine, reference_a: Reference, reference_b: Reference, case: str
+) -> None:
+    payload, load_format, message = BAD_PAYLOADS[case]
+    weights = reference_b.weights()
+    with pytest.raises(RequestRejected, match=message) as refused:
+        engine.update_weights_from_tensor(payload(weights), load_format, weight_version="bad")
+    assert (refused.value.status, refused.value.body["success"]) == (400, False)
+    assert engine.weight_version == "a"
+    assert_serves(engine, reference_a)
+
+
+def test_a_refused_folder_changes_no_bit(
+    engine: Engine, reference_a: Reference, checkpoint_b: Path, tmp_path: Path
+) -> None:
+    weights = safetensors.torch.load_file(checkpoint_b / "model.safetensors")
+
+    def folder(name: str, **tensors: torch.Tensor) -> Path:
+        copy = shutil.copytree(checkpoint_b, tmp_path / name)
+        safetensors.torch.save_file({**weights, **tensors}, copy / "model.safetensors", {"format": "pt"})
+        return copy
+
+    cut = folder("cut") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-40])
+    sharded = make_checkpoint(tmp_path / "sharded", "Qwen3ForCausalLM", seed=2, shards=3)
+    min(sharded.glob("*.safetensors")).unlink()
+    cases = {
+        tmp_path / "nowhere": "nowhere",
+        make_checkpoint(tmp_path / "llama", "LlamaForCausalLM"): "LlamaForCausalLM",
+        make_checkpoint(tmp_path / "wide", "Qwen3ForCausalLM", intermediate_size=128): "gate_proj",
+        folder("more", **{"model.nothing.weight": torch.zeros(3)}): "model.nothing",
+        cut.parent: "model.safetensors",
+        sharded: "missing",
+    }
+    for path, message in cases.items():
+        with pytest.raises(RequestRejected, match=message) as refused:
+            engine.update_weights_from_disk(str(path), weight_version="bad")
+        assert refused.value.status == 400
+    assert engine.weight_version == "a"
+    assert_serves(engine, reference_a)
+
+
+class Gadget:
+    """Pickles as a call of `os.system`."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self._command,)
+
+
+def test_a_payload_never_runs_code(
+    engine: Engine, checkpoint_a: Path, reference_a: Reference, tmp_path: Path
+) -> None:
+    marker = tmp_path / "was-run"
+    gadget = Gadget(f"touch {marker}")
+    objects: list[Any] = [
+        gadget,
+        [("model.norm.weight", gadget)],
+        {"flattened_tensor": gadget, "metadata": []},
+        {"flattened_tensor": [], "metadata": [gadget]},
+    ]
+    payloads = [pickle.dumps(one, protocol=4) for one in objects]
+    assert pickle.loads(payloads[0]) == 0
+    assert marker.exists()
+    marker.unlink()
+    with running_server(checkpoint_a, "--log-level", "warning") as server:
+        for payload in payloads:
+            for load_format in (None, "direct", "flattened_bucket", "safetensors"):
+                with pytest.raises(RequestRejected) as refused:
+                    engine.update_weights_from_tensor([payload], load_format)
+                assert refused.value.status == 400
+                body = {
+                    "serialized_named_tensors": [base64.b64encode(payload).decode()],
+                    "load_format": load_format,
+                }
+                response = server.post("/update_weights_from_tensor", body)
+                assert response.status_code == 400
+                assert load_format == "safetensors" or "posix.system" in response.json()["message"]
+        body = {"input_ids": PROMPTS, "sampling_params": GREEDY}
+        answers = server.post("/generate", body).json()
+        assert [answer["output_ids"] for answer in answers] == expected_outputs(reference_a)
+    assert_serves(engine, reference_a)
+    assert not marker.exists()
+
+
+def test_a_torch_file_never_runs_code(
+    engine: Engine, checkpoint_b: Path, reference_a: Reference, reference_b: Reference, tmp_path: Path
+) -> None:
+    marker, folder = tmp_path / "was-run", tmp_path / "model"
+    shutil.copytree(checkpoint_b, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    weights: dict[str, Any] = dict(reference_b.weights())
+    torch.save({**weights, "model.norm.weight": Gadget(f"touch {marker}")}, folder / "pytorch_model.bin")
+    with pytest.raises(RequestRejected, match=r"pytorch_model\.bin"):
+        engine.update_weights_from_disk(str(folder), "pt")
+    assert not marker.exists()
+    assert_serves(engine, reference_a)
+    torch.save(weights, folder / "pytorch_model.bin")
+    engine.update_weights_from_disk(str(folder), "pt")
+    assert_serves(engine, reference_b)
