@@ -64,7 +64,7 @@ unit: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	@EBBTIDE_FUZZ_SEQUENCES=$(FUZZ_SEQUENCES) $(BIN)/pytest -c python/pyproject.toml --rootdir=. --quiet \
-		--timeout=0 --show-capture=no test/srt/managers/control/test_control_fuzz.py
+		--timeout=0 -p no:logging test/srt/managers/control/test_control_fuzz.py
 
 format: $(INSTALLED)
 	@$(RUFF) check $(RUFF_OPTIONS) --quiet --fix $(SOURCES)
