@@ -213,11 +213,19 @@ def test_an_abort_answers_who_waits_for_the_whole(engine: Engine) -> None:
 
 
 def test_a_timeout_keeps_what_was_said(engine: Engine) -> None:
-    output = engine.generate("The", ENDLESS, timeout_s=0.4)
-    assert output["meta_info"]["finish_reason"]["type"] == "abort"
-    assert "timeout" in output["meta_info"]["finish_reason"]["message"]
-    assert 0 < len(output["output_ids"]) < CONTEXT_LEN - 1
-    assert output["text"] == decode(output["output_ids"])
+    """Also while nothing can run."""
+    chunks = engine.generate("The", ENDLESS, stream=True, timeout_s=1.0)
+    first = next(chunks)
+    engine.pause_generation("in_place")
+    try:
+        *_, last = chunks
+    finally:
+        engine.continue_generation()
+    reason = last["meta_info"]["finish_reason"]
+    assert reason["type"] == "abort"
+    assert "timeout_s of 1 s" in reason["message"]
+    assert first["output_ids"] == last["output_ids"][: len(first["output_ids"])]
+    assert last["text"] == decode(last["output_ids"]) != ""
 
 
 # -------------------------------------------------------------------------------------------------- lengths
