@@ -348,8 +348,7 @@ def test_a_payload_never_runs_code(
                 response = server.post("/update_weights_from_tensor", body)
                 assert response.status_code == 400
                 assert load_format == "safetensors" or "posix.system" in response.json()["message"]
-        body = {"input_ids": PROMPTS, "sampling_params": GREEDY}
-        answers = server.post("/generate", body).json()
+        answers = server.post("/generate", {"input_ids": PROMPTS, "sampling_params": GREEDY}).json()
         assert [answer["output_ids"] for answer in answers] == expected_outputs(reference_a)
     assert_serves(engine, reference_a)
     assert not marker.exists()
