@@ -1,0 +1,72 @@
+"""What a run of the demo brought, and whether it is what was promised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from ebbtide.demo.failure import DemoFailed
+from ebbtide.demo.loop import Exam, Stage, StepRecord
+from ebbtide.demo.memory import MemorySample
+
+FIRST_REWARD_BELOW = 0.3
+LAST_REWARD_ABOVE = 0.9
+RETURNED_SHARE = 0.95
+# One step's reward is a sample of some hundred answers: the last ones are averaged.
+_NUM_LAST_STEPS = 3
+
+
+@dataclass
+class Results:
+    """Grows while the demo runs.
+
+    Args:
+        start: memory before the first step.
+        before, after: the held-out problems before the first and after the last step; None: not reached.
+        warm_up_s, total_s: how long the warm-up and everything took.
+        failure: what does not hold; None: nothing.
+    """
+
+    seed: int
+    warm_up_s: float
+    start: MemorySample
+    before: Exam
+    after: Exam | None = None
+    steps: list[StepRecord] = field(default_factory=list)
+    total_s: float = 0.0
+    failure: str | None = "it did not finish"
+
+    @property
+    def first_reward(self) -> float:
+        return self.steps[0].reward
+
+    @property
+    def last_reward(self) -> float:
+        return fmean(step.reward for step in self.steps[-_NUM_LAST_STEPS:])
+
+    @property
+    def greatest_logprob_difference(self) -> float:
+        return max(step.logprob_difference for step in self.steps)
+
+    @staticmethod
+    def released(step: StepRecord) -> tuple[int, int]:
+        """Bytes that the release of a step took from the tags, and from the processes (Pss)."""
+        before = step.stages[Stage.GENERATE].memory
+        after = step.stages[Stage.RELEASE].memory
+        tag_bytes = sum(before.tag_bytes.values()) - sum(after.tag_bytes.values())
+        return tag_bytes, before.process_bytes - after.process_bytes
+
+    def check(self) -> None:
+        """Raises `DemoFailed` unless the reward rose and memory was really given back at every release."""
+        for step in self.steps:
+            tag_bytes, process_bytes = self.released(step)
+            if process_bytes < RETURNED_SHARE * tag_bytes:
+                raise DemoFailed(
+                    f"step {step.step}: {tag_bytes} bytes were released, but the processes of the engine "
+                    f"hold only {process_bytes} fewer"
+                )
+        if not self.first_reward < FIRST_REWARD_BELOW or not self.last_reward > LAST_REWARD_ABOVE:
+            raise DemoFailed(
+                f"the reward went from {self.first_reward:.3f} to {self.last_reward:.3f}; "
+                f"it was to rise from below {FIRST_REWARD_BELOW} to above {LAST_REWARD_ABOVE}"
+            )

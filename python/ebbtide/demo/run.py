@@ -1,0 +1,145 @@
+"""`ebbtide demo`: runs the demo, shows its progress, and checks what came out."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+from transformers.utils import logging as transformers_logging
+
+from ebbtide import Engine
+from ebbtide.demo.display import Display
+from ebbtide.demo.failure import DemoFailed
+from ebbtide.demo.loop import Loop
+from ebbtide.demo.report import write_report
+from ebbtide.demo.results import FIRST_REWARD_BELOW, LAST_REWARD_ABOVE, Results
+from ebbtide.demo.task import ProblemSet, make_tokenizer
+from ebbtide.demo.trainer import KV_BYTES_PER_TOKEN, Trainer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much the demo does.
+
+    Args:
+        num_prompts: questions per step.
+        group_size: answers to each.
+        warm_up_goal: the probability of a right answer at which the warm-up ends.
+        kv_pool_bytes: size of the KV cache, which gives the memory plots something to show.
+    """
+
+    num_steps: int = 70
+    num_prompts: int = 256
+    group_size: int = 4
+    warm_up_goal: float = 0.16
+    kv_pool_bytes: int = 256_000_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; returns 0 if everything that it shows holds, 1 if not, 130 when interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="ebbtide demo",
+        description="A small model learns addition by GRPO; the rollouts are Ebbtide's. Writes report.html, "
+        f"demo.png and the model. Fails unless the reward rises from under {FIRST_REWARD_BELOW} to over "
+        f"{LAST_REWARD_ABOVE}, among other checks.",
+    )
+    parser.add_argument("--steps", type=int, default=Settings.num_steps, help="GRPO steps (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder to write to (%(default)s)")
+    options = parser.parse_args(argv)
+    if options.steps < 1:
+        parser.error(f"--steps: expected a positive number, got {options.steps}")
+    console = Console()
+    try:
+        run(Settings(num_steps=options.steps), options.seed, options.out, console)
+    except DemoFailed as error:
+        console.print(Text(f"demo failed: {error}", "bold red"), soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    return 0
+
+
+def run(settings: Settings, seed: int, out: Path, console: Console) -> Results:
+    """Run the demo; writes its report, also if it fails on the way, and the trained model.
+
+    Raises:
+        DemoFailed: something that it is to show does not hold.
+    """
+    start = time.perf_counter()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    problems, trainer = ProblemSet(seed), Trainer(settings.num_steps, seed)
+    with Display(console) as display:
+        _warm_up(trainer, problems, settings.warm_up_goal, display)
+        warm_up_s = time.perf_counter() - start
+        checkpoint = _save(trainer, out)
+        display.doing("starting the engine", 0.0)
+        with _start_engine(checkpoint, settings, seed) as engine:
+            loop = Loop(
+                engine,
+                trainer,
+                problems,
+                num_prompts=settings.num_prompts,
+                group_size=settings.group_size,
+                on_stage=partial(display.doing_stage, settings.num_steps),
+            )
+            results = Results(seed, warm_up_s, loop.start, loop.examine())
+            try:
+                _train(loop, settings.num_steps, results, display)
+                results.total_s = time.perf_counter() - start
+                results.check()
+            except DemoFailed as error:
+                results.failure = str(error)
+                raise
+            finally:
+                if results.steps:
+                    display.line(f"wrote {write_report(out, results)}")
+        _save(trainer, out)
+    return results
+
+
+def _warm_up(trainer: Trainer, problems: ProblemSet, goal: float, display: Display) -> None:
+    display.line("warming up on written-out sums")
+    probability = 0.0
+    for probability in trainer.warm_up(problems, goal):
+        display.doing("warm-up: probability of a right answer", probability / goal)
+    display.line(f"a sampled answer is now right with a probability of {probability:.2f}")
+
+
+def _train(loop: Loop, num_steps: int, results: Results, display: Display) -> None:
+    for record in loop.run(num_steps):
+        results.steps.append(record)
+        display.step(record)
+    results.after = loop.examine()
+    results.failure = None
+    display.line(
+        f"reward {results.first_reward:.3f} → {results.last_reward:.3f}; held-out sums answered right, "
+        f"greedily: {results.before.accuracy:.1%} → {results.after.accuracy:.1%}",
+        "bold",
+    )
+
+
+def _save(trainer: Trainer, out: Path) -> Path:
+    """Write the model and its tokenizer as a checkpoint folder."""
+    folder = out / "model"
+    trainer.model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _start_engine(checkpoint: Path, settings: Settings, seed: int) -> Engine:
+    return Engine(
+        model_path=str(checkpoint),
+        weight_version="0",
+        random_seed=seed,
+        max_total_tokens=settings.kv_pool_bytes // KV_BYTES_PER_TOKEN,
+        max_running_requests=512,
+        chunked_prefill_size=4096,
+    )

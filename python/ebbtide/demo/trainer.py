@@ -1,0 +1,198 @@
+"""The trainer: transformers' Qwen3, a supervised warm-up, and GRPO, in plain PyTorch.
+
+Shapes: R sequences, S tokens of the longest, T = S - 1 tokens that are predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ebbtide.demo.failure import DemoFailed
+from ebbtide.demo.task import EOS_ID, PAD_ID, VOCABULARY, Problem, ProblemSet, encode
+
+MODEL_SHAPE: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "bos_token_id": None,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+    "dtype": "float32",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+# K and V of every layer, float32.
+KV_BYTES_PER_TOKEN: int = (
+    2 * 4 * MODEL_SHAPE["num_hidden_layers"] * MODEL_SHAPE["num_key_value_heads"] * MODEL_SHAPE["head_dim"]
+)
+_WARM_UP_BATCH = 256
+_WARM_UP_RAMP_STEPS = 20
+_WARM_UP_MAX_STEPS = 400
+_GRPO_RAMP_STEPS = 5
+_MINIBATCHES = 2
+# The ratio of new to old probability is clipped more loosely upwards, which keeps the policy exploring.
+# Source: DAPO, arXiv 2503.14476, section 3.1.
+_CLIP_BELOW, _CLIP_ABOVE = 0.2, 0.28
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer that the engine gave.
+
+    Args:
+        logprobs: the engine's, one for each of `output_ids`.
+        reward: 1 for the exact answer, else 0.
+        advantage: reward minus the mean reward of the answers to the same question.
+    """
+
+    problem: Problem
+    output_ids: list[int]
+    logprobs: list[float]
+    reward: float
+    advantage: float
+
+
+class Trainer:
+    """A model, and what improves it.
+
+    Args:
+        num_steps: GRPO steps to come; the learning rates fall over them.
+    """
+
+    def __init__(self, num_steps: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = Qwen3ForCausalLM(Qwen3Config(**MODEL_SHAPE))
+        self._num_steps = num_steps
+        self._steps_done = 0
+        self._optimizers = _Optimizers(self.model, muon_lr=0.005, adamw_lr=0.005)
+
+    def warm_up(self, problems: ProblemSet, goal: float) -> Iterator[float]:
+        """Learn from written-out sums until a sampled answer would be right with probability `goal`.
+
+        Yields:
+            That probability, on sums not seen before in this phase, after each step.
+
+        Raises:
+            DemoFailed: no such luck in 400 steps.
+        """
+        optimizers = _Optimizers(self.model, muon_lr=0.02, adamw_lr=0.002)
+        probability = 0.0
+        for step in range(_WARM_UP_MAX_STEPS):
+            drawn = problems.draw(_WARM_UP_BATCH)
+            batch = _Batch.of([(encode(one.question), [*encode(one.answer), EOS_ID]) for one in drawn])
+            logprobs_RT = self._logprobs(batch)
+            probability = logprobs_RT.detach().sum(1).exp().mean().item()
+            yield probability
+            if probability >= goal:
+                return
+            optimizers.step(
+                -logprobs_RT.sum() / batch.mask_RT.sum(), min(1.0, (step + 1) / _WARM_UP_RAMP_STEPS)
+            )
+        raise DemoFailed(f"warm-up: {_WARM_UP_MAX_STEPS} steps brought {probability:.3f}, not {goal}")
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """This model's log-probabilities of the output tokens of samples."""
+        batch = _Batch.of_samples(samples)
+        with torch.inference_mode():
+            logprobs_RT = self._logprobs(batch)
+        return [row[mask].tolist() for row, mask in zip(logprobs_RT, batch.mask_RT.bool(), strict=True)]
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        """One GRPO step: two updates on halves of the samples, against the logprobs of the engine.
+
+        Advantages are not divided by the deviation of their group, which would favour the easiest and the
+        hardest questions. Source: arXiv 2503.20783.
+        """
+        progress = self._steps_done / self._num_steps
+        scale = min(1.0, (self._steps_done + 1) / _GRPO_RAMP_STEPS) * (1.0 - 0.9 * progress)
+        informative = [sample for sample in samples if sample.advantage]
+        order = torch.randperm(len(informative))
+        for chosen in order.chunk(_MINIBATCHES) if informative else ():
+            self._optimizers.step(self._loss([informative[index] for index in chosen.tolist()]), scale)
+        self._steps_done += 1
+
+    def _loss(self, samples: Sequence[Sample]) -> Tensor:
+        batch = _Batch.of_samples(samples)
+        old_RT = batch.scatter([sample.logprobs for sample in samples])
+        advantage_R1 = torch.tensor([sample.advantage for sample in samples])[:, None]
+        ratio_RT = (self._logprobs(batch) - old_RT).exp()
+        clipped_RT = ratio_RT.clamp(1.0 - _CLIP_BELOW, 1.0 + _CLIP_ABOVE)
+        gain_RT = torch.minimum(ratio_RT * advantage_R1, clipped_RT * advantage_R1)
+        return -(gain_RT * batch.mask_RT).sum() / batch.mask_RT.sum()
+
+    def _logprobs(self, batch: _Batch) -> Tensor:
+        """Of each output token; 0 elsewhere."""
+        logits_RTV: Tensor = self.model(input_ids=batch.ids_RS[:, :-1]).logits
+        chosen_RT1 = batch.ids_RS[:, 1:, None]
+        return logits_RTV.log_softmax(-1).gather(-1, chosen_RT1).squeeze(-1) * batch.mask_RT
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Sequences, padded on the right, so that padding is never attended to.
+
+    Args:
+        ids_RS: token ids [R, S].
+        mask_RT: 1 where the token predicted is an output token.
+        prompt_lens: tokens in each prompt.
+    """
+
+    ids_RS: Tensor
+    mask_RT: Tensor
+    prompt_lens: list[int]
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[list[int], list[int]]]) -> _Batch:
+        """Of (prompt ids, output ids)."""
+        width = max(len(prompt) + len(output) for prompt, output in pairs)
+        ids = torch.full((len(pairs), width), PAD_ID)
+        mask = torch.zeros(len(pairs), width - 1)
+        for row, (prompt, output) in enumerate(pairs):
+            end = len(prompt) + len(output)
+            ids[row, :end] = torch.tensor(prompt + output)
+            mask[row, len(prompt) - 1 : end - 1] = 1.0
+        return cls(ids, mask, [len(prompt) for prompt, _ in pairs])
+
+    @classmethod
+    def of_samples(cls, samples: Sequence[Sample]) -> _Batch:
+        return cls.of([(encode(sample.problem.question), sample.output_ids) for sample in samples])
+
+    def scatter(self, values: Sequence[list[float]]) -> Tensor:
+        """One value per output token as a matrix [R, T], 0 elsewhere."""
+        matrix_RT = torch.zeros_like(self.mask_RT)
+        matrix_RT[self.mask_RT.bool()] = torch.tensor([value for row in values for value in row])
+        return matrix_RT
+
+
+class _Optimizers:
+    """Muon for the matrices of the layers, AdamW for the rest. Source: kellerjordan.github.io/posts/muon."""
+
+    def __init__(self, model: torch.nn.Module, *, muon_lr: float, adamw_lr: float) -> None:
+        named = list(model.named_parameters())
+        matrices = [tensor for name, tensor in named if tensor.ndim == 2 and "embed" not in name]
+        others = [tensor for name, tensor in named if tensor.ndim != 2 or "embed" in name]
+        self._parameters = matrices + others
+        self._optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+            (torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0), muon_lr),
+            (torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0), adamw_lr),
+        ]
+
+    def step(self, loss: Tensor, scale: float) -> None:
+        """Update the parameters by the gradient of `loss`, at learning rates times `scale`."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        for optimizer, lr in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * scale
+            optimizer.step()
+            optimizer.zero_grad()

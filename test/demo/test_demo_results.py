@@ -1,0 +1,81 @@
+"""What the demo promises is checked, and the report says what was found."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ebbtide.demo.failure import DemoFailed
+from ebbtide.demo.loop import Exam, Stage, StageRecord, StepRecord
+from ebbtide.demo.memory import MemorySample
+from ebbtide.demo.report import write_report
+from ebbtide.demo.results import Results
+from ebbtide.demo.table import heading, row
+from ebbtide.demo.task import Problem
+
+ASLEEP = (Stage.RELEASE, Stage.TRAIN, Stage.RESUME_WEIGHTS, Stage.UPDATE)
+EXAM = Exam(0.5, [(Problem(10, 11), "12"), (Problem(12, 13), "99")])
+
+
+def memory(time_s: float, *, asleep: bool, kept_bytes: int = 0) -> MemorySample:
+    tag_bytes = {"weights": 0, "kv_cache": 0} if asleep else {"weights": 4_000_000, "kv_cache": 96_000_000}
+    process_bytes = 50_000_000 + sum(tag_bytes.values()) + (kept_bytes if asleep else 0)
+    return MemorySample(time_s, tag_bytes, process_bytes)
+
+
+def step(number: int, reward: float, kept_bytes: int = 0) -> StepRecord:
+    stages = {
+        stage: StageRecord(0.5, memory(number + 0.1 * place, asleep=stage in ASLEEP, kept_bytes=kept_bytes))
+        for place, stage in enumerate(Stage)
+    }
+    return StepRecord(number, reward, 1000, 2e-6, stages)
+
+
+def results(*rewards: float, kept_bytes: int = 0) -> Results:
+    start = memory(-1.0, asleep=False)
+    steps = [step(number, reward, kept_bytes) for number, reward in enumerate(rewards)]
+    return Results(7, 3.0, start, EXAM, after=Exam(1.0, EXAM.answers), steps=steps)
+
+
+def test_a_reward_that_rises_passes():
+    results(0.2, 0.5, 0.95, 0.95, 0.95).check()
+
+
+@pytest.mark.parametrize("rewards", [(0.2, 0.5, 0.85, 0.9, 0.9), (0.4, 0.95, 0.95, 0.95, 0.95)])
+def test_a_reward_that_does_not_rise_as_promised_fails(rewards):
+    with pytest.raises(DemoFailed, match="reward"):
+        results(*rewards).check()
+
+
+def test_memory_that_stays_with_the_processes_fails():
+    good = (0.2, 0.95, 0.95, 0.95)
+    results(*good, kept_bytes=4_000_000).check()
+    with pytest.raises(DemoFailed, match="released"):
+        results(*good, kept_bytes=6_000_000).check()
+
+
+def test_rows_are_as_wide_as_their_heading():
+    assert len(row(step(12, 0.3))) == len(heading())
+    assert row(step(12, 0.3)).split()[:3] == ["12", "0.300", "2000"]
+
+
+@pytest.mark.parametrize("failure", [None, "reward < 0.9 & falling"])
+def test_report_is_one_file_with_everything_inside(tmp_path: Path, failure: str | None):
+    found = results(0.2, 0.6, 0.95, 0.97)
+    found.failure = failure
+    html = write_report(tmp_path, found).read_text(encoding="utf-8")
+    # Nothing is fetched, neither from other files nor from elsewhere.
+    assert all(target.startswith("data:") for target in re.findall(r'(?:src|href)\s*=\s*"([^"]*)', html))
+    assert "url(" not in html
+    assert len(re.findall("<img ", html)) == 4
+    assert ("reward &lt; 0.9 &amp; falling" in html) == (failure is not None)
+    for number in range(4):
+        assert re.search(rf"<tr><td>{number}</td>", html)
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_of_a_single_step_that_was_broken_off(tmp_path: Path):
+    found = results(0.2)
+    found.after = None
+    found.failure = "it did not finish"
+    assert "it did not finish" in write_report(tmp_path, found).read_text(encoding="utf-8")

@@ -1,0 +1,69 @@
+"""The demo with the real engine, too short to learn: it measures, reports, and says that it failed."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import Qwen3ForCausalLM
+
+from ebbtide.demo import run as run_module
+from ebbtide.demo.failure import DemoFailed
+from ebbtide.demo.run import Settings, main, run
+from ebbtide.demo.trainer import Trainer
+
+TINY = Settings(num_steps=2, num_prompts=4, group_size=2, warm_up_goal=1e-9, kv_pool_bytes=16_000_000)
+
+
+def attempt(out: Path) -> tuple[str, str]:
+    """Run `TINY`; returns the failure and what the terminal showed."""
+    screen = io.StringIO()
+    with pytest.raises(DemoFailed) as failed:
+        run(TINY, 0, out, Console(file=screen, width=200))
+    return str(failed.value), screen.getvalue()
+
+
+def test_a_run_that_does_not_learn_measures_and_reports(tmp_path: Path):
+    failure, shown = attempt(tmp_path)
+    assert "the reward went from 0.000 to 0.000" in failure
+    rows = [line.split() for line in shown.splitlines() if line.strip()[:1] in ("0", "1")]
+    assert [cells[0] for cells in rows] == ["0", "1"]
+    for cells in rows:
+        weights, kv_cache = cells[-4:-2]
+        assert weights.endswith("→0.0")
+        assert 15.0 < float(kv_cache.removesuffix("→0.0")) < 20.0
+        assert float(cells[-1]) < 1e-4
+    assert failure in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert Qwen3ForCausalLM.from_pretrained(tmp_path / "model").config.vocab_size == 14
+
+
+def test_an_engine_that_disagrees_with_the_trainer_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    honest = Trainer.logprobs
+    off = 2e-4
+    monkeypatch.setattr(
+        Trainer,
+        "logprobs",
+        lambda self, samples: [[one + off for one in row] for row in honest(self, samples)],
+    )
+    failure, shown = attempt(tmp_path)
+    assert "step 0: logprobs of trainer and engine differ by 2.0" in failure
+    assert "wrote" not in shown
+
+
+@pytest.mark.parametrize(("raised", "status"), [(DemoFailed("no [luck]"), 1), (KeyboardInterrupt(), 130)])
+def test_failures_are_exit_statuses(raised, status, monkeypatch, capsys):
+    def fail(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(run_module, "run", fail)
+    assert main([]) == status
+    if status == 1:
+        assert "demo failed: no [luck]" in capsys.readouterr().out
+
+
+def test_no_steps_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["--steps", "0"])
+    assert "expected a positive number" in capsys.readouterr().err

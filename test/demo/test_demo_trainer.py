@@ -1,0 +1,67 @@
+"""The trainer of the demo: log-probabilities are the model's, and learning moves them as rewards say."""
+
+import pytest
+import torch
+
+from ebbtide.demo import trainer as trainer_module
+from ebbtide.demo.failure import DemoFailed
+from ebbtide.demo.task import EOS_ID, Problem, ProblemSet, encode
+from ebbtide.demo.trainer import Sample, Trainer
+
+PROBLEM = Problem(37, 58)
+
+
+def answered(trainer: Trainer, *answers: tuple[str, float]) -> list[Sample]:
+    """Samples of `PROBLEM`: each answer with its advantage, and the trainer's own logprobs."""
+    samples = [
+        Sample(PROBLEM, [*encode(text), EOS_ID], logprobs=[], reward=0.0, advantage=advantage)
+        for text, advantage in answers
+    ]
+    return [
+        Sample(PROBLEM, sample.output_ids, logprobs, sample.reward, sample.advantage)
+        for sample, logprobs in zip(samples, trainer.logprobs(samples), strict=True)
+    ]
+
+
+def test_logprobs_of_a_padded_batch_are_those_of_each_alone():
+    trainer = Trainer(num_steps=1, seed=0)
+    samples = answered(trainer, ("59", 0.0), ("123", 0.0), ("", 0.0))
+    for sample in samples:
+        ids = torch.tensor([encode(PROBLEM.question) + sample.output_ids])
+        with torch.inference_mode():
+            logprobs = trainer.model(input_ids=ids[:, :-1]).logits[0].log_softmax(-1)
+        start = len(PROBLEM.question) - 1
+        expected = [logprobs[start + place, token].item() for place, token in enumerate(sample.output_ids)]
+        assert sample.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_learning_raises_good_answers_and_lowers_bad_ones():
+    trainer = Trainer(num_steps=4, seed=0)
+    for _ in range(4):
+        samples = answered(trainer, *[("59", 0.5), ("95", -0.5)] * 4)
+        trainer.learn(samples)
+    good, bad = (sum(logprobs) for logprobs in trainer.logprobs(samples[:2]))
+    good_before, bad_before = (sum(sample.logprobs) for sample in samples[:2])
+    assert good > good_before
+    assert bad < bad_before
+
+
+def test_answers_without_an_advantage_teach_nothing():
+    trainer = Trainer(num_steps=1, seed=0)
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    trainer.learn(answered(trainer, ("59", 0.0), ("95", 0.0)))
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_warm_up_ends_at_its_goal():
+    probabilities = list(Trainer(num_steps=1, seed=0).warm_up(ProblemSet(seed=0), goal=0.002))
+    assert len(probabilities) > 1
+    assert all(probability < 0.002 for probability in probabilities[:-1])
+    assert probabilities[-1] >= 0.002
+
+
+def test_warm_up_that_does_not_get_there_fails(monkeypatch):
+    monkeypatch.setattr(trainer_module, "_WARM_UP_MAX_STEPS", 2)
+    with pytest.raises(DemoFailed, match="warm-up"):
+        list(Trainer(num_steps=1, seed=0).warm_up(ProblemSet(seed=0), goal=0.5))
