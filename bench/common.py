@@ -32,6 +32,12 @@ def write_result(name: str, results: dict[str, Any]) -> Path:
         "hardware": hardware(),
         "versions": {"python": platform.python_version()}
         | {package: version(package) for package in PACKAGES},
+        # What changes how threads work together, and with it every figure on a CPU.
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("OMP_", "GOMP_", "MKL_", "KMP_"))
+        },
         "results": results,
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
