@@ -1,9 +1,8 @@
 """Time per decode step of everything but the model: messages, scheduling, batch building, output processing.
 
-A runner that samples nothing stands in for the model. What leaves the scheduler is encoded as it would be for
-the sockets. `--runs` repetitions of `--steps` steps each, on one core. The goal: 0.5 ms per step at 256 running
-requests. Beside the wall time stands the time that the thread itself ran: the rest is the machine's other
-load.
+A runner that samples nothing stands in for the model. What leaves the scheduler is encoded as for the sockets.
+`--runs` repetitions of `--steps` steps each, on one core. The goal: 0.5 ms per step at 256 running requests.
+Beside the wall time stands the time that the thread itself ran: the rest is the load of the machine.
 """
 
 from __future__ import annotations
