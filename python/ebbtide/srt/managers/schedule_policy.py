@@ -297,16 +297,16 @@ class SchedulePolicy:
         for req, count in zip(requests, num_new, strict=True):
             kv = req.kv
             assert kv is not None
-            start = kv.num_computed
+            start, num_tokens = kv.num_computed, req.num_tokens
             starts.append(start)
             rows.append(kv.row)
             output_ids = req.spec.output_ids
-            if count == 1 and output_ids:
+            if output_ids and start + 1 == num_tokens:
                 input_ids.append(output_ids[-1])
                 samples.append(True)
             else:
                 input_ids.extend(req.tokens(start, start + count))
-                samples.append(start + count == req.num_tokens and req.max_new_tokens > 0)
+                samples.append(start + count == num_tokens and req.max_new_tokens > 0)
         return BatchPlan(
             input_ids_T=np.array(input_ids, dtype=np.int64),
             page_rows_R=np.array(rows, dtype=np.int32),
