@@ -1,6 +1,6 @@
 """Time per decode step of everything but the model: messages, scheduling, batch building, output processing.
 
-A runner that samples nothing stands in for the model. What leaves the scheduler is encoded as for the sockets.
+A runner without a model stands in for it. What leaves the scheduler is encoded as for the sockets.
 `--runs` repetitions of `--steps` steps each, on one core. The goal: 0.5 ms per step at 256 running requests.
 Beside the wall time stands the time that the thread itself ran: the rest is the load of the machine.
 """

@@ -18,7 +18,8 @@ class NullRunner:
 
     So an output tells which weights sampled which of its tokens, and does not depend on how it was batched.
 
-    A forward pass over memory that is not there, or over weights that are not whole, is an AssertionError.
+    A forward pass over memory that is not there, over weights that are not whole, or over other tokens than
+    the requests', is an AssertionError.
 
     Attributes:
         value: stands for the weights' contents, see `NullWeights`; None while they are not whole.
@@ -41,6 +42,7 @@ class NullRunner:
         value = self.value
         assert value is not None, "a forward pass ran on weights that are not whole"
         assert all(memory.resident_bytes for memory in self.needed), "a forward pass ran on released memory"
+        _check_tokens(plan)
         self.num_steps += 1
         tokens = [
             self.token(spec.seed, len(spec.output_ids), value) if samples else -1
@@ -57,6 +59,22 @@ class FinishedStep:
 
     def wait(self) -> StepResult:
         return self.result
+
+
+def _check_tokens(plan: BatchPlan) -> None:
+    """Every request must be fed its own next tokens, and sampled behind its last."""
+    input_ids = plan.input_ids_T.tolist()
+    first = 0
+    rows = zip(
+        plan.specs, plan.starts_R.tolist(), plan.num_new_R.tolist(), plan.samples_R.tolist(), strict=True
+    )
+    for spec, start, num_new, samples in rows:
+        tokens = [*spec.prompt_ids, *spec.output_ids]
+        end = start + num_new
+        assert input_ids[first : first + num_new] == tokens[start:end]
+        assert samples == (end == len(tokens) and spec.params.max_new_tokens != 0)
+        first += num_new
+    assert first == len(input_ids)
 
 
 class NullDevice:
