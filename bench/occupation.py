@@ -132,11 +132,13 @@ def engine_of_layers(
             yield engine, named_tensors
 
 
-def buckets(named_tensors: list[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Consecutive parts of at most BUCKET_BYTES."""
+def buckets(
+    named_tensors: list[tuple[str, torch.Tensor]], max_bytes: int = BUCKET_BYTES
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Consecutive parts of at most `max_bytes`, or of one tensor."""
     bucket: list[tuple[str, torch.Tensor]] = []
     for name, tensor in named_tensors:
-        if bucket and sum(one.nbytes for _, one in bucket) + tensor.nbytes > BUCKET_BYTES:
+        if bucket and sum(one.nbytes for _, one in bucket) + tensor.nbytes > max_bytes:
             yield bucket
             bucket = []
         bucket.append((name, tensor))
