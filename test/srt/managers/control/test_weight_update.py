@@ -1,7 +1,10 @@
 """Weight updates: control_semantics section 2, on the real scheduler with null parts."""
 
+import itertools
+
 import pytest
 
+from ebbtide.srt.managers.control import weight_session
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -150,6 +153,19 @@ def test_without_room_for_a_copy_the_reply_says_so_and_a_failure_leaves_no_mixtu
     assert update(harness, 9).content == "valid"
     harness.run_until_idle()
     assert harness.outputs[rid].finish == FinishReason("length", length=3)
+
+
+def test_in_place_the_whole_time_from_the_first_write_to_the_commit_is_a_stall(
+    harness: SchedulerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that ticks with every look at it: only a staged update lets forward passes in."""
+    clock = itertools.count()
+    monkeypatch.setattr(weight_session.time, "perf_counter", lambda: float(next(clock)))
+    staged = update(harness, 3)
+    harness.weights.num_staged = 0
+    in_place = update(harness, 4)
+    assert staged.stall_ms < 2000
+    assert in_place.stall_ms > 4000
 
 
 class TestWhileRunning:

@@ -23,6 +23,7 @@ class Stall:
 
     def __init__(self) -> None:
         self.longest_ms = 0.0
+        self._began: float | None = None
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -30,7 +31,21 @@ class Stall:
         try:
             yield
         finally:
-            self.longest_ms = max(self.longest_ms, (time.perf_counter() - started) * 1e3)
+            self._note(started)
+
+    def begin(self) -> None:
+        """No forward pass can run from here to `end`, whatever the loop does meanwhile."""
+        if self._began is None:
+            self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """Forward passes can run again."""
+        if self._began is not None:
+            self._note(self._began)
+            self._began = None
+
+    def _note(self, started: float) -> None:
+        self.longest_ms = max(self.longest_ms, (time.perf_counter() - started) * 1e3)
 
 
 class WeightSession:
@@ -74,6 +89,8 @@ class WeightSession:
         if self._staging is not None:
             if not self.is_staged:
                 # From here to the commit the live weights are a mixture: no forward pass may see them.
+                if isinstance(self._content.state, Valid):
+                    self.stall.begin()
                 self._content.lose(incoming.names)
             num_bytes, _ = yield from _in_slices(incoming.write(self._staging), self.stall)
         self.names |= incoming.names
@@ -92,6 +109,7 @@ class WeightSession:
         if self._staging is not None:
             self._staging.commit()
         self._content.note_written(self.names)
+        self.stall.end()
 
     def close(self) -> None:
         """Give the copy's memory back."""
