@@ -37,7 +37,8 @@ img { width: 100%; height: auto; display: block; }
 table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums;
   white-space: nowrap; }
 th, td { padding: .22rem .65rem; text-align: right; border-bottom: 1px solid #e3e8ee; }
-th { color: #66788a; font-weight: 600; } tbody tr:hover { background: #f5f8fb; }
+th { color: #66788a; font-weight: 600; white-space: normal; vertical-align: bottom; }
+tbody tr:hover { background: #f5f8fb; }
 .left th, .left td { text-align: left; } .right { color: #16794c; } .wrong { color: #b3372b; }
 details summary { cursor: pointer; color: #2563a8; margin: .4rem 0; }
 """
@@ -95,7 +96,7 @@ def _cards(results: Results) -> str:
         (accuracy, f"of {len(results.before.answers)} held-out sums, answered greedily"),
         (
             f"{process_bytes / MB:.0f} of {tag_bytes / MB:.0f} MB",
-            "released in each step: lost by the processes as the system counts, of what the engine reports",
+            "given back in each step: by the count of the operating system, of what the engine reports",
         ),
         (f"{overhead_ms:.0f} ms", "per step to release, resume weights, update and resume the KV cache"),
         (
