@@ -27,8 +27,9 @@ MIB = 1 << 20
 WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3072}
 KV_TOKENS = 1 << 19
 TAG_BYTES = {"weights": 76 * MIB, "kv_cache": 256 * MIB}
-# What a cycle may leave behind in a heap that grows in steps, far below the least that a tag would leak.
-NOISE_BYTES = 3 * MIB
+# What malloc may keep of what was freed: glibc trims its heap in steps of up to 32 MiB. A leak shows all the
+# same: the least that an update could lose is a bucket of 19 MiB, and it would lose one every time.
+NOISE_BYTES = 16 * MIB
 PROMPTS = [list(range(start, start + 40)) for start in (3, 60, 150)]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
 

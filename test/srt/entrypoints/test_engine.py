@@ -51,9 +51,9 @@ def pids_of(engine: EngineClass) -> list[int]:
     return list(engine._service.pids.values())
 
 
-def shared_blocks() -> list[Path]:
-    """The blocks of shared memory that this process has made."""
-    return list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+def shared_blocks() -> set[Path]:
+    """The blocks of shared memory that this process has made; other tests may have left theirs."""
+    return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
 
 
 def num_running(engine: EngineClass) -> int:
@@ -236,16 +236,18 @@ def test_new_weights_in_every_form_serve_alike(engine: EngineClass, checkpoints:
 
 
 def test_the_senders_tensors_stay_as_they_are(engine: EngineClass) -> None:
+    before = shared_blocks()
     tensor = torch.full((64,), 0.5)
     address = tensor.data_ptr()
     engine.update_weights_from_tensor([("model.norm.weight", tensor)])
     assert (tensor.data_ptr(), tensor.is_shared()) == (address, False)
     tensor.zero_()
     assert engine.get_weights_by_name("model.norm.weight", 1) == [0.5]
-    assert shared_blocks() == []
+    assert shared_blocks() == before
 
 
 def test_a_refused_update_frees_the_shared_memory(engine: EngineClass) -> None:
+    before = shared_blocks()
     with pytest.raises(RequestRejected, match=r"model\.norm\.weight"):
         engine.update_weights_from_tensor([("model.norm.weight", torch.zeros(3))])
     engine.release_memory_occupation(["weights"])
@@ -253,7 +255,7 @@ def test_a_refused_update_frees_the_shared_memory(engine: EngineClass) -> None:
         engine.update_weights_from_tensor([("model.norm.weight", torch.zeros(64))])
     with pytest.raises(RequestRejected, match="pairs"):
         engine.update_weights_from_tensor([torch.zeros(64)])  # type: ignore[arg-type, list-item]
-    assert shared_blocks() == []
+    assert shared_blocks() == before
 
 
 # -------------------------------------------------------------------------------------------------- lifetime
