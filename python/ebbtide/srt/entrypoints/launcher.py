@@ -31,6 +31,15 @@ DETOKENIZER = {"detokenizer": "ebbtide.srt.managers.detokenizer_manager:run_deto
 
 # What the kernel takes as the path of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 107
+# What the libraries under torch read when they are loaded; the user's own settings win.
+LIBRARY_DEFAULTS = {
+    # Threads that spin while they wait for each other stand still where another process needs a core.
+    "OMP_WAIT_POLICY": "passive",
+    # oneDNN keeps what it compiled for every number of rows, and a thousand of them by default: batches come in
+    # all sizes, and that was 10 MB per 1,000 requests.
+    "LRU_CACHE_CAPACITY": "64",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}
 TERMINATE_TIMEOUT_S = 5.0
 
 
@@ -104,7 +113,7 @@ class ChildProcess:
 
 
 def _spawn(name: str, pipe: Connection) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
+    environment = LIBRARY_DEFAULTS | os.environ
     root = str(Path(ebbtide.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     # Ctrl-C while the interpreter starts must not kill it with a traceback: the mask is inherited.
