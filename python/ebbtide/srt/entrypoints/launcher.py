@@ -35,7 +35,7 @@ MAX_SOCKET_PATH_BYTES = 107
 LIBRARY_DEFAULTS = {
     # Threads that spin while they wait for each other stand still where another process needs a core.
     "OMP_WAIT_POLICY": "passive",
-    # oneDNN keeps what it compiled for every number of rows, a thousand of them by default. Batches come in all
+    # oneDNN keeps what it compiled for each number of rows, by default a thousand. Batches come in all
     # sizes: that was 10 MB per 1,000 requests.
     "LRU_CACHE_CAPACITY": "64",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
