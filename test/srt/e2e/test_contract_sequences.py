@@ -15,17 +15,20 @@ from fixtures.rollouts import Streams, buckets, decoded, safetensors_body
 from fixtures.servers import Server, running_server
 
 NUM_STREAMS = 64
-MAX_NEW_TOKENS = 120
+# Long enough that no stream ends before a control request reaches the engine, however slow this client is.
+MAX_NEW_TOKENS = 400
+CONTEXT = '{"max_position_embeddings": 1024}'
 PROMPTS = [
     [(7 * index + position) % 250 for position in range(4 + index % 9)] for index in range(NUM_STREAMS)
 ]
-KV_TOKENS = 16_384
+KV_TOKENS = 32_768
 
 
 @pytest.fixture(scope="module")
 def server(checkpoint_a: Path) -> Iterator[Server]:
     arguments = ["--max-total-tokens", str(KV_TOKENS), "--max-running-requests", str(NUM_STREAMS)]
-    with running_server(checkpoint_a, *arguments, "--log-level", "warning") as server:
+    arguments += ["--json-model-override-args", CONTEXT, "--log-level", "warning"]
+    with running_server(checkpoint_a, *arguments) as server:
         yield server
 
 
