@@ -27,9 +27,8 @@ MIB = 1 << 20
 WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3072}
 KV_TOKENS = 1 << 19
 TAG_BYTES = {"weights": 76 * MIB, "kv_cache": 256 * MIB}
-# What malloc may keep of what was freed: glibc trims its heap in steps of up to 32 MiB. A leak shows all the
-# same: the least that an update could lose is a bucket of 19 MiB, and it would lose one every time.
-NOISE_BYTES = 16 * MIB
+# What a cycle may leave behind in a heap that grows in steps, far below the least that a tag would leak.
+NOISE_BYTES = 3 * MIB
 PROMPTS = [list(range(start, start + 40)) for start in (3, 60, 150)]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
 
@@ -119,7 +118,8 @@ def address_space_exhausted(engine: EngineClass) -> Iterator[None]:
 
 
 def generate(engine: EngineClass) -> list[list[int]]:
-    return [output["output_ids"] for output in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
+    """One by one: how requests are batched together is chance, and each size of batch takes memory."""
+    return [engine.generate(input_ids=prompt, sampling_params=GREEDY)["output_ids"] for prompt in PROMPTS]
 
 
 def read_all(engine: EngineClass, weights: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
@@ -247,10 +247,11 @@ def test_twenty_cycles_leak_nothing(engine: EngineClass, trained: dict[str, torc
     address_space = scheduler_of(engine).memory_info().vms
     for number in range(20):
         cycle(number)
-    assert generate(engine) == expected
+    # Before anything is generated: a batch of a new size makes the linear layers compile one product more.
     assert abs(held_bytes(engine) - memory) <= NOISE_BYTES
     assert handles_held(engine) == handles
     assert abs(scheduler_of(engine).memory_info().vms - address_space) <= 16 * MIB
+    assert generate(engine) == expected
 
 
 def test_refused_updates_leave_no_memory_behind(
