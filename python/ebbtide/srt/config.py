@@ -71,7 +71,10 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """What goes into a batch and how often it is streamed. `chunked_prefill_size` None: no chunking."""
+    """What goes into a batch and how often it is streamed. `chunked_prefill_size` None: no chunking.
+
+    `overlap`: a step is planned and launched while the one before it runs.
+    """
 
     max_running_requests: int
     max_queued_requests: int | None
@@ -80,6 +83,7 @@ class ScheduleConfig:
     policy: str
     stream_interval: int
     incremental_streaming_output: bool
+    overlap: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +239,8 @@ def _resolve_schedule(args: ServerArgs) -> ScheduleConfig:
         policy=args.schedule_policy,
         stream_interval=args.stream_interval,
         incremental_streaming_output=args.incremental_streaming_output,
+        # On a CPU the host is the device: there is nothing to overlap with.
+        overlap=False,
     )
 
 

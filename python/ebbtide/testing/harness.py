@@ -215,6 +215,10 @@ class SchedulerHarness:
             known.kv_versions = output.kv_versions
 
 
+# Whether `default_schedule` overlaps steps; tests that must hold either way set it.
+OVERLAP = False
+
+
 def default_schedule(**changes: Any) -> ScheduleConfig:
     """Limits that are small enough to be reached."""
     limits: dict[str, Any] = {
@@ -225,5 +229,6 @@ def default_schedule(**changes: Any) -> ScheduleConfig:
         "policy": "fcfs",
         "stream_interval": 1,
         "incremental_streaming_output": False,
+        "overlap": OVERLAP,
     }
     return ScheduleConfig(**{**limits, **changes})

@@ -10,7 +10,7 @@ from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.ports import IncomingWeights, Slices, Staging
 from ebbtide.srt.managers.io_struct import UpdateWeightFromDiskReqInput, WeightUpdateRequest
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.model_executor.batch_plan import BatchPlan, StepResult
+from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, StepResult
 
 
 class NullRunner:
@@ -33,6 +33,7 @@ class NullRunner:
         self.value: int | None = 0
         self.needed: list[NullMemory] = []
         self.num_steps = 0
+        self._sampled_by_row: dict[int, int] = {}
 
     def token(self, seed: int, position: int, value: int) -> int:
         """The token that weights of this value sample at this output position."""
@@ -42,13 +43,45 @@ class NullRunner:
         value = self.value
         assert value is not None, "a forward pass ran on weights that are not whole"
         assert all(memory.resident_bytes for memory in self.needed), "a forward pass ran on released memory"
-        _check_tokens(plan)
+        self._check_tokens(plan, value)
         self.num_steps += 1
         tokens = [
-            self.token(spec.seed, len(spec.output_ids), value) if samples else -1
-            for spec, samples in zip(plan.specs, plan.samples_R.tolist(), strict=True)
+            self.token(spec.seed, num_outputs, value) if samples else -1
+            for spec, num_outputs, samples in zip(
+                plan.specs, plan.num_outputs_R.tolist(), plan.samples_R.tolist(), strict=True
+            )
         ]
+        self._sampled_by_row.update(zip(plan.page_rows_R.tolist(), tokens, strict=True))
         return FinishedStep(StepResult(tokens))
+
+    def _check_tokens(self, plan: BatchPlan, value: int) -> None:
+        """Every request must be fed its own next tokens, and sampled behind its last."""
+        input_ids = plan.input_ids_T.tolist()
+        first = 0
+        rows = zip(
+            plan.specs,
+            plan.page_rows_R.tolist(),
+            plan.starts_R.tolist(),
+            plan.num_new_R.tolist(),
+            plan.samples_R.tolist(),
+            plan.num_outputs_R.tolist(),
+            strict=True,
+        )
+        for spec, row, start, num_new, samples, num_outputs in rows:
+            tokens = [*spec.prompt_ids, *spec.output_ids]
+            given = input_ids[first : first + num_new]
+            if num_outputs > len(spec.output_ids):
+                # One token is in flight: it is known here, and to the scheduler by number only.
+                assert num_outputs == len(spec.output_ids) + 1
+                assert given == [SAMPLED_BEFORE]
+                assert not spec.needs_output_ids, "a penalty was computed without the last token"
+                given = [self._sampled_by_row[row]]
+                tokens.append(self.token(spec.seed, num_outputs - 1, value))
+            end = start + num_new
+            assert given == tokens[start:end]
+            assert samples == (end == len(tokens) and spec.params.max_new_tokens != 0)
+            first += num_new
+        assert first == len(input_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +92,6 @@ class FinishedStep:
 
     def wait(self) -> StepResult:
         return self.result
-
-
-def _check_tokens(plan: BatchPlan) -> None:
-    """Every request must be fed its own next tokens, and sampled behind its last."""
-    input_ids = plan.input_ids_T.tolist()
-    first = 0
-    rows = zip(
-        plan.specs, plan.starts_R.tolist(), plan.num_new_R.tolist(), plan.samples_R.tolist(), strict=True
-    )
-    for spec, start, num_new, samples in rows:
-        tokens = [*spec.prompt_ids, *spec.output_ids]
-        end = start + num_new
-        assert input_ids[first : first + num_new] == tokens[start:end]
-        assert samples == (end == len(tokens) and spec.params.max_new_tokens != 0)
-        first += num_new
-    assert first == len(input_ids)
 
 
 class NullDevice:

@@ -42,6 +42,15 @@ def test_each_request_gets_its_own_tokens_whatever_else_runs() -> None:
         assert output.version_starts == [("default", 0)]
 
 
+def test_requests_whose_next_token_depends_on_all_before_run_beside_others() -> None:
+    harness = SchedulerHarness()
+    penalised = harness.generate(prompt_of(5), seed=1, max_new_tokens=10, frequency_penalty=0.5)
+    plain = harness.generate(prompt_of(6), seed=2, max_new_tokens=20)
+    harness.run_until_idle()
+    assert harness.outputs[penalised].token_ids == expected_tokens(1, 10)
+    assert harness.outputs[plain].token_ids == expected_tokens(2, 20)
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
 @pytest.mark.parametrize("chunk", [None, 1, 5, 16])
 def test_chunking_and_policy_do_not_change_outputs(policy: str, chunk: int | None) -> None:

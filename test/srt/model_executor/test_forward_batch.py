@@ -23,6 +23,7 @@ def lay_out(
         starts_R=np.array(starts, dtype=np.int32),
         num_new_R=np.array(num_new, dtype=np.int32),
         samples_R=np.array(samples),
+        num_outputs_R=np.zeros(len(rows), dtype=np.int64),
         specs=specs,
     )
     return ForwardBatch.from_plan(plan, PAGE_TABLE, page_size=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,11 +23,28 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """As torch spells it, e.g. "cpu"."""
+        """As torch spells it, e.g. "cpu" or "cuda:0"."""
+        ...
+
+    @property
+    def uuid(self) -> str | None:
+        """What identifies the device to other processes; None for the CPU."""
         ...
 
     def synchronize(self) -> None:
         """Wait until everything launched so far has run."""
+        ...
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Work launched inside runs beside forward passes, and after all that was launched before."""
+        ...
+
+    def copies_done(self) -> bool:
+        """Whether everything launched inside `copying` has run. Does not wait."""
+        ...
+
+    def trim(self) -> None:
+        """Give memory that is only kept for reuse back to the device."""
         ...
 
     def free_bytes(self) -> int:

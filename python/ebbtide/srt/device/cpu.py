@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from ebbtide.srt.device.base import MemoryInfo
@@ -13,12 +14,23 @@ class CpuDevice:
     """The host as a device: to launch is to run, and its memory is the machine's or the control group's."""
 
     name = "cpu"
+    uuid = None
 
     def __init__(self) -> None:
         self._virtual_memory = HostVirtualMemory()
 
     def synchronize(self) -> None:
         """Return: on a CPU a call has run when it returns."""
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Copies run where they are launched."""
+        return nullcontext()
+
+    def copies_done(self) -> bool:
+        return True
+
+    def trim(self) -> None:
+        """Nothing is kept for reuse."""
 
     def free_bytes(self) -> int:
         """What could be had without swapping."""

@@ -113,6 +113,7 @@ def assemble_scheduler(
         lambda: _report(control, parts),
         tokenizer=parts.tokenizer,
         eos_token_ids=eos_token_ids,
+        overlap=config.schedule.overlap,
     )
 
 

@@ -34,9 +34,11 @@ class OutputProcessor:
         plan = batch.plan
         num_new = plan.num_new_R.tolist()
         samples = plan.samples_R.tolist()
-        for index, req in enumerate(batch.requests):
-            kv = req.kv
-            assert kv is not None
+        self._policy.note_committed()
+        for index, (req, kv) in enumerate(zip(batch.requests, batch.holds, strict=True)):
+            if req.kv is not kv:
+                continue
+            req.num_in_flight -= samples[index]
             req.note_kv(version, kv.num_computed)
             if result.input_logprobs is not None:
                 self._collect_input_logprobs(req, result.input_logprobs[index])

@@ -28,6 +28,7 @@ class KVHold:
         pages: all pages, in token order.
         row: the request's row in the page table.
         num_computed: tokens whose KV is in the pages.
+        num_launched: the same, with those that a step in flight computes.
         version_starts: (weight version, first token) per span of KV that this request computed itself.
     """
 
@@ -35,6 +36,7 @@ class KVHold:
     pages: list[int]
     row: int
     num_computed: int
+    num_launched: int
     version_starts: list[tuple[str, int]] = field(default_factory=list)
 
 
@@ -46,6 +48,7 @@ class Req:
         arrival: position in the order of arrival; retracted requests come back in this order.
         namespace: the prefix cache's namespace of this request, without the weight version.
         cached_tokens: prompt tokens taken from the prefix cache at the first prefill; None before it.
+        num_in_flight: output tokens that steps in flight are sampling.
         num_emitted: output tokens sent on so far.
         version_starts: (weight version, first output index) per span of the output.
         kv_versions: versions of the weights that computed the KV used so far, oldest first.
@@ -70,6 +73,7 @@ class Req:
     started_s: float | None = None
     first_token_s: float | None = None
     has_started_output: bool = False
+    num_in_flight: int = 0
     num_emitted: int = 0
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     versions_changed: bool = False
@@ -94,6 +98,20 @@ class Req:
     @property
     def num_tokens(self) -> int:
         return len(self.spec.prompt_ids) + len(self.spec.output_ids)
+
+    @property
+    def num_outputs_launched(self) -> int:
+        """Output tokens, those in flight included."""
+        return len(self.spec.output_ids) + self.num_in_flight
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens whose KV no step computes yet; none where every output token is out or in flight."""
+        kv = self.kv
+        assert kv is not None
+        if self.num_in_flight and self.num_outputs_launched >= self.max_new_tokens:
+            return 0
+        return self.num_tokens + self.num_in_flight - kv.num_launched
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids [start, end) of prompt and output together."""

@@ -18,7 +18,7 @@ from ebbtide.srt.managers.request import KVHold, Phase, Req
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixCache
-from ebbtide.srt.model_executor.batch_plan import BatchPlan
+from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan
 
 # Candidates that `lpm` compares per step: matching is the cost, and nobody waits on the order of the 200th.
 LPM_WINDOW = 128
@@ -26,9 +26,15 @@ LPM_WINDOW = 128
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One forward pass: the plan for the runner, the requests behind its rows, and those that it starts."""
+    """One forward pass: the plan for the runner, the requests behind its rows, and those that it starts.
+
+    Attributes:
+        holds: the KV that each request held when the step was planned. Who holds another by the time the
+            step has run was ended or retracted meanwhile: the row counts for nothing.
+    """
 
     requests: list[Req]
+    holds: list[KVHold]
     plan: BatchPlan
     admitted: list[Req]
 
@@ -60,6 +66,10 @@ class GrowthReserve:
 class SchedulePolicy:
     """The waiting queue, the running requests, and the pages they share.
 
+    A batch counts as launched once it is handed out. The next one may be planned before it is committed: the
+    tokens that it samples are then known by number, not by id. Pages that go back while a step in flight
+    still writes to them may be handed out at once, since later steps write after it.
+
     Invariant: the pages that are free, cached, and held by running requests on their own add up to the pool.
     """
 
@@ -86,6 +96,7 @@ class SchedulePolicy:
         self.waiting: list[Req] = []
         self.running: list[Req] = []
         self._live: dict[str, Req] = {}
+        self._num_in_flight = 0
         self._reserve = GrowthReserve(page_size)
 
     # ------------------------------------------------------------------------------------------ requests
@@ -157,28 +168,28 @@ class SchedulePolicy:
         """The next forward pass: a token for every decoding request, and chunks of prompts up to the limits.
 
         Retracts the youngest running requests while the pool has no page for an older one's next token, so
-        the oldest always gets on.
+        the oldest always gets on. None: there is nothing to run, or nothing before the step in flight is
+        committed.
         """
-        self._grow_running()
+        if self._must_commit_first() or not self._grow_running():
+            return None
         budget = self.config.chunked_prefill_size or self.config.max_prefill_tokens
         requests: list[Req] = []
         num_new: list[int] = []
         for req in self.running:
-            assert req.kv is not None
-            missing = req.num_tokens - req.kv.num_computed
+            missing = req.num_missing
             if missing > 1:
                 missing = min(missing, budget)
                 budget -= missing
-                if missing == 0:
-                    continue
+            if missing == 0:
+                continue
             requests.append(req)
             num_new.append(missing)
         admitted: list[Req] = []
         if self.waiting and not self.holds_admission:
             for req in self._admissible(budget):
                 admitted.append(req)
-                assert req.kv is not None
-                missing = req.num_tokens - req.kv.num_computed
+                missing = req.num_missing
                 chunk = min(missing, budget) if self.config.chunked_prefill_size else missing
                 budget -= chunk
                 requests.append(req)
@@ -186,7 +197,11 @@ class SchedulePolicy:
                 if budget <= 0:
                     break
         self._reserve.note_step()
-        return ScheduledBatch(requests, self._plan(requests, num_new), admitted) if requests else None
+        return self._launch(requests, num_new, admitted) if requests else None
+
+    def note_committed(self) -> None:
+        """The oldest batch in flight has run."""
+        self._num_in_flight -= 1
 
     def note_computed(self, req: Req, num_new: int) -> None:
         """A step has computed the KV of `num_new` more tokens. A complete prompt is shared at once."""
@@ -197,24 +212,37 @@ class SchedulePolicy:
         if was_prefill and kv.num_computed == req.num_tokens:
             self._publish(req)
 
-    def _grow_running(self) -> None:
-        """Give every running request the page that its next token needs, the oldest first."""
+    def _must_commit_first(self) -> bool:
+        """Whether a request's next token depends on the ids of those in flight."""
+        return bool(self._num_in_flight) and any(
+            req.num_in_flight and req.spec.needs_output_ids for req in self.running
+        )
+
+    def _grow_running(self) -> bool:
+        """Give every running request the page that its next token needs, the oldest first.
+
+        False: there are too few pages, and none may be taken away before the step in flight is committed.
+        """
         page_size = self.page_size
         index = 0
         while index < len(self.running):
-            kv = self.running[index].kv
+            req = self.running[index]
+            kv = req.kv
             assert kv is not None
-            if kv.num_computed < len(kv.pages) * page_size:
+            if kv.num_launched < len(kv.pages) * page_size or req.num_missing == 0:
                 index += 1
                 continue
             page = self._allocate(1)
             if page is None:
+                if self._num_in_flight:
+                    return False
                 self._reserve.note_retraction()
                 self._retract(self.running[-1])
                 continue
             self.table.write(kv.row, len(kv.pages), page)
             kv.pages.extend(page)
             index += 1
+        return True
 
     def _admissible(self, budget: int) -> Iterator[Req]:
         """Admit waiting requests one by one, in order, as long as the pool and the batch have room."""
@@ -277,7 +305,7 @@ class SchedulePolicy:
         if pages is None:
             lease.release()
             return None
-        return KVHold(lease, lease.pages + pages, self.table.allocate_row(), num_cached)
+        return KVHold(lease, lease.pages + pages, self.table.allocate_row(), num_cached, num_cached)
 
     def _next_page_key(self, req: Req) -> tuple[object, ...]:
         """What identifies the first page that a prefilling request computes itself."""
@@ -289,19 +317,35 @@ class SchedulePolicy:
         assert req.kv is not None
         return req.num_tokens - req.kv.num_computed == 1 and bool(req.spec.output_ids)
 
+    def _launch(self, requests: list[Req], num_new: list[int], admitted: list[Req]) -> ScheduledBatch:
+        plan = self._plan(requests, num_new)
+        holds: list[KVHold] = []
+        for req, count, samples in zip(requests, num_new, plan.samples_R.tolist(), strict=True):
+            assert req.kv is not None
+            req.kv.num_launched += count
+            req.num_in_flight += samples
+            holds.append(req.kv)
+        self._num_in_flight += 1
+        return ScheduledBatch(requests, holds, plan, admitted)
+
     def _plan(self, requests: list[Req], num_new: list[int]) -> BatchPlan:
         starts: list[int] = []
         rows: list[int] = []
         samples: list[bool] = []
+        num_outputs: list[int] = []
         input_ids: list[int] = []
         for req, count in zip(requests, num_new, strict=True):
             kv = req.kv
             assert kv is not None
-            start, num_tokens = kv.num_computed, req.num_tokens
+            start, num_tokens = kv.num_launched, req.num_tokens
             starts.append(start)
             rows.append(kv.row)
             output_ids = req.spec.output_ids
-            if output_ids and start + 1 == num_tokens:
+            num_outputs.append(req.num_outputs_launched)
+            if req.num_in_flight:
+                input_ids.append(SAMPLED_BEFORE)
+                samples.append(True)
+            elif output_ids and start + 1 == num_tokens:
                 input_ids.append(output_ids[-1])
                 samples.append(True)
             else:
@@ -313,6 +357,7 @@ class SchedulePolicy:
             starts_R=np.array(starts, dtype=np.int32),
             num_new_R=np.array(num_new, dtype=np.int32),
             samples_R=np.array(samples, dtype=np.bool_),
+            num_outputs_R=np.array(num_outputs, dtype=np.int64),
             specs=[req.spec for req in requests],
         )
 
@@ -356,6 +401,7 @@ class SchedulePolicy:
 
     def _retract(self, req: Req) -> None:
         """Take a running request's KV away; it re-prefills prompt and output when it is admitted again."""
+        assert req.num_in_flight == 0, "a token in flight would be lost"
         self._release_kv(req, publish=False)
         self.running.remove(req)
         req.num_retractions += 1

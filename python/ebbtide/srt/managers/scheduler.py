@@ -1,4 +1,8 @@
-"""The loop: messages in, one forward pass, outputs out. Control requests come between two forward passes."""
+"""The loop: messages in, one forward pass, outputs out. Control requests come between two forward passes.
+
+With overlap, the next step is planned and launched before the outcome of the one in flight is looked at, so
+that the device never waits for the host.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,10 @@ from ebbtide.srt.managers.live_requests import LiveRequests, OutputEnd
 from ebbtide.srt.managers.output_processor import PROMPT_TAIL, OutputProcessor
 from ebbtide.srt.managers.replication import Inbox
 from ebbtide.srt.managers.request import Req
-from ebbtide.srt.managers.schedule_policy import SchedulePolicy
+from ebbtide.srt.managers.schedule_policy import ScheduledBatch, SchedulePolicy
 from ebbtide.srt.managers.stop_strings import StopStringMatcher
 from ebbtide.srt.managers.tokenizer import Tokenizer
-from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Runner, SampleSpec
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PendingStep, Runner, SampleSpec
 
 
 class Scheduler:
@@ -33,6 +37,7 @@ class Scheduler:
     Args:
         tokenizer: for stop strings; None when the engine deals in token ids only.
         eos_token_ids: of the model and its tokenizer.
+        overlap: whether a step is launched before the one before it is committed.
         report: the state machines as they stand.
     """
 
@@ -49,6 +54,7 @@ class Scheduler:
         *,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
+        overlap: bool = False,
     ) -> None:
         self._inbox = inbox
         self._outputs = outputs
@@ -60,6 +66,8 @@ class Scheduler:
         self._report = report
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
+        self._overlap = overlap
+        self._in_flight: tuple[ScheduledBatch, PendingStep] | None = None
         self._num_arrived = 0
 
     def run(self) -> None:
@@ -74,6 +82,7 @@ class Scheduler:
         if self.control.allows_forward:
             self._forward()
         if self.control.operations.any_pending:
+            self._settle()
             self.control.operations.advance()
             self.answer()
 
@@ -85,7 +94,7 @@ class Scheduler:
     def is_runnable(self) -> bool:
         """Whether another turn would do something, without any further message."""
         can_forward = self.control.allows_forward and self.policy.has_work
-        return can_forward or self.control.operations.is_working
+        return can_forward or self._in_flight is not None or self.control.operations.is_working
 
     def _handle(self, message: SchedulerInput) -> None:
         match message:
@@ -94,23 +103,39 @@ class Scheduler:
             case AbortGeneration():
                 self._requests.abort([message.rid], message.message)
             case ControlCall():
+                self._settle()
                 self.control.apply(message)
                 self.answer()
             case Expire():
+                self._settle()
                 self.control.expire(message.id)
                 self.answer()
 
     def _forward(self) -> None:
         batch = self.policy.next_batch()
-        if batch is None:
-            return
+        launched = self._launch(batch) if batch is not None else None
+        if self._overlap:
+            self._in_flight, launched = launched, self._in_flight
+        self._commit(launched)
+
+    def _launch(self, batch: ScheduledBatch) -> tuple[ScheduledBatch, PendingStep]:
         if self.control.memory.restore_cuda_graph():
             self.answer()
         now = time.monotonic()
         for req in batch.admitted:
             req.started_s = now if req.started_s is None else req.started_s
-        result = self._runner.launch(batch.plan).wait()
-        output = self._processor.commit(batch, result)
+        return batch, self._runner.launch(batch.plan)
+
+    def _settle(self) -> None:
+        """Commit the step in flight: nobody but the loop ever sees one."""
+        launched, self._in_flight = self._in_flight, None
+        self._commit(launched)
+
+    def _commit(self, launched: tuple[ScheduledBatch, PendingStep] | None) -> None:
+        if launched is None:
+            return
+        batch, step = launched
+        output = self._processor.commit(batch, step.wait())
         if output is not None:
             self._outputs.send(output)
 

@@ -46,10 +46,27 @@ class SampleSpec:
     output_ids: list[int]
     logprobs: LogprobSpec | None = None
 
+    @property
+    def needs_output_ids(self) -> bool:
+        """Whether the next token depends on the ids of all tokens before it (penalties)."""
+        params = self.params
+        return (
+            params.repetition_penalty != 1.0
+            or params.frequency_penalty != 0.0
+            or params.presence_penalty != 0.0
+        )
+
+
+# Stands in `BatchPlan.input_ids_T` for a token that is not on the host yet.
+SAMPLED_BEFORE = -1
+
 
 @dataclass(slots=True)
 class BatchPlan:
     """One forward pass over R requests and T new tokens.
+
+    A plan may be launched while the step before it still runs. An input token that this step samples is
+    `SAMPLED_BEFORE`: the runner takes what was last sampled for the same page row.
 
     Attributes:
         input_ids_T: int64, the new tokens of all requests, concatenated.
@@ -58,6 +75,7 @@ class BatchPlan:
         num_new_R: int32, new tokens of each request, ≥ 1; their sum is T. A decode step is 1.
         samples_R: bool, whether a token is sampled after the request's last new token
             (false for all but the last chunk of a chunked prefill, and for scoring without output).
+        num_outputs_R: int64, output tokens of each request before this step, those in flight included.
         specs: per request.
     """
 
@@ -66,6 +84,7 @@ class BatchPlan:
     starts_R: NDArray[np.int32]
     num_new_R: NDArray[np.int32]
     samples_R: NDArray[np.bool_]
+    num_outputs_R: NDArray[np.int64]
     specs: list[SampleSpec]
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
@@ -41,12 +41,14 @@ class ControlMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.harness = SchedulerHarness(
-            num_pages=24, context_len=64, schedule=default_schedule(max_running_requests=4)
-        )
         self.calls: dict[str, AnyControlRequest] = {}
         self.max_new_tokens: dict[str, int] = {}
         self.num_given_back = 0
+
+    @initialize(overlap=st.booleans())
+    def start(self, overlap: bool) -> None:
+        schedule = default_schedule(max_running_requests=4, overlap=overlap)
+        self.harness = SchedulerHarness(num_pages=24, context_len=64, schedule=schedule)
 
     @rule(
         length=st.integers(1, 40), first=st.integers(1, 3), count=st.integers(0, 20), seed=st.integers(0, 5)

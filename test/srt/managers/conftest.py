@@ -1,0 +1,17 @@
+"""Tests on the scheduler harness hold with and without overlapping steps."""
+
+import pytest
+
+from ebbtide.testing import harness
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if hasattr(metafunc.module, "SchedulerHarness"):
+        metafunc.fixturenames.append("overlap")
+        metafunc.parametrize("overlap", [False, True], ids=["in-turn", "overlap"], indirect=True)
+
+
+@pytest.fixture
+def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the harness launches a step before it commits the one before."""
+    monkeypatch.setattr(harness, "OVERLAP", request.param)
