@@ -14,17 +14,26 @@ SOURCES := python test bench examples
 TESTS := test
 # How many sequences `make fuzz` tries; about 80 a second on one core.
 FUZZ_SEQUENCES ?= 50000
+# The Python of the GPU targets: that of .venv, or another one that has everything, e.g. GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.installed-cuda)
+GPU_PYTEST := PYTHONPATH=python $(GPU_PYTHON) -m pytest -c python/pyproject.toml --rootdir=. --quiet --timeout=600
+GPU_BENCHMARKS := throughput occupation update peak_memory start parity
+# For all benchmarks, e.g. make bench-gpu BENCH_OPTIONS="--runs 5"
+BENCH_OPTIONS ?=
 RUFF := $(BIN)/ruff
 RUFF_OPTIONS := --config python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test format-check lint types imports unit fuzz format demo clean
+.PHONY: help install test format-check lint types imports unit fuzz format demo clean test-gpu bench-gpu
 
 help:
 	@echo "make test     formatting, lint, types, import order, tests"
 	@echo "make demo     a small model learns addition; writes demo_out/report.html"
 	@echo "make fuzz     50,000 random sequences of control requests (FUZZ_SEQUENCES)"
+	@echo "make test-gpu what needs a CUDA GPU, and the end-to-end tests on it"
+	@echo "make bench-gpu  the figures of docs/performance.md, on a CUDA GPU"
 	@echo "make format   format the sources and apply the safe fixes"
 	@echo "make clean    remove .venv and what the tools left behind"
 
@@ -61,6 +70,27 @@ imports: $(INSTALLED)
 unit: $(INSTALLED)
 	@echo "pytest"
 	@$(BIN)/pytest -c python/pyproject.toml --rootdir=. --quiet --durations=10 $(TESTS)
+
+$(VENV)/.installed-cuda: $(INSTALLED)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable "python[dev,demo,cuda]"
+	@touch $@
+
+# The end-to-end tests run twice on the GPU: by their exact comparisons, in float32 with torch's attention;
+# and as it is served, in bfloat16 with FlashInfer and CUDA graphs, where that is what counts.
+test-gpu: $(GPU_INSTALLED)
+	@echo "pytest -m gpu"
+	@$(GPU_PYTEST) -m gpu $(TESTS)
+	@echo "the end-to-end tests on the GPU, in bfloat16"
+	@EBBTIDE_TEST_DEVICE=cuda $(GPU_PYTEST) -m "not gpu" test/srt/e2e/test_contract_sequences.py \
+		test/srt/e2e/test_memory_returned.py test/srt/e2e/test_idle.py
+	@echo "the end-to-end tests on the GPU, in float32"
+	@EBBTIDE_TEST_DEVICE=cuda-float32 $(GPU_PYTEST) -m "not gpu" test/srt/e2e
+
+bench-gpu: $(GPU_INSTALLED)
+	@for name in $(GPU_BENCHMARKS); do \
+		PYTHONPATH=python $(GPU_PYTHON) bench/gpu_$$name.py $(BENCH_OPTIONS) || exit 1; \
+	done
+	@PYTHONPATH=python $(GPU_PYTHON) bench/performance_page.py
 
 fuzz: $(INSTALLED)
 	@EBBTIDE_FUZZ_SEQUENCES=$(FUZZ_SEQUENCES) $(BIN)/pytest -c python/pyproject.toml --rootdir=. --quiet \

@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+import ebbtide
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-PACKAGES = ("ebbtide", "torch", "transformers", "numpy", "msgspec", "pyzmq")
+PACKAGES = ("torch", "transformers", "numpy", "msgspec", "pyzmq")
+# Where they are installed.
+GPU_PACKAGES = ("flashinfer-python", "triton", "cuda-bindings", "torch_memory_saver", "nvidia-ml-py")
 
 
 def write_result(name: str, results: dict[str, Any]) -> Path:
     """Write `bench/results/<name>.json`, replacing the last one, and return its path.
+
+    `EBBTIDE_BENCH_RESULTS` names another folder, `EBBTIDE_BENCH_COMMIT` the commit where there is no git.
 
     Args:
         results: every run, not only the medians; plain JSON values.
@@ -27,11 +34,11 @@ def write_result(name: str, results: dict[str, Any]) -> Path:
     content = {
         "benchmark": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        **_commit(),
         "hardware": hardware(),
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in PACKAGES},
+        "versions": {"python": platform.python_version(), "ebbtide": ebbtide.__version__}
+        | {package: version(package) for package in PACKAGES}
+        | _installed(GPU_PACKAGES),
         # What changes how threads work together, and with it every figure on a CPU.
         "environment": {
             name: value
@@ -40,8 +47,9 @@ def write_result(name: str, results: dict[str, Any]) -> Path:
         },
         "results": results,
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    folder = Path(os.environ.get("EBBTIDE_BENCH_RESULTS") or RESULTS)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
 
@@ -54,7 +62,36 @@ def hardware() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "load_average_1min": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        **_gpus(),
     }
+
+
+def _gpus() -> dict[str, Any]:
+    """The GPUs, their driver, and the CUDA that torch was built for; nothing on a machine without any."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    fields = "name,memory.total,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    rows = [[part.strip() for part in line.split(",")] for line in run.stdout.splitlines()]
+    if run.returncode != 0 or not all(len(row) == 3 for row in rows):
+        return {}
+    from torch import version as torch_version
+
+    return {
+        "gpus": [dict(zip(("name", "memory", "driver"), row, strict=True)) for row in rows],
+        "cuda": torch_version.cuda,
+    }
+
+
+def _installed(packages: tuple[str, ...]) -> dict[str, str]:
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
 
 
 def _cpu_model() -> str:
@@ -62,6 +99,15 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or "unknown"
+
+
+def _commit() -> dict[str, Any]:
+    """The commit, and whether files differ from it; null where nobody can say."""
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return {"commit": os.environ.get("EBBTIDE_BENCH_COMMIT"), "uncommitted_changes": None}
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "uncommitted_changes": bool(changes)}
 
 
 def _git(*arguments: str) -> str:

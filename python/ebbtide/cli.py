@@ -32,10 +32,17 @@ def _doctor(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _warmup(argv: Sequence[str]) -> int:
+    from ebbtide.warmup import main
+
+    return main(argv)
+
+
 # Each imports its part when called, so that the others start quickly and work without it.
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "serve": ("serve a model over HTTP; `ebbtide serve --help` lists the arguments", _serve),
     "demo": ("train a small model by reinforcement learning, with Ebbtide for the rollouts", _demo),
+    "warmup": ("compile a model's GPU kernels ahead of time", _warmup),
     "doctor": ("say what this machine has and what that means", _doctor),
 }
 

@@ -92,7 +92,7 @@ def test_defaults_on_the_cpu(folder: Path) -> None:
         True,
     )
     assert (config.schedule.max_running_requests, config.schedule.chunked_prefill_size) == (64, 512)
-    assert (config.memory.backend, config.runtime.device) == ("host", "cpu")
+    assert (config.memory.backend, config.runtime.device) == ("auto", "cpu")
     assert config.runtime.attention_backend == "torch_native"
     assert config.update.custom_weight_loaders == ()
 
@@ -235,8 +235,6 @@ def test_a_bad_argument_is_refused_by_name(folder: Path, name: str, value: Any) 
     [
         ("tp_size", 2),
         ("dp_size", 2),
-        ("device", "cuda"),
-        ("memory_saver_backend", "torch_memory_saver"),
         ("api_key", "sesame"),
         ("admin_api_key", "sesame"),
     ],

@@ -78,8 +78,6 @@ def _check_bounds(args: ServerArgs) -> None:
 _SUPPORTED_SO_FAR: dict[str, tuple[tuple[Any, ...], str]] = {
     "tp_size": ((1,), "tp_size > 1"),
     "dp_size": ((1,), "dp_size > 1"),
-    "device": ((None, "cpu"), "device=cuda"),
-    "memory_saver_backend": (("auto", "none"), "memory_saver_backend=torch_memory_saver"),
     "api_key": ((None,), "api_key (requests would go unchecked)"),
     "admin_api_key": ((None,), "admin_api_key (requests would go unchecked)"),
 }

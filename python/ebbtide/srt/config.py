@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CPU_PAGE_SIZE = 16
+PAGE_SIZE = 16
 CPU_MAX_RUNNING_REQUESTS = 64
 CPU_CHUNKED_PREFILL_SIZE = 512
+CUDA_MAX_RUNNING_REQUESTS = 512
+CUDA_CHUNKED_PREFILL_SIZE = 8192
+# The rest is for activations, CUDA graphs, workspaces and the driver.
+CUDA_MEM_FRACTION_STATIC = 0.88
+CUDA_GRAPH_MAX_BS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True)
 class MemoryConfig:
-    """How memory is given back: backend `host`, or `none` where it never is."""
+    """How memory is given back: backend `auto`, `torch_memory_saver`, or `none` where it never is."""
 
     backend: str
     enable_weights_cpu_backup: bool
@@ -104,10 +109,17 @@ class UpdateConfig:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeConfig:
-    """The device and the process."""
+    """The device and the process.
+
+    Attributes:
+        device: as torch spells it, with its index: "cpu", "cuda:0".
+        attention_backend: None: the best that this machine has.
+        cuda_graph_bs: batch sizes of decode steps to capture, ascending; empty for none.
+    """
 
     device: str
-    attention_backend: str
+    attention_backend: str | None
+    cuda_graph_bs: tuple[int, ...]
     random_seed: int
     log_level: str
 
@@ -147,13 +159,16 @@ def resolve(args: ServerArgs) -> EngineConfig:
 
 def resolve_for(args: ServerArgs, model: ModelConfig) -> EngineConfig:
     """Choose what was left open, for a model that is known already."""
+    device = _resolve_device(args)
+    cache = _resolve_cache(args, model, device)
+    schedule = _resolve_schedule(args, device)
     return EngineConfig(
         model=model,
-        cache=_resolve_cache(args, model),
-        schedule=_resolve_schedule(args),
-        memory=_resolve_memory(args),
+        cache=cache,
+        schedule=schedule,
+        memory=_resolve_memory(args, device),
         update=_resolve_update(args),
-        runtime=_resolve_runtime(args),
+        runtime=_resolve_runtime(args, device, schedule),
         http=HttpConfig(bare_host(args.host), args.port, args.log_level_http or args.log_level),
         server_args=copy.copy(args),
     )
@@ -212,27 +227,51 @@ def _dtype_name(given: str) -> str:
     return "float16" if given == "half" else given
 
 
-def _resolve_cache(args: ServerArgs, model: ModelConfig) -> CacheConfig:
-    page_size = args.page_size if args.page_size is not None else CPU_PAGE_SIZE
+def _resolve_device(args: ServerArgs) -> str:
+    """The device's name; cuda only where torch sees one, which is asked without starting a CUDA context."""
+    if args.device == "cpu":
+        return "cpu"
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    has_cuda = accelerator is not None and accelerator.type == "cuda"
+    if args.device == "cuda" and not has_cuda:
+        raise ConfigurationError("device=cuda: torch sees no CUDA device; see `ebbtide doctor`")
+    return f"cuda:{args.base_gpu_id}" if has_cuda else "cpu"
+
+
+def _is_cuda(device: str) -> bool:
+    return device.startswith("cuda")
+
+
+def _resolve_cache(args: ServerArgs, model: ModelConfig, device: str) -> CacheConfig:
+    page_size = args.page_size if args.page_size is not None else PAGE_SIZE
     if args.max_total_tokens is not None and args.max_total_tokens < page_size:
         raise ConfigurationError(
             f"max_total_tokens: expected at least one page ({page_size}), got {args.max_total_tokens}"
         )
+    fraction = args.mem_fraction_static
+    if fraction is None and _is_cuda(device):
+        fraction = CUDA_MEM_FRACTION_STATIC
     return CacheConfig(
         page_size=page_size,
         max_total_tokens=args.max_total_tokens,
-        mem_fraction_static=args.mem_fraction_static,
+        mem_fraction_static=fraction,
         dtype=model.dtype if args.kv_cache_dtype == "auto" else _dtype_name(args.kv_cache_dtype),
         enable_prefix_cache=not args.disable_radix_cache,
         prefix_cache_scope=args.prefix_cache_scope,
     )
 
 
-def _resolve_schedule(args: ServerArgs) -> ScheduleConfig:
-    chunk = args.chunked_prefill_size if args.chunked_prefill_size is not None else CPU_CHUNKED_PREFILL_SIZE
-    running = args.max_running_requests
+def _resolve_schedule(args: ServerArgs, device: str) -> ScheduleConfig:
+    is_cuda = _is_cuda(device)
+    chunk, running = args.chunked_prefill_size, args.max_running_requests
+    if chunk is None:
+        chunk = CUDA_CHUNKED_PREFILL_SIZE if is_cuda else CPU_CHUNKED_PREFILL_SIZE
+    if running is None:
+        running = CUDA_MAX_RUNNING_REQUESTS if is_cuda else CPU_MAX_RUNNING_REQUESTS
     return ScheduleConfig(
-        max_running_requests=running if running is not None else CPU_MAX_RUNNING_REQUESTS,
+        max_running_requests=running,
         max_queued_requests=args.max_queued_requests,
         chunked_prefill_size=chunk if chunk != -1 else None,
         max_prefill_tokens=args.max_prefill_tokens,
@@ -240,13 +279,15 @@ def _resolve_schedule(args: ServerArgs) -> ScheduleConfig:
         stream_interval=args.stream_interval,
         incremental_streaming_output=args.incremental_streaming_output,
         # On a CPU the host is the device: there is nothing to overlap with.
-        overlap=False,
+        overlap=is_cuda and not args.disable_overlap_schedule,
     )
 
 
-def _resolve_memory(args: ServerArgs) -> MemoryConfig:
-    has_saver = args.enable_memory_saver and args.memory_saver_backend != "none"
-    return MemoryConfig("host" if has_saver else "none", args.enable_weights_cpu_backup)
+def _resolve_memory(args: ServerArgs, device: str) -> MemoryConfig:
+    backend = args.memory_saver_backend if args.enable_memory_saver else "none"
+    if backend == "torch_memory_saver" and not _is_cuda(device):
+        raise ConfigurationError("memory_saver_backend=torch_memory_saver needs device=cuda")
+    return MemoryConfig(backend, args.enable_weights_cpu_backup)
 
 
 def _resolve_update(args: ServerArgs) -> UpdateConfig:
@@ -255,14 +296,15 @@ def _resolve_update(args: ServerArgs) -> UpdateConfig:
     return UpdateConfig(float(args.weight_update_timeout_s), loaders)
 
 
-def _resolve_runtime(args: ServerArgs) -> RuntimeConfig:
+def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) -> RuntimeConfig:
     seed = args.random_seed
     if seed is None:
         seed = random.SystemRandom().randrange(2**31)
     logger.info("random_seed=%d", seed)
     return RuntimeConfig(
-        device="cpu",
-        attention_backend=_attention_backend(args.attention_backend),
+        device=device,
+        attention_backend=_attention_backend(args.attention_backend, device),
+        cuda_graph_bs=_cuda_graph_bs(args, schedule) if _is_cuda(device) else (),
         random_seed=seed,
         log_level=args.log_level,
     )
@@ -271,13 +313,27 @@ def _resolve_runtime(args: ServerArgs) -> RuntimeConfig:
 _OTHER_ATTENTION_BACKENDS = ("fa3", "fa4", "triton", "aiter")
 
 
-def _attention_backend(given: str | None) -> str:
+def _attention_backend(given: str | None, device: str) -> str | None:
     if given in _OTHER_ATTENTION_BACKENDS:
-        logger.warning("attention_backend=%s is not in Ebbtide: torch_native is used", given)
-    elif given == "flashinfer":
+        logger.warning("attention_backend=%s is not in Ebbtide: the best of this machine is used", given)
+        given = None
+    if given not in (None, "torch_native", "flashinfer"):
+        raise ConfigurationError(f"attention_backend: expected flashinfer or torch_native, got {given!r}")
+    if given == "flashinfer" and not _is_cuda(device):
         raise ConfigurationError(
             "attention_backend=flashinfer needs device=cuda; on the CPU it is torch_native"
         )
-    elif given not in (None, "torch_native"):
-        raise ConfigurationError(f"attention_backend: expected flashinfer or torch_native, got {given!r}")
-    return "torch_native"
+    return given if _is_cuda(device) else "torch_native"
+
+
+def _cuda_graph_bs(args: ServerArgs, schedule: ScheduleConfig) -> tuple[int, ...]:
+    """Close together: a step runs at the next captured size, and pays for the rows between."""
+    if args.disable_cuda_graph:
+        return ()
+    if args.cuda_graph_bs is not None:
+        if not all(size > 0 for size in args.cuda_graph_bs):
+            raise ConfigurationError(f"cuda_graph_bs: expected sizes above 0, got {args.cuda_graph_bs}")
+        return tuple(sorted(set(args.cuda_graph_bs)))
+    largest = args.cuda_graph_max_bs if args.cuda_graph_max_bs is not None else CUDA_GRAPH_MAX_BS
+    largest = min(largest, schedule.max_running_requests)
+    return tuple(sorted({size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest} | {largest}))

@@ -100,6 +100,7 @@ class SchedulerHarness:
             weights=self.weights,
             free_bytes=lambda: self.device.free_bytes,
             device="null",
+            uuid=None,
             tokenizer=None,
         )
         self.table = parts.table

@@ -103,6 +103,7 @@ def run_null_scheduler(config: EngineConfig, addresses: ChannelAddresses, ready:
         weights=weights,
         free_bytes=lambda: device.free_bytes,
         device="null",
+        uuid=None,
         tokenizer=None,
     )
     scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, Inbox(messages, manager), outputs)

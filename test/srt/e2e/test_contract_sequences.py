@@ -72,12 +72,13 @@ def check_all(
 def greedy(server: Server, prompt: list[int], num_tokens: int = 12) -> list[int]:
     params = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
     output = post(server, "/generate", {"input_ids": prompt, "sampling_params": params})
+    assert len(output["output_ids"]) == num_tokens
     return list(output["output_ids"])
 
 
 def test_1_multi_stage_awake(server: Server, reference_a: Reference, reference_b: Reference) -> None:
     prompt = PROMPTS[3]
-    assert greedy(server, prompt) == reference_a.greedy(prompt, 12)
+    assert reference_a.accepts(prompt, greedy(server, prompt))
     for tag in ("kv_cache", "weights"):
         reply = post(server, "/release_memory_occupation", {"tags": [tag]})
         tags = get(server, "/memory_occupation")["tags"]
@@ -90,7 +91,7 @@ def test_1_multi_stage_awake(server: Server, reference_a: Reference, reference_b
     assert (reply["content"], reply["num_missing"]) == ("valid", 0)
     assert post(server, "/flush_cache")["fully_flushed"]
     post(server, "/resume_memory_occupation", {"tags": ["kv_cache"]})
-    assert greedy(server, prompt) == reference_b.greedy(prompt, 12)
+    assert reference_b.accepts(prompt, greedy(server, prompt))
 
 
 def test_2_the_order_of_slime(server: Server, reference_b: Reference) -> None:
@@ -107,7 +108,7 @@ def test_2_the_order_of_slime(server: Server, reference_b: Reference) -> None:
     post(server, "/continue_generation")
     assert get(server, "/ready", status=503)["message"] == "kv_cache is released"
     post(server, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
-    assert greedy(server, PROMPTS[5]) == reference_b.greedy(PROMPTS[5], 12)
+    assert reference_b.accepts(PROMPTS[5], greedy(server, PROMPTS[5]))
     assert get(server, "/get_weight_version")["weight_version"] == "2"
 
 
@@ -223,7 +224,7 @@ def test_7_a_failing_update_leaves_the_old_weights(
 
     asyncio.run(run())
     post(server, "/update_weights_from_tensor", safetensors_body(weights, weight_version="b"))
-    assert greedy(server, PROMPTS[2]) == reference_b.greedy(PROMPTS[2], 12)
+    assert reference_b.accepts(PROMPTS[2], greedy(server, PROMPTS[2]))
 
 
 def test_a_bucket_that_fails_inside_a_session_can_be_sent_again(
@@ -236,7 +237,7 @@ def test_a_bucket_that_fails_inside_a_session_can_be_sent_again(
     post(server, "/update_weights_from_tensor", safetensors_body(wrong), status=400)
     post(server, "/update_weights_from_tensor", safetensors_body(second))
     post(server, "/end_weight_update", {"weight_version": "b"})
-    assert greedy(server, PROMPTS[7]) == reference_b.greedy(PROMPTS[7], 12)
+    assert reference_b.accepts(PROMPTS[7], greedy(server, PROMPTS[7]))
 
 
 def test_a_client_killed_in_the_middle_of_an_update_disturbs_nobody(
@@ -256,7 +257,7 @@ def test_a_client_killed_in_the_middle_of_an_update_disturbs_nobody(
 
     asyncio.run(run())
     # A control request is never cancelled by a disconnect.
-    assert greedy(server, PROMPTS[1]) == reference_b.greedy(PROMPTS[1], 12)
+    assert reference_b.accepts(PROMPTS[1], greedy(server, PROMPTS[1]))
 
 
 def test_two_controllers_that_fight_lose_nothing(

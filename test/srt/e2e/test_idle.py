@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fixtures.gpu_device import DEVICE
 from fixtures.references import Reference
 from fixtures.servers import wait_until
 
@@ -55,7 +56,7 @@ STOPS = {mode: _paused(mode) for mode in ("in_place", "retract", "abort", "wait"
 
 @pytest.fixture(scope="module")
 def engine(checkpoint_a: Path) -> Iterator[EngineClass]:
-    with Engine(model_path=str(checkpoint_a), max_total_tokens=4096) as engine:
+    with Engine(model_path=str(checkpoint_a), max_total_tokens=4096, **DEVICE.server_args) as engine:
         yield engine
 
 
@@ -107,8 +108,9 @@ def test_a_stopped_engine_with_work_in_its_queue_idles(
         stop.end(engine)
         outputs = [answer.result()["output_ids"] for answer in answers]
     assert max(shares.values()) < MOST_BUSY, shares
-    assert outputs == [reference_a.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert [len(output) for output in outputs] == [NUM_TOKENS] * len(PROMPTS)
+    assert all(map(reference_a.accepts, PROMPTS, outputs))
     *_, last = running
     interrupted = last["output_ids"]
-    assert interrupted == reference_a.greedy(PROMPTS[0], NUM_LONG)[: len(interrupted)]
+    assert reference_a.accepts(PROMPTS[0], interrupted)
     assert last["meta_info"]["finish_reason"]["type"] == ("abort" if name == "abort" else "length")

@@ -1,19 +1,25 @@
-"""Every attention backend against attention written down plainly."""
+"""Attention on the CPU against attention written down plainly. GPU backends: test_flashinfer.py."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, build_attention
+from ebbtide.srt.layers.attention.base import HeadNorms
+from ebbtide.srt.layers.attention.registry import build_attention
+from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rotate
 
-NUM_LAYERS, NUM_PAGES, PAGE_SIZE, HEAD_DIM = 2, 24, 4, 8
+NUM_LAYERS, NUM_PAGES, PAGE_SIZE, HEAD_DIM, NUM_Q_HEADS = 2, 24, 4, 8, 4
+CPU_BACKENDS = ["torch_native"]
+ROTARY = RotaryEmbedding(RopeConfig("default", 100.0), HEAD_DIM, torch.device("cpu"))
+NORMS = HeadNorms(torch.linspace(0.5, 2.0, HEAD_DIM), torch.linspace(-1.0, 1.0, HEAD_DIM), 1e-5)
 
 
 class Pool:
@@ -39,6 +45,10 @@ class Batch:
     slots_T: Tensor
 
 
+def normalise(x_TNH: Tensor, weight_H: Tensor) -> Tensor:
+    return F.rms_norm(x_TNH, weight_H.shape, weight_H, NORMS.eps)
+
+
 def plain_attention(q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> Tensor:
     """The last T of L positions attend to everything up to themselves; float64."""
     group = q_TNH.shape[1] // k_LKH.shape[1]
@@ -52,7 +62,7 @@ def plain_attention(q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("name", CPU_BACKENDS)
 @settings(deadline=None, max_examples=60)
 @given(
     # Per request: tokens that are cached before, and the new tokens of each step.
@@ -62,16 +72,21 @@ def plain_attention(q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> Tensor:
         max_size=3,
     ),
     num_kv_heads=st.sampled_from([1, 2, 4]),
+    head_norms=st.sampled_from([None, NORMS]),
     seed=st.integers(0, 2**16),
 )
 def test_backends_agree_with_plain_attention(
-    name: str, shapes: list[tuple[int, list[int]]], num_kv_heads: int, seed: int
+    name: str,
+    shapes: list[tuple[int, list[int]]],
+    num_kv_heads: int,
+    head_norms: HeadNorms | None,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randperm(NUM_PAGES, generator=generator)[: 8 * len(shapes)].reshape(len(shapes), 8)
     table = pages.numpy().astype(np.int32)
     pool = Pool(num_kv_heads)
-    attention = build_attention(name, pool, NUM_LAYERS, torch.float32)
+    attention = build_attention(name, pool, NUM_LAYERS, torch.float32, NUM_Q_HEADS)
     keys = [torch.empty(0, num_kv_heads, HEAD_DIM) for _ in shapes]
     values = [torch.empty(0, num_kv_heads, HEAD_DIM) for _ in shapes]
     for step in range(4):
@@ -80,19 +95,27 @@ def test_backends_agree_with_plain_attention(
         if not rows:
             continue
         starts = [len(keys[row]) for row in rows]
-        slots = [
-            int(table[row, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE
+        positions = [
+            position
             for row, start in zip(rows, starts, strict=True)
             for position in range(start, start + num_new[row])
         ]
-        q = torch.randn(len(slots), 4, HEAD_DIM, generator=generator)
-        k = torch.randn(len(slots), num_kv_heads, HEAD_DIM, generator=generator)
-        v = torch.randn(len(slots), num_kv_heads, HEAD_DIM, generator=generator)
+        table_rows = [row for row in rows for _ in range(num_new[row])]
+        slots = [
+            int(table[row, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE
+            for row, position in zip(table_rows, positions, strict=True)
+        ]
+        qkv = torch.randn(len(slots), NUM_Q_HEADS + 2 * num_kv_heads, HEAD_DIM, generator=generator)
+        q, k, v = torch.split(qkv, [NUM_Q_HEADS, num_kv_heads, num_kv_heads], dim=1)
+        if head_norms is not None:
+            q, k = normalise(q, head_norms.q_weight), normalise(k, head_norms.k_weight)
+        rope = ROTARY(torch.tensor(positions), torch.float32)
+        q, k = rotate(q, *rope), rotate(k, *rope)
         new = np.array([num_new[row] for row in rows], dtype=np.int32)
         lens = np.array(starts, dtype=np.int32) + new
         attention.prepare(Batch(new, lens, table[rows], torch.tensor(slots)))
 
-        out = attention.forward(1, q, k, v)
+        out = attention.forward(1, qkv.clone(), rope, head_norms)
 
         first = 0
         for row in rows:
@@ -105,23 +128,25 @@ def test_backends_agree_with_plain_attention(
     assert pool.k(0).isnan().all()
 
 
-@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("name", CPU_BACKENDS)
 def test_new_keys_and_values_lie_in_their_slots(name: str) -> None:
     pool = Pool(2)
-    attention = build_attention(name, pool, NUM_LAYERS, torch.float32)
-    k, v = torch.randn(3, 2, HEAD_DIM), torch.randn(3, 2, HEAD_DIM)
+    attention = build_attention(name, pool, NUM_LAYERS, torch.float32, 2)
+    qkv = torch.randn(3, 6, HEAD_DIM)
+    rope = ROTARY(torch.arange(3), torch.float32)
+    keys, values = rotate(qkv[:, 2:4], *rope), qkv[:, 4:].clone()
     table = np.array([[5, 2]], dtype=np.int32)
     attention.prepare(
         Batch(np.array([3], np.int32), np.array([3], np.int32), table, torch.tensor([20, 21, 22]))
     )
 
-    attention.forward(0, torch.randn(3, 2, HEAD_DIM), k, v)
+    attention.forward(0, qkv, rope, None)
 
-    assert torch.equal(pool.k(0)[5, :3], k)
-    assert torch.equal(pool.v(0)[5, :3], v)
-    assert int(pool.k(0).isnan().logical_not().sum()) == k.numel()
+    assert torch.equal(pool.k(0)[5, :3], keys)
+    assert torch.equal(pool.v(0)[5, :3], values)
+    assert int(pool.k(0).isnan().logical_not().sum()) == keys.numel()
 
 
 def test_an_unknown_backend_lists_the_valid_ones() -> None:
-    with pytest.raises(ConfigurationError, match="'fa9' is unknown; valid are torch_native"):
-        build_attention("fa9", Pool(1), NUM_LAYERS, torch.float32)
+    with pytest.raises(ConfigurationError, match="'fa9' is unknown; valid are torch_native, flashinfer"):
+        build_attention("fa9", Pool(1), NUM_LAYERS, torch.float32, 1)

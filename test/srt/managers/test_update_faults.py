@@ -10,6 +10,7 @@ import pytest
 from fixtures.checkpoints import make_checkpoint
 
 from ebbtide.srt.config import EngineConfig, resolve
+from ebbtide.srt.device.choose import open_memory_saver
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.managers.assembly import SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.io_struct import (
@@ -42,11 +43,14 @@ class Rank:
 
     def __init__(self, config: EngineConfig) -> None:
         device = CpuDevice()
-        runner = build_model_runner(config.model, config.cache, config.schedule, config.runtime, device)
+        saver = open_memory_saver(config.memory.backend, device)
+        runner = build_model_runner(
+            config.model, config.cache, config.schedule, config.runtime, device, saver
+        )
         self.store: WeightStore = runner.weight_store
         self.replies: dict[str, Any] = {}
         self._incoming: list[Any] = []
-        parts = rank_parts(config, runner, device)
+        parts = rank_parts(config, runner, device, saver)
         self.scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, Inbox(self, self), self)
 
     def receive(self, timeout_s: float | None) -> list[Any]:
@@ -108,9 +112,11 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch, Rank], None]] = {
     "finding room": lambda patch, rank: patch.setattr(
         rank.store.arena, "stage_by_chunks", failing_after(0, rank.store.arena.stage_by_chunks)
     ),
-    "first write": lambda patch, rank: patch.setattr(rank.store, "write", failing_after(0, rank.store.write)),
+    "first write": lambda patch, rank: patch.setattr(
+        rank.store, "write_by_slices", failing_after(0, rank.store.write_by_slices)
+    ),
     "a later write": lambda patch, rank: patch.setattr(
-        rank.store, "write", failing_after(7, rank.store.write)
+        rank.store, "write_by_slices", failing_after(7, rank.store.write_by_slices)
     ),
     "completing": lambda patch, rank: patch.setattr(rank.store, "complete", failing_iterator),
     "swapping": lambda patch, rank: patch.setattr(
@@ -160,7 +166,7 @@ def test_a_fault_over_stale_weights_leaves_them_stale(
     rank.apply(ResumeMemoryOccupationReqInput(tags=tags))
     update = UpdateWeightFromDiskReqInput(model_path=str(checkpoints[0]), pause_mode=PauseMode.IN_PLACE)
     with monkeypatch.context() as patch:
-        patch.setattr(rank.store, "write", failing_after(count, rank.store.write))
+        patch.setattr(rank.store, "write_by_slices", failing_after(count, rank.store.write_by_slices))
         reply = rank.apply(update)
     assert isinstance(reply, Refusal)
     assert reply.status == 500

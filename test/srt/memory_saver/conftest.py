@@ -1,4 +1,4 @@
-"""Virtual memory with a budget, and what the kernel says that this process holds."""
+"""The kinds of virtual memory, one with a budget, and what the system says that this process holds."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbtide.srt.errors import OutOfDeviceMemory
-from ebbtide.srt.memory_saver.virtual_memory.base import Handle, Reservation
+from ebbtide.srt.device.base import Device
+from ebbtide.srt.device.choose import open_device
+from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
+from ebbtide.srt.memory_saver.virtual_memory.base import Handle, Reservation, VirtualMemory
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 
 class BudgetedMemory:
-    """Real host memory of which only `budget_bytes` may be taken; it can be told to fail at a later map."""
+    """Real memory of which only `budget_bytes` may be taken; it can be told to fail at a later map."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, vm: VirtualMemory) -> None:
         self.budget_bytes = budget_bytes
         self.taken_bytes = 0
         self.maps_until_failure: int | None = None
-        self._vm = HostVirtualMemory()
+        self._vm = vm
         self.granularity = self._vm.granularity
 
     def reserve(self, num_bytes: int) -> Reservation:
@@ -51,6 +53,12 @@ class BudgetedMemory:
                 raise OSError("the driver refused")
         self._vm.map(at, offset, handle)
 
+    def make_accessible(self, at: Reservation, num_bytes: int) -> None:
+        self._vm.make_accessible(at, num_bytes)
+
+    def drain(self) -> None:
+        self._vm.drain()
+
     def unmap(self, at: Reservation, offset: int, num_bytes: int) -> None:
         self._vm.unmap(at, offset, num_bytes)
 
@@ -58,9 +66,34 @@ class BudgetedMemory:
         return self._vm.as_tensor(reservation)
 
 
+@pytest.fixture(scope="session")
+def cuda_device() -> Device:
+    try:
+        return open_device("cuda")
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def vm(request: pytest.FixtureRequest) -> VirtualMemory:
+    """Each kind of virtual memory in turn."""
+    if request.param == "host":
+        return HostVirtualMemory()
+    device: Device = request.getfixturevalue("cuda_device")
+    return device.virtual_memory()
+
+
 @pytest.fixture
-def budgeted_memory() -> Callable[[int], BudgetedMemory]:
-    return BudgetedMemory
+def budgeted_memory(vm: VirtualMemory) -> Callable[[int], BudgetedMemory]:
+    return lambda budget_bytes: BudgetedMemory(budget_bytes, vm)
+
+
+@pytest.fixture
+def held_bytes(vm: VirtualMemory, request: pytest.FixtureRequest) -> Callable[[], int]:
+    """Memory that is taken on the machine `vm` is of, as the system counts it."""
+    kind = "pss_bytes" if isinstance(vm, HostVirtualMemory) else "device_bytes"
+    read: Callable[[], int] = request.getfixturevalue(kind)
+    return read
 
 
 @pytest.fixture
@@ -79,19 +112,39 @@ def pss_bytes() -> Callable[[], int]:
 
 
 @pytest.fixture
-def assert_nothing_leaks() -> Callable[[], AbstractContextManager[None]]:
-    """Within, no file descriptor may stay open, and no address space of an arena's size may stay taken."""
+def device_bytes(cuda_device: Device) -> Callable[[], int]:
+    """Memory of the device that is not free, but for what torch's allocator has taken for tests' tensors."""
+
+    def read() -> int:
+        gc.collect()
+        cuda_device.synchronize()
+        info = cuda_device.memory_info()
+        return info.total_bytes - info.free_bytes - torch.accelerator.memory_reserved()
+
+    return read
+
+
+@pytest.fixture
+def assert_nothing_leaks(
+    vm: VirtualMemory, held_bytes: Callable[[], int]
+) -> Callable[[], AbstractContextManager[None]]:
+    """Within, no file descriptor may stay open, and nothing of an arena's size may stay taken.
+
+    On the host that is address space; on a device, memory.
+    """
 
     def held() -> tuple[int, int]:
         gc.collect()
+        if not isinstance(vm, HostVirtualMemory):
+            return len(os.listdir("/proc/self/fd")), held_bytes()
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         return len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")
 
     @contextmanager
     def check() -> Iterator[None]:
-        descriptors, address_space = held()
+        descriptors, taken = held()
         yield
         assert held()[0] == descriptors
-        assert held()[1] - address_space < HostVirtualMemory.granularity
+        assert held()[1] - taken < vm.granularity
 
     return check

@@ -1,4 +1,4 @@
-"""Arenas over real host memory: what a tensor reads, where it is, and what the kernel says we hold."""
+"""Arenas over real memory: what a tensor reads, where it is, and what the system says we hold."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ GRANULE = HostVirtualMemory.granularity
 
 
 @pytest.fixture
-def make_arena(request):
-    def make(num_bytes, vm=None, chunk_bytes=None):
-        arena = Arena(
-            MemoryTag.WEIGHTS, num_bytes, vm if vm is not None else HostVirtualMemory(), chunk_bytes
-        )
+def make_arena(request, vm):
+    def make(num_bytes, source=None, chunk_bytes=None):
+        arena = Arena(MemoryTag.WEIGHTS, num_bytes, source if source is not None else vm, chunk_bytes)
         request.addfinalizer(arena.close)
         return arena
 
@@ -41,6 +39,7 @@ def test_an_arena_starts_released_and_views_may_be_made_at_once(make_arena):
     assert arena.resident_bytes == 0
     assert view.data_ptr() == arena.address + 4
     arena.resume()
+    arena.view(0, (10,), torch.uint8).zero_()
     view.fill_(7)
     assert arena.view(4, (6,), torch.uint8).tolist() == [7, 0] * 3
 
@@ -74,16 +73,16 @@ def test_addresses_and_tensors_survive_release_and_resume(make_arena, chunk_byte
         assert (arena.address, view.data_ptr()) == (address, pointer)
 
 
-def test_memory_goes_back_to_the_operating_system_and_returns_at_resume(make_arena, chunk_bytes, pss_bytes):
+def test_memory_goes_back_to_the_operating_system_and_returns_at_resume(make_arena, chunk_bytes, held_bytes):
     size = 64 * MIB
     arena = make_arena(size, chunk_bytes=chunk_bytes)
-    released = pss_bytes()
+    released = held_bytes()
     for _ in range(3):
         arena.resume()
         # Before anything touches the memory: that it can be had must show at resume.
-        assert pss_bytes() - released >= 0.95 * size
+        assert held_bytes() - released >= 0.95 * size
         arena.release()
-        assert pss_bytes() - released <= 0.05 * size
+        assert held_bytes() - released <= 0.05 * size
 
 
 def test_swap_exchanges_contents_under_live_tensors(make_arena, chunk_bytes):
@@ -105,16 +104,16 @@ def test_swap_exchanges_contents_under_live_tensors(make_arena, chunk_bytes):
     assert live.data_ptr() == pointer
 
 
-def test_a_swap_copies_nothing_and_keeps_what_is_held(make_arena, pss_bytes):
+def test_a_swap_copies_nothing_and_keeps_what_is_held(make_arena, held_bytes):
     size = 64 * MIB
     arena = make_arena(size)
     arena.resume()
-    alone = pss_bytes()
+    alone = held_bytes()
     with arena.stage() as shadow:
-        assert abs(pss_bytes() - alone - size) <= 0.05 * size
+        assert abs(held_bytes() - alone - size) <= 0.05 * size
         arena.swap(shadow)
-        assert abs(pss_bytes() - alone - size) <= 0.05 * size
-    assert abs(pss_bytes() - alone) <= 0.05 * size
+        assert abs(held_bytes() - alone - size) <= 0.05 * size
+    assert abs(held_bytes() - alone) <= 0.05 * size
 
 
 def test_a_shadow_is_isolated_until_it_is_swapped_in(make_arena):
@@ -123,7 +122,7 @@ def test_a_shadow_is_isolated_until_it_is_swapped_in(make_arena):
     live = arena.view(0, (8,), torch.int64)
     live.copy_(torch.arange(8))
     with arena.stage() as shadow:
-        staged = shadow.view(0, (8,), torch.int64)
+        staged = shadow.view(0, (8,), torch.int64).zero_()
         shadow.copy_from_live(8, 16)
         assert staged.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
         staged.fill_(-1)
@@ -182,6 +181,24 @@ def test_misuse_is_refused_and_changes_nothing(make_arena):
         arena.resume()
 
 
+@pytest.mark.parametrize("is_resident", [False, True])
+def test_what_is_not_needed_after_all_is_given_up_for_good(make_arena, held_bytes, is_resident):
+    arena = make_arena(8 * 4 * GRANULE, chunk_bytes=4 * GRANULE)
+    before = held_bytes()
+    if is_resident:
+        arena.resume()
+    assert arena.shrink(5 * GRANULE) == 6 * 4 * GRANULE
+    arena.resume()
+    kept = 8 * GRANULE
+    assert abs(held_bytes() - before - kept) <= GRANULE
+    assert (arena.num_bytes, arena.virtual_bytes, arena.resident_bytes) == (kept, kept, kept)
+    arena.view(0, (kept,), torch.uint8).fill_(1)
+    with pytest.raises(ValueError, match="do not lie"):
+        arena.view(0, (kept + 1,), torch.uint8)
+    assert arena.release() == kept
+    assert arena.resume() == kept
+
+
 @pytest.mark.parametrize(("num_bytes", "chunk_bytes"), [(-1, None), (8, 0), (8, -4)])
 def test_impossible_sizes_are_refused(make_arena, num_bytes, chunk_bytes):
     with pytest.raises(ValueError, match="make no arena"):
@@ -202,16 +219,16 @@ def test_an_arena_of_no_bytes_has_both_states_and_no_memory(make_arena, budgeted
     assert not arena.is_resident
 
 
-def test_a_resume_that_does_not_fit_keeps_nothing_and_can_be_retried(make_arena, budgeted_memory, pss_bytes):
+def test_a_resume_that_does_not_fit_keeps_nothing_and_can_be_retried(make_arena, budgeted_memory, held_bytes):
     vm = budgeted_memory(3 * 8 * MIB)
     arena = make_arena(5 * 8 * MIB, vm, chunk_bytes=8 * MIB)
-    before = pss_bytes()
+    before = held_bytes()
     with pytest.raises(OutOfDeviceMemory) as refusal:
         arena.resume()
     assert (refusal.value.needed_bytes, refusal.value.free_bytes) == (40 * MIB, 24 * MIB)
     assert not arena.is_resident
     assert vm.taken_bytes == 0
-    assert pss_bytes() - before < 4 * MIB
+    assert held_bytes() - before < 4 * MIB
     vm.budget_bytes = 40 * MIB
     assert arena.resume() == 40 * MIB
     assert arena.view(0, (40 * MIB,), torch.uint8).fill_(1).sum(dtype=torch.int64).item() == 40 * MIB
@@ -263,7 +280,7 @@ def test_a_swap_that_fails_half_way_is_undone(make_arena, budgeted_memory, mappe
     assert vm.taken_bytes == 0
 
 
-def test_fifty_cycles_leak_nothing(make_arena, chunk_bytes, pss_bytes, assert_nothing_leaks):
+def test_fifty_cycles_leak_nothing(make_arena, chunk_bytes, held_bytes, assert_nothing_leaks):
     arena = make_arena(4 * GRANULE, chunk_bytes=chunk_bytes)
 
     def cycle():
@@ -274,18 +291,18 @@ def test_fifty_cycles_leak_nothing(make_arena, chunk_bytes, pss_bytes, assert_no
         arena.release()
 
     cycle()
-    pss = pss_bytes()
+    pss = held_bytes()
     with assert_nothing_leaks():
         for _ in range(50):
             cycle()
-    assert abs(pss_bytes() - pss) < GRANULE
+    assert abs(held_bytes() - pss) < GRANULE
 
 
-def test_closing_gives_the_addresses_back(assert_nothing_leaks):
-    Arena(MemoryTag.WEIGHTS, 1, HostVirtualMemory()).close()  # whatever the first arena loads is loaded
+def test_closing_gives_the_addresses_back(vm, assert_nothing_leaks):
+    Arena(MemoryTag.WEIGHTS, 1, vm).close()  # whatever the first arena loads is loaded
     with assert_nothing_leaks():
         for _ in range(5):
-            arena = Arena(MemoryTag.WEIGHTS, 64 * MIB, HostVirtualMemory())
+            arena = Arena(MemoryTag.WEIGHTS, 64 * MIB, vm)
             arena.resume()
             arena.close()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
-from ebbtide.srt.errors import EngineError
+from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
+from ebbtide.srt.memory_saver import backup as backup_module
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.backup import HostBackup
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -111,3 +114,97 @@ def test_an_arena_of_no_bytes_is_saved_and_restored():
     backup.save(generation=3)
     backup.restore()
     assert (backup.generation, backup.num_bytes) == (3, 0)
+
+
+class Pinning:
+    """Pins on paper; `limit` is how many pieces the system lets it pin."""
+
+    def __init__(self, limit=1000):
+        self.limit = limit
+        self.pinned = {}
+        self.num_syncs = 0
+
+    def pin(self, address, num_bytes):
+        if len(self.pinned) == self.limit:
+            raise EngineError("cuMemHostRegister: out of memory")
+        self.pinned[address] = num_bytes
+
+    def unpin(self, address):
+        del self.pinned[address]
+
+    def synchronize(self):
+        self.num_syncs += 1
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(backup_module, "PIECE_BYTES", HostVirtualMemory.granularity)
+
+
+def save_and_restore(arena, backup, contents):
+    original = torch.randint(0, 256, (SIZE,), dtype=torch.uint8)
+    contents.copy_(original)
+    backup.save(generation=0)
+    arena.release()
+    arena.resume()
+    backup.restore()
+    assert torch.equal(contents, original)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_pinned_buffer_is_pinned_piece_by_piece_and_contents_are_exact(
+    arena, contents, small_pieces, in_background
+):
+    pinning = Pinning()
+    backup = HostBackup(arena, pinning)
+    if in_background:
+        backup.start_allocating()
+    save_and_restore(arena, backup, contents)
+    assert sum(pinning.pinned.values()) == backup.num_bytes >= SIZE
+    assert len(pinning.pinned) == 3
+    assert pinning.num_syncs == 2
+    backup.save(generation=0)
+    assert pinning.num_syncs == 2
+    backup.close()
+    assert pinning.pinned == {}
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_warning(
+    arena, contents, small_pieces, caplog
+):
+    pinning = Pinning(limit=2)
+    backup = HostBackup(arena, pinning)
+    with caplog.at_level(logging.WARNING):
+        save_and_restore(arena, backup, contents)
+        backup.save(generation=1)
+    assert pinning.pinned == {}
+    assert [record.message for record in caplog.records] == [
+        "backup of weights: not pinned, copies will be slower: cuMemHostRegister: out of memory"
+    ]
+    backup.close()
+
+
+def test_no_room_in_the_background_shows_at_the_save_and_can_be_retried(arena, contents, monkeypatch):
+    room = [0]
+
+    class Tight(HostVirtualMemory):
+        def __init__(self):
+            super().__init__(free_bytes=lambda: room[0])
+
+    monkeypatch.setattr(backup_module, "HostVirtualMemory", Tight)
+    backup = HostBackup(arena, Pinning())
+    backup.start_allocating()
+    with pytest.raises(OutOfDeviceMemory):
+        backup.save(generation=0)
+    assert (backup.num_bytes, backup.generation) == (0, None)
+    room[0] = 1 << 40
+    save_and_restore(arena, backup, contents)
+    backup.close()
+
+
+def test_closing_waits_for_the_background(arena):
+    pinning = Pinning()
+    backup = HostBackup(arena, pinning)
+    backup.start_allocating()
+    backup.close()
+    assert (backup.num_bytes, pinning.pinned) == (0, {})

@@ -8,7 +8,7 @@ from fixtures.checkpoints import edit_config, make_checkpoint
 from fixtures.model_runs import RunnerDriver
 
 from ebbtide.srt.config import resolve
-from ebbtide.srt.device.base import MemoryInfo
+from ebbtide.srt.device.choose import open_memory_saver
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.model_executor.builder import build_model_runner, choose_num_pages
@@ -29,8 +29,8 @@ SIZES: dict[str, Any] = {
 class SmallDevice(CpuDevice):
     """A device on which little memory is free."""
 
-    def memory_info(self, pid: int | None = None) -> MemoryInfo:
-        return MemoryInfo(1 << 30, 5000, 0)
+    def free_bytes(self) -> int:
+        return 5000
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,11 @@ def test_the_built_runner_is_resident_and_of_the_asked_size(tmp_path: Path) -> N
 
 def test_too_little_memory_is_a_configuration_error(tmp_path: Path) -> None:
     config = resolve(ServerArgs(model_path=str(make_checkpoint(tmp_path, "LlamaForCausalLM"))))
+    device = SmallDevice()
+    saver = open_memory_saver(config.memory.backend, device)
 
     with pytest.raises(ConfigurationError, match="one page of 16 tokens needs 8192"):
-        build_model_runner(config.model, config.cache, config.schedule, config.runtime, SmallDevice())
+        build_model_runner(config.model, config.cache, config.schedule, config.runtime, device, saver)
 
 
 def test_an_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:

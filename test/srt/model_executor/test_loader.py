@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor.loader import checkpoint_index, iterate_checkpoint, load_weights
 from ebbtide.srt.model_executor.weight_store import WeightStore
@@ -45,7 +46,7 @@ def as_torch_files(folder: Path, *, shards: int = 1) -> Path:
 def open_store(folder: Path) -> WeightStore:
     config = AutoConfig.from_pretrained(folder)
     model = build_model(config.architectures[0], config, torch.float32, torch.device("cpu"))
-    return WeightStore(model, HostVirtualMemory())
+    return WeightStore(model, VirtualMemorySaver(HostVirtualMemory()))
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> Path:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PositionLogprobs, SampleSpec
+from ebbtide.srt.model_executor.choosing import invert_cdf
 from ebbtide.srt.model_executor.filters import Filters
 from ebbtide.srt.model_executor.logprobs import LOWEST
 from ebbtide.srt.model_executor.noise import uniforms
-from ebbtide.srt.model_executor.sampler import Sampler, invert_cdf
+from ebbtide.srt.model_executor.sampler import Sampled, Sampler
 from ebbtide.srt.sampling_params import SamplingParams
 
 VOCAB = 12
@@ -40,12 +42,22 @@ def logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> Tensor:
     return torch.randn((num_rows, vocab_size), generator=torch.Generator().manual_seed(seed)) * 2
 
 
+def new_sampler(vocab_size: int = VOCAB) -> Sampler:
+    return Sampler(vocab_size, torch.device("cpu"))
+
+
+def step(sampler: Sampler, scores: Tensor, specs: list[SampleSpec]) -> Sampled:
+    """One step of requests whose outputs are all on the host."""
+    positions = np.array([len(each.output_ids) for each in specs])
+    return sampler.launch(scores.clone(), specs, positions).result()
+
+
 def sample(scores: Tensor, *specs: SampleSpec) -> list[int]:
-    return Sampler(scores.shape[1]).sample(scores.clone(), list(specs)).token_ids
+    return step(new_sampler(scores.shape[1]), scores, list(specs)).token_ids
 
 
 def only_logprobs(scores: Tensor, *specs: SampleSpec) -> list[PositionLogprobs]:
-    result = Sampler(scores.shape[1]).sample(scores.clone(), list(specs)).logprobs
+    result = step(new_sampler(scores.shape[1]), scores, list(specs)).logprobs
     assert result is not None
     return [entry for entry in result if entry is not None]
 
@@ -120,9 +132,9 @@ def test_draws_follow_the_distribution(temperature: float) -> None:
 def test_draws_over_positions_of_one_request_follow_the_distribution() -> None:
     row = logits(1, seed=2)[0]
     each = spec(seed=-3)
-    sampler, counts = Sampler(VOCAB), [0] * VOCAB
+    sampler, counts = new_sampler(), [0] * VOCAB
     for _ in range(5_000):
-        token = sampler.sample(row.clone().unsqueeze(0), [each]).token_ids[0]
+        token = step(sampler, row.unsqueeze(0), [each]).token_ids[0]
         each.output_ids.append(token)
         counts[token] += 1
 
@@ -259,11 +271,11 @@ def test_logprobs_are_those_of_the_adjusted_distribution(params: dict[str, Any])
     wanted = LogprobSpec(token_ids=tuple(range(VOCAB)))
     plain = spec([4], [2], logprobs=wanted)
     each = spec([1, 2, 2, 9], [3, 3, 9, 5], stop_ids=[0, 7], logprobs=wanted, **params)
-    sampler, scores = Sampler(VOCAB), logits(2, seed=4)
+    sampler, scores = new_sampler(), logits(2, seed=4)
 
     # Three steps of one batch: what is kept between steps has to follow the output.
     for _ in range(3):
-        result = sampler.sample(scores.clone(), [plain, each])
+        result = step(sampler, scores, [plain, each])
         assert result.logprobs is not None
         for row, one in enumerate((plain, each)):
             entry = result.logprobs[row]
@@ -278,12 +290,12 @@ def test_penalties_follow_requests_as_the_batch_changes() -> None:
     wanted = LogprobSpec(token_ids=tuple(range(VOCAB)))
     penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3}
     specs = [spec([row, 8], [row + 1], seed=row, logprobs=wanted, **penalties) for row in range(4)]
-    sampler, scores = Sampler(VOCAB), logits(4, seed=6)
+    sampler, scores = new_sampler(), logits(4, seed=6)
     batches = [[0], [1], [0, 1], [1, 0], [1, 0, 2], [2, 1], [2, 3], [2, 3, 1, 0], [3]]
 
     for batch in batches:
         rows = [specs[row] for row in batch]
-        result = sampler.sample(scores[batch].clone(), rows)
+        result = step(sampler, scores[batch], rows)
         assert result.logprobs is not None
         for index, one in enumerate(rows):
             entry = result.logprobs[index]
@@ -296,9 +308,9 @@ def test_stop_ids_are_masked_until_the_minimum_and_then_allowed() -> None:
     scores = torch.zeros(1, VOCAB)
     scores[0, 5] = 50.0
     each = spec(stop_ids=[5], min_new_tokens=3)
-    sampler = Sampler(VOCAB)
+    sampler = new_sampler()
     for _ in range(4):
-        each.output_ids += sampler.sample(scores.clone(), [each]).token_ids
+        each.output_ids += step(sampler, scores, [each]).token_ids
 
     assert 5 not in each.output_ids[:3]
     assert each.output_ids[3] == 5
@@ -366,7 +378,7 @@ def test_broken_logits_of_one_request_harm_no_other(broken: float, params: dict[
     scores[1] = broken
     specs = [spec(seed=row, logprobs=LogprobSpec(top=2), **params) for row in range(3)]
 
-    result = Sampler(VOCAB).sample(scores.clone(), specs)
+    result = step(new_sampler(), scores, specs)
 
     assert [result.token_ids[row] for row in (0, 2)] == [
         sample(scores[row : row + 1], specs[row])[0] for row in (0, 2)

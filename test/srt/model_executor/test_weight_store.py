@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor import weight_store
 from ebbtide.srt.model_executor.loader import load_weights
@@ -26,7 +27,7 @@ QKV = "model.layers.1.self_attn.qkv_proj.weight"
 def open_store(path: Path, dtype: torch.dtype = torch.float32) -> tuple[WeightStore, CausalLM]:
     config = AutoConfig.from_pretrained(path)
     model = build_model(config.architectures[0], config, dtype, torch.device("cpu"))
-    store = WeightStore(model, HostVirtualMemory())
+    store = WeightStore(model, VirtualMemorySaver(HostVirtualMemory()))
     load_weights(store, path, "auto")
     return store, model
 

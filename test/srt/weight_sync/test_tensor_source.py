@@ -124,6 +124,18 @@ def test_a_payload_whose_tensors_are_gone_is_refused(trainer: TrainerProcess) ->
         open_tensor_payload([entry], None)
 
 
+@pytest.mark.parametrize("cut_bytes", [0, 40])
+def test_a_payload_that_is_refused_unread_leaves_nothing_behind(
+    trainer: TrainerProcess, left_behind: LeftBehind, cut_bytes: int
+) -> None:
+    payload = base64.b64decode(trainer.send("bucket"))
+    with pytest.raises(RequestRejected):
+        open_tensor_payload([payload[: len(payload) - cut_bytes]], None)
+    assert left_behind() != set()
+    trainer.drop()
+    assert left_behind() == set()
+
+
 def test_file_descriptors_are_refused_with_the_advice(trainer: TrainerProcess) -> None:
     with pytest.raises(RequestRejected, match=r'set_sharing_strategy\("file_system"\)'):
         open_tensor_payload([trainer.send("file_descriptor")], None)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from ebbtide.srt.memory_saver.backup import HostPinning
 from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
 
 
@@ -61,4 +62,8 @@ class Device(Protocol):
 
     def virtual_memory(self) -> VirtualMemory:
         """Where arenas on this device take addresses and memory from."""
+        ...
+
+    def host_pinning(self) -> HostPinning | None:
+        """What makes copies from and to host memory quick; None where nothing has to."""
         ...

@@ -49,6 +49,9 @@ class CpuDevice:
     def virtual_memory(self) -> HostVirtualMemory:
         return self._virtual_memory
 
+    def host_pinning(self) -> None:
+        """All memory is the host's own."""
+
 
 def _pss_bytes(pid: int | None) -> int:
     path = Path("/proc", "self" if pid is None else str(pid), "smaps_rollup")

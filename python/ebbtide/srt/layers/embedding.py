@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ebbtide.srt.layers.linear import linear
+from ebbtide.srt.layers.fused import norm_linear
 
 
 class VocabEmbedding(nn.Module):
@@ -21,4 +21,4 @@ class VocabEmbedding(nn.Module):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Scores of every token of the vocabulary, [T, V] in the parameters' dtype."""
-        return linear(x_TD, self.weight)
+        return norm_linear(x_TD, None, 0.0, self.weight, None)

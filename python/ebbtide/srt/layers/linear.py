@@ -18,6 +18,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def linear_add_(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+    """residual += x Wᵀ (+ b), in place."""
+    if residual.is_cuda and bias is None:
+        # The product is added in the accumulator: one pass over the residual less, and one rounding.
+        residual.addmm_(x, weight.t())
+    else:
+        residual += linear(x, weight, bias)
+
+
 class Linear(nn.Module):
     """y = x Wᵀ (+ b). Parameters are made on the meta device; the weight store gives them memory."""
 

@@ -5,7 +5,7 @@ Shapes: T tokens, N heads, H head_dim.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     return frequencies
 
 
+class Rope(NamedTuple):
+    """Cosines [T, 1, H], both halves alike, and sines [T, 1, H/2] of the positions of one step."""
+
+    cos_T1H: Tensor
+    sin_T1H: Tensor
+
+
 class RotaryEmbedding(nn.Module):
     """Rotates the pairs (i, i + H/2) of every head by angles that grow with the position."""
 
@@ -94,11 +101,16 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.register_buffer("inv_freq", inverse_frequencies(rope, head_dim, device), persistent=False)
 
-    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine [T, 1, H] and sine [T, 1, H/2] for these positions: once per step, for all layers."""
+    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Rope:
+        """Cosines and sines for these positions: once per step, for all layers."""
+        if positions_T.is_cuda:
+            # One launch in place of seven.
+            from ebbtide.srt.layers.kernels.rope import rope_angles
+
+            return rope_angles(positions_T, self.inv_freq, dtype)
         angles = positions_T.to(torch.float32)[:, None, None] * self.inv_freq
         cos = angles.cos().to(dtype)
-        return torch.cat((cos, cos), dim=-1), angles.sin().to(dtype)
+        return Rope(torch.cat((cos, cos), dim=-1), angles.sin().to(dtype))
 
 
 def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:

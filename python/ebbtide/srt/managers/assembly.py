@@ -69,6 +69,7 @@ class RankParts:
         table: the page table that the runner reads.
         memories: the memory behind every tag.
         free_bytes: device memory that is free right now.
+        uuid: of the device; None for the CPU.
         tokenizer: None when the engine deals in token ids only.
     """
 
@@ -79,6 +80,7 @@ class RankParts:
     weights: Weights
     free_bytes: Callable[[], int]
     device: str
+    uuid: str | None
     tokenizer: Tokenizer | None
 
 
@@ -154,7 +156,12 @@ def _control_plane(
 
 def _report(control: ControlPlane, parts: RankParts) -> StateReport:
     rank = RankReport(
-        dp_rank=0, tp_rank=0, pid=os.getpid(), device=parts.device, uuid=None, tags=control.memory.report()
+        dp_rank=0,
+        tp_rank=0,
+        pid=os.getpid(),
+        device=parts.device,
+        uuid=parts.uuid,
+        tags=control.memory.report(),
     )
     return StateReport(
         paused=control.paused,

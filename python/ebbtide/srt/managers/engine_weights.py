@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import suppress
-from typing import Any
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from typing import Any, Final, TypeVar
 
 from ebbtide.srt.config import EngineConfig
+from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.ports import IncomingWeights, Slices, Staging
+from ebbtide.srt.managers.control.weight_session import SLICE_BYTES
 from ebbtide.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
@@ -16,27 +19,46 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.model_executor.weight_store import WeightStore
+from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 
+# What one turn of the loop may launch on a CUDA device: copies that delay the next forward pass by about a
+# millisecond, or what takes the host that long, whichever comes first.
+TURN_BYTES: Final = 2 << 30
+TURN_S: Final = 1.5e-3
+
+T = TypeVar("T")
+
 
 class EngineWeights:
-    """Opens updates, and finds room for them."""
+    """Opens updates, and finds room for them.
 
-    def __init__(self, store: WeightStore, config: EngineConfig) -> None:
+    Args:
+        store: the live weights.
+        device: where they are. On a CUDA device copies run beside forward passes.
+    """
+
+    def __init__(self, store: WeightStore, config: EngineConfig, device: Device) -> None:
         self.names = store.names
         self._store = store
         self._config = config
+        self._device = device
+        self._cuda: CudaIpc | None = None
+        if device.uuid is not None:
+            _, _, index = device.name.partition(":")
+            self._cuda = TorchCudaIpc(int(index), device.uuid)
 
     def open(self, request: WeightUpdateRequest) -> IncomingWeights:
-        return _Incoming(self._source(request), self._store)
+        return _Incoming(self._source(request), self._store, self._device)
 
     def stage(self, *, in_place: bool) -> Generator[int, None, Staging]:
         if not in_place:
             with suppress(OutOfDeviceMemory):
-                return _Staged(self._store, (yield from self._store.arena.stage_by_chunks()))
-        return _InPlace()
+                shadow = yield from _paced(self._store.arena.stage_by_chunks(), self._device)
+                return _Staged(self._store, shadow, self._device)
+        return _InPlace(self._device)
 
     def read(self, name: str, max_rows: int) -> list[Any]:
         rows: list[Any] = self._store.read(name, max_rows).tolist()
@@ -52,6 +74,7 @@ class EngineWeights:
                     request.serialized_named_tensors,
                     request.load_format,
                     custom_weight_loaders=self._config.update.custom_weight_loaders,
+                    cuda=self._cuda,
                 )
             case _:
                 raise RequestRejected(f"{type(request).__name__} is not a weight source of this engine", 501)
@@ -63,12 +86,16 @@ class _InPlace:
     is_staged = False
     shadow = None
 
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
     def complete(self, written: frozenset[str]) -> Slices:
         """There is no copy to complete."""
         yield from ()
 
     def commit(self) -> None:
-        """Everything is where it belongs."""
+        """Everything is where it belongs, once the copies have run."""
+        self._device.synchronize()
 
     def close(self) -> None:
         """Nothing is held."""
@@ -79,14 +106,18 @@ class _Staged:
 
     is_staged = True
 
-    def __init__(self, store: WeightStore, shadow: Shadow) -> None:
+    def __init__(self, store: WeightStore, shadow: Shadow, device: Device) -> None:
         self.shadow = shadow
         self._store = store
+        self._device = device
 
     def complete(self, written: frozenset[str]) -> Slices:
-        return self._store.complete(self.shadow, written)
+        copies = self._store.complete(self.shadow, written)
+        yield from _paced(copies, self._device, self._device.copying)
+        yield from _until_copied(self._device)
 
     def commit(self) -> None:
+        self._device.synchronize()
         self._store.commit(self.shadow)
 
     def close(self) -> None:
@@ -96,9 +127,11 @@ class _Staged:
 class _Incoming:
     """One update's tensors, checked against the model by their headers."""
 
-    def __init__(self, source: WeightSource, store: WeightStore) -> None:
+    def __init__(self, source: WeightSource, store: WeightStore, device: Device) -> None:
         self._source = source
         self._store = store
+        self._device = device
+        self._is_read = False
         ignored = [entry for entry in source.entries if not source.direct and store.ignored(entry.name)]
         self.num_ignored = len(ignored)
         self.num_tensors = len(source.entries) - len(ignored)
@@ -114,9 +147,69 @@ class _Incoming:
         return self._problems
 
     def write(self, staging: Staging) -> Slices:
+        """Open the tensors, copy them, wait for the copies, let go of the sender's memory: all in slices.
+
+        It is let go of before the commit, so that closing many mappings holds no forward pass up.
+        """
         assert isinstance(staging, _InPlace | _Staged)
-        for name, tensor in self._source:
-            yield self._store.write(name, tensor, staging.shadow, self._source.direct)
+        yield from _paced(_steps(self._source.open()), self._device)
+        self._is_read = True
+        yield from _paced(self._copies(staging.shadow), self._device, self._device.copying)
+        yield from _until_copied(self._device)
+        self._is_read = False
+        yield from _paced(_steps(self._source.drop()), self._device)
 
     def close(self) -> None:
-        self._source.close()
+        try:
+            if self._is_read:
+                # It ends early: copies from the sender's memory may still be under way.
+                self._device.synchronize()
+        finally:
+            self._source.close()
+
+    def _copies(self, shadow: Shadow | None) -> Slices:
+        for name, tensor in self._source:
+            yield from self._store.write_by_slices(name, tensor, shadow, self._source.direct)
+
+
+def _until_copied(device: Device) -> Slices:
+    """Forward passes go on until the copies have run."""
+    while not device.copies_done():
+        yield 0
+
+
+def _steps(steps: Iterator[None]) -> Slices:
+    """Work that takes time and writes no bytes."""
+    for _ in steps:
+        yield 0
+
+
+def _paced(
+    work: Generator[int, None, T],
+    device: Device,
+    scope: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Generator[int, None, T]:
+    """The work in slices of one turn of the loop each, cut where it has taken its share of a CUDA device.
+
+    On a CPU, where to launch is to run, the work's own slices are kept.
+
+    Args:
+        scope: entered for the work of each turn: a turn's forward pass is launched outside.
+    """
+    if device.uuid is None:
+        return (yield from work)
+    ended: list[T] = []
+    with closing(work):
+        while not ended:
+            num_bytes, started_s = 0, time.perf_counter()
+            with scope():
+                while not ended and num_bytes < TURN_BYTES and time.perf_counter() - started_s < TURN_S:
+                    try:
+                        num_bytes += next(work)
+                    except StopIteration as end:
+                        ended.append(end.value)
+            if num_bytes > 0:
+                yield num_bytes
+            if not ended and num_bytes < SLICE_BYTES:
+                yield 0
+    return ended[0]

@@ -8,10 +8,10 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ebbtide.srt.config import ScheduleConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.kv_versions import KVVersions
 from ebbtide.srt.managers.request import KVHold, Phase, Req
@@ -19,6 +19,9 @@ from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixCache
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan
+
+if TYPE_CHECKING:
+    from ebbtide.srt.config import ScheduleConfig
 
 # Candidates that `lpm` compares per step: matching is the cost, and nobody waits on the order of the 200th.
 LPM_WINDOW = 128

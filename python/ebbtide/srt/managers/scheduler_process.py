@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
-from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.channel import ChannelAddresses, Receiver, Sender
 from ebbtide.srt.managers.control.ports import TagMemory
@@ -16,7 +16,7 @@ from ebbtide.srt.managers.io_struct import DetokenizerInput, ManagerInput, Sched
 from ebbtide.srt.managers.replication import Inbox
 from ebbtide.srt.managers.tag_memory import ArenaMemory, BackedUpWeights
 from ebbtide.srt.managers.tokenizer import load_tokenizer
-from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.saver import MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.builder import build_model_runner
 from ebbtide.srt.model_executor.model_runner import ModelRunner
@@ -33,15 +33,19 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     Raises:
         ConfigurationError: the model, the checkpoint or a size does not do.
     """
-    device = CpuDevice()
+    device = open_device(config.runtime.device)
     inbox_end: Receiver[SchedulerInput] = Receiver(addresses.scheduler, SchedulerInput)
     manager: Sender[ManagerInput] = Sender(addresses.manager)
     outputs: Sender[DetokenizerInput] = Sender(
         addresses.manager if config.model.skip_tokenizer_init else addresses.detokenizer
     )
-    runner = build_model_runner(config.model, config.cache, config.schedule, config.runtime, device)
+    saver = open_memory_saver(config.memory.backend, device)
+    runner = build_model_runner(config.model, config.cache, config.schedule, config.runtime, device, saver)
     scheduler = assemble_scheduler(
-        SchedulerConfig.of(config), rank_parts(config, runner, device), Inbox(inbox_end, manager), outputs
+        SchedulerConfig.of(config),
+        rank_parts(config, runner, device, saver),
+        Inbox(inbox_end, manager),
+        outputs,
     )
     # What has been built stays: keep the collector from walking it in the middle of a step.
     gc.collect()
@@ -57,30 +61,37 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     scheduler.run()
 
 
-def rank_parts(config: EngineConfig, runner: ModelRunner, device: Device) -> RankParts:
+def rank_parts(config: EngineConfig, runner: ModelRunner, device: Device, saver: MemorySaver) -> RankParts:
     """What the scheduler of a rank works with, over a model runner."""
     return RankParts(
         runner=runner,
         num_pages=runner.kv_pool.num_pages,
         table=runner.page_table,
-        memories=_memories(config, runner, device),
-        weights=EngineWeights(runner.weight_store, config),
+        memories=_memories(config, runner, device, saver),
+        weights=EngineWeights(runner.weight_store, config, device),
         free_bytes=device.free_bytes,
         device=device.name,
+        uuid=device.uuid,
         tokenizer=None if config.model.skip_tokenizer_init else load_tokenizer(config.model),
     )
 
 
-def _memories(config: EngineConfig, runner: ModelRunner, device: Device) -> dict[MemoryTag, TagMemory]:
+def _memories(
+    config: EngineConfig, runner: ModelRunner, device: Device, saver: MemorySaver
+) -> dict[MemoryTag, TagMemory]:
+    store = runner.weight_store
     keeps_weights = config.memory.enable_weights_cpu_backup
-    weights = (
-        BackedUpWeights(runner.weight_store) if keeps_weights else ArenaMemory(runner.weight_store.arena)
-    )
-    # A CPU has no graphs to capture: its tag has both states, and no bytes.
-    cuda_graph = Arena(MemoryTag.CUDA_GRAPH, 0, device.virtual_memory())
-    cuda_graph.resume()
+    if runner.graphs is not None:
+        cuda_graph = runner.graphs.arena
+    else:
+        # Without graphs the tag still has both states, and no bytes.
+        cuda_graph = saver.arena(MemoryTag.CUDA_GRAPH, 0)
+        cuda_graph.resume()
     return {
-        MemoryTag.WEIGHTS: weights,
-        MemoryTag.KV_CACHE: ArenaMemory(runner.kv_pool.arena),
+        MemoryTag.WEIGHTS: (
+            BackedUpWeights(store, device.host_pinning()) if keeps_weights else ArenaMemory(store.arena)
+        ),
+        # What activations have left in torch's allocator goes back with the cache that they belong to.
+        MemoryTag.KV_CACHE: ArenaMemory(runner.kv_pool.arena, device.trim),
         MemoryTag.CUDA_GRAPH: ArenaMemory(cuda_graph),
     }

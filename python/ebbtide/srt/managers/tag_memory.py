@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ebbtide.srt.memory_saver.arena import Arena
-from ebbtide.srt.memory_saver.backup import HostBackup
+from ebbtide.srt.memory_saver.backup import HostBackup, HostPinning
 from ebbtide.srt.model_executor.weight_store import WeightStore
 
 
 class ArenaMemory:
-    """An arena whose contents are lost when it is released."""
+    """An arena whose contents are lost when it is released.
+
+    Args:
+        arena: the memory.
+        trim: called after a release, to give memory back that was only kept for reuse; `Device.trim`.
+    """
 
     keeps_contents = False
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, trim: Callable[[], None] | None = None) -> None:
         self._arena = arena
+        self._trim = trim
 
     @property
     def virtual_bytes(self) -> int:
@@ -31,21 +39,32 @@ class ArenaMemory:
         """Nothing survives, so nothing is saved."""
 
     def release(self) -> int:
-        return self._arena.release()
+        freed_bytes = self._arena.release()
+        if self._trim is not None:
+            self._trim()
+        return freed_bytes
 
     def resume(self) -> int:
         return self._arena.resume()
 
 
 class BackedUpWeights(ArenaMemory):
-    """The weights arena with a copy in host memory, so that a release keeps its contents."""
+    """The weights arena with a copy in host memory, so that a release keeps its contents.
+
+    Args:
+        store: the weights.
+        pinning: `Device.host_pinning`. Where there is one, the copy's memory is taken from now on in the
+            background: pinned memory takes seconds to get.
+    """
 
     keeps_contents = True
 
-    def __init__(self, store: WeightStore) -> None:
+    def __init__(self, store: WeightStore, pinning: HostPinning | None = None) -> None:
         super().__init__(store.arena)
         self._store = store
-        self._backup = HostBackup(store.arena)
+        self._backup = HostBackup(store.arena, pinning)
+        if pinning is not None:
+            self._backup.start_allocating()
 
     @property
     def backup_bytes(self) -> int:

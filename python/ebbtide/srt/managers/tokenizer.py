@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ebbtide.srt.config import ModelConfig
 from ebbtide.srt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ebbtide.srt.config import ModelConfig
 
 
 class Tokenizer:

@@ -7,18 +7,14 @@ tensors, and addresses never change. Not for use from several threads at once.
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack
-from enum import Enum, auto
-from functools import cached_property
-from math import prod
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 
-from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
+from ebbtide.srt.memory_saver.span import Span, SpanState, VirtualSpan, require_resident
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.virtual_memory.base import Handle, VirtualMemory
+from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
 
 T = TypeVar("T")
 
@@ -40,7 +36,15 @@ class Arena:
         self, tag: MemoryTag, num_bytes: int, vm: VirtualMemory, chunk_bytes: int | None = None
     ) -> None:
         self.tag = tag
-        self._span = _Span(num_bytes, vm, chunk_bytes)
+        self._span: Span = VirtualSpan(num_bytes, vm, chunk_bytes)
+
+    @classmethod
+    def over(cls, tag: MemoryTag, span: Span) -> Self:
+        """An arena whose memory is managed in another way than by a VirtualMemory."""
+        arena = cls.__new__(cls)
+        arena.tag = tag
+        arena._span = span
+        return arena
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +63,7 @@ class Arena:
 
     @property
     def is_resident(self) -> bool:
-        return self._span.state is _State.RESIDENT
+        return self._span.state is SpanState.RESIDENT
 
     @property
     def address(self) -> int:
@@ -79,6 +83,8 @@ class Arena:
 
     def release(self) -> int:
         """Give the physical memory back; the contents are lost, the addresses stay.
+
+        What was launched on a device is waited for first: it may still read the memory.
 
         Returns:
             Bytes freed; 0 if the arena is released already.
@@ -119,8 +125,9 @@ class Arena:
     def swap(self, shadow: Shadow) -> None:
         """Exchange physical memory with a shadow under the live addresses; no byte is copied.
 
-        Afterwards the arena's tensors read what the shadow's tensors held, and the other way round. If it
-        fails, both are as they were.
+        (Memory that torch allocates cannot change places: there the bytes are exchanged.) Afterwards the
+        arena's tensors read what the shadow's tensors held, and the other way round. If it fails, both are
+        as they were. What was launched on a device is waited for first.
 
         Raises:
             EngineError: the arena is released, or the shadow is closed.
@@ -131,6 +138,17 @@ class Arena:
             raise ValueError("the shadow belongs to another arena")
         self._span.exchange(shadow._span)
 
+    def shrink(self, num_bytes: int) -> int:
+        """Give up for good the chunks that lie wholly behind `num_bytes`; later resumes do not take them.
+
+        For an arena that was laid out before it was known how much is needed. Views into what is given up,
+        and shadows, may not be used again. Memory that torch allocates stays as it is.
+
+        Returns:
+            Bytes given up.
+        """
+        return self._span.shrink(num_bytes)
+
     def close(self) -> None:
         """Give memory and addresses back; no view may be touched again. Idempotent."""
         self._span.close()
@@ -139,7 +157,7 @@ class Arena:
 class Shadow:
     """A second set of an arena's memory at addresses of its own. A context manager: leaving it closes it."""
 
-    def __init__(self, live: _Span, span: _Span) -> None:
+    def __init__(self, live: Span, span: Span) -> None:
         self._live = live
         self._span = span
 
@@ -154,7 +172,7 @@ class Shadow:
 
     def copy_from_live(self, offset: int, num_bytes: int) -> None:
         """Copy bytes that will not be written from the arena, which must be resident."""
-        self._live.require_resident()
+        require_resident(self._live)
         source = self._live.view(offset, (num_bytes,), torch.uint8)
         self.view(offset, (num_bytes,), torch.uint8).copy_(source)
 
@@ -169,132 +187,6 @@ class Shadow:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _State(Enum):
-    RELEASED = auto()
-    RESIDENT = auto()
-    CLOSED = auto()
-
-
-class _Span:
-    """A reservation divided into chunks and, while it is resident, the handle under each chunk."""
-
-    def __init__(self, num_bytes: int, vm: VirtualMemory, chunk_bytes: int | None) -> None:
-        if num_bytes < 0 or (chunk_bytes is not None and chunk_bytes < 1):
-            raise ValueError(f"sizes of {num_bytes} bytes in chunks of {chunk_bytes} make no arena")
-        self.num_bytes = num_bytes
-        self.virtual_bytes = _round_up(num_bytes, vm.granularity)
-        self.state = _State.RELEASED
-        self._vm = vm
-        self._chunk_bytes = chunk_bytes
-        step = _round_up(chunk_bytes, vm.granularity) if chunk_bytes is not None else self.virtual_bytes
-        self._chunks = [
-            (offset, min(step, self.virtual_bytes - offset))
-            for offset in range(0, self.virtual_bytes, step or 1)
-        ]
-        self._handles: list[Handle] = []
-        self._reservation = vm.reserve(self.virtual_bytes) if self.virtual_bytes else None
-
-    @property
-    def address(self) -> int:
-        return self._reservation.address if self._reservation is not None else 0
-
-    @cached_property
-    def _bytes(self) -> torch.Tensor:
-        if self._reservation is None:
-            return torch.empty(0, dtype=torch.uint8)
-        return self._vm.as_tensor(self._reservation)
-
-    def twin(self) -> _Span:
-        return _Span(self.num_bytes, self._vm, self._chunk_bytes)
-
-    def require_resident(self) -> None:
-        if self.state is not _State.RESIDENT:
-            raise EngineError(f"this memory is {self.state.name.lower()}, and must be resident")
-
-    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        end = offset + prod(shape) * dtype.itemsize
-        if not 0 <= offset <= end <= self.num_bytes:
-            raise ValueError(f"bytes {offset} to {end} do not lie in an arena of {self.num_bytes} bytes")
-        if offset % dtype.itemsize:
-            raise ValueError(f"offset {offset} is not a multiple of the element size, {dtype.itemsize}")
-        return self._bytes[offset:end].view(dtype).view(shape)
-
-    def populate(self) -> int:
-        return sum(self.populate_by_chunks())
-
-    def populate_by_chunks(self) -> Generator[int, None, None]:
-        """Take memory for every chunk, or for none: ended early, or by an error, it gives all of it back."""
-        if self.state is not _State.RELEASED:
-            raise EngineError(f"this memory is {self.state.name.lower()}, and must be released to be resumed")
-        handles: list[Handle] = []
-        try:
-            with ExitStack() as undo:
-                for offset, num_bytes in self._chunks:
-                    handle = self._vm.create(num_bytes)
-                    handles.append(handle)
-                    try:
-                        self._map(offset, handle)
-                    except BaseException:
-                        self._vm.release(handle)
-                        raise
-                    undo.callback(self._discard, offset, handle)
-                    yield num_bytes
-                undo.pop_all()
-        except OutOfDeviceMemory as error:
-            undone_bytes = sum(handle.num_bytes for handle in handles)
-            raise OutOfDeviceMemory(self.virtual_bytes, error.free_bytes + undone_bytes) from error
-        self._handles = handles
-        self.state = _State.RESIDENT
-
-    def empty(self) -> int:
-        self.require_resident()
-        for (offset, _), handle in zip(self._chunks, self._handles, strict=True):
-            self._discard(offset, handle)
-        self._handles = []
-        self.state = _State.RELEASED
-        return self.virtual_bytes
-
-    def exchange(self, other: _Span) -> None:
-        self.require_resident()
-        other.require_resident()
-        exchanged = ((self, other._handles), (other, self._handles))
-        with ExitStack() as undo:
-            for span in (self, other):
-                for (offset, _), handle in zip(span._chunks, span._handles, strict=True):
-                    span._unmap(offset, handle)
-                    undo.callback(span._map, offset, handle)
-            for span, handles in exchanged:
-                for (offset, _), handle in zip(span._chunks, handles, strict=True):
-                    span._map(offset, handle)
-                    undo.callback(span._unmap, offset, handle)
-            undo.pop_all()
-        self._handles, other._handles = other._handles, self._handles
-
-    def close(self) -> None:
-        if self.state is _State.RESIDENT:
-            self.empty()
-        if self.state is not _State.CLOSED and self._reservation is not None:
-            self._vm.free_reservation(self._reservation)
-        self.state = _State.CLOSED
-
-    def _map(self, offset: int, handle: Handle) -> None:
-        assert self._reservation is not None
-        self._vm.map(self._reservation, offset, handle)
-
-    def _unmap(self, offset: int, handle: Handle) -> None:
-        assert self._reservation is not None
-        self._vm.unmap(self._reservation, offset, handle.num_bytes)
-
-    def _discard(self, offset: int, handle: Handle) -> None:
-        # In this order the contents need not be kept at unmap, which must not fail here.
-        self._vm.release(handle)
-        self._unmap(offset, handle)
-
-
-def _round_up(num_bytes: int, multiple: int) -> int:
-    return -(-num_bytes // multiple) * multiple
 
 
 def _result(work: Generator[Any, None, T]) -> T:

@@ -2,22 +2,65 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from enum import Enum, auto
+from typing import Protocol
+
 import torch
 
-from ebbtide.srt.errors import EngineError
+from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
+logger = logging.getLogger(__name__)
+
+# The buffer is taken, pinned and copied in such pieces: no call holds the driver up for long. A copy may not
+# reach from one pinned piece into the next, so the pieces are the same for all three.
+PIECE_BYTES = 256 << 20
+
+
+class HostPinning(Protocol):
+    """Makes host memory quick for a device to copy from and to, without the host's waiting."""
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Raises EngineError when the system refuses."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Undo a `pin` at the same address."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for the copies that were launched."""
+        ...
+
+
+class _PinState(Enum):
+    NONE = auto()  # the device gains nothing by it, or the system refused
+    WANTED = auto()
+    PINNED = auto()
+
 
 class HostBackup:
-    """One host buffer per arena, taken at the first save and kept, with the generation of what it holds.
+    """One host buffer per arena, taken once and kept, with the generation of what it holds.
 
     Whoever writes to the arena counts generations; contents that have not changed are not copied again.
+
+    Args:
+        arena: what is copied.
+        pinning: of the arena's device; None where pinning gains nothing.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, pinning: HostPinning | None = None) -> None:
         self._arena = arena
-        self._buffer = Arena(arena.tag, arena.num_bytes, HostVirtualMemory())
+        self._buffer = Arena(arena.tag, arena.num_bytes, HostVirtualMemory(), PIECE_BYTES)
+        self._pinning = pinning
+        self._pins = ExitStack()  # undoes what is pinned
+        self._pin_state = _PinState.WANTED if pinning is not None else _PinState.NONE
+        self._allocation: threading.Thread | None = None
         self._generation: int | None = None
 
     @property
@@ -27,8 +70,18 @@ class HostBackup:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory held: none before the first save."""
+        """Bytes of host memory held: none before `start_allocating` or the first save."""
         return self._buffer.resident_bytes
+
+    def start_allocating(self) -> None:
+        """Take and pin the buffer in another thread, so that the first save need not: it takes seconds.
+
+        Where that fails, the first save tries again, and says why.
+        """
+        self._allocation = threading.Thread(
+            target=self._allocate_in_background, name="host-backup", daemon=True
+        )
+        self._allocation.start()
 
     def save(self, generation: int) -> None:
         """Copy the resident arena to the host, unless this generation is there already.
@@ -40,9 +93,10 @@ class HostBackup:
         self._require_resident()
         if generation == self._generation:
             return
-        self._buffer.resume()
+        self._join()
+        self._allocate()
         self._generation = None  # until the copy is whole
-        _contents(self._buffer).copy_(_contents(self._arena))
+        self._copy(self._arena, self._buffer)
         self._generation = generation
 
     def restore(self) -> None:
@@ -54,17 +108,52 @@ class HostBackup:
         self._require_resident()
         if self._generation is None:
             raise EngineError(f"there is no backup of {self._arena.tag} to restore")
-        _contents(self._arena).copy_(_contents(self._buffer))
+        self._copy(self._buffer, self._arena)
 
     def close(self) -> None:
         """Give the host memory back. Idempotent."""
+        self._join()
+        self._pins.close()
+        self._pin_state = _PinState.NONE
         self._buffer.close()
         self._generation = None
+
+    def _copy(self, source: Arena, destination: Arena) -> None:
+        for piece, room in zip(_pieces(source), _pieces(destination), strict=True):
+            room.copy_(piece, non_blocking=self._pin_state is _PinState.PINNED)
+        if self._pinning is not None:
+            self._pinning.synchronize()
+
+    def _allocate(self) -> None:
+        """Take the buffer and pin it, as far as that is not done."""
+        self._buffer.resume()
+        if self._pinning is None or self._pin_state is not _PinState.WANTED:
+            return
+        try:
+            with ExitStack() as pins:
+                for offset in range(0, self._buffer.virtual_bytes, PIECE_BYTES):
+                    address = self._buffer.address + offset
+                    self._pinning.pin(address, min(PIECE_BYTES, self._buffer.virtual_bytes - offset))
+                    pins.callback(self._pinning.unpin, address)
+                self._pins = pins.pop_all()
+            self._pin_state = _PinState.PINNED
+        except EngineError as error:
+            logger.warning("backup of %s: not pinned, copies will be slower: %s", self._arena.tag, error)
+            self._pin_state = _PinState.NONE
+
+    def _allocate_in_background(self) -> None:
+        with suppress(OutOfDeviceMemory):
+            self._allocate()
+
+    def _join(self) -> None:
+        if self._allocation is not None:
+            self._allocation.join()
+            self._allocation = None
 
     def _require_resident(self) -> None:
         if not self._arena.is_resident:
             raise EngineError(f"{self._arena.tag} is released: there is nothing to copy from or to")
 
 
-def _contents(arena: Arena) -> torch.Tensor:
-    return arena.view(0, (arena.num_bytes,), torch.uint8)
+def _pieces(arena: Arena) -> Iterator[torch.Tensor]:
+    return iter(torch.split(arena.view(0, (arena.num_bytes,), torch.uint8), PIECE_BYTES))

@@ -1,30 +1,43 @@
 """From configuration to a model runner that is ready to run."""
 
+from __future__ import annotations
+
 import logging
 import time
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ebbtide.srt.config import CacheConfig, ModelConfig, RuntimeConfig, ScheduleConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
+from ebbtide.srt.kernel_cache import flashinfer_problem, shape_problem
+from ebbtide.srt.layers.attention.flashinfer import FlashInferAttention
 from ebbtide.srt.layers.attention.registry import build_attention
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.saver import MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
 from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
+from ebbtide.srt.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from ebbtide.srt.model_executor.graph_runner import DecodeGraphs
 
 logger = logging.getLogger(__name__)
 
 CPU_KV_FRACTION = 0.1
 # Touching host memory for the first time takes as long as copying it: what is staged is taken in such pieces,
-# between forward passes.
-WEIGHTS_CHUNK_BYTES = 64 << 20
+# between forward passes. On a GPU memory comes at once, and one piece is swapped quicker than many.
+HOST_WEIGHTS_CHUNK_BYTES = 64 << 20
+CUDA_KV_CHUNK_BYTES = 1 << 30
+CUDA_GRAPH_CHUNK_BYTES = 16 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -34,17 +47,19 @@ def build_model_runner(
     schedule_config: ScheduleConfig,
     runtime_config: RuntimeConfig,
     device: Device,
+    saver: MemorySaver,
 ) -> ModelRunner:
-    """Build the model, load its weights, size the KV pool; both arenas are resident afterwards.
+    """Build the model, load its weights, size the KV pool, capture decode steps: all of it is resident then.
 
     Raises ConfigurationError for a model, a checkpoint, a dtype or a size that does not do.
     """
     started = time.monotonic()
-    vm = device.virtual_memory()
-    dtype = DTYPES[model_config.dtype]
-    model = build_model(model_config.architecture, model_config.hf_config, dtype, torch.device(device.name))
+    dtype, torch_device = DTYPES[model_config.dtype], torch.device(device.name)
+    is_cuda = torch_device.type == "cuda"
+    backend = _attention_backend(runtime_config, model_config, cache_config, torch_device)
+    model = build_model(model_config.architecture, model_config.hf_config, dtype, torch_device)
     try:
-        weight_store = WeightStore(model, vm, WEIGHTS_CHUNK_BYTES)
+        weight_store = WeightStore(model, saver, None if is_cuda else HOST_WEIGHTS_CHUNK_BYTES)
     except OutOfDeviceMemory as error:
         raise ConfigurationError(f"the weights do not fit: {error}") from error
     load_weights(weight_store, model_config.path, model_config.load_format)
@@ -53,8 +68,9 @@ def build_model_runner(
         model_config,
         cache_config,
         schedule_config,
-        vm,
-        free_bytes=device.memory_info().free_bytes,
+        saver,
+        chunk_bytes=CUDA_KV_CHUNK_BYTES if is_cuda else None,
+        free_bytes=device.free_bytes(),
         weight_bytes=weight_store.arena.resident_bytes,
     )
     logger.info(
@@ -66,16 +82,120 @@ def build_model_runner(
     page_table = PageTable(
         schedule_config.max_running_requests, -(-model_config.context_len // cache_config.page_size)
     )
-    attention = build_attention(runtime_config.attention_backend, kv_pool, model_config.num_layers, dtype)
-    return ModelRunner(model, weight_store, kv_pool, page_table, attention, model_config.vocab_size)
+    attention = build_attention(backend, kv_pool, model_config.num_layers, dtype, model_config.num_heads)
+    next_tokens = torch.zeros(
+        schedule_config.max_running_requests + 1, dtype=torch.int64, device=torch_device
+    )
+    runner = ModelRunner(
+        model,
+        weight_store,
+        kv_pool,
+        page_table,
+        attention,
+        model_config.vocab_size,
+        torch_device,
+        next_tokens,
+    )
+    if is_cuda:
+        warm_up(runner, schedule_config.chunked_prefill_size or schedule_config.max_prefill_tokens, dtype)
+        if runtime_config.cuda_graph_bs and isinstance(attention, FlashInferAttention):
+            runner.graphs = capture_graphs(
+                runner, attention, saver, runtime_config.cuda_graph_bs, next_tokens
+            )
+    return runner
+
+
+def _attention_backend(
+    runtime_config: RuntimeConfig, model_config: ModelConfig, cache_config: CacheConfig, device: torch.device
+) -> str:
+    """The chosen backend, its kernels compiled; torch's own where none was chosen and FlashInfer is out."""
+    chosen = runtime_config.attention_backend
+    if chosen == "torch_native" or device.type == "cpu":
+        return "torch_native"
+    problem = shape_problem(model_config.head_dim, model_config.dtype, cache_config.dtype)
+    if problem is None:
+        problem = flashinfer_problem()
+    if problem is not None:
+        if chosen is not None:
+            raise ConfigurationError(f"attention_backend={chosen}: {problem}")
+        logger.warning("%s; attention by torch's own kernels instead, without CUDA graphs: slow", problem)
+        return "torch_native"
+    from ebbtide.srt.layers.attention.flashinfer_kernels import HeadShape
+    from ebbtide.srt.layers.warmup import compile_kernels
+
+    shape = HeadShape(
+        model_config.num_heads,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        cache_config.page_size,
+        DTYPES[cache_config.dtype],
+    )
+    compile_kernels(
+        shape,
+        model_config.hf_config,
+        device,
+        lambda step, number, total: logger.info("%s (%d/%d)", step, number, total),
+    )
+    return "flashinfer"
+
+
+def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> None:
+    """Run a short and a long prompt and a decode step, so that kernels are compiled and libraries started.
+
+    Their KV goes to the first page, which nobody has yet.
+    """
+    longest = runner.page_table.array.shape[1] * runner.kv_pool.page_size
+    runner.sampler.warm_up(dtype)
+    for count in sorted({1, min(16, longest), min(num_tokens, longest)}):
+        plan = BatchPlan(
+            input_ids_T=np.zeros(count, dtype=np.int64),
+            page_rows_R=np.zeros(1, dtype=np.int32),
+            starts_R=np.zeros(1, dtype=np.int32),
+            num_new_R=np.array([count], dtype=np.int32),
+            samples_R=np.ones(1, dtype=np.bool_),
+            num_outputs_R=np.zeros(1, dtype=np.int64),
+            specs=[SampleSpec(SamplingParams(temperature=0.0), 0, frozenset(), [0] * count, [])],
+        )
+        runner.launch(plan).wait()
+
+
+def capture_graphs(
+    runner: ModelRunner,
+    attention: FlashInferAttention,
+    saver: MemorySaver,
+    batch_sizes: tuple[int, ...],
+    next_tokens: torch.Tensor,
+) -> DecodeGraphs:
+    """Decode steps of these sizes as CUDA graphs.
+
+    Raises ConfigurationError where there is no room for their scratch memory.
+    """
+    from ebbtide.srt.model_executor.graph_runner import DecodeGraphs
+
+    def arena(num_bytes: int) -> Arena:
+        scratch = saver.arena(MemoryTag.CUDA_GRAPH, num_bytes, CUDA_GRAPH_CHUNK_BYTES)
+        scratch.resume()
+        return scratch
+
+    longest = runner.page_table.array.shape[1]
+    try:
+        with torch.inference_mode():
+            return DecodeGraphs(
+                runner.model, attention, arena, batch_sizes, next_tokens, max_pages=batch_sizes[-1] * longest
+            )
+    except OutOfDeviceMemory as error:
+        raise ConfigurationError(
+            f"no room for CUDA graphs: {error}; lower cuda_graph_max_bs or mem_fraction_static"
+        ) from error
 
 
 def build_kv_pool(
     model_config: ModelConfig,
     cache_config: CacheConfig,
     schedule_config: ScheduleConfig,
-    vm: VirtualMemory,
+    saver: MemorySaver,
     *,
+    chunk_bytes: int | None,
     free_bytes: int,
     weight_bytes: int,
 ) -> KVPool:
@@ -93,8 +213,9 @@ def build_kv_pool(
         max_running_requests=schedule_config.max_running_requests,
         context_len=model_config.context_len,
     )
-    arena = Arena(MemoryTag.KV_CACHE, KVPool.bytes_needed(layers, num_pages, page_size, *heads), vm)
+    num_bytes = KVPool.bytes_needed(layers, num_pages, page_size, *heads)
     try:
+        arena = saver.arena(MemoryTag.KV_CACHE, num_bytes, chunk_bytes)
         arena.resume()
     except OutOfDeviceMemory as error:
         raise ConfigurationError(f"the KV pool does not fit: {error}; lower max_total_tokens") from error

@@ -16,7 +16,7 @@ _LEADERS_GROWTH = 8
 
 
 class Filters:
-    """The filters of some requests, applied in the order top-k, top-p, min-p.
+    """The filters of some requests on the host, applied in the order top-k, top-p, min-p.
 
     Each of them keeps the first tokens by descending probability, so together they keep the fewest that
     any of them keeps. Top-p counts within what top-k left, renormalised; min-p is relative to the largest.

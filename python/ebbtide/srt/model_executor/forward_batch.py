@@ -4,7 +4,7 @@ Shapes: T tokens, R requests, P pages, S sampled requests, M prompt positions wi
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
+from ebbtide.srt.model_executor.packing import upload_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,52 +31,139 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a plan's tokens stand, on the host.
+
+    Attributes:
+        positions_T, slots_T: int64; a slot is page · page_size + offset in the pool.
+        lens_R: int32, all tokens of each request, the new ones among them.
+        page_table_RP: int32 page ids, as wide as the longest request needs.
+        kv_indices: int32, the page ids of all requests, one after the other.
+        kv_indptr_R1: int32, where each request's pages begin in `kv_indices`; the last entry is the end.
+        last_page_len_R: int32, tokens in each request's last page, 1 .. page_size.
+    """
+
+    positions_T: NDArray[np.int64]
+    slots_T: NDArray[np.int64]
+    lens_R: NDArray[np.int32]
+    page_table_RP: NDArray[np.int32]
+    kv_indices: NDArray[np.int32]
+    kv_indptr_R1: NDArray[np.int32]
+    last_page_len_R: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, plan: BatchPlan, page_table: NDArray[np.int32], page_size: int) -> Self:
+        """Lay out a plan; `page_table` [rows, max_pages] is indexed by the plan's `page_rows_R`."""
+        num_new_R, starts_R = plan.num_new_R, plan.starts_R
+        lens_R = starts_R + num_new_R
+        num_pages_R = -(-lens_R // page_size)
+        width = int(num_pages_R.max())
+        page_table_RP = page_table[plan.page_rows_R, :width]
+        if len(plan.input_ids_T) == len(num_new_R):
+            positions_T = starts_R.astype(np.int64)
+            requests_T = np.arange(len(num_new_R))
+        else:
+            # Row t of request r stands at position t + (starts_r − first row of r).
+            firsts_R = np.cumsum(num_new_R, dtype=np.int64) - num_new_R
+            positions_T = np.arange(len(plan.input_ids_T)) + np.repeat(starts_R - firsts_R, num_new_R)
+            requests_T = np.repeat(np.arange(len(num_new_R)), num_new_R)
+        pages_T = page_table_RP[requests_T, positions_T // page_size].astype(np.int64)
+        return cls(
+            positions_T=positions_T,
+            slots_T=pages_T * page_size + positions_T % page_size,
+            lens_R=lens_R,
+            page_table_RP=page_table_RP,
+            kv_indices=page_table_RP[np.arange(width) < num_pages_R[:, None]],
+            kv_indptr_R1=_indptr(num_pages_R),
+            last_page_len_R=(lens_R - 1) % page_size + 1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The tensors of one forward pass.
 
     Attributes:
-        input_ids_T, positions_T: int64.
-        num_new_R, lens_R: new tokens, and all tokens with them, of each request.
-        page_table_RP: int32 page ids, as wide as the longest request needs.
+        input_ids_T: int64; `SAMPLED_BEFORE` where the step before samples the token.
+        rows_T: int64, the page row of each token's request.
+        positions_T: int64.
+        num_new_R, lens_R: new tokens, and all tokens with them, of each request; on the host.
+        page_table_RP: int32 page ids on the host, as wide as the longest request needs.
         slots_T: int64, place of each new token in the pool: page · page_size + offset.
+        kv_indices: int32 page ids of all requests, one after the other.
+        kv_indptr_R1, q_indptr_R1: int32 on the host: where each request begins in `kv_indices`, and in T.
+        last_page_len_R: int32 on the host, tokens in each request's last page.
+        kv_indptr_dev, q_indptr_dev, last_page_len_dev: the same three on the device.
         sampled_R: requests that sample, ascending; the S of `sampled_rows_S`.
         sampled_rows_S: int64, the rows whose logits are sampled.
+        sampled_page_rows_S: int64, the page rows of these requests.
         prompt_rows: where prompt logprobs come from; empty as a rule.
     """
 
     input_ids_T: Tensor
+    rows_T: Tensor
     positions_T: Tensor
     num_new_R: NDArray[np.int32]
     lens_R: NDArray[np.int32]
     page_table_RP: NDArray[np.int32]
     slots_T: Tensor
+    kv_indices: Tensor
+    kv_indptr_R1: NDArray[np.int32]
+    q_indptr_R1: NDArray[np.int32]
+    last_page_len_R: NDArray[np.int32]
+    kv_indptr_dev: Tensor
+    q_indptr_dev: Tensor
+    last_page_len_dev: Tensor
     sampled_R: list[int]
     sampled_rows_S: Tensor
+    sampled_page_rows_S: Tensor
     prompt_rows: list[PromptRows]
 
     @classmethod
-    def from_plan(cls, plan: BatchPlan, page_table: NDArray[np.int32], page_size: int) -> Self:
-        """Lay out a plan; `page_table` [rows, max_pages] is indexed by the plan's `page_rows_R`."""
-        num_new_R, starts_R = plan.num_new_R, plan.starts_R
-        ends_R = np.cumsum(num_new_R, dtype=np.int64)
-        lens_R = starts_R + num_new_R
-        width = -(-int(lens_R.max()) // page_size)
-        page_table_RP = page_table[plan.page_rows_R, :width]
-        # Row t of request r stands at position t + (starts_r − first row of r).
-        positions_T = np.arange(len(plan.input_ids_T)) + np.repeat(starts_R - (ends_R - num_new_R), num_new_R)
-        requests_T = np.repeat(np.arange(len(num_new_R)), num_new_R)
-        pages_T = page_table_RP[requests_T, positions_T // page_size].astype(np.int64)
+    def from_plan(
+        cls,
+        plan: BatchPlan,
+        page_table: NDArray[np.int32],
+        page_size: int,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> Self:
+        """Lay out a plan, in one copy to the device."""
+        layout = Layout.of(plan, page_table, page_size)
+        q_indptr_R1 = _indptr(plan.num_new_R)
+        ends_R = q_indptr_R1[1:].astype(np.int64)
+        rows_R = plan.page_rows_R.astype(np.int64)
+        fields: dict[str, Any] = dict(
+            upload_all(
+                device,
+                input_ids_T=plan.input_ids_T,
+                rows_T=np.repeat(rows_R, plan.num_new_R),
+                positions_T=layout.positions_T,
+                slots_T=layout.slots_T,
+                sampled_rows_S=ends_R[plan.samples_R] - 1,
+                sampled_page_rows_S=rows_R[plan.samples_R],
+                kv_indices=layout.kv_indices,
+                kv_indptr_dev=layout.kv_indptr_R1,
+                q_indptr_dev=q_indptr_R1,
+                last_page_len_dev=layout.last_page_len_R,
+            )
+        )
         return cls(
-            input_ids_T=torch.from_numpy(plan.input_ids_T),
-            positions_T=torch.from_numpy(positions_T),
-            num_new_R=num_new_R,
-            lens_R=lens_R,
-            page_table_RP=page_table_RP,
-            slots_T=torch.from_numpy(pages_T * page_size + positions_T % page_size),
+            **fields,
+            num_new_R=plan.num_new_R,
+            lens_R=layout.lens_R,
+            page_table_RP=layout.page_table_RP,
+            kv_indptr_R1=layout.kv_indptr_R1,
+            q_indptr_R1=q_indptr_R1,
+            last_page_len_R=layout.last_page_len_R,
             sampled_R=np.flatnonzero(plan.samples_R).tolist(),
-            sampled_rows_S=torch.from_numpy(ends_R[plan.samples_R] - 1),
             prompt_rows=_prompt_rows(plan, ends_R),
         )
+
+
+def _indptr(counts_R: NDArray[np.int32]) -> NDArray[np.int32]:
+    indptr_R1 = np.zeros(len(counts_R) + 1, dtype=np.int32)
+    np.cumsum(counts_R, out=indptr_R1[1:])
+    return indptr_R1
 
 
 def _prompt_rows(plan: BatchPlan, ends_R: NDArray[np.int64]) -> list[PromptRows]:

@@ -106,12 +106,15 @@ def load_weights(store: WeightStore, path: str | Path, load_format: str) -> None
 
 
 def write_dummy_weights(store: WeightStore) -> None:
-    """Small random values, the same each time, by checkpoint name; norms are one."""
-    generator = torch.Generator().manual_seed(DUMMY_SEED)
+    """Small random values, the same each time on one kind of device, by checkpoint name; norms are one."""
+    device = store.device
+    generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     for name in sorted(store.names):
         shape = store.shape(name)
-        is_norm = name.endswith("norm.weight")
-        value = torch.ones(shape) if is_norm else torch.randn(shape, generator=generator) * DUMMY_SCALE
+        if name.endswith("norm.weight"):
+            value = torch.ones(shape, device=device)
+        else:
+            value = torch.randn(shape, generator=generator, device=device).mul_(DUMMY_SCALE)
         store.write(name, value, None)
 
 

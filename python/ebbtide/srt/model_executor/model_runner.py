@@ -3,7 +3,11 @@
 Shapes: T tokens, R requests, S requests that sample, D hidden, V vocabulary.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,25 +15,57 @@ from torch import Tensor
 from ebbtide.srt.layers.attention.base import AttentionBackend
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
-from ebbtide.srt.model_executor.batch_plan import BatchPlan, PendingStep, PositionLogprobs, StepResult
-from ebbtide.srt.model_executor.forward_batch import ForwardBatch, PromptRows
-from ebbtide.srt.model_executor.logprobs import position_logprobs
-from ebbtide.srt.model_executor.sampler import Sampler
+from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, PendingStep, StepResult
+from ebbtide.srt.model_executor.forward_batch import ForwardBatch, Layout, PromptRows
+from ebbtide.srt.model_executor.logprobs import LaunchedLogprobs, position_logprobs
+from ebbtide.srt.model_executor.sampler import LaunchedSample, Sampler
+from ebbtide.srt.model_executor.transfers import upload
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
+
+if TYPE_CHECKING:
+    from ebbtide.srt.model_executor.graph_runner import DecodeGraphs
 
 # Bound of the float32 logits that prompt logprobs hold at a time.
 PROMPT_LOGITS_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """A step that ran where it was launched: on the CPU there is nothing to wait for."""
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step whose results are on their way to the host.
 
-    result: StepResult
+    Attributes:
+        num_requests: R.
+        sampled_R: the requests that sample.
+        sample: None where none of them does.
+        prompt_logprobs: per request with prompt positions in this step, piece by piece.
+        has_run: recorded behind the last launch; None on a CPU, where to launch is to run.
+    """
+
+    num_requests: int
+    sampled_R: Sequence[int]
+    sample: LaunchedSample | None = None
+    prompt_logprobs: dict[int, list[LaunchedLogprobs]] = field(default_factory=dict)
+    has_run: torch.Event | None = None
 
     def wait(self) -> StepResult:
-        return self.result
+        if self.has_run is not None:
+            self.has_run.synchronize()
+        result = StepResult(token_ids=[-1] * self.num_requests)
+        if self.prompt_logprobs:
+            result.input_logprobs = [None] * self.num_requests
+            for request, pieces in self.prompt_logprobs.items():
+                result.input_logprobs[request] = [entry for piece in pieces for entry in piece.result()]
+        if self.sample is None:
+            return result
+        sampled = self.sample.result()
+        for request, token_id in zip(self.sampled_R, sampled.token_ids, strict=True):
+            result.token_ids[request] = token_id
+        if sampled.logprobs is not None:
+            result.output_logprobs = [None] * self.num_requests
+            for request, logprobs in zip(self.sampled_R, sampled.logprobs, strict=True):
+                result.output_logprobs[request] = logprobs
+        return result
 
 
 class ModelRunner:
@@ -37,6 +73,11 @@ class ModelRunner:
 
     The caller sees to it that both arenas are resident and the weights valid, and that the page table
     holds pages for every token of a plan.
+
+    Args:
+        device: where all of it is.
+        next_tokens: int64, the token sampled last for each row of the page table, and one row more.
+        graphs: decode steps that were captured; None to launch every kernel of every step.
     """
 
     def __init__(
@@ -47,57 +88,79 @@ class ModelRunner:
         page_table: PageTable,
         attention: AttentionBackend,
         vocab_size: int,
+        device: torch.device,
+        next_tokens: Tensor,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.model = model
         self.weight_store = weight_store
         self.kv_pool = kv_pool
         self.page_table = page_table
+        self.graphs = graphs
+        self.sampler = Sampler(vocab_size, device)
         self._attention = attention
         self._vocab_size = vocab_size
-        self._sampler = Sampler(vocab_size)
+        self._device = device
+        self._next_tokens = next_tokens
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan) -> PendingStep:
-        """Write the new tokens' KV and sample; on the CPU the step is done on return."""
-        batch = ForwardBatch.from_plan(plan, self.page_table.array, self.kv_pool.page_size)
-        self._attention.prepare(batch)
-        hidden_TD = self.model.forward(batch.input_ids_T, batch.positions_T, self._attention)
-        result = StepResult(token_ids=[-1] * len(plan.specs))
-        if batch.prompt_rows:
-            result.input_logprobs = self._prompt_logprobs(plan, batch.prompt_rows, hidden_TD)
-        if batch.sampled_R:
-            self._sample(plan, batch, hidden_TD, result)
-        return FinishedStep(result)
+        """Write the new tokens' KV and sample; returns at once on CUDA, and with the step done on a CPU."""
+        if self.graphs is not None and self.graphs.fits(plan):
+            step = self._replay(plan, self.graphs)
+        else:
+            step = self._run(plan)
+        if self._device.type != "cpu":
+            step.has_run = torch.Event(self._device)
+            step.has_run.record()
+        return step
 
-    def _sample(self, plan: BatchPlan, batch: ForwardBatch, hidden_TD: Tensor, result: StepResult) -> None:
-        hidden_SD = hidden_TD if plan.is_decode else hidden_TD[batch.sampled_rows_S]
-        sampled = self._sampler.sample(
-            self.model.logits(hidden_SD), [plan.specs[request] for request in batch.sampled_R]
+    def _replay(self, plan: BatchPlan, graphs: DecodeGraphs) -> LaunchedStep:
+        layout = Layout.of(plan, self.page_table.array, self.kv_pool.page_size)
+        hidden_RD = graphs.replay(plan, layout)
+        step = LaunchedStep(len(plan.specs), range(len(plan.specs)))
+        self._sample(plan, hidden_RD, graphs.inputs.rows[: len(plan.specs)], step)
+        return step
+
+    def _run(self, plan: BatchPlan) -> LaunchedStep:
+        batch = ForwardBatch.from_plan(plan, self.page_table.array, self.kv_pool.page_size, self._device)
+        self._attention.prepare(batch)
+        input_ids_T = resolve_tokens(batch.input_ids_T, batch.rows_T, self._next_tokens)
+        hidden_TD = self.model.forward(input_ids_T, batch.positions_T, self._attention)
+        step = LaunchedStep(len(plan.specs), batch.sampled_R)
+        for rows in batch.prompt_rows:
+            step.prompt_logprobs[rows.request] = self._prompt_logprobs(plan, rows, hidden_TD)
+        if batch.sampled_R:
+            hidden_SD = hidden_TD if plan.is_decode else hidden_TD[batch.sampled_rows_S]
+            self._sample(plan, hidden_SD, batch.sampled_page_rows_S, step)
+        return step
+
+    def _sample(self, plan: BatchPlan, hidden_SD: Tensor, page_rows_S: Tensor, step: LaunchedStep) -> None:
+        specs = plan.specs
+        if len(step.sampled_R) < len(specs):
+            specs = [specs[request] for request in step.sampled_R]
+        step.sample = self.sampler.launch(
+            self.model.logits(hidden_SD), specs, plan.num_outputs_R[plan.samples_R]
         )
-        for request, token_id in zip(batch.sampled_R, sampled.token_ids, strict=True):
-            result.token_ids[request] = token_id
-        if sampled.logprobs is not None:
-            result.output_logprobs = [None] * len(plan.specs)
-            for request, logprobs in zip(batch.sampled_R, sampled.logprobs, strict=True):
-                result.output_logprobs[request] = logprobs
+        self._next_tokens.index_copy_(0, page_rows_S, step.sample.tokens_S)
 
     def _prompt_logprobs(
-        self, plan: BatchPlan, prompt_rows: list[PromptRows], hidden_TD: Tensor
-    ) -> list[list[PositionLogprobs] | None]:
-        """Request by request, and few rows at a time: a long prompt's logits are large."""
+        self, plan: BatchPlan, rows: PromptRows, hidden_TD: Tensor
+    ) -> list[LaunchedLogprobs]:
+        """Few rows at a time: a long prompt's logits are large."""
+        spec = plan.specs[rows.request].logprobs
+        assert spec is not None
         num_rows = max(1, PROMPT_LOGITS_BYTES // (4 * self._vocab_size))
-        results: list[list[PositionLogprobs] | None] = [None] * len(plan.specs)
-        for rows in prompt_rows:
-            spec = plan.specs[rows.request].logprobs
-            assert spec is not None
-            hidden_MD = hidden_TD[rows.first_row : rows.first_row + len(rows.token_ids)]
-            entries: list[PositionLogprobs] = []
-            for piece_MD, token_ids_M in zip(
-                torch.split(hidden_MD, num_rows),
-                torch.split(torch.tensor(rows.token_ids), num_rows),
-                strict=True,
-            ):
-                scores_MV = self.model.logits(piece_MD).float()
-                entries += position_logprobs(scores_MV, token_ids_M, [spec] * len(piece_MD))
-            results[rows.request] = entries
-        return results
+        hidden_MD = hidden_TD[rows.first_row : rows.first_row + len(rows.token_ids)]
+        token_ids_M = upload(rows.token_ids, self._device)
+        return [
+            position_logprobs(self.model.logits(piece_MD).float(), piece_M, [spec] * len(piece_MD))
+            for piece_MD, piece_M in zip(
+                torch.split(hidden_MD, num_rows), torch.split(token_ids_M, num_rows), strict=True
+            )
+        ]
+
+
+def resolve_tokens(input_ids_T: Tensor, rows_T: Tensor, next_tokens: Tensor) -> Tensor:
+    """Input tokens with `SAMPLED_BEFORE` replaced by what was sampled last for the page row."""
+    return torch.where(input_ids_T == SAMPLED_BEFORE, next_tokens[rows_T], input_ids_T)

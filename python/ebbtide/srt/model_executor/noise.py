@@ -20,10 +20,19 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float
     Source: the finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
     Generators, 2014), applied to the seed and again to the position.
     """
-    seed_bits = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
+    return uniforms_at(mixed_seeds(seeds), np.array(positions, dtype=np.int64))
+
+
+def mixed_seeds(seeds: Sequence[int]) -> NDArray[np.uint64]:
+    """The part of `uniforms` that depends on the seeds alone."""
     # The seed is mixed before the position is added: seeds that differ by little must not be
     # one another's sequence at other positions.
-    state = _mix(seed_bits + _GOLDEN) + np.array(positions, dtype=np.uint64) * _GOLDEN
+    return _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64) + _GOLDEN)
+
+
+def uniforms_at(mixed: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`uniforms` of seeds that went through `mixed_seeds`."""
+    state = mixed + positions.astype(np.uint64) * _GOLDEN
     return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -11,17 +11,10 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import SampleSpec
+from ebbtide.srt.model_executor.transfers import upload
 
 # Below this a repetition penalty would take scores out of float32's range.
 _LEAST_REPETITION_PENALTY = 1e-30
-
-
-def is_penalised(spec: SampleSpec) -> bool:
-    """Whether any penalty changes this request's scores."""
-    params = spec.params
-    return (
-        params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-    )
 
 
 class Penalties:
@@ -30,33 +23,33 @@ class Penalties:
     Args:
         rows: their rows in the batch's scores, ascending.
         specs: of these rows.
+        device: where the scores are.
         previous: the state of the batch before; counts of requests that are still there are taken over.
     """
 
     def __init__(
-        self, rows: Sequence[int], specs: Sequence[SampleSpec], vocab_size: int, previous: Penalties | None
+        self,
+        rows: Sequence[int],
+        specs: Sequence[SampleSpec],
+        vocab_size: int,
+        device: torch.device,
+        previous: Penalties | None,
     ) -> None:
         self._specs = list(specs)
-        self._rows_P = torch.tensor(rows)
+        self._device = device
+        self._rows_P = upload(list(rows), device)
         # Tokens of the prompt and the output, and how often each is in the output.
-        self._seen_PV = torch.zeros((len(rows), vocab_size), dtype=torch.bool)
-        self._counts_PV = torch.zeros((len(rows), vocab_size))
+        self._seen_PV = torch.zeros((len(rows), vocab_size), dtype=torch.bool, device=device)
+        self._counts_PV = torch.zeros((len(rows), vocab_size), device=device)
         self._num_counted = [0] * len(rows)
         params = [spec.params for spec in specs]
         repetition = [max(each.repetition_penalty, _LEAST_REPETITION_PENALTY) for each in params]
-        self._repetition_P1 = torch.tensor(repetition).unsqueeze(1)
-        self._frequency_P1 = torch.tensor([each.frequency_penalty for each in params]).unsqueeze(1)
-        self._presence_P1 = torch.tensor([each.presence_penalty for each in params]).unsqueeze(1)
+        self._repetition_P1 = upload(repetition, device).unsqueeze(1)
+        self._frequency_P1 = upload([each.frequency_penalty for each in params], device).unsqueeze(1)
+        self._presence_P1 = upload([each.presence_penalty for each in params], device).unsqueeze(1)
         self._has_repetition = any(each.repetition_penalty != 1.0 for each in params)
         self._has_counts = any(each.frequency_penalty or each.presence_penalty for each in params)
-        known = {spec: row for row, spec in enumerate(previous._specs)} if previous is not None else {}
-        for row, spec in enumerate(self._specs):
-            if previous is not None and spec in known:
-                self._seen_PV[row] = previous._seen_PV[known[spec]]
-                self._counts_PV[row] = previous._counts_PV[known[spec]]
-                self._num_counted[row] = previous._num_counted[known[spec]]
-            else:
-                self._seen_PV[row, torch.tensor(spec.prompt_ids)] = True
+        self._take_over(previous)
 
     def apply(self, scores_SV: Tensor) -> None:
         """Change the scores of the penalised rows in place.
@@ -77,16 +70,42 @@ class Penalties:
             scores_PV -= self._frequency_P1 * self._counts_PV
             scores_PV -= self._presence_P1 * (self._counts_PV > 0)
         if not is_whole:
-            scores_SV[self._rows_P] = scores_PV
+            scores_SV.index_copy_(0, self._rows_P, scores_PV)
+
+    def _take_over(self, previous: Penalties | None) -> None:
+        """Counts of requests that were there before; the prompts of the others."""
+        known = {spec: row for row, spec in enumerate(previous._specs)} if previous is not None else {}
+        kept = [row for row, spec in enumerate(self._specs) if spec in known]
+        if previous is not None and kept:
+            before = [known[self._specs[row]] for row in kept]
+            rows, rows_before = upload(kept, self._device), upload(before, self._device)
+            self._seen_PV.index_copy_(0, rows, previous._seen_PV[rows_before])
+            self._counts_PV.index_copy_(0, rows, previous._counts_PV[rows_before])
+            for row, row_before in zip(kept, before, strict=True):
+                self._num_counted[row] = previous._num_counted[row_before]
+        new_rows: list[int] = []
+        prompt_ids: list[int] = []
+        for row, spec in enumerate(self._specs):
+            if spec not in known:
+                new_rows += [row] * len(spec.prompt_ids)
+                prompt_ids += spec.prompt_ids
+        self._see(new_rows, prompt_ids)
 
     def _count_new_tokens(self) -> None:
-        rows, token_ids = [], []
+        rows: list[int] = []
+        token_ids: list[int] = []
         for row, spec in enumerate(self._specs):
             new = spec.output_ids[self._num_counted[row] :]
             self._num_counted[row] += len(new)
             rows += [row] * len(new)
             token_ids += new
-        if rows:
-            where = (torch.tensor(rows), torch.tensor(token_ids))
-            self._counts_PV.index_put_(where, torch.ones(()), accumulate=True)
-            self._seen_PV[where] = True
+        where = self._see(rows, token_ids)
+        if where is not None:
+            self._counts_PV.index_put_(where, self._counts_PV.new_ones(()), accumulate=True)
+
+    def _see(self, rows: list[int], token_ids: list[int]) -> tuple[Tensor, Tensor] | None:
+        if not rows:
+            return None
+        where = (upload(rows, self._device), upload(token_ids, self._device))
+        self._seen_PV.index_put_(where, self._seen_PV.new_ones(()))
+        return where

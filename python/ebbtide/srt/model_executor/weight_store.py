@@ -2,22 +2,24 @@
 
 import hashlib
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.memory_saver.arena import Arena, Shadow
+from ebbtide.srt.memory_saver.arena import Shadow
+from ebbtide.srt.memory_saver.saver import MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
 from ebbtide.srt.models.base import CausalLM, WeightTarget
 
 __all__ = ["TensorProblem", "WeightStore", "WeightTarget"]
 
 ALIGNMENT_BYTES = 256
 SLICE_BYTES = 64 << 20
+# At the speed of pageable memory, about what a forward pass can be kept waiting for.
+TRANSFER_BYTES = 16 << 20
 # Narrower floating types mean nothing without the scales that belong to them.
 CONVERTIBLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -52,11 +54,11 @@ class WeightStore:
 
     Args:
         model: with parameters on the meta device; each is replaced by a view of the arena.
-        vm: where the arena's memory comes from.
+        saver: where the arena comes from.
         chunk_bytes: pieces in which it is taken, see `Arena`. A staged copy is taken piece by piece too.
     """
 
-    def __init__(self, model: CausalLM, vm: VirtualMemory, chunk_bytes: int | None = None) -> None:
+    def __init__(self, model: CausalLM, saver: MemorySaver, chunk_bytes: int | None = None) -> None:
         self._model = model
         self._targets = model.checkpoint_map()
         self._slots: dict[str, Slot] = {}
@@ -68,7 +70,7 @@ class WeightStore:
         self._sources: dict[str, set[str]] = {name: set() for name in self._slots}
         for name, target in self._targets.items():
             self._sources[target.parameter].add(name)
-        self.arena = Arena(MemoryTag.WEIGHTS, num_bytes, vm, chunk_bytes)
+        self.arena = saver.arena(MemoryTag.WEIGHTS, num_bytes, chunk_bytes)
         self.arena.resume()
         self.generation = 0
         for name, slot in self._slots.items():
@@ -83,6 +85,11 @@ class WeightStore:
     def num_bytes(self) -> int:
         """Bytes of all parameters, padding between them included."""
         return self.arena.num_bytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.arena.view(0, (0,), torch.uint8).device
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a tensor by its checkpoint name."""
@@ -115,13 +122,25 @@ class WeightStore:
 
         Returns the bytes written, in the parameter's dtype; 0 for an ignored name.
         """
+        return sum(self.write_by_slices(name, tensor, shadow, direct))
+
+    def write_by_slices(
+        self, name: str, tensor: Tensor, shadow: Shadow | None, direct: bool = False
+    ) -> Generator[int, None, None]:
+        """As `write`, yielding the bytes of each slice just copied; nothing for an ignored name.
+
+        Tensors of the same device are one slice: there a copy is launched and not waited for. A copy to
+        another device holds the caller up, so it is cut into slices of at most 16 MiB.
+        """
         if not direct and self.ignored(name):
-            return 0
+            return
         destination = self._region(name, shadow, direct)
-        destination.copy_(tensor)
         if shadow is None:
             self.generation += 1
-        return destination.nbytes
+        slice_bytes = destination.nbytes if tensor.device == destination.device else TRANSFER_BYTES
+        for piece, room in _row_slices(tensor, destination, slice_bytes):
+            room.copy_(piece)
+            yield room.nbytes
 
     def covered(self, name: str, direct: bool = False) -> frozenset[str]:
         """The checkpoint names that writing `name` makes valid."""
@@ -137,12 +156,9 @@ class WeightStore:
         """
         for name in sorted(self.names - frozenset(written)):
             source, destination = self._region(name, None), self._region(name, shadow)
-            num_rows = max(1, SLICE_BYTES // max(1, source[:1].nbytes))
-            for piece, room in zip(
-                torch.split(source, num_rows), torch.split(destination, num_rows), strict=True
-            ):
+            for piece, room in _row_slices(source, destination, SLICE_BYTES):
                 room.copy_(piece)
-                yield piece.nbytes
+                yield room.nbytes
 
     def commit(self, shadow: Shadow) -> None:
         """Make the staged copy live, at the same addresses; the shadow then holds the former weights."""
@@ -180,6 +196,15 @@ class WeightStore:
             return parameter
         target = self._targets[name]
         return parameter.narrow(target.dim, target.start, target.length)
+
+
+def _row_slices(source: Tensor, destination: Tensor, slice_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of rows of two tensors of one shape, of at most `slice_bytes` in the destination, or one row."""
+    if source.dim() == 0:
+        yield source, destination
+        return
+    num_rows = max(1, slice_bytes // max(1, destination[:1].nbytes))
+    yield from zip(torch.split(source, num_rows), torch.split(destination, num_rows), strict=True)
 
 
 def replace_parameter(model: nn.Module, name: str, value: Tensor) -> None:

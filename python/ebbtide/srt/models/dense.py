@@ -3,20 +3,23 @@
 Shapes: T tokens, N heads, H head_dim, D hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.attention.base import AttentionBackend
+from ebbtide.srt.layers.attention.base import AttentionBackend, HeadNorms
 from ebbtide.srt.layers.embedding import VocabEmbedding
+from ebbtide.srt.layers.fused import linear_add_, norm_gate_up, norm_linear
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import RMSNorm
-from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rope_config, rotate
+from ebbtide.srt.layers.rotary import Rope, RopeConfig, RotaryEmbedding, rope_config
 from ebbtide.srt.models.base import CausalLM, WeightMap, projection, stacked
+
+MakeMLP = Callable[[int], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,6 @@ class Attention(nn.Module):
     def __init__(self, config: DenseConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.qkv_proj = Linear(
             config.hidden_size, config.q_size + 2 * config.kv_size, bias=config.qkv_bias, dtype=dtype
@@ -87,17 +89,20 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
-        n, m = self.num_heads, self.num_kv_heads
-        qkv_TNH = self.qkv_proj(x_TD).view(-1, n + 2 * m, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_TNH = rotate(self.q_norm(qkv_TNH[:, :n]), cos, sin)
-            k_TNH = rotate(self.k_norm(qkv_TNH[:, n : n + m]), cos, sin)
-        else:
-            q_TNH, k_TNH = torch.split(rotate(qkv_TNH[:, : n + m], cos, sin), [n, m], dim=1)
-        out_TNH = attention.forward(self.layer, q_TNH, k_TNH, qkv_TNH[:, n + m :])
-        projected: Tensor = self.o_proj(out_TNH.reshape(-1, n * self.head_dim))
-        return projected
+    def add_(self, x_TD: Tensor, norm: RMSNorm, rope: Rope, attention: AttentionBackend) -> None:
+        """x += attention of norm(x), in place."""
+        qkv, out = self.qkv_proj, self.o_proj
+        qkv_TO = norm_linear(x_TD, norm.weight, norm.eps, qkv.weight, qkv.bias)
+        out_TNH = attention.forward(
+            self.layer, qkv_TO.view(len(x_TD), -1, self.head_dim), rope, self.head_norms()
+        )
+        linear_add_(out_TNH.flatten(1), out.weight, out.bias, x_TD)
+
+    def head_norms(self) -> HeadNorms | None:
+        """As the parameters are now: the weight store gives them their memory after construction."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class GatedMLP(nn.Module):
@@ -109,44 +114,58 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x_TD).chunk(2, dim=-1)
-        projected: Tensor = self.down_proj(F.silu(gate).mul_(up))
-        return projected
+    def add_(self, x_TD: Tensor, norm: RMSNorm) -> None:
+        """x += MLP of norm(x), in place."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        inner_TI = norm_gate_up(x_TD, norm.weight, norm.eps, gate_up.weight, gate_up.bias)
+        linear_add_(inner_TI, down.weight, down.bias, x_TD)
 
 
 class Block(nn.Module):
-    """One decoder layer with pre-normalisation."""
+    """One decoder layer with pre-normalisation.
 
-    def __init__(self, config: DenseConfig, layer: int, dtype: torch.dtype) -> None:
+    Args:
+        mlp: takes the normalised hidden states [T, D] and returns what is added to them; None for the
+            dense model's own, which fuses the norm and the addition.
+    """
+
+    def __init__(self, config: DenseConfig, layer: int, dtype: torch.dtype, mlp: nn.Module | None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         self.self_attn = Attention(config, layer, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config, dtype)
+        self.mlp = GatedMLP(config, dtype) if mlp is None else mlp
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(self, x_TD: Tensor, rope: Rope, attention: AttentionBackend) -> Tensor:
         """Adds to `x_TD` in place: nothing else refers to the residual stream."""
-        x_TD += self.self_attn(self.input_layernorm(x_TD), cos, sin, attention)
-        x_TD += self.mlp(self.post_attention_layernorm(x_TD))
+        self.self_attn.add_(x_TD, self.input_layernorm, rope, attention)
+        if isinstance(self.mlp, GatedMLP):
+            self.mlp.add_(x_TD, self.post_attention_layernorm)
+        else:
+            x_TD += self.mlp(self.post_attention_layernorm(x_TD))
         return x_TD
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm."""
+    """Embedding, layers and final norm; `make_mlp` yields each layer's MLP, see `Block`."""
 
-    def __init__(self, config: DenseConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: DenseConfig, dtype: torch.dtype, device: torch.device, make_mlp: MakeMLP | None = None
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, device)
-        self.layers = nn.ModuleList(Block(config, layer, dtype) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Block(config, layer, dtype, make_mlp(layer) if make_mlp is not None else None)
+            for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend) -> Tensor:
         x_TD = self.embed_tokens(input_ids_T)
-        cos, sin = self.rotary_emb(positions_T, x_TD.dtype)
+        rope = self.rotary_emb(positions_T, x_TD.dtype)
         for layer in self.layers:
-            x_TD = layer(x_TD, cos, sin, attention)
+            x_TD = layer(x_TD, rope, attention)
         hidden_TD: Tensor = self.norm(x_TD)
         return hidden_TD
 
@@ -158,12 +177,15 @@ class DenseCausalLM(CausalLM):
         config: sizes and switches.
         dtype: of the parameters and activations.
         device: where buffers live; parameters are on the meta device.
+        make_mlp: layer → the MLP of that layer, see `Block`; None for dense ones.
     """
 
-    def __init__(self, config: DenseConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: DenseConfig, dtype: torch.dtype, device: torch.device, make_mlp: MakeMLP | None = None
+    ) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, dtype, device)
+        self.model = Decoder(config, dtype, device, make_mlp)
         self.lm_head = (
             None if config.tied else VocabEmbedding(config.vocab_size, config.hidden_size, dtype=dtype)
         )

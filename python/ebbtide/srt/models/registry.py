@@ -8,13 +8,17 @@ import torch
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.llama import LlamaForCausalLM
+from ebbtide.srt.models.mixtral import MixtralForCausalLM
 from ebbtide.srt.models.qwen2 import Qwen2ForCausalLM
 from ebbtide.srt.models.qwen3 import Qwen3ForCausalLM
+from ebbtide.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
 MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
 }
 
 

@@ -117,14 +117,23 @@ def _flatten(
 
 
 def _checked(flat: torch.Tensor, metadata: Sequence[FlattenedTensorMetadata]) -> torch.Tensor:
-    if flat.dim() != 1 or flat.dtype not in (torch.uint8, torch.int8) or not flat.is_contiguous():
-        described = f"{flat.dtype} of shape {tuple(flat.shape)}"
+    check_bucket(flat.dtype, tuple(flat.shape), flat.stride(), metadata)
+    return flat.view(torch.uint8)
+
+
+def check_bucket(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    metadata: Sequence[FlattenedTensorMetadata],
+) -> None:
+    """Refuses (`RequestRejected`) what is not a run of bytes, or an index that does not fit it."""
+    if len(shape) != 1 or dtype not in (torch.uint8, torch.int8) or (shape[0] > 1 and stride != (1,)):
         raise RequestRejected(
-            f"flattened_tensor: expected contiguous bytes (1-D uint8 or int8), got {described}"
+            f"flattened_tensor: expected contiguous bytes (1-D uint8 or int8), got {dtype} of shape {shape}"
         )
     for entry in metadata:
-        _check_entry(entry, flat.numel())
-    return flat.view(torch.uint8)
+        _check_entry(entry, shape[0])
 
 
 def _check_entry(entry: FlattenedTensorMetadata, total_bytes: int) -> None:

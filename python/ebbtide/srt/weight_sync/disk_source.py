@@ -37,12 +37,20 @@ class _CheckpointSource:
             raise RequestRejected(str(error)) from error
         self.entries = tuple(TensorHeader(item.name, item.shape, item.dtype) for item in index.values())
 
+    def open(self) -> Iterator[None]:
+        """The files are read when the tensors are."""
+        yield from ()
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             yield from iterate_checkpoint(self._path, self._load_format)
         except ConfigurationError as error:
             # The folder changed after it had been looked at.
             raise RequestRejected(str(error)) from error
+
+    def drop(self) -> Iterator[None]:
+        """Nothing is on a device."""
+        yield from ()
 
     def close(self) -> None:
         """Nothing is held open between iterations."""

@@ -5,7 +5,7 @@ Source: wire_api section 4.1.
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,9 +15,10 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.bucket import FlattenedTensorMetadata
 from ebbtide.srt.weight_sync.pickle_reader import Record, read_pickle
 from ebbtide.srt.weight_sync.references import (
+    AnyStorageRef,
     kind_of,
     natural,
-    resolve_global,
+    recording,
     tensor_dtype,
     tensor_shape,
     text,
@@ -38,7 +39,14 @@ def raw_pickle(entry: bytes | str) -> bytes:
     """Returns the pickle inside an entry: base64 text, or (bytes that begin 0x80) the pickle itself."""
     if isinstance(entry, bytes) and entry.startswith(_PICKLE_START):
         return entry
-    data = raw_base64(entry)
+    try:
+        data = raw_base64(entry)
+    except RequestRejected as error:
+        if isinstance(entry, str):
+            raise
+        raise RequestRejected(
+            "the payload is neither a pickle of protocol 2 or later (its first byte is not 0x80) nor base64"
+        ) from error
     if not data.startswith(_PICKLE_START):
         raise RequestRejected(
             "the payload is not a pickle of protocol 2 or later: its first byte is not 0x80"
@@ -54,14 +62,15 @@ def raw_base64(entry: bytes | str) -> bytes:
         raise RequestRejected(f"the payload is not base64: {error}") from error
 
 
-def decode_payload(data: bytes) -> object:
+def decode_payload(data: bytes, note: Callable[[AnyStorageRef], None]) -> object:
     """Returns what a payload's pickle describes: plain values, `TensorRef`s, and records by class name.
 
-    `LocalSerializedTensor` and `FlattenedTensorMetadata` arrive as `Record`s and are checked by `as_metadata`
-    and `as_local_serialized`. Raises `RequestRejected`, which names the global, for anything outside wire_api
-    section 4.4.
+    `note` is told of every reference to the sender's memory as it is read, so that those of a payload that
+    is refused half-way can be given back. `LocalSerializedTensor` and `FlattenedTensorMetadata` arrive as
+    `Record`s and are checked by `as_metadata` and `as_local_serialized`. Raises `RequestRejected`, which
+    names the global, for anything outside wire_api section 4.4.
     """
-    return read_pickle(data, resolve_global)
+    return read_pickle(data, recording(note))
 
 
 def as_metadata(value: object) -> FlattenedTensorMetadata:

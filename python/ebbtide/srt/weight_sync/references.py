@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -18,6 +18,13 @@ from ebbtide.srt.weight_sync.pickle_reader import Global, Record
 MAX_DIMENSIONS: Final = 64
 _MAX_INT: Final = 2**63 - 1
 _HANDLE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
+# torch has named these files with two numbers and with three.
+_COUNTER_FILE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+(?:_[0-9]+)?")
+NUM_COUNTERS: Final = 10_000
+_EVENT_BYTES: Final = 64
+# A handle of the driver, bare or behind two bytes that say so; or a longer list of an expandable segment.
+_DRIVER_HANDLE_BYTES: Final = 64
+_HANDLE_KINDS: Final = (b"c", b"e")
 _MANAGER: Final = re.compile(rb"/(?:[^/\0]+/)*torch-shm-dir-[A-Za-z0-9]+/manager\.sock")
 
 
@@ -31,10 +38,34 @@ class StorageRef:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TensorRef:
-    """A tensor that was checked to lie within its shared block. `storage` None: it has no elements."""
+class CudaStorageRef:
+    """Device memory of another process on this host; each instance is one reference that the sender counts.
 
-    storage: StorageRef | None
+    Attributes:
+        device: index as this process counts devices, or UUID.
+        handle: what torch opens the allocation by.
+        offset_bytes: where the storage begins in the allocation.
+        counter_file, counter_index: where the sender counts the reference.
+        event: after it the sender's writes are done; None if they are done already.
+    """
+
+    device: int | str
+    handle: bytes
+    num_bytes: int
+    offset_bytes: int
+    counter_file: bytes
+    counter_index: int
+    event: bytes | None
+
+
+AnyStorageRef: TypeAlias = StorageRef | CudaStorageRef
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorRef:
+    """A tensor that was checked to lie within its storage. `storage` None: it has no elements."""
+
+    storage: AnyStorageRef | None
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
@@ -226,15 +257,57 @@ _CUDA_SLOTS: Final[tuple[tuple[str, Callable[[object], bool]], ...]] = (
 )
 
 
-def _cuda_tensor(name: str, arguments: tuple[object, ...]) -> None:
+def _cuda_tensor(name: str, arguments: tuple[object, ...]) -> TensorRef:
     _expect(arguments, len(_CUDA_SLOTS), name)
     for value, (slot, accepts) in zip(arguments, _CUDA_SLOTS, strict=True):
         if not accepts(value):
             raise RequestRejected(f"{name}: {slot}: unexpected {kind_of(value)}")
-    raise RequestRejected(
-        f"{name}: the payload refers to memory of a CUDA device, and this engine runs on the CPU: "
-        "send tensor.cpu()"
+    _, shape, stride, offset, _, dtype = arguments[:6]
+    ref = TensorRef(
+        _cuda_storage(name, arguments),
+        tensor_dtype(dtype, f"{name}: dtype"),
+        natural(offset, f"{name}: offset"),
+        tensor_shape(shape, f"{name}: size"),
+        sizes(stride, f"{name}: stride"),
     )
+    _check_bounds(ref, name)
+    return ref
+
+
+def _cuda_storage(name: str, arguments: tuple[object, ...]) -> CudaStorageRef | None:
+    device, handle, num_bytes, offset_bytes = arguments[6:10]
+    counter_file, counter_index, event, must_wait = arguments[11:]
+    size = natural(num_bytes, f"{name}: storage size")
+    if handle is None or size == 0:
+        return None
+    if not _is_memory_handle(handle):
+        raise RequestRejected(f"{name}: memory handle: not one that torch makes")
+    if not isinstance(counter_file, bytes) or not _COUNTER_FILE.fullmatch(counter_file):
+        raise RequestRejected(f"{name}: reference counter file: expected the form /torch_<pid>_<n>")
+    if type(counter_index) is not int or counter_index >= NUM_COUNTERS:
+        raise RequestRejected(f"{name}: reference counter index: expected 0 to {NUM_COUNTERS - 1}")
+    if must_wait and (not isinstance(event, bytes) or len(event) != _EVENT_BYTES):
+        raise RequestRejected(f"{name}: event handle: expected {_EVENT_BYTES} bytes")
+    assert isinstance(device, int | str)
+    assert isinstance(handle, bytes)
+    return CudaStorageRef(
+        device,
+        handle,
+        size,
+        natural(offset_bytes, f"{name}: storage offset"),
+        counter_file,
+        counter_index,
+        event if must_wait and isinstance(event, bytes) else None,
+    )
+
+
+def _is_memory_handle(handle: object) -> bool:
+    if not isinstance(handle, bytes):
+        return False
+    if len(handle) == _DRIVER_HANDLE_BYTES:
+        return True
+    kind = handle[1:2]
+    return kind in _HANDLE_KINDS and (kind == b"e" or len(handle) == 2 + _DRIVER_HANDLE_BYTES)
 
 
 def _named(name: str, call: Callable[[str, tuple[object, ...]], object]) -> Global:
@@ -295,3 +368,27 @@ def resolve_global(module: str, name: str) -> object:
     raise RequestRejected(
         f"the payload names the global {f'{module}.{name}'[:200]!r}, which weight payloads may not use"
     )
+
+
+def recording(note: Callable[[AnyStorageRef], None]) -> Callable[[str, str], object]:
+    """As `resolve_global`, telling `note` of each reference that the payload makes, wanted or not."""
+
+    def resolve(module: str, name: str) -> object:
+        found = resolve_global(module, name)
+        if not isinstance(found, Global) or found.call is None:
+            return found
+        return Global(found.name, partial(_noting, found.call, note), found.is_record)
+
+    return resolve
+
+
+def _noting(
+    call: Callable[[tuple[object, ...]], object],
+    note: Callable[[AnyStorageRef], None],
+    arguments: tuple[object, ...],
+) -> object:
+    made = call(arguments)
+    storage = made.storage if isinstance(made, TensorRef) else made
+    if isinstance(storage, AnyStorageRef):
+        note(storage)
+    return made

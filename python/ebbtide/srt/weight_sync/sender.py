@@ -1,6 +1,25 @@
-"""The trainer's side: tensors in shared memory, and the pickle that refers to them.
+"""The trainer's side: tensors in shared memory or on a GPU, and the pickle that refers to them.
 
-Source: wire_api sections 4.1 and 4.3.
+A trainer on the same GPU as the engine sends buckets of its weights, without a copy through the host:
+
+    for bucket in pack_buckets(gathered_parameters(), bucket_bytes=1 << 30):
+        entry = base64.b64encode(serialize_bucket(bucket)).decode()
+        post("/update_weights_from_tensor", {
+            "serialized_named_tensors": [entry], "load_format": "flattened_bucket",
+        })  # the reply says that the engine has let go of the bucket: it may be overwritten, or freed
+
+inside `begin_weight_update` and `end_weight_update`, if all of it is to be served from one moment on.
+
+What torch asks of those who share CUDA tensors:
+
+- The tensors, and the process, live until the update is answered.
+- A storage that is shared again and again collects an event and a counter each time, until it is freed. Share
+  buckets, or copies, rather than the parameters themselves.
+- The memory comes from torch's own allocator. Memory of torch_memory_saver cannot be shared. Expandable
+  segments are shared by file descriptors, for which the engine needs leave to trace the trainer: the same
+  user, and kernel.yama.ptrace_scope 0. Otherwise switch them off for what is sent, or send `tensor.cpu()`.
+
+Source: wire_api sections 4.1 to 4.3.
 """
 
 import io
@@ -19,14 +38,16 @@ from ebbtide.srt.weight_sync.shared_memory import HEADER_BYTES, SHARED_MEMORY, o
 
 _ALIGNMENT: Final = 64
 _PICKLE_PROTOCOL: Final = 4
+_DEVICE_SLOT: Final = 6  # of the arguments of rebuild_cuda_tensor
 
 
 def serialize(obj: object) -> bytes:
     """Pickles an object for `update_weights_from_tensor`; its tensors are referred to, not contained.
 
-    CPU tensors move into shared memory, as with torch's own sharing: they stay usable, at a new address. Keep
-    `obj` alive until the update is answered, and send each result once. The sharing strategy of the process
-    is neither used nor changed. Raises `RequestRejected` when shared memory is short.
+    CPU tensors move into shared memory, as with torch's own sharing: they stay usable, at a new address. CUDA
+    tensors stay where they are; what has been launched on the current stream is done before the engine reads
+    them. Keep `obj` alive until the update is answered, and send each result once. The sharing strategy of
+    the process is neither used nor changed. Raises `RequestRejected` when shared memory is short.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, _PICKLE_PROTOCOL).dump(obj)
@@ -131,13 +152,29 @@ def _free_bytes() -> int:
 
 
 class _Pickler(ForkingPickler):
-    """torch's reductions, but CPU storages are always shared by name, so that any process may open them."""
+    """torch's reductions, but for what only related processes understand.
+
+    CPU storages are shared by name, and devices are named by their UUID: another process may see others.
+    """
 
     dispatch_table: Any
 
     def __init__(self, buffer: io.BytesIO, protocol: int) -> None:
         super().__init__(buffer, protocol)
-        self.dispatch_table = {**self.dispatch_table, torch.UntypedStorage: _reduce_storage}
+        self.dispatch_table = {
+            **self.dispatch_table,
+            torch.UntypedStorage: _reduce_storage,
+            torch.Tensor: _reduce_tensor,
+            torch.nn.Parameter: _reduce_tensor,
+        }
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[object, tuple[Any, ...]]:
+    rebuild, arguments = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    if rebuild is reductions.rebuild_cuda_tensor:
+        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+        arguments = (*arguments[:_DEVICE_SLOT], uuid, *arguments[_DEVICE_SLOT + 1 :])
+    return rebuild, arguments
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> tuple[object, tuple[object, ...]]:

@@ -7,6 +7,8 @@ finished with the tensors; the last one to drop removes the object. Source: wire
 
 import os
 import stat
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -14,11 +16,11 @@ from typing import Final
 import torch
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.references import StorageRef, TensorRef
+from ebbtide.srt.weight_sync.references import StorageRef
 
 HEADER_BYTES: Final = 64
 SHARED_MEMORY: Final = Path("/dev/shm")
-_KEEP_ALIVE: Final = "keep the sending process and its tensors alive until the update is answered"
+KEEP_ALIVE: Final = "keep the sending process and its tensors alive until the update is answered"
 
 
 def object_path(handle: bytes) -> Path:
@@ -45,26 +47,8 @@ class SharedBlocks:
         self._owns_references = owns_references
         self._blocks: dict[bytes, _Block] = {}
 
-    def tensor(self, ref: TensorRef) -> torch.Tensor:
-        """Returns a view of the sender's memory, on the CPU; raises `RequestRejected` if it is not there."""
-        if ref.storage is None:
-            return torch.empty(ref.shape, dtype=ref.dtype)
-        storage = self._storage(ref.storage)
-        return torch.empty(0, dtype=ref.dtype).set_(storage, ref.offset, ref.shape, ref.stride)
-
-    def close(self) -> None:
-        """Drops the mappings and the references. Idempotent."""
-        while self._blocks:
-            handle, block = self._blocks.popitem()
-            if not object_path(handle).exists():
-                # Somebody removed the object under its users. The last user to drop it would try to remove it
-                # again, and torch ends the process when that fails: make sure that it is not this one.
-                block.storage._shared_incref()  # type: ignore[no-untyped-call]
-            elif self._owns_references:
-                for _ in block.references:
-                    block.storage._shared_decref()
-
-    def _storage(self, ref: StorageRef) -> torch.UntypedStorage:
+    def storage(self, ref: StorageRef) -> torch.UntypedStorage:
+        """Returns the sender's memory, mapped; raises `RequestRejected` if it is not there."""
         block = self._blocks.get(ref.handle)
         if block is None:
             block = self._blocks[ref.handle] = _Block(_map(ref), ref.num_bytes)
@@ -74,6 +58,23 @@ class SharedBlocks:
             )
         block.references.add(ref)
         return block.storage
+
+    def close(self, unread: Iterable[StorageRef] = ()) -> None:
+        """Drops the mappings and the references, also those that travelled unread. Idempotent."""
+        if self._owns_references:
+            for ref in unread:
+                # What cannot be opened holds nothing of the sender's.
+                with suppress(RequestRejected):
+                    self.storage(ref)
+        while self._blocks:
+            handle, block = self._blocks.popitem()
+            if not object_path(handle).exists():
+                # Somebody removed the object under its users. The last user to drop it would try to remove it
+                # again, and torch ends the process when that fails: make sure that it is not this one.
+                block.storage._shared_incref()  # type: ignore[no-untyped-call]
+            elif self._owns_references:
+                for _ in block.references:
+                    block.storage._shared_decref()
 
 
 def _name(ref: StorageRef) -> str:
@@ -85,7 +86,7 @@ def _map(ref: StorageRef) -> torch.UntypedStorage:
         found = object_path(ref.handle).lstat()
         manager = os.lstat(ref.manager)
     except OSError as error:
-        raise RequestRejected(f"{_name(ref)} cannot be opened ({error.strerror}): {_KEEP_ALIVE}") from error
+        raise RequestRejected(f"{_name(ref)} cannot be opened ({error.strerror}): {KEEP_ALIVE}") from error
     if not stat.S_ISREG(found.st_mode) or not stat.S_ISSOCK(manager.st_mode):
         raise RequestRejected(f"{_name(ref)} or its manager is not what torch makes")
     # torch would enlarge a smaller object instead of refusing it.
@@ -96,4 +97,4 @@ def _map(ref: StorageRef) -> torch.UntypedStorage:
         return torch.UntypedStorage._new_shared_filename_cpu(ref.manager, ref.handle, ref.num_bytes)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise RequestRejected(f"{_name(ref)} cannot be opened ({reason}): {_KEEP_ALIVE}") from error
+        raise RequestRejected(f"{_name(ref)} cannot be opened ({reason}): {KEEP_ALIVE}") from error

@@ -34,8 +34,20 @@ class WeightSource(Protocol):
         """Whether names and shapes are the engine's own (fused, sharded) and not those of a checkpoint."""
         ...
 
+    def open(self) -> Iterator[None]:
+        """Bring the tensors within reach, in steps between which other things may go on. Run it to its end.
+
+        Raises:
+            RequestRejected: they cannot be had; nothing has been written then.
+        """
+        ...
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor). May be repeated until the source is closed."""
+        ...
+
+    def drop(self) -> Iterator[None]:
+        """Let go of memory on a device, in steps, once every copy from it has run; then only `close`."""
         ...
 
     def close(self) -> None:

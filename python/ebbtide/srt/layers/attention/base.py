@@ -1,13 +1,18 @@
 """What attention needs of a batch, of the KV pool, and of a backend.
 
-Shapes: T tokens, R requests, P pages, N heads, H head_dim.
+Shapes: T tokens, R requests, P pages, N query heads, K KV heads, H head_dim.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from ebbtide.srt.layers.rotary import Rope
 
 
 class KVPages(Protocol):
@@ -41,6 +46,20 @@ class PagedBatch(Protocol):
     def slots_T(self) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS normalisation of every query and key head, before the rotation.
+
+    Attributes:
+        q_weight, k_weight: [H].
+        eps: added to the mean of squares.
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
 class AttentionBackend(Protocol):
     """Writes new keys and values into the pool and attends to everything up to each token's position."""
 
@@ -48,6 +67,16 @@ class AttentionBackend(Protocol):
         """Plan for one step; called once, before the layers."""
         ...
 
-    def forward(self, layer: int, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor) -> Tensor:
-        """Outputs [T, N, H] of the prepared batch; the keys and values have as many heads as the pool."""
+    def forward(self, layer: int, qkv_TNH: Tensor, rope: Rope, head_norms: HeadNorms | None) -> Tensor:
+        """Normalise heads, rotate, store keys and values, attend.
+
+        Args:
+            qkv_TNH: [T, N + 2K, H]: query heads, key heads, value heads, as the projection yields them.
+                Whether they hold anything useful afterwards is not said.
+            rope: cosines and sines of the tokens' positions.
+            head_norms: None for models without.
+
+        Returns:
+            Outputs [T, N, H] of the prepared batch.
+        """
         ...

@@ -1,4 +1,6 @@
-"""Attention by torch's own kernels: request by request over gathered pages. For the CPU.
+"""Attention by torch's own kernels: request by request over gathered pages.
+
+Made for the CPU. On a GPU it is the reference, and what is left where FlashInfer cannot be used.
 
 Shapes: T tokens, R requests, P pages, S page_size, N query heads, K KV heads, H head_dim.
 """
@@ -10,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ebbtide.srt.layers.attention.base import KVPages, PagedBatch
+from ebbtide.srt.layers.attention.base import HeadNorms, KVPages, PagedBatch
+from ebbtide.srt.layers.norm import rms_norm
+from ebbtide.srt.layers.rotary import Rope, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class TorchNativeAttention:
         _, self._page_size, self._num_kv_heads, self._head_dim = self._k_PSKH[0].shape
         self._kv_dtype = self._k_PSKH[0].dtype
         self._dtype = dtype
+        self._device = self._k_PSKH[0].device
         self._slots_T = torch.empty(0, dtype=torch.int64)
         self._spans: list[Span] = []
         self._k_room, self._v_room = self._room(0), self._room(0)
@@ -61,7 +66,7 @@ class TorchNativeAttention:
         ends = np.cumsum(batch.num_new_R).tolist()
         lens = batch.lens_R.tolist()
         num_pages = (-(-batch.lens_R // self._page_size)).tolist()
-        table_RP = torch.from_numpy(batch.page_table_RP)
+        table_RP = torch.from_numpy(batch.page_table_RP).to(self._device)
         self._spans = [
             Span(end - num_new, end, length, table_RP[row, :pages], self._mask(num_new, length))
             for row, (end, num_new, length, pages) in enumerate(
@@ -72,11 +77,12 @@ class TorchNativeAttention:
             # Room to grow by half, so that decoding does not come back here at every page.
             self._k_room, self._v_room = (self._room(max(num_pages) * 3 // 2) for _ in range(2))
 
-    def forward(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    def forward(self, layer: int, qkv_TNH: Tensor, rope: Rope, head_norms: HeadNorms | None) -> Tensor:
+        q_TNH, k_TKH, v_TKH = self._heads(qkv_TNH, rope, head_norms)
         k_TKH, v_TKH = k_TKH.to(self._kv_dtype), v_TKH.to(self._kv_dtype)
         self._k_slots[layer].index_copy_(0, self._slots_T, k_TKH)
         self._v_slots[layer].index_copy_(0, self._slots_T, v_TKH)
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=self._device)
         for span in self._spans:
             new = slice(span.first, span.end)
             if span.length == span.end - span.first:
@@ -91,6 +97,20 @@ class TorchNativeAttention:
             else:
                 self._extend(q_TNH[new], k_LKH, v_LKH, out_TNH[new], span.mask)
         return out_TNH
+
+    def _heads(
+        self, qkv_TNH: Tensor, rope: Rope, head_norms: HeadNorms | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normalised and rotated, and values."""
+        num_kv = self._num_kv_heads
+        sizes = [qkv_TNH.shape[1] - 2 * num_kv, num_kv, num_kv]
+        q_TNH, k_TKH, v_TKH = torch.split(qkv_TNH, sizes, dim=1)
+        if head_norms is not None:
+            q_TNH = rotate(rms_norm(q_TNH, head_norms.q_weight, head_norms.eps), *rope)
+            k_TKH = rotate(rms_norm(k_TKH, head_norms.k_weight, head_norms.eps), *rope)
+            return q_TNH, k_TKH, v_TKH
+        rotated_TNH = rotate(qkv_TNH[:, : qkv_TNH.shape[1] - num_kv], *rope)
+        return rotated_TNH[:, :-num_kv], rotated_TNH[:, -num_kv:], v_TKH
 
     def _decode(self, q_NH: Tensor, k_LKH: Tensor, v_LKH: Tensor, out_NH: Tensor) -> None:
         """One new token attends to everything: the heads that share a KV head act as its queries."""
@@ -122,10 +142,9 @@ class TorchNativeAttention:
         """Token i of the new ones sees the cached tokens and the first i + 1 new ones."""
         if num_new in (1, length):
             return None
-        blocked = torch.full((num_new, length), float("-inf"), dtype=self._dtype)
+        blocked = torch.full((num_new, length), float("-inf"), dtype=self._dtype, device=self._device)
         return blocked.triu_(length - num_new + 1)
 
     def _room(self, num_pages: int) -> Tensor:
-        return torch.empty(
-            (num_pages, self._page_size, self._num_kv_heads, self._head_dim), dtype=self._kv_dtype
-        )
+        shape = (num_pages, self._page_size, self._num_kv_heads, self._head_dim)
+        return torch.empty(shape, dtype=self._kv_dtype, device=self._device)

@@ -7,10 +7,17 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import TypeVar
 
+from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
-from ebbtide.srt.managers.control.ports import IncomingWeights, Progress, Staging, Weights
+from ebbtide.srt.managers.control.ports import (
+    IncomingWeights,
+    Progress,
+    Slices,
+    Staging,
+    Weights,
+)
 
-# What is copied between two forward passes. Bytes, not milliseconds: ranks must cut alike.
+# What is copied between two forward passes, unless a slice of 0 bytes says that it is enough for now.
 SLICE_BYTES = 32 << 20
 
 T = TypeVar("T")
@@ -87,17 +94,43 @@ class WeightSession:
         self.names -= incoming.names
         num_bytes = 0
         if self._staging is not None:
+            writing = incoming.write(self._staging)
             if not self.is_staged:
-                # From here to the commit the live weights are a mixture: no forward pass may see them.
-                if isinstance(self._content.state, Valid):
-                    self.stall.begin()
-                self._content.lose(incoming.names)
-            num_bytes, _ = yield from _in_slices(incoming.write(self._staging), self.stall)
+                writing = self._overwriting(incoming, writing)
+            num_bytes, _ = yield from _in_slices(writing, self.stall)
         self.names |= incoming.names
         self.num_tensors += incoming.num_tensors
         self.num_ignored += incoming.num_ignored
         self.num_bytes += num_bytes
         return num_bytes
+
+    def _overwriting(self, incoming: IncomingWeights, writing: Slices) -> Slices:
+        """The same slices; from the first byte to the commit no forward pass may see the live weights.
+
+        Slices of 0 bytes before the first byte have written nothing: the tensors are still being opened.
+        """
+        num_bytes = 0
+        with closing(writing):
+            while True:
+                try:
+                    slice_bytes = next(writing)
+                except StopIteration:
+                    break
+                except RequestRejected:
+                    raise  # The tensors could not be had: what was written before is counted already.
+                except BaseException:
+                    self._lose(incoming)
+                    raise
+                if slice_bytes > 0 and num_bytes == 0:
+                    self._lose(incoming)
+                num_bytes += slice_bytes
+                yield slice_bytes
+
+    def _lose(self, incoming: IncomingWeights) -> None:
+        """The live weights are a mixture now."""
+        if isinstance(self._content.state, Valid):
+            self.stall.begin()
+        self._content.lose(incoming.names)
 
     def complete(self) -> Work[None]:
         """Fill what was not written with the live weights, so that the copy is whole."""
@@ -119,16 +152,21 @@ class WeightSession:
 
 
 def _in_slices(work: Generator[int, None, T], stall: Stall) -> Work[tuple[int, T]]:
-    """Do the work, letting a forward pass in after every SLICE_BYTES; returns its bytes and its result."""
+    """Do the work, letting a forward pass in after every SLICE_BYTES, and wherever it asks for one by a slice
+    of 0 bytes; returns its bytes and its result.
+    """
     total_bytes = 0
     with closing(work):
         while True:
-            slice_bytes = 0
+            turn_bytes = 0
             with stall.measure():
                 try:
-                    while slice_bytes < SLICE_BYTES:
-                        slice_bytes += next(work)
+                    while turn_bytes < SLICE_BYTES:
+                        slice_bytes = next(work)
+                        turn_bytes += slice_bytes
+                        if slice_bytes == 0:
+                            break
                 except StopIteration as end:
-                    return total_bytes + slice_bytes, end.value
-            total_bytes += slice_bytes
+                    return total_bytes + turn_bytes, end.value
+            total_bytes += turn_bytes
             yield Progress.WORKING

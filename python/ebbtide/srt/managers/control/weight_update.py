@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
@@ -201,10 +201,11 @@ class WeightUpdates:
             ) from error
 
     def _update(self, request: WeightUpdateRequest) -> Operation:
-        _check_fields(request)
-        self._require_resident()
-        terms = CommitTerms(_mode(request), request.flush_cache, _version(request))
+        # Opened before anything is refused: closing it gives the sender's memory back.
         with closing(self._weights.open(request)) as incoming, self._turn() as has_come:
+            _check_fields(request)
+            self._require_resident()
+            terms = CommitTerms(_mode(request), request.flush_cache, _version(request))
             _refuse_problems(incoming)
             if self._session is None:
                 self._check_terms(terms)
@@ -220,7 +221,9 @@ class WeightUpdates:
                     yield from self._ready_to_commit(terms)
                 yield from session.write(incoming)
                 session.folder = _folder(request)
-                return (yield from self._finish(session, terms))
+                reply = yield from self._finish(session, terms)
+                yield from self._breathe(session)
+                return reply
 
     def _stage(
         self, session: WeightSession, request: WeightUpdateRequest, incoming: IncomingWeights
@@ -269,7 +272,8 @@ class WeightUpdates:
                 reply = yield from self._finish(session, terms)
             self._session = None
             self._why_closed = "it was ended already"
-            session.close()
+            with closing(session):
+                yield from self._breathe(session)
             return reply
 
     def _finish(self, session: WeightSession, terms: CommitTerms) -> Operation:
@@ -351,6 +355,15 @@ class WeightUpdates:
         while self._waits(terms) and self._requests.num_running > 0:
             yield Progress.WAITING
         self._check_terms(terms)
+
+    def _breathe(self, session: WeightSession) -> Iterator[Progress]:
+        """Let a forward pass in between the commit and giving the copy's memory back: both take their time.
+
+        What is committed stays so: neither a deadline nor a cancellation changes the reply any more.
+        """
+        if session.is_staged and not isinstance(self._generation.state, Paused):
+            with suppress(DeadlinePassed, RequestRejected):
+                yield Progress.WORKING
 
     @contextmanager
     def _turn(self) -> Iterator[Callable[[], bool]]:

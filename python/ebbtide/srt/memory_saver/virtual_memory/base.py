@@ -28,7 +28,8 @@ class VirtualMemory(Protocol):
     """Reserves addresses and maps physical memory under them.
 
     Every size and offset is a multiple of `granularity`, else ValueError. A handle is mapped at one place at
-    a time. Unmapping keeps its contents; releasing gives the memory back.
+    a time. Unmapping keeps its contents; releasing gives the memory back. Before memory is unmapped that a
+    device may still be using, `drain` is called, once for however many handles.
     """
 
     @property
@@ -50,6 +51,17 @@ class VirtualMemory(Protocol):
 
     def map(self, at: Reservation, offset: int, handle: Handle) -> None:
         """Put the whole handle under `at.address + offset`, where nothing may be mapped."""
+        ...
+
+    def make_accessible(self, at: Reservation, num_bytes: int) -> None:
+        """Let the first `num_bytes` be read and written, with handles mapped under all of them.
+
+        Apart from `map` because on a device it costs the same for one handle as for many.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Wait until nothing that was launched before can touch memory any more."""
         ...
 
     def unmap(self, at: Reservation, offset: int, num_bytes: int) -> None:

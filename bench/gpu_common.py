@@ -1,0 +1,492 @@
+"""What the GPU benchmarks share: shapes, the machine's own limits, rows that survive a failure, servers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from common import write_result
+from gpu_goals import GOALS
+
+import ebbtide
+
+GB = 1e9
+GIB = 1 << 30
+START_TIMEOUT_S = 400.0
+
+# ---------------------------------------------------------------------------------------------------- shapes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of which only the configuration exists. bfloat16: 2 bytes per number."""
+
+    config: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.config[name]
+
+    def write(self, folder: Path) -> Path:
+        """A model folder with nothing but its config.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        fixed = {"dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        (folder / "config.json").write_text(json.dumps(fixed | self.config))
+        return folder
+
+    @property
+    def _attention_params(self) -> int:
+        hidden, head_dim = self["hidden_size"], self["head_dim"]
+        num_heads, num_kv_heads = self["num_attention_heads"], self["num_key_value_heads"]
+        return int(2 * hidden * head_dim * (num_heads + num_kv_heads))
+
+    def _mlp_params(self, num_experts: float) -> float:
+        if "num_experts" not in self.config:
+            return float(3 * self["hidden_size"] * self["intermediate_size"])
+        return num_experts * 3 * self["hidden_size"] * self["moe_intermediate_size"]
+
+    @property
+    def _head_params(self) -> int:
+        return int(self["vocab_size"] * self["hidden_size"])
+
+    def decode_weight_bytes(self, batch_size: int) -> float:
+        """What one decode step must read: every matrix once, of the embedding only rows, of the experts those
+        that a batch with uniformly drawn experts is expected to use."""
+        num_experts = 0.0
+        if "num_experts" in self.config:
+            total, used = self["num_experts"], self["num_experts_per_tok"]
+            num_experts = total * (1 - (1 - used / total) ** batch_size)
+        per_layer = self._attention_params + self._mlp_params(num_experts)
+        return 2 * (self["num_hidden_layers"] * per_layer + self._head_params)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        per_layer = 2 * self["num_key_value_heads"] * self["head_dim"] * 2
+        return int(self["num_hidden_layers"] * per_layer)
+
+    def flops(self, num_tokens: float, context_len: float, num_sampled: float) -> float:
+        """Of a forward pass over `num_tokens`, each of which attends to `context_len` tokens on average."""
+        layers, num_experts = self["num_hidden_layers"], self.config.get("num_experts_per_tok", 0)
+        linear = 2 * layers * (self._attention_params + self._mlp_params(num_experts))
+        attention = 4 * layers * self["num_attention_heads"] * self["head_dim"] * context_len
+        return num_tokens * (linear + attention) + num_sampled * 2 * self._head_params
+
+
+def _dense(architecture: str, model_type: str, **sizes: Any) -> Shape:
+    return Shape({"architectures": [architecture], "model_type": model_type, "head_dim": 128, **sizes})
+
+
+SHAPES = {
+    "llama8b": _dense(
+        "LlamaForCausalLM",
+        "llama",
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    "qwen0.6b": _dense(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=40_960,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+    ),
+    "qwen7b": _dense(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=32_768,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+    ),
+    "qwen32b": _dense(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        vocab_size=152_064,
+        hidden_size=5120,
+        intermediate_size=27_648,
+        num_hidden_layers=64,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        max_position_embeddings=32_768,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+    ),
+    "qwen30b-a3b": _dense(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        max_position_embeddings=40_960,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+    ),
+}
+TINY = _dense(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+)
+
+# ------------------------------------------------------------------------------------------------- the script
+
+
+def parser_of(docstring: str | None) -> argparse.ArgumentParser:
+    """The arguments that every GPU benchmark takes."""
+    parser = argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model: checks the script, measures nothing"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="(with --tiny: at most 1)")
+    parser.add_argument("--label", default="", help="end of the result's name: runs of parts side by side")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON: further ServerArgs")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    args = parser.parse_args(argv)
+    if args.tiny:
+        args.runs = min(args.runs, 1)
+    return args
+
+
+def engine_args(args: argparse.Namespace, folder: Path, **more: Any) -> dict[str, Any]:
+    """`ServerArgs` for a model folder without weights."""
+    return {
+        "model_path": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "device": args.device,
+        **more,
+        **args.engine_args,
+    }
+
+
+def shape_of(args: argparse.Namespace, name: str) -> Shape:
+    return TINY if args.tiny else SHAPES[name]
+
+
+@contextmanager
+def model_folder(args: argparse.Namespace, name: str) -> Iterator[tuple[Shape, Path]]:
+    """The shape of this name (the tiny one with `--tiny`) in a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="eb-") as folder:
+        shape = shape_of(args, name)
+        yield shape, shape.write(Path(folder) / "model")
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def empty_cache(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def wall_ms(action: Callable[[], Any]) -> tuple[Any, float]:
+    """What an action returns, and the milliseconds that it took."""
+    started = time.perf_counter()
+    result = action()
+    return result, (time.perf_counter() - started) * 1e3
+
+
+# ------------------------------------------------------------------------------------- limits of the machine
+
+
+@dataclass
+class Machine:
+    """Rates measured in this process, before an engine is there. All runs; what counts is the best.
+
+    Attributes:
+        copy_bytes_per_s: device to device, bytes read and written.
+        flops: bfloat16 matrix product of random numbers, operations per second.
+        to_host_bytes_per_s, to_device_bytes_per_s: pinned memory.
+    """
+
+    runs: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def measure(cls, device: str, *, tiny: bool = False) -> Machine:
+        machine = cls()
+        num_bytes, size = (1 << 20, 128) if tiny else (4 * GIB, 8192)
+        machine._measure_copies(device, num_bytes)
+        machine._measure_product(device, size)
+        empty_cache(device)
+        return machine
+
+    def _measure_copies(self, device: str, num_bytes: int) -> None:
+        source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+        target = torch.zeros_like(source)
+        self._note("copy", device, 2 * num_bytes, lambda: target.copy_(source))
+        host = torch.ones(min(num_bytes, GIB), dtype=torch.uint8, pin_memory=device == "cuda")
+        part = source[: len(host)]
+        self._note("to_host", device, len(host), lambda: host.copy_(part, non_blocking=True))
+        self._note("to_device", device, len(host), lambda: part.copy_(host, non_blocking=True))
+
+    def _measure_product(self, device: str, size: int) -> None:
+        left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+        product = torch.empty_like(left)
+        self._note("matmul", device, 2 * size**3, lambda: torch.mm(left, right, out=product))
+
+    def _note(self, name: str, device: str, amount: float, action: Callable[[], object]) -> None:
+        repeats = 5 if device == "cuda" else 1
+        action()
+        for _ in range(5):
+            synchronize(device)
+            started = time.perf_counter()
+            for _ in range(repeats):
+                action()
+            synchronize(device)
+            rate = repeats * amount / (time.perf_counter() - started)
+            self.runs.setdefault(name, []).append(rate)
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        return max(self.runs["copy"])
+
+    @property
+    def flops(self) -> float:
+        return max(self.runs["matmul"])
+
+    @property
+    def to_host_bytes_per_s(self) -> float:
+        return max(self.runs["to_host"])
+
+    @property
+    def to_device_bytes_per_s(self) -> float:
+        return max(self.runs["to_device"])
+
+
+# -------------------------------------------------------------------------------------------------- the rows
+
+
+class Report:
+    """The rows of one benchmark. One that fails is recorded with its error, and the rest goes on."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self._name = name
+        self._args = args
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.facts: dict[str, Any] = {"engine_args": args.engine_args, "device": args.device}
+
+    @contextmanager
+    def attempt(self, *keys: str) -> Iterator[None]:
+        """What is measured within are the rows of these keys."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            for key in keys:
+                if key not in self.rows:
+                    self.rows[key] = {"error": f"{type(error).__name__}: {error}"}
+
+    def skip(self, *keys: str, why: str) -> None:
+        for key in keys:
+            self.rows[key] = {"skipped": why}
+
+    def add(
+        self,
+        key: str,
+        runs: Sequence[float],
+        *,
+        limit: float | None = None,
+        limit_basis: str = "",
+        best: bool = False,
+        goal_value: float | None = None,
+        **details: Any,
+    ) -> None:
+        """Note a row: its value is the median of the runs, or the best.
+
+        Args:
+            runs: in the unit of its goal.
+            goal_value: the goal, where it hangs on another measurement.
+            limit: in the same unit, what this machine allows.
+            details: whatever else was measured.
+        """
+        goal = GOALS[key]
+        wanted = goal.goal if goal_value is None else goal_value
+        value = (max(runs) if goal.at_least else min(runs)) if best else statistics.median(runs)
+        fraction = None
+        if limit is not None and value > 0:
+            fraction = value / limit if goal.at_least else limit / value
+        self.rows[key] = {
+            "value": value,
+            "of": "best" if best else "median",
+            "unit": goal.unit,
+            "runs": list(runs),
+            "limit": limit,
+            "limit_basis": limit_basis,
+            "fraction_of_limit": fraction,
+            "goal": wanted,
+            "reached": None if wanted is None else (value >= wanted if goal.at_least else value <= wanted),
+            **details,
+        }
+        print(self._line(key), flush=True)
+
+    def finish(self) -> None:
+        """Print the table and write the file; figures of a tiny model or a CPU go into no file."""
+        print(f"\n{self._name}")
+        for key in self.rows:
+            print(self._line(key))
+        results = {**self.facts, "rows": self.rows}
+        if self._args.tiny or self._args.device != "cuda":
+            json.dumps(results)
+            print("not written: this was a check of the script")
+            return
+        label = f"_{self._args.label}" if self._args.label else ""
+        print(f"written to {write_result(f'{self._name}{label}', results)}", flush=True)
+
+    def _line(self, key: str) -> str:
+        row, title = self.rows[key], GOALS[key].title
+        if "value" not in row:
+            return f"  {title:75.75s} {row.get('error') or 'skipped: ' + row['skipped']}"
+        text = f"  {title:75.75s} {row['value']:11,.2f} {row['unit']}"
+        if row["goal"] is not None:
+            text += f"  goal {row['goal']:,.4g} {'reached' if row['reached'] else 'MISSED'}"
+        if row["limit"] is not None:
+            text += f"  limit {row['limit']:,.2f}"
+        if row["fraction_of_limit"] is not None:
+            text += f" ({row['fraction_of_limit']:.0%})"
+        return text
+
+
+# ------------------------------------------------------------------------------------------------- a server
+
+
+@dataclass
+class Server:
+    """`python -m ebbtide.launch_server` in a process of its own, and its log by line with seconds."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log_file: Path
+    started: float
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def wait_ready(self, path: str = "/health") -> None:
+        """Raises RuntimeError with the end of the log if it ends, or is not ready in time."""
+        while time.perf_counter() - self.started < START_TIMEOUT_S:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended: {self.log[-2000:]}")
+            try:
+                if httpx.get(self.url + path, timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.02)
+        raise RuntimeError(f"the server was not ready after {START_TIMEOUT_S:g} s: {self.log[-2000:]}")
+
+
+@contextmanager
+def running_server(arguments: dict[str, Any]) -> Iterator[Server]:
+    """Start a server of these `ServerArgs` (without waiting until it is ready); ended on the way out."""
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="eb-") as folder:
+        log_file = Path(folder) / "log"
+        command = [sys.executable, "-m", "ebbtide.launch_server", "--port", str(port), *flags(arguments)]
+        environment = os.environ | {
+            "TMPDIR": folder,
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(ebbtide.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
+        }
+        with log_file.open("wb") as log:
+            started = time.perf_counter()
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            yield Server(process, f"http://127.0.0.1:{port}", log_file, started)
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """`ServerArgs` as the command line has them."""
+    result = []
+    for name, value in arguments.items():
+        if value is False or value is None:
+            continue
+        result.append("--" + name.replace("_", "-"))
+        if value is not True:
+            result += [str(one) for one in value] if isinstance(value, list) else [str(value)]
+    return result
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

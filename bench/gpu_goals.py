@@ -1,0 +1,132 @@
+"""What the GPU benchmarks are held against, by the key of the row that measures it.
+
+`others` are figures of other engines with dummy weights of the same shapes on one NVIDIA H200, by whole-call
+wall times: SGLang 0.5.14 and vLLM 0.25.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One row of the tables.
+
+    Attributes:
+        goal: in `unit`; None where the row is measured without one.
+        at_least: whether more is better.
+    """
+
+    table: str
+    title: str
+    unit: str
+    goal: float | None
+    at_least: bool = False
+    sglang: str = ""
+    vllm: str = ""
+
+
+TABLES = {
+    "throughput": "Tokens per second",
+    "occupation": "Memory given back and taken again",
+    "update": "Updates of all weights from a trainer on the same GPU, 64 streams decoding",
+    "peak_memory": "Peak device memory",
+    "start": "Start",
+    "parity": "Agreement with transformers",
+}
+
+WORKLOADS = {1: (128, 256), 32: (256, 256), 256: (512, 256)}
+"""Tokens of prompt and output, by batch size."""
+
+_THROUGHPUT = {
+    ("llama8b", 1): (240, "205-207", "204"),
+    ("llama8b", 32): (5_800, "5,051-5,066", "5,015"),
+    ("llama8b", 256): (11_000, "9,538-9,994", "9,700"),
+    ("qwen0.6b", 1): (1_000, "614", "608"),
+    ("qwen0.6b", 32): (20_000, "14,863", "14,812"),
+    ("qwen0.6b", 256): (38_000, "27,038", "30,392"),
+}
+SHAPE_TITLES = {
+    "llama8b": "Llama-3.1-8B",
+    "qwen0.6b": "Qwen3-0.6B",
+    "qwen7b": "Qwen2.5-7B",
+    "qwen32b": "Qwen2.5-32B",
+    "qwen30b-a3b": "Qwen3-30B-A3B",
+}
+
+
+def _throughput_goals() -> dict[str, Goal]:
+    goals = {}
+    for shape, title in SHAPE_TITLES.items():
+        for batch_size, (prompt_len, output_len) in WORKLOADS.items():
+            goal, sglang, vllm = _THROUGHPUT.get((shape, batch_size), (None, "", ""))
+            goals[f"throughput.{shape}.{batch_size}"] = Goal(
+                "throughput",
+                f"{title}, batch {batch_size} ({prompt_len} in, {output_len} out)",
+                "tok/s",
+                goal,
+                True,
+                sglang,
+                vllm,
+            )
+    return goals
+
+
+GOALS: dict[str, Goal] = {
+    **_throughput_goals(),
+    "release.weights": Goal("occupation", "release weights", "ms", 6, sglang="10", vllm="35-39 (both)"),
+    "release.kv_cache": Goal("occupation", "release KV", "ms", 25, sglang="18-22", vllm="35-39 (both)"),
+    "resume.weights": Goal("occupation", "resume weights, clean pages", "ms", 2, sglang="9-13", vllm="21-22"),
+    "resume.kv_cache": Goal("occupation", "resume KV, clean pages", "ms", 6, sglang="6.3", vllm="52-395"),
+    "resume_just_freed.weights": Goal("occupation", "resume weights, just freed", "ms", None),
+    "resume_just_freed.kv_cache": Goal(
+        "occupation", "resume KV, just freed", "ms", None, sglang="43-183", vllm="52-395"
+    ),
+    "backup.release_changed": Goal(
+        "occupation",
+        "backup: release changed weights",
+        "ms",
+        330,
+        sglang="4,693 (first: 6,501)",
+        vllm="first: 6,118",
+    ),
+    "backup.release_unchanged": Goal(
+        "occupation", "backup: release unchanged weights", "ms", 10, sglang="4,693", vllm="331"
+    ),
+    "backup.resume": Goal(
+        "occupation", "backup: resume weights", "ms", 320, sglang="1,330-1,418", vllm="488"
+    ),
+    # Its goal is measured in the same run: the normal gap + 3 ms.
+    "update.in_place": Goal(
+        "update", "in_place, one call: longest gap (goal: normal + 3 ms)", "ms", None, sglang="36-41"
+    ),
+    "update.in_place_buckets": Goal(
+        "update", "in_place, session of 512 MB buckets: longest gap (goal: normal + 3 ms)", "ms", None
+    ),
+    "update.retract": Goal(
+        "update", "retract: longest gap, as multiple of the re-prefill alone", "x", 1.1, sglang="430-480 ms"
+    ),
+    "update.call": Goal(
+        "update", "one call, from request to reply", "ms", None, sglang="33-36", vllm="80-112"
+    ),
+    "peak_memory.saved": Goal(
+        "peak_memory", "multi-stage below one-stage while weights update", "GB", None, True
+    ),
+    "start.first_token": Goal(
+        "start", "start to first token, kernels cached", "s", 20, sglang="17-73", vllm="38"
+    ),
+    **{
+        f"parity.{variant}.{measure}": Goal("parity", f"{title}: {what}", unit, None, at_least)
+        for variant, title in (
+            ("default", "as served"),
+            ("no_graph", "without CUDA graphs"),
+            ("no_overlap", "without overlap"),
+            ("torch_native", "torch_native"),
+        )
+        for measure, what, unit, at_least in (
+            ("agreement", "greedy tokens that agree", "share", True),
+            ("logprob", "mean |Δlogprob|", "nat", False),
+        )
+    },
+}

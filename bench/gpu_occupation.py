@@ -1,0 +1,213 @@
+"""Milliseconds to release and resume 16 GB of weights and 64 GiB of KV, and weights kept in host memory.
+
+A value is the median, over three cycles, of the time from call to reply of `Engine`; `duration_ms`, what the
+scheduler itself needed, is beside it. "Clean pages": 4 s after the release, when the driver has scrubbed what
+was freed; "just freed": at once after it.
+
+The limit is what the driver itself needs for the same bytes in chunks of 1 GiB, measured in this process
+before the engine starts: cuMemUnmap and cuMemRelease; cuMemCreate, cuMemMap and cuMemSetAccess, of clean and
+of just freed memory. With a backup, the copy at the rate of pinned memory is added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from gpu_common import GIB, Machine, Report, engine_args, model_folder, parse, parser_of, wall_ms
+
+from ebbtide import Engine
+
+KV_BYTES = 64 * GIB
+CHUNK_BYTES = GIB
+SCRUB_S = 4.0
+MODEL = "llama8b"
+TAGS = ("weights", "kv_cache")
+
+
+class DriverProbe:
+    """How long the driver itself takes to give and take so many bytes, in chunks."""
+
+    def __init__(self) -> None:
+        from cuda.bindings import driver
+
+        self._driver: Any = driver
+        torch.zeros(1, device="cuda")  # makes the context current in this thread
+        prop = driver.CUmemAllocationProp()
+        prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = torch.cuda.current_device()
+        self._prop = prop
+        access = driver.CUmemAccessDesc()
+        access.location = prop.location
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._access = access
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        status, *values = getattr(self._driver, name)(*arguments)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{name}: {status}")
+        return values[0] if values else None
+
+    def measure(self, num_bytes: int) -> dict[str, float]:
+        """Milliseconds to release, and to resume just freed and clean pages."""
+        num_chunks = -(-num_bytes // CHUNK_BYTES)
+        address = int(self._call("cuMemAddressReserve", num_chunks * CHUNK_BYTES, 0, 0, 0))
+        try:
+            handles = self._take(address, num_chunks)
+            _, release_ms = wall_ms(lambda: self._give(address, handles))
+            handles, just_freed_ms = wall_ms(lambda: self._take(address, num_chunks))
+            self._give(address, handles)
+            time.sleep(SCRUB_S)
+            handles, clean_ms = wall_ms(lambda: self._take(address, num_chunks))
+            self._give(address, handles)
+        finally:
+            self._call("cuMemAddressFree", address, num_chunks * CHUNK_BYTES)
+        time.sleep(SCRUB_S)
+        return {"release": release_ms, "resume_just_freed": just_freed_ms, "resume": clean_ms}
+
+    def _take(self, address: int, num_chunks: int) -> list[Any]:
+        handles = []
+        for index in range(num_chunks):
+            handle = self._call("cuMemCreate", CHUNK_BYTES, self._prop, 0)
+            self._call("cuMemMap", address + index * CHUNK_BYTES, CHUNK_BYTES, 0, handle, 0)
+            handles.append(handle)
+        self._call("cuMemSetAccess", address, num_chunks * CHUNK_BYTES, [self._access], 1)
+        return handles
+
+    def _give(self, address: int, handles: list[Any]) -> None:
+        self._call("cuMemUnmap", address, len(handles) * CHUNK_BYTES)
+        for handle in handles:
+            self._call("cuMemRelease", handle)
+
+
+def driver_times(
+    args: argparse.Namespace, sizes: dict[str, int], report: Report
+) -> dict[str, dict[str, float]]:
+    """By tag and operation; empty where there is no driver to ask."""
+    if args.device != "cuda":
+        return {}
+    try:
+        probe = DriverProbe()
+        times = {tag: probe.measure(size) for tag, size in sizes.items()}
+    except Exception as error:
+        report.facts["driver_probe_error"] = f"{type(error).__name__}: {error}"
+        return {}
+    report.facts["driver_ms"] = times
+    return times
+
+
+def timed(action: Callable[[], dict[str, Any]], tag: str) -> dict[str, float]:
+    reply, latency_ms = wall_ms(action)
+    moved = reply["freed_bytes"] if "freed_bytes" in reply else reply["mapped_bytes"]
+    if not moved[tag]:
+        raise RuntimeError(f"no byte of {tag} was moved: {reply}")
+    return {"latency_ms": latency_ms, "duration_ms": reply["duration_ms"], "bytes": moved[tag]}
+
+
+def release(engine: Engine, tag: str) -> dict[str, float]:
+    return timed(lambda: engine.release_memory_occupation([tag]), tag)
+
+
+def resume(engine: Engine, tag: str) -> dict[str, float]:
+    return timed(lambda: engine.resume_memory_occupation([tag]), tag)
+
+
+def note(
+    report: Report, key: str, runs: list[dict[str, float]], limit_ms: float | None, limit_basis: str
+) -> None:
+    report.add(
+        key,
+        [run["latency_ms"] for run in runs],
+        limit=limit_ms,
+        limit_basis=limit_basis,
+        duration_ms=statistics.median(run["duration_ms"] for run in runs),
+        bytes=runs[0]["bytes"],
+        all_runs=runs,
+    )
+
+
+def measure_tags(report: Report, args: argparse.Namespace) -> None:
+    keys = [f"{what}.{tag}" for tag in TAGS for what in ("release", "resume", "resume_just_freed")]
+    with report.attempt(*keys), model_folder(args, MODEL) as (shape, folder):
+        kv_bytes = (1 << 22) if args.tiny else KV_BYTES
+        num_tokens = kv_bytes // shape.kv_bytes_per_token
+        weight_bytes = int(shape.decode_weight_bytes(1)) + 2 * shape["vocab_size"] * shape["hidden_size"]
+        limits = driver_times(args, {"weights": weight_bytes, "kv_cache": kv_bytes}, report)
+        arguments = engine_args(args, folder, max_total_tokens=num_tokens, max_running_requests=64)
+        with Engine(**arguments) as engine:
+            for tag in TAGS:
+                with report.attempt(*(key for key in keys if key.endswith(tag))):
+                    measure_tag(report, args, engine, tag, limits.get(tag, {}))
+
+
+def measure_tag(
+    report: Report, args: argparse.Namespace, engine: Engine, tag: str, limits: dict[str, float]
+) -> None:
+    """Three cycles of each kind, after one that does not count."""
+    pause_s = 0.0 if args.tiny else SCRUB_S
+    release(engine, tag)
+    resume(engine, tag)
+    runs: dict[str, list[dict[str, float]]] = {"release": [], "resume": [], "resume_just_freed": []}
+    for _ in range(args.runs):
+        runs["release"].append(release(engine, tag))
+        runs["resume_just_freed"].append(resume(engine, tag))
+        runs["release"].append(release(engine, tag))
+        time.sleep(pause_s)
+        runs["resume"].append(resume(engine, tag))
+    for what, those in runs.items():
+        note(report, f"{what}.{tag}", those, limits.get(what), "the driver's own calls for the same bytes")
+
+
+def measure_backup(report: Report, args: argparse.Namespace, machine: Machine) -> None:
+    keys = ["backup.release_changed", "backup.release_unchanged", "backup.resume"]
+    with report.attempt(*keys), model_folder(args, MODEL) as (shape, folder):
+        arguments = engine_args(
+            args,
+            folder,
+            max_total_tokens=4096,
+            max_running_requests=8,
+            enable_weights_cpu_backup=True,
+        )
+        norm = torch.ones(shape["hidden_size"], dtype=torch.bfloat16)
+        with Engine(**arguments) as engine:
+            first = release(engine, "weights")
+            resume(engine, "weights")
+            changed, unchanged, resumed = [], [], []
+            for number in range(args.runs):
+                # One parameter will do: what counts as changed are the weights as a whole.
+                engine.update_weights_from_tensor([("model.norm.weight", norm + number / 8)])
+                for releases in (changed, unchanged):
+                    releases.append(release(engine, "weights"))
+                    time.sleep(0.0 if args.tiny else SCRUB_S)
+                    resumed.append(resume(engine, "weights"))
+            report.facts["backup_first_release"] = first
+            num_bytes = changed[0]["bytes"]
+            to_host_ms = num_bytes / machine.to_host_bytes_per_s * 1e3
+            to_device_ms = num_bytes / machine.to_device_bytes_per_s * 1e3
+            note(report, "backup.release_changed", changed, to_host_ms, "copy to pinned memory")
+            given = report.rows.get("release.weights", {}).get("limit")
+            note(report, "backup.release_unchanged", unchanged, given, "the driver's own calls")
+            note(report, "backup.resume", resumed, to_device_ms, "copy from pinned memory")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=("tags", "backup"), default=["tags", "backup"])
+    args = parse(parser, argv)
+    machine = Machine.measure(args.device, tiny=args.tiny)
+    report = Report("gpu_occupation", args)
+    report.facts["machine"] = machine.runs
+    if "tags" in args.parts:
+        measure_tags(report, args)
+    if "backup" in args.parts:
+        measure_backup(report, args, machine)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,388 @@
+"""Products with few tokens: which block sizes suit each shape, and what the weights cost a decode step.
+
+Every figure is that of a CUDA graph in which calls follow one another on different weights, of more than the
+second-level cache holds. `torch` is cuBLAS with separate kernels for norm, gate and residual. Prints the rows
+for `TUNED` in `layers/small_batch/tuning.py`.
+
+    python bench/gpu_small_batch.py [--quick] [--tokens 1 8 32 64] [--models llama8b qwen0.6b]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import write_result
+from torch import Tensor
+
+from ebbtide.srt.layers.small_batch import multiply
+from ebbtide.srt.layers.small_batch.tuning import (
+    TOKEN_BUCKETS,
+    Config,
+    MatvecConfig,
+    ProductConfig,
+    Shape,
+    default_config,
+    token_bucket,
+)
+
+EPS = 1e-5
+# Far more than the 50 MB of second-level cache, in each graph before a weight comes round again.
+ROTATED_BYTES = 400e6
+GRAPH_BYTES = 2e9
+NUM_REPLAYS = 7
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of a model's products. `normed`: a norm comes before it; `add`: it is added to the residual."""
+
+    name: str
+    shape: Shape
+    normed: bool
+    add: bool
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    num_layers: int
+    layer: tuple[Product, ...]
+    head: Product
+
+
+def model(name: str, layers: int, hidden: int, qkv: int, q: int, intermediate: int, vocab: int) -> Model:
+    return Model(
+        name,
+        layers,
+        (
+            Product("qkv", Shape(qkv, hidden), True, False),
+            Product("o", Shape(hidden, q), False, True),
+            Product("gate_up", Shape(intermediate, hidden, True), True, False),
+            Product("down", Shape(hidden, intermediate), False, True),
+        ),
+        Product("head", Shape(vocab, hidden), True, False),
+    )
+
+
+MODELS = {
+    "llama8b": model("llama8b", 32, 4096, 6144, 4096, 14336, 128256),
+    "qwen0.6b": model("qwen0.6b", 28, 1024, 4096, 2048, 3072, 151936),
+    "qwen7b": model("qwen7b", 28, 3584, 4608, 3584, 18944, 152064),
+}
+
+
+class Weights:
+    """Matrices cut from one buffer, one behind the other, and from its start again at its end."""
+
+    def __init__(self, num_bytes: int) -> None:
+        tile = torch.randn(1 << 24, device="cuda").mul_(0.02).bfloat16()
+        self._flat = tile.repeat(-(-num_bytes // (2 * len(tile))))
+        self._used = 0
+
+    def cut(self, shape: Shape) -> Tensor:
+        count = shape.num_bytes // 2
+        if self._used + count > len(self._flat):
+            self._used = 0
+        start, self._used = self._used, self._used + count
+        return self._flat[start : start + count].view(-1, shape.num_columns)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tensors with which one product is measured."""
+
+    product: Product
+    x: Tensor
+    norm: Tensor
+    out: Tensor
+    weights: list[Tensor]
+
+    @classmethod
+    def make(cls, product: Product, num_tokens: int, weights: Weights) -> Case:
+        shape = product.shape
+        return cls(
+            product,
+            torch.randn(num_tokens, shape.num_columns, device="cuda").bfloat16(),
+            torch.randn(shape.num_columns, device="cuda").mul_(0.1).add_(1).bfloat16(),
+            torch.zeros(num_tokens, shape.num_rows, device="cuda", dtype=torch.bfloat16),
+            [weights.cut(shape) for _ in range(max(1, round(ROTATED_BYTES / shape.num_bytes)))],
+        )
+
+    def run(self, weight: Tensor, config: Config | None, out: Tensor) -> None:
+        norm = self.norm if self.product.normed else None
+        gated, add = self.product.shape.gated, self.product.add
+        multiply(self.x, norm, EPS, weight, None, out, gated=gated, add=add, config=config)
+
+    def run_torch(self, weight: Tensor) -> None:
+        torch_product(self.product, self.x, self.norm, weight, self.out)
+
+    def error(self, config: Config) -> str | None:
+        """What is wrong with the result, against float32 and against a second run."""
+        outs = [torch.zeros_like(self.out) for _ in range(2)]
+        for out in outs:
+            self.run(self.weights[0], config, out)
+        if not torch.equal(outs[0], outs[1]):
+            return "varies from run to run"
+        # Some rows at the start and at the end are enough, and cheap.
+        rows = torch.arange(self.product.shape.num_rows, device="cuda")
+        rows = torch.cat((rows[:300], rows[-300:])).unique()
+        x = self.x.float()
+        if self.product.normed:
+            x = F.rms_norm(x, self.norm.shape, self.norm.float(), EPS)
+        weight = self.weights[0]
+        expected = x @ weight[rows].float().T
+        if self.product.shape.gated:
+            expected = F.silu(expected) * (x @ weight[rows + self.product.shape.num_rows].float().T)
+        distance = (outs[0][:, rows].float() - expected).norm() / expected.norm()
+        return None if distance < 0.01 else f"relative distance {distance.item():.3g}"
+
+
+def torch_product(product: Product, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """The same by cuBLAS and separate kernels."""
+    if product.normed:
+        x = F.rms_norm(x, norm.shape, norm, EPS)
+    if product.add:
+        return out.addmm_(x, weight.T)
+    y = F.linear(x, weight)
+    if product.shape.gated:
+        gate, up = y.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+    return y
+
+
+def graph_us(body: Callable[[], None]) -> float:
+    """Median time of a replay, µs."""
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_REPLAYS + 1)]
+    graph.replay()
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    times = [1e3 * before.elapsed_time(after) for before, after in pairwise(events)]
+    return statistics.median(times)
+
+
+def case_us(case: Case, run: Callable[[Tensor], None]) -> float:
+    """Time of one product, µs, in a graph of many."""
+    rounds = max(1, min(round(GRAPH_BYTES / case.product.shape.num_bytes), 150) // len(case.weights))
+
+    def body() -> None:
+        for _ in range(rounds):
+            for weight in case.weights:
+                run(weight)
+
+    return graph_us(body) / (rounds * len(case.weights))
+
+
+def candidates(product: Product, num_tokens: int) -> Iterator[Config]:
+    shape = product.shape
+    if num_tokens == 1:
+        yield from matvec_candidates(shape)
+        return
+    small = num_tokens <= 8
+    if shape.gated:
+        tiles = [(64, 64, 4, 5), (128, 64, 8, 4), (64, 128, 4, 4)] + [(32, 128, 4, 5)] * small
+    elif small:
+        tiles = [(64, 128, 4, 5), (64, 64, 4, 8), (32, 128, 4, 7), (32, 256, 4, 5), (16, 256, 4, 7)]
+    else:
+        tiles = [(64, 128, 4, 5), (64, 64, 4, 8), (128, 64, 8, 6), (128, 64, 4, 4), (128, 128, 8, 4)]
+    for rows, columns, warps, stages in tiles:
+        num_programs = -(-shape.num_rows // rows)
+        # Enough programs for 132 multiprocessors, at most about three for each.
+        fitting = [s for s in (1, 2, 4, 8) if 90 <= num_programs * s <= 420 and shape.num_columns >= 512 * s]
+        for splits in fitting[:2] or [1 if num_programs > 90 else 4]:
+            yield ProductConfig(rows, columns, splits, warps, stages, False)
+            if product.normed and num_tokens <= 32 and (small or stages == tiles[0][3]):
+                yield ProductConfig(rows, columns, splits, warps, stages, True)
+
+
+def matvec_candidates(shape: Shape) -> Iterator[Config]:
+    columns_and_warps = [(1024, 4), (512, 2)]
+    if shape.num_columns <= 1024:
+        columns_and_warps += [(1024, 2), (1024, 1)]
+    elif shape.num_columns % 2048 == 0:
+        columns_and_warps += [(2048, 4)]
+    for columns, warps in columns_and_warps:
+        for rows in (1, 2, 4) if shape.gated else (2, 4, 8):
+            yield MatvecConfig(rows, columns, warps)
+
+
+def compile_all(jobs: list[tuple[Case, Config]]) -> dict[tuple[str, Config], str]:
+    """Run each once, in parallel threads; the error of each that fails."""
+
+    def attempt(job: tuple[Case, Config]) -> str | None:
+        case, config = job
+        try:
+            return case.error(config)
+        except Exception as error:  # A combination that the compiler refuses is left out, and said so.
+            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+    with ThreadPoolExecutor(16) as pool:
+        failures = {}
+        for (case, config), failure in zip(jobs, pool.map(attempt, jobs), strict=True):
+            if failure is not None:
+                failures[case.product.name, config] = failure
+    torch.cuda.synchronize()
+    return failures
+
+
+def sweep(model: Model, num_tokens: int, weights: Weights, limit: float, quick: bool) -> list[dict[str, Any]]:
+    """Every product with every candidate. `limit`: of the memory, bytes per µs."""
+    cases = {product.name: Case.make(product, num_tokens, weights) for product in (*model.layer, model.head)}
+    jobs = []
+    for case in cases.values():
+        default = default_config(token_bucket(num_tokens), case.product.shape)
+        configs = list(dict.fromkeys([default, *candidates(case.product, num_tokens)]))
+        jobs += [(case, config) for config in configs[: 4 if quick else None]]
+    started_s = time.perf_counter()
+    failures = compile_all(jobs)
+    compiled_s = time.perf_counter() - started_s
+    rows = []
+    for name, case in cases.items():
+        num_bytes = case.product.shape.num_bytes
+        row: dict[str, Any] = {"model": model.name, "product": name, "tokens": num_tokens, "bytes": num_bytes}
+        row["torch_us"] = round(case_us(case, case.run_torch), 2)
+        tried = []
+        for other, config in jobs:
+            if other is not case:
+                continue
+            entry: dict[str, Any] = {"config": asdict(config), "kind": type(config).__name__}
+            failure = failures.get((name, config))
+            if failure is None:
+                us = case_us(case, lambda weight, c=config, k=case: k.run(weight, c, k.out))
+                tried.append((us, config))
+                entry["us"] = round(us, 2)
+            else:
+                entry["failure"] = failure
+                print(f"  {name} {config}: {failure}")
+            row.setdefault("configs", []).append(entry)
+        tried.sort(key=lambda pair: pair[0])
+        if tried:
+            best_us, best = tried[0]
+            row |= {"best_us": round(best_us, 2), "best": best, "gb_per_s": round(num_bytes / best_us / 1e3)}
+            row["default_us"] = next((round(us, 2) for us, c in tried if c == jobs_default(jobs, case)), None)
+            print(
+                f"{model.name} T={num_tokens:<3} {name:8} best {best_us:7.2f} µs"
+                f" = {num_bytes / best_us / 1e3:5.0f} GB/s ({num_bytes / best_us / limit:4.0%})"
+                f"  default {row['default_us']}  torch {row['torch_us']:7.2f} µs  {best}"
+            )
+            print("      next " + "; ".join(f"{us:.2f} {short(config)}" for us, config in tried[1:6]))
+        rows.append(row)
+    print(f"  {len(jobs)} configurations, compiled and checked in {compiled_s:.1f} s", flush=True)
+    return rows
+
+
+def jobs_default(jobs: list[tuple[Case, Config]], case: Case) -> Config:
+    return next(config for other, config in jobs if other is case)
+
+
+def short(config: Config) -> str:
+    return "/".join(str(int(value)) for value in asdict(config).values())
+
+
+def step_us(model: Model, num_tokens: int, weights: Weights, how: str, best: dict[str, Config]) -> float:
+    """All products of one decode step, in one graph; attention is left out.
+
+    Args:
+        how: "torch", "default" block sizes, the "best" ones, or those without overlapping kernels: "serial".
+    """
+    hidden = model.head.shape.num_columns
+    x = torch.randn(num_tokens, hidden, device="cuda").bfloat16()
+    norm = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+    attended = torch.randn(num_tokens, model.layer[1].shape.num_columns, device="cuda").bfloat16()
+    layers = [[weights.cut(product.shape) for product in model.layer] for _ in range(model.num_layers)]
+    head = weights.cut(model.head.shape)
+
+    def run(product: Product, given: Tensor, weight: Tensor) -> Tensor:
+        if how == "torch":
+            return torch_product(product, given, norm, weight, x)
+        default = default_config(token_bucket(num_tokens), product.shape)
+        config = default if how == "default" else best.get(product.name, default)
+        out = x if product.add else given.new_empty(num_tokens, product.shape.num_rows)
+        gated = product.shape.gated
+        norm_or_none = norm if product.normed else None
+        switches = {"gated": gated, "add": product.add, "config": config, "overlapped": how != "serial"}
+        multiply(given, norm_or_none, EPS, weight, None, out, **switches)
+        return out
+
+    def body() -> None:
+        x.fill_(0.1)
+        for qkv, o, gate_up, down in layers:
+            run(model.layer[0], x, qkv)
+            run(model.layer[1], attended, o)
+            activated = run(model.layer[2], x, gate_up)
+            run(model.layer[3], activated, down)
+        run(model.head, x, head)
+
+    return graph_us(body)
+
+
+def copy_bytes_per_s(num_bytes: int = 4 << 30) -> float:
+    """Bytes read and written by a copy, per second: what the memory can do."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+
+    def body() -> None:
+        target.copy_(source)
+
+    return 2 * num_bytes / graph_us(body) * 1e6
+
+
+def tuned_line(row: dict[str, Any], model: Model) -> str:
+    product = next(p for p in (*model.layer, model.head) if p.name == row["product"])
+    shape = f"Shape({product.shape.num_rows}, {product.shape.num_columns}, {product.shape.gated})"
+    return f"    ({token_bucket(row['tokens'])}, {shape}): {row['best']},"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1 and 32 tokens, four configurations each")
+    parser.add_argument("--tokens", type=int, nargs="+")
+    parser.add_argument("--models", nargs="+", default=["llama8b", "qwen0.6b"], choices=sorted(MODELS))
+    parser.add_argument("--limit-s", type=float, default=240.0, help="begin nothing new after this time")
+    args = parser.parse_args()
+    tokens = args.tokens if args.tokens is not None else [1, 32] if args.quick else list(TOKEN_BUCKETS)
+    deadline_s = time.perf_counter() + args.limit_s
+    limit = copy_bytes_per_s()
+    print(f"copy: {limit / 1e12:.2f} TB/s read and written", flush=True)
+    weights = Weights(6 << 30)
+    rows, steps, lines = [], [], []
+    for num_tokens in tokens:
+        for name in args.models:
+            if time.perf_counter() > deadline_s:
+                print(f"left out for lack of time: {name}, {num_tokens} tokens")
+                continue
+            found = sweep(MODELS[name], num_tokens, weights, limit / 1e6, args.quick)
+            best = {row["product"]: row["best"] for row in found if "best" in row}
+            lines += [tuned_line(row, MODELS[name]) for row in found if "best" in row]
+            step = {"model": name, "tokens": num_tokens} | {
+                f"{how}_ms": round(step_us(MODELS[name], num_tokens, weights, how, best) / 1e3, 4)
+                for how in ("torch", "default", "best", *(("serial",) if num_tokens == 1 else ()))
+            }
+            model = MODELS[name]
+            num_bytes = model.num_layers * sum(p.shape.num_bytes for p in model.layer)
+            step["limit_ms"] = round((num_bytes + model.head.shape.num_bytes) / limit * 1e3, 4)
+            print(f"weights of a step: {step}", flush=True)
+            steps.append(step)
+            rows += [row | {"best": asdict(row["best"])} if "best" in row else row for row in found]
+    print("\n".join(["TUNED rows:", *lines]))
+    print(write_result("gpu_small_batch", {"copy_bytes_per_s": limit, "products": rows, "steps": steps}))
+
+
+if __name__ == "__main__":
+    main()

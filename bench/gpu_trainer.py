@@ -1,0 +1,176 @@
+"""A trainer in a process of its own, on the same device: it holds new weights, and hands out payloads."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+START_TIMEOUT_S = 120.0
+
+
+class Trainer:
+    """The process, with its own copy of the weights of a model folder.
+
+    Attributes:
+        num_bytes: of that copy.
+        num_tensors: in it.
+    """
+
+    def __init__(self, folder: Path, device: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, str(folder), device), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.num_bytes, self.num_tensors = self._answer(START_TIMEOUT_S)
+
+    def payload(self) -> bytes:
+        """All weights by name, for one update; they stay as they are until `drop`."""
+        payload: bytes = self._ask("payload")
+        return payload
+
+    def num_buckets(self, max_bytes: int) -> int:
+        count: int = self._ask("split", max_bytes)
+        return count
+
+    def bucket(self, index: int) -> bytes:
+        """A flattened bucket; valid until the next one is asked for."""
+        payload: bytes = self._ask("bucket", index)
+        return payload
+
+    def drop(self) -> None:
+        """Give the memory of the weights back to the device."""
+        self._ask("drop")
+
+    def hold(self) -> None:
+        """Have new weights again, after `drop`."""
+        self._ask("hold")
+
+    def _ask(self, command: str, *values: Any) -> Any:
+        self._pipe.send((command, *values))
+        return self._answer(60)
+
+    def _answer(self, timeout_s: float) -> Any:
+        if not self._pipe.poll(timeout_s):
+            raise RuntimeError(f"the trainer did not answer within {timeout_s:g} s")
+        try:
+            is_fine, answer = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError("the trainer process ended") from None
+        if not is_fine:
+            raise RuntimeError(f"the trainer failed: {answer}")
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pipe.close()
+        # Not `join`: it waits for a pipe that helpers of torch inherit from the process.
+        deadline_s = time.monotonic() + 20
+        while self._process.is_alive():
+            if time.monotonic() > deadline_s:
+                self._process.kill()
+            time.sleep(0.01)
+
+
+def _serve(pipe: Connection, folder: str, device: str) -> None:
+    try:
+        worker = _Worker(Path(folder), device)
+        pipe.send((True, (worker.num_bytes, len(worker.weights))))
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+        return
+    while True:
+        try:
+            command, *values = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, getattr(worker, command)(*values)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+
+
+class _Worker:
+    def __init__(self, folder: Path, device: str) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings")
+        self._device = device
+        self._shapes = {
+            name: parameter.shape
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if not (tied and name == "lm_head.weight")
+        }
+        self.weights: list[tuple[str, torch.Tensor]] = []
+        self.hold()
+        self.num_bytes = sum(tensor.nbytes for _, tensor in self.weights)
+        self._buckets: list[list[tuple[str, torch.Tensor]]] = []
+        self._held: Any = None
+
+    def hold(self) -> None:
+        import torch
+
+        for name, shape in self._shapes.items():
+            tensor = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+            self.weights.append((name, tensor.fill_(1) if "norm" in name else tensor.normal_(0, 0.02)))
+        self._synchronize()
+
+    def payload(self) -> bytes:
+        from ebbtide.srt.weight_sync.sender import serialize
+
+        return serialize(self.weights)
+
+    def split(self, max_bytes: int) -> int:
+        self._buckets, size = [], max_bytes + 1
+        for name, tensor in self.weights:
+            if size + tensor.nbytes > max_bytes:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1].append((name, tensor))
+            size += tensor.nbytes
+        return len(self._buckets)
+
+    def bucket(self, index: int) -> bytes:
+        from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
+        from ebbtide.srt.weight_sync.sender import serialize_bucket
+
+        self._held = None
+        self._collect()
+        self._held = FlattenedTensorBucket(self._buckets[index])
+        payload = serialize_bucket(self._held)
+        self._synchronize()
+        return payload
+
+    def drop(self) -> None:
+        import torch
+
+        self.weights, self._buckets, self._held = [], [], None
+        self._collect()
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
+    def _synchronize(self) -> None:
+        import torch
+
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def _collect(self) -> None:
+        import torch
+
+        if self._device == "cuda":
+            torch.cuda.ipc_collect()

@@ -1,0 +1,133 @@
+"""Fills the tables of docs/performance.md from bench/results/gpu_*.json; `--check` only says if they differ.
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; nothing else of the page is touched. Of two
+files with a row of the same key the later one counts. A row that no file has is "not measured".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ROOT
+from gpu_goals import GOALS, TABLES, Goal
+
+PAGE = ROOT / "docs" / "performance.md"
+BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NOT_MEASURED = "not measured"
+HEAD = ("", "Ebbtide", "goal", "limit here", "of the limit", "SGLang", "vLLM")
+
+Row = dict[str, Any]
+
+
+def load(folder: Path) -> tuple[dict[str, Row], list[dict[str, Any]]]:
+    """Rows by key, and the files that they are from, oldest first."""
+    files = [json.loads(path.read_text()) for path in folder.glob("gpu_*.json")]
+    files = sorted((file for file in files if "rows" in file["results"]), key=lambda file: file["date"])
+    rows: dict[str, Row] = {}
+    for file in files:
+        for key, row in file["results"]["rows"].items():
+            # A later attempt that failed does not hide what was measured.
+            if key not in rows or "value" in row:
+                rows[key] = row
+    return rows, files
+
+
+def filled(page: str, folder: Path) -> str:
+    """The page with its tables as the results in this folder have them."""
+    rows, files = load(folder)
+
+    def block(match: re.Match[str]) -> str:
+        name = match.group(2)
+        lines = sources(files) if name == "sources" else table(name, rows)
+        return match.group(1) + "\n".join(lines) + "\n" + match.group(3)
+
+    return BLOCK.sub(block, page)
+
+
+def table(name: str, rows: dict[str, Row]) -> list[str]:
+    if name not in TABLES:
+        raise SystemExit(f"{PAGE.name}: there is no table {name!r}, only {', '.join(TABLES)} and sources")
+    mine = {key: goal for key, goal in GOALS.items() if goal.table == name}
+    lines = [_line(HEAD), _line(["---"] * len(HEAD))]
+    bases: list[str] = []
+    for key, goal in mine.items():
+        lines.append(_line(_cells(goal, rows.get(key, {}), bases)))
+    notes = [f"{_mark(number)} {basis}." for number, basis in enumerate(bases)]
+    return [*lines, *([""] if notes else []), *(f"{note}  " for note in notes)]
+
+
+def _cells(goal: Goal, row: Row, bases: list[str]) -> list[str]:
+    others = [text.replace("-", "\N{EN DASH}") for text in (goal.sglang, goal.vllm)]
+    wanted = row.get("goal", goal.goal)
+    sign = "≥" if goal.at_least else "≤"
+    goal_cell = f"{sign} {number(wanted)}" if wanted is not None else ""
+    if "value" not in row:
+        reason = f"failed: {row['error']}"[:60] if "error" in row else row.get("skipped", NOT_MEASURED)
+        return [goal.title, reason.replace("|", "/"), goal_cell, "", "", *others]
+    limit = fraction = ""
+    if row["limit"] is not None:
+        if row["limit_basis"] not in bases:
+            bases.append(row["limit_basis"])
+        limit = f"{number(row['limit'])} {_mark(bases.index(row['limit_basis']))}"
+    if row["fraction_of_limit"] is not None:
+        fraction = f"{row['fraction_of_limit']:.0%}"
+    value = f"{number(row['value'])} {goal.unit}"
+    # Bold where a goal is reached, and only there.
+    return [goal.title, f"**{value}**" if row["reached"] else value, goal_cell, limit, fraction, *others]
+
+
+def sources(files: Iterable[dict[str, Any]]) -> list[str]:
+    """On what each file was measured."""
+    head = ("file", "date", "commit", "GPU", "driver, CUDA", "versions")
+    lines = [_line(head), _line(["---"] * len(head))]
+    for file in files:
+        hardware, versions = file["hardware"], file["versions"]
+        gpus = hardware.get("gpus", [])
+        names = ", ".join(f"{gpu['name']} {gpu['memory']}" for gpu in gpus)
+        drivers = ", ".join(sorted({gpu["driver"] for gpu in gpus}))
+        wanted = ("python", "torch", "flashinfer-python", "triton", "transformers")
+        shown = ", ".join(f"{name} {versions[name]}" for name in wanted if name in versions)
+        commit = (file["commit"] or "unknown")[:10] + (" + changes" if file["uncommitted_changes"] else "")
+        cells = [file["benchmark"], file["date"][:10], commit, names, f"{drivers}, {hardware.get('cuda')}"]
+        lines.append(_line([*cells, shown]))
+    return lines if len(lines) > 2 else [NOT_MEASURED]
+
+
+def number(value: float) -> str:
+    """Three digits that count, or all before the point."""
+    size = abs(value)
+    if size >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3g}"
+
+
+def _mark(index: int) -> str:
+    return f"({'abcdefghij'[index]})"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    args = parser.parse_args(argv)
+    before = args.page.read_text()
+    after = filled(before, args.results)
+    if args.check and before != after:
+        sys.exit(f"{args.page} is not what the results say: run bench/performance_page.py")
+    if before != after:
+        args.page.write_text(after)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The device that an engine was started for, and the backend that gives its memory back."""
+
+from __future__ import annotations
+
+import re
+
+from ebbtide.srt.device.base import Device
+from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.memory_saver.saver import MemorySaver, PlainMemory, VirtualMemorySaver
+
+
+def open_device(name: str) -> Device:
+    """The device of a name as torch spells it: "cpu", "cuda", "cuda:1".
+
+    Raises:
+        ConfigurationError: there is none of that name, or a package that it needs is missing.
+    """
+    if name == "cpu":
+        return CpuDevice()
+    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if match is None:
+        raise ConfigurationError(f"device: expected cpu, cuda or cuda:<index>, got {name!r}")
+    from ebbtide.srt.device.cuda import CudaDevice  # its packages are on machines with a GPU only
+
+    return CudaDevice(int(match[1] or 0))
+
+
+def open_memory_saver(backend: str, device: Device) -> MemorySaver:
+    """The backend of a name: "auto" (or "host"), "torch_memory_saver" or "none".
+
+    Raises:
+        ConfigurationError: there is none of that name, or it does not work on this device.
+    """
+    match backend:
+        case "auto" | "host":
+            return VirtualMemorySaver(device.virtual_memory())
+        case "none":
+            return PlainMemory(device)
+        case "torch_memory_saver" if device.name == "cpu":
+            raise ConfigurationError("memory_saver_backend=torch_memory_saver needs device=cuda")
+        case "torch_memory_saver":
+            from ebbtide.srt.memory_saver.torch_memory_saver_adapter import TorchMemorySaverBackend
+
+            return TorchMemorySaverBackend(device)
+        case _:
+            raise ConfigurationError(f"memory_saver_backend: there is none of the name {backend!r}")

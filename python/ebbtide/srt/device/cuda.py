@@ -1,0 +1,129 @@
+"""A CUDA device: its streams, its memory, and who holds it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebbtide.srt.device import nvml
+from ebbtide.srt.device.base import MemoryInfo
+from ebbtide.srt.errors import ConfigurationError, EngineError
+from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning, CudaVirtualMemory
+
+_cuda: Any = torch.cuda  # not all of it has types
+
+
+class CudaDevice:
+    """One CUDA device; making it makes the device torch's current one in this thread.
+
+    Args:
+        index: as torch counts visible devices.
+
+    Raises:
+        ConfigurationError: torch sees no such device, or the package cuda-bindings is missing.
+    """
+
+    def __init__(self, index: int) -> None:
+        _require_visible(index)
+        _cuda.set_device(index)
+        _cuda.synchronize(index)  # whatever comes first makes the context: let it be this
+        self._index = index
+        self._copy_stream = _cuda.Stream(index)
+        self._copied = _cuda.Event()
+        self._virtual_memory = CudaVirtualMemory(
+            index, free_bytes=self.free_bytes, synchronize=self.synchronize, trim=self.trim
+        )
+
+    @property
+    def name(self) -> str:
+        return f"cuda:{self._index}"
+
+    @property
+    def uuid(self) -> str:
+        """As torch spells it: without "GPU-" before it."""
+        return str(_cuda.get_device_properties(self._index).uuid)
+
+    def synchronize(self) -> None:
+        """Wait until everything launched so far, on any stream, has run."""
+        _cuda.synchronize(self._index)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Work launched inside goes to a stream of its own, after all that this thread's stream has so far.
+
+        What it reads must live until `copies_done`: a tensor that was made outside, on another stream, would
+        be given to the next who asks as soon as it is dropped.
+        """
+        self._copy_stream.wait_stream(_cuda.current_stream(self._index))
+        try:
+            with _cuda.stream(self._copy_stream):
+                yield
+        finally:
+            self._copied.record(self._copy_stream)
+
+    def copies_done(self) -> bool:
+        """Whether everything launched inside `copying` has run. Does not wait."""
+        is_done: bool = self._copied.query()
+        return is_done
+
+    def trim(self) -> None:
+        """Give what torch's allocator keeps for reuse back to the device."""
+        _cuda.empty_cache()
+
+    def free_bytes(self) -> int:
+        free_bytes: int = _cuda.mem_get_info(self._index)[0]
+        return free_bytes
+
+    def memory_info(self, pid: int | None = None) -> MemoryInfo:
+        """Memory now; what a process holds is NVML's figure, which has the context and the code in it.
+
+        Where NVML does not know this process by its id, as in some containers, this process holds at least
+        what its arenas and torch's allocator have: that is then the figure.
+
+        Raises:
+            ProcessLookupError: there is no such process.
+            EngineError: another process, and NVML does not count in the ids of this namespace.
+        """
+        free, total = _cuda.mem_get_info(self._index)
+        return MemoryInfo(total, free, self._process_bytes(pid))
+
+    def virtual_memory(self) -> CudaVirtualMemory:
+        return self._virtual_memory
+
+    def host_pinning(self) -> CudaHostPinning:
+        return CudaHostPinning(self._index, self.synchronize)
+
+    def _process_bytes(self, pid: int | None) -> int:
+        ours = os.getpid()
+        if pid is None:
+            pid = ours
+        if not Path("/proc", str(pid)).exists():
+            raise ProcessLookupError(f"there is no process {pid}")
+        held_bytes = nvml.process_bytes(self.uuid)
+        if ours in held_bytes:
+            return held_bytes.get(pid, 0)
+        if pid != ours:
+            raise EngineError(
+                f"what process {pid} holds of {self.name} is not known: NVML does not see the processes of "
+                "this container"
+            )
+        return self._virtual_memory.held_bytes + self._cached_bytes()
+
+    def _cached_bytes(self) -> int:
+        """What torch's allocator has from the device. Pools of their own may lie in arenas: not counted."""
+        return sum(
+            segment["total_size"]
+            for segment in _cuda.memory_snapshot()
+            if segment["device"] == self._index and tuple(segment["segment_pool_id"]) == (0, 0)
+        )
+
+
+def _require_visible(index: int) -> None:
+    num_devices = _cuda.device_count()
+    if not 0 <= index < num_devices:
+        raise ConfigurationError(f"device=cuda:{index}: torch sees {num_devices} CUDA devices")

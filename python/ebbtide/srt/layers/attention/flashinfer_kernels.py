@@ -1,0 +1,344 @@
+"""FlashInfer's paged attention kernels, and the memory in which they are planned.
+
+FlashInfer's own wrappers copy page tables to and fro and wait for the device while they plan. The modules
+beneath them do not: `plan` takes lengths on the host, computes which block does what, and enqueues one copy
+from pinned memory; `run` launches. All plans share one workspace: steps run one after another on one stream,
+and the copy of a plan is enqueued behind the step before it.
+
+Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S page_size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+# Plans of FlashInfer's Hopper prefill list every block: at most 4,096 of each head, 28 bytes each.
+_PLAN_BYTES = 16 << 20
+# What the library needs beside the sums that it says it keeps: alignment.
+_SPARE_BYTES = 1 << 20
+_THREADS_PER_SM, _DECODE_THREADS = 2048, 128
+_NO_WINDOW, _NO_SOFT_CAP = -1, 0.0
+_ROPE_SCALE, _ROPE_THETA = 1.0, 1e4  # of a rotation inside the kernels, which is off
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Heads and pages as all layers have them."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class HostLens:
+    """Lengths on the host, int32 tensors: what plans are made of."""
+
+    q_indptr_R1: Tensor
+    kv_indptr_R1: Tensor
+    lens_R: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePages:
+    """Which pages each request attends to, int32 tensors on the device.
+
+    Attributes:
+        q_indptr_R1: first new token of each request.
+        kv_indptr_R1: first of its page ids in `kv_indices`.
+        kv_indices: page ids.
+        last_page_len_R: tokens of its last page.
+    """
+
+    q_indptr_R1: Tensor
+    kv_indptr_R1: Tensor
+    kv_indices: Tensor
+    last_page_len_R: Tensor
+
+
+class PagedKernel(Protocol):
+    """One way to attend to pages."""
+
+    def plan(self, lens: HostLens, *, captured: bool) -> Any:
+        """Plan a step and enqueue the plan's copy. `captured`: `run` is part of a CUDA graph, which later
+        plans of as many requests serve too."""
+        ...
+
+    def run(self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor) -> Tensor:
+        """Attend: [T, N, H]."""
+        ...
+
+
+class Workspace:
+    """Partial results of split requests, plans on the device, and pinned memory that plans are written to.
+
+    A plan is written to pinned memory while the copy of the one before it may still be waiting for its
+    step: there are two such buffers, each with an event that says that its last copy has run.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.partial = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.plans = torch.zeros(_PLAN_BYTES, dtype=torch.uint8, device=device)
+        self._staging = [torch.zeros(_PLAN_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._next = 0
+
+    def plan(self, plan: Any, *args: Any) -> Any:
+        """Call a module's plan function with this memory."""
+        turn = self._next
+        self._next = 1 - turn
+        self._copied[turn].synchronize()
+        planned = plan(self.partial, self.plans, self._staging[turn], *args)
+        self._copied[turn].record()
+        return planned
+
+
+class DecodeKernel:
+    """One token per request, on CUDA cores: the kernel streams keys and values once per group of heads.
+
+    Takes the group sizes of `DECODE_GROUPS`.
+    """
+
+    def __init__(self, shape: HeadShape, workspace: Workspace) -> None:
+        from flashinfer.decode import get_batch_decode_module
+        from flashinfer.utils import TensorLayout
+
+        self._shape, self._workspace = shape, workspace
+        self._module = get_batch_decode_module(*_module_key(shape))
+        self._layout = TensorLayout.NHD.value
+        self._of_dtype = torch.empty(0, dtype=shape.dtype)
+        self._overlapped = _can_overlap(workspace.partial.device)
+
+    def plan(self, lens: HostLens, *, captured: bool) -> Any:
+        shape = self._shape
+        return self._workspace.plan(
+            self._module.plan,
+            lens.kv_indptr_R1,
+            len(lens.lens_R),
+            shape.num_q_heads,
+            shape.num_kv_heads,
+            shape.page_size,
+            captured,
+            _NO_WINDOW,
+            _NO_SOFT_CAP,
+            shape.head_dim,
+            shape.head_dim,
+            self._of_dtype,
+            self._of_dtype,
+        )
+
+    def run(self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor) -> Tensor:
+        out_TNH = torch.empty_like(q_TNH)
+        self._module.run(
+            self._workspace.partial,
+            self._workspace.plans,
+            plan,
+            q_TNH,
+            k_PSKH,
+            v_PSKH,
+            pages.kv_indptr_R1,
+            pages.kv_indices,
+            pages.last_page_len_R,
+            out_TNH,
+            None,
+            self._layout,
+            _NO_WINDOW,
+            self._overlapped,
+            None,
+            _NO_SOFT_CAP,
+            self._shape.scale,
+            _ROPE_SCALE,
+            _ROPE_THETA,
+        )
+        return out_TNH
+
+
+class PrefillKernel:
+    """Any number of new tokens per request, on tensor cores.
+
+    Args:
+        causal: false where every request has one new token, which attends to everything.
+        backend: FlashInfer's name: fa2, or fa3 for Hopper. Only fa2 can be captured.
+    """
+
+    def __init__(self, shape: HeadShape, workspace: Workspace, *, causal: bool, backend: str) -> None:
+        from flashinfer.prefill import get_batch_prefill_module
+        from flashinfer.utils import MaskMode, TensorLayout
+
+        self._shape, self._workspace = shape, workspace
+        self._causal, self._backend = causal, backend
+        self._mask = (MaskMode.CAUSAL if causal else MaskMode.NON_CAUSAL).value
+        self._layout = TensorLayout.NHD.value
+        self._module = get_batch_prefill_module(backend, *_module_key(shape), False)
+        device = workspace.partial.device
+        self._unsplit_from = _unsplit_from(shape, device)
+        self._overlapped = backend == "fa2" and _can_overlap(device)
+
+    def plan(self, lens: HostLens, *, captured: bool) -> Any:
+        shape, num_requests = self._shape, len(lens.lens_R)
+        # With so many requests every multiprocessor has enough to do. Planned as if nothing were captured,
+        # the grid then depends on their number alone: FlashInfer's plan for graphs splits always.
+        unsplit = captured and num_requests >= self._unsplit_from
+        args: list[Any] = [
+            lens.q_indptr_R1,
+            lens.kv_indptr_R1,
+            lens.lens_R,
+            int(lens.q_indptr_R1[-1]),
+            num_requests,
+            shape.num_q_heads,
+            shape.num_kv_heads,
+            shape.page_size,
+            captured and not unsplit,
+            shape.head_dim,
+            shape.head_dim,
+            self._causal,
+            _NO_WINDOW,
+        ]
+        if self._backend == "fa2":
+            no_fixed_split, num_colocated_blocks = -1, 0
+            args += [no_fixed_split, unsplit, num_colocated_blocks]
+        return self._workspace.plan(self._module.plan, *args)
+
+    def run(self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor) -> Tensor:
+        out_TNH = torch.empty_like(q_TNH)
+        self._module.paged_run(
+            float_workspace_buffer=self._workspace.partial,
+            int_workspace_buffer=self._workspace.plans,
+            plan_info_vec=plan,
+            q=q_TNH,
+            paged_k_cache=k_PSKH,
+            paged_v_cache=v_PSKH,
+            qo_indptr=pages.q_indptr_R1,
+            paged_kv_indptr=pages.kv_indptr_R1,
+            paged_kv_indices=pages.kv_indices,
+            paged_kv_last_page_len=pages.last_page_len_R,
+            o=out_TNH,
+            maybe_lse=None,
+            mask_mode=self._mask,
+            layout=self._layout,
+            window_left=_NO_WINDOW,
+            enable_pdl=self._overlapped,
+            maybe_custom_mask=None,
+            maybe_mask_indptr=None,
+            maybe_alibi_slopes=None,
+            maybe_prefix_len_ptr=None,
+            maybe_token_pos_in_items_ptr=None,
+            maybe_max_item_len_ptr=None,
+            logits_soft_cap=_NO_SOFT_CAP,
+            sm_scale=self._shape.scale,
+            scale_q=None,
+            scale_k=None,
+            scale_v=None,
+            rope_scale=_ROPE_SCALE,
+            rope_theta=_ROPE_THETA,
+            token_pos_in_items_len=0,
+            workspace_size=self._workspace.partial.nbytes,
+        )
+        return out_TNH
+
+
+# Groups of 4: 256 requests of 640 tokens were read at 4.0 TB/s on an H200. Larger groups have more arithmetic
+# per byte, and the kernel takes no sizes between 4 and 8: tensor cores do those.
+DECODE_GROUPS = (1, 2, 3, 4)
+
+
+def decode_kernel(shape: HeadShape, workspace: Workspace) -> PagedKernel:
+    """What suits one new token per request, eager or captured."""
+    if shape.group in DECODE_GROUPS:
+        return DecodeKernel(shape, workspace)
+    return PrefillKernel(shape, workspace, causal=False, backend="fa2")
+
+
+def prefill_kernel(shape: HeadShape, workspace: Workspace) -> PagedKernel:
+    """What suits everything else; not to be captured."""
+    backend = _prefill_backend(shape, workspace.partial.device)
+    return PrefillKernel(shape, workspace, causal=True, backend=backend)
+
+
+def module_specs(shape: HeadShape, device: torch.device) -> dict[str, Any]:
+    """What FlashInfer compiles for this shape: use → its `JitSpec`."""
+    from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
+
+    key = _module_key(shape)
+    decode = (
+        gen_batch_decode_module(*key)
+        if shape.group in DECODE_GROUPS
+        else gen_batch_prefill_module("fa2", *key, False)
+    )
+    prefill = gen_batch_prefill_module(_prefill_backend(shape, device), *key, False)
+    return {"decode attention": decode, "prefill attention": prefill}
+
+
+def _prefill_backend(shape: HeadShape, device: torch.device) -> str:
+    from flashinfer.utils import PosEncodingMode, determine_attention_backend
+
+    no_half_sums, no_custom_mask = False, False
+    name: str = determine_attention_backend(
+        device, PosEncodingMode.NONE.value, no_half_sums, no_custom_mask, shape.dtype, shape.dtype
+    )
+    return name
+
+
+def partial_bytes(shape: HeadShape, device: torch.device) -> int:
+    """Bytes of partial results, in the worst case of each kernel: float32 values and one sum per row."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    row_bytes = 4 * (shape.head_dim + 1)
+    blocks = 2 * num_sms // shape.num_kv_heads + 1
+    # The kernels for Hopper divide the work without partial results.
+    prefill_rows = blocks * _LARGEST_TILE if _prefill_backend(shape, device) == "fa2" else 0
+    decode_rows = num_sms * (_THREADS_PER_SM // _DECODE_THREADS) // shape.num_kv_heads
+    if shape.group not in DECODE_GROUPS:
+        # The grid of a graph: FlashInfer's upper bound of tiles, or as many blocks as run at once.
+        tile = next((rows for rows in (16, 64) if shape.group <= rows), _LARGEST_TILE)
+        num_requests = _unsplit_from(shape, device)
+        tiles = -(-num_requests * shape.group // tile) + num_requests
+        decode_rows = max(blocks, tiles) * tile
+    return shape.num_q_heads * max(prefill_rows, decode_rows) * row_bytes + _SPARE_BYTES
+
+
+_LARGEST_TILE = 128
+
+
+def _unsplit_from(shape: HeadShape, device: torch.device) -> int:
+    """Requests from which four rounds of blocks are reached without splitting any of them."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return -(-8 * num_sms // shape.num_kv_heads)
+
+
+def _module_key(shape: HeadShape) -> tuple[Any, ...]:
+    """What a compiled module is made for, as FlashInfer counts it."""
+    from flashinfer.utils import PosEncodingMode
+
+    dtype, head_dim = shape.dtype, shape.head_dim
+    window, soft_cap = False, False
+    return (
+        dtype,
+        dtype,
+        dtype,
+        torch.int32,
+        head_dim,
+        head_dim,
+        PosEncodingMode.NONE.value,
+        window,
+        soft_cap,
+    )
+
+
+def _can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may be in place before its predecessor ends: Hopper and later."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,0 +1,21 @@
+"""How Triton kernels are launched."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def overlap_options(x: Tensor) -> dict[str, Any]:
+    """Options of a kernel that may be in place before its predecessor on the stream has ended.
+
+    The kernel must wait (`gdc_wait`) where its OVERLAPPED is true. Hopper and later do that.
+    """
+    overlapped = x.is_cuda and _can_overlap(x.device)
+    return {"OVERLAPPED": overlapped} | ({"launch_pdl": True} if overlapped else {})
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,0 +1,170 @@
+"""Rotary embedding: the angles of a step, and what lies between a layer's projection and its attention.
+
+Shapes: T tokens, N query heads, K KV heads, H head_dim, P pages, S page_size.
+"""
+
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.srt.layers.attention.base import HeadNorms
+from ebbtide.srt.layers.kernels.launch import overlap_options
+from ebbtide.srt.layers.rotary import Rope
+
+# From this many tokens on the grid is large enough for programs of several heads.
+MANY_TOKENS = 64
+
+
+def rope_angles(positions_T: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> Rope:
+    """Cosines and sines of position · frequency, in one launch.
+
+    Args:
+        positions_T: integers.
+        inv_freq: float32 [H / 2].
+        dtype: of the result.
+    """
+    num_tokens, half = len(positions_T), len(inv_freq)
+    cos_T1H = torch.empty((num_tokens, 1, 2 * half), dtype=dtype, device=positions_T.device)
+    sin_T1H = torch.empty((num_tokens, 1, half), dtype=dtype, device=positions_T.device)
+    _angles[(num_tokens,)](
+        positions_T, inv_freq, cos_T1H, sin_T1H, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1
+    )
+    return Rope(cos_T1H, sin_T1H)
+
+
+def rotate_and_store(
+    qkv_TNH: Tensor,
+    rope: Rope,
+    head_norms: HeadNorms | None,
+    slots_T: Tensor,
+    k_PSKH: Tensor,
+    v_PSKH: Tensor,
+) -> Tensor:
+    """Normalise and rotate queries and keys, and write keys and values to their slots, in one launch.
+
+    Args:
+        qkv_TNH: [T, N + 2K, H], contiguous; unchanged.
+        slots_T: int64; a token of slot −1 is not stored.
+        k_PSKH, v_PSKH: one layer of the pool, contiguous.
+
+    Returns:
+        The queries, [T, N, H].
+    """
+    num_tokens, num_heads, head_dim = qkv_TNH.shape
+    num_kv_heads = k_PSKH.shape[2]
+    num_q_heads = num_heads - 2 * num_kv_heads
+    q_TNH = qkv_TNH.new_empty((num_tokens, num_q_heads, head_dim))
+    heads_per_program = 8 if num_tokens >= MANY_TOKENS else 1
+    _rotate_and_store[(num_tokens, triton.cdiv(num_heads, heads_per_program))](
+        qkv_TNH,
+        rope.cos_T1H,
+        rope.sin_T1H,
+        slots_T,
+        head_norms.q_weight if head_norms is not None else qkv_TNH,
+        head_norms.k_weight if head_norms is not None else qkv_TNH,
+        q_TNH,
+        k_PSKH,
+        v_PSKH,
+        head_norms.eps if head_norms is not None else 0.0,
+        NUM_Q_HEADS=num_q_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        HEADS=heads_per_program,
+        BLOCK=triton.next_power_of_2(head_dim // 2),
+        NORM=head_norms is not None,
+        num_warps=4 if heads_per_program > 1 else 1,
+        **overlap_options(qkv_TNH),
+    )
+    return q_TNH
+
+
+@triton.jit
+def _angles(  # type: ignore[no-untyped-def]
+    positions_ptr, inv_freq_ptr, cos_ptr, sin_ptr, HALF: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    inside = pair < HALF
+    position = tl.load(positions_ptr + token).to(tl.float32)
+    angle = position * tl.load(inv_freq_ptr + pair, mask=inside, other=0.0)
+    cos = tl.cos(angle)
+    tl.store(cos_ptr + token * (2 * HALF) + pair, cos, mask=inside)
+    tl.store(cos_ptr + token * (2 * HALF) + HALF + pair, cos, mask=inside)
+    tl.store(sin_ptr + token * HALF + pair, tl.sin(angle), mask=inside)
+
+
+@triton.jit
+def _store(pointer, first, second, inside, HALF: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    """Both halves of some heads."""
+    tl.store(pointer, first, mask=inside)
+    tl.store(pointer + HALF, second, mask=inside)
+
+
+@triton.jit
+def _rotate_and_store(  # type: ignore[no-untyped-def]
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    eps,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """One token, HEADS of its heads; a tile is [HEADS, HALF], of the first or the second halves."""
+    NUM_HEADS: tl.constexpr = NUM_Q_HEADS + 2 * NUM_KV_HEADS
+    HEAD_DIM: tl.constexpr = 2 * HALF
+    if OVERLAPPED:
+        # Everything but the slots comes from the kernel before, or from one before that.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    pair = tl.arange(0, BLOCK)[None, :]
+    inside = (head < NUM_HEADS) & (pair < HALF)
+    is_q = head < NUM_Q_HEADS
+    is_k = (head >= NUM_Q_HEADS) & (head < NUM_Q_HEADS + NUM_KV_HEADS)
+    is_v = head >= NUM_Q_HEADS + NUM_KV_HEADS
+
+    source = qkv_ptr + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + pair
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    slot = tl.load(slots_ptr + token)
+    x, y = first, second
+    if NORM:
+        squares = tl.sum(first * first + second * second, axis=1)[:, None]
+        scale = 1.0 / tl.sqrt(squares / HEAD_DIM + eps)
+        weight_1 = tl.where(is_q, _weight(q_weight_ptr, pair, HALF), _weight(k_weight_ptr, pair, HALF))
+        weight_2 = tl.where(
+            is_q, _weight(q_weight_ptr + HALF, pair, HALF), _weight(k_weight_ptr + HALF, pair, HALF)
+        )
+        x, y = first * scale * weight_1, second * scale * weight_2
+    cos = tl.load(cos_ptr + token * HEAD_DIM + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    rotated_1, rotated_2 = x * cos - y * sin, y * cos + x * sin
+
+    q_at = q_ptr + token * (NUM_Q_HEADS * HEAD_DIM) + head * HEAD_DIM + pair
+    _store(q_at, rotated_1, rotated_2, inside & is_q, HALF)
+    row = slot * (NUM_KV_HEADS * HEAD_DIM) + pair
+    stored = inside & (slot >= 0)
+    k_at = k_ptr + row + (head - NUM_Q_HEADS) * HEAD_DIM
+    _store(k_at, rotated_1, rotated_2, stored & is_k, HALF)
+    v_at = v_ptr + row + (head - NUM_Q_HEADS - NUM_KV_HEADS) * HEAD_DIM
+    _store(v_at, first, second, stored & is_v, HALF)
+
+
+@triton.jit
+def _weight(pointer, pair, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.load(pointer + pair, mask=pair < HALF, other=0.0).to(tl.float32)

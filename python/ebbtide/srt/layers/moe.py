@@ -1,0 +1,102 @@
+"""Mixture of experts: a router picks a few gated MLPs per token, and their outputs are summed by its weights.
+
+Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ebbtide.srt.layers.activation import silu_mul
+from ebbtide.srt.layers.linear import Linear, linear
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Sizes of one layer's experts.
+
+    Attributes:
+        inner_size: of one expert's MLP.
+        renormalize: whether the weights of a token's experts are made to sum to one.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    inner_size: int
+    renormalize: bool
+
+
+class Experts(nn.Module):
+    """The weights of all experts of a layer, expert below expert.
+
+    `gate_up_proj` [E·2I, D] holds each expert's gate rows and then its up rows, `down_proj` [E·D, I].
+    """
+
+    def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        num_experts, inner = config.num_experts, config.inner_size
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(num_experts * 2 * inner, hidden_size, dtype=dtype, device="meta"), requires_grad=False
+        )
+        self.down_proj = nn.Parameter(
+            torch.empty(num_experts * hidden_size, inner, dtype=dtype, device="meta"), requires_grad=False
+        )
+
+
+class MoeMLP(nn.Module):
+    """What stands in a decoder layer in place of the MLP."""
+
+    def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = Linear(hidden_size, config.num_experts, bias=False, dtype=dtype)
+        self.experts = Experts(config, hidden_size, dtype)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """[T, D] of the normalised hidden states [T, D]."""
+        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
+        top_k, renormalize = self.config.num_experts_per_token, self.config.renormalize
+        logits_TE = self.gate(x_TD)
+        if x_TD.is_cuda:
+            from ebbtide.srt.layers.kernels import fused_moe
+
+            weights_TK, experts_TK = fused_moe.route(logits_TE, top_k, renormalize)
+            return fused_moe.fused_experts(x_TD, gate_up, down, weights_TK, experts_TK)
+        weights_TK, experts_TK = route(logits_TE, top_k, renormalize)
+        return run_experts(x_TD, gate_up, down, weights_TK, experts_TK)
+
+
+def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The weights (float32) and numbers (int64) of each token's experts, both [T, K], best first."""
+    weights_TK, experts_TK = torch.topk(logits_TE.softmax(dim=-1, dtype=torch.float32), top_k, dim=-1)
+    if renormalize:
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return weights_TK, experts_TK
+
+
+def run_experts(
+    x_TD: Tensor, gate_up_RD: Tensor, down_RI: Tensor, weights_TK: Tensor, experts_TK: Tensor
+) -> Tensor:
+    """The weighted sum [T, D] of each token's experts, one expert after the other.
+
+    Args:
+        gate_up_RD, down_RI: as `Experts` holds them.
+        weights_TK, experts_TK: from `route`.
+    """
+    hidden, inner, top_k = x_TD.shape[1], down_RI.shape[1], experts_TK.shape[1]
+    counts_E = experts_TK.flatten().bincount(minlength=len(down_RI) // hidden).tolist()
+    slots = experts_TK.flatten().argsort(stable=True)
+    out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+    first = 0
+    for expert, count in enumerate(counts_E):
+        if count == 0:
+            continue
+        slots_N = slots[first : first + count]
+        tokens_N = slots_N // top_k
+        gate_up_N2I = linear(x_TD[tokens_N], gate_up_RD[2 * inner * expert : 2 * inner * (expert + 1)])
+        y_ND = linear(silu_mul(gate_up_N2I), down_RI[hidden * expert : hidden * (expert + 1)])
+        # A token occurs once per expert, so the sum over experts has one order: that of the loop.
+        out_TD.index_add_(0, tokens_N, y_ND.float() * weights_TK.flatten()[slots_N, None])
+        first += count
+    return out_TD.to(x_TD.dtype)

@@ -1,0 +1,224 @@
+"""Products of up to `MAX_TOKENS` tokens with norm, gate or residual in the same kernel. bfloat16, CUDA.
+
+Results do not vary from run to run: every sum has a fixed order. The callers capture CUDA graphs, in which
+the kernels overlap (see `kernels`); outside of graphs they run too.
+
+Shapes: T tokens, D inputs, O outputs, K columns, I intermediate size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebbtide.srt.layers.small_batch import kernels
+from ebbtide.srt.layers.small_batch.tuning import (
+    TOKEN_BUCKETS,
+    Config,
+    MatvecConfig,
+    ProductConfig,
+    Shape,
+    choose,
+)
+
+MAX_TOKENS = TOKEN_BUCKETS[-1]
+
+# Columns of a program's weights that are brought into the second-level cache while the kernel before ends.
+_PREFETCHED_COLUMNS = 512
+_COMBINED_ROWS = 512
+
+
+def norm_linear(
+    x_TD: Tensor, norm_weight_D: Tensor | None, eps: float, weight_OD: Tensor, bias_O: Tensor | None
+) -> Tensor:
+    """rms_norm(x) Wᵀ (+ b), [T, O]; without the norm where its weight is None. 1 ≤ T ≤ MAX_TOKENS."""
+    out_TO = x_TD.new_empty(len(x_TD), len(weight_OD))
+    multiply(x_TD, norm_weight_D, eps, weight_OD, bias_O, out_TO)
+    return out_TO
+
+
+def norm_gate_up(x_TD: Tensor, norm_weight_D: Tensor, eps: float, weight_2ID: Tensor) -> Tensor:
+    """silu(gate) · up of rms_norm(x), [T, I]; the gates' rows of the weight come first."""
+    out_TI = x_TD.new_empty(len(x_TD), len(weight_2ID) // 2)
+    multiply(x_TD, norm_weight_D, eps, weight_2ID, None, out_TI, gated=True)
+    return out_TI
+
+
+def linear_add_(x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, residual_TO: Tensor) -> None:
+    """residual += x Wᵀ (+ b), in place; rounded once."""
+    multiply(x_TK, None, 0.0, weight_OK, bias_O, residual_TO, add=True)
+
+
+def multiply(
+    x_TK: Tensor,
+    norm_weight_K: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_TO: Tensor,
+    *,
+    gated: bool = False,
+    add: bool = False,
+    config: Config | None = None,
+    overlapped: bool = True,
+) -> None:
+    """All of the above, with the block sizes of `config`, or those that suit the shape.
+
+    Args:
+        overlapped: whether kernels start before their predecessors end; it changes no result.
+
+    Raises ValueError for tensors that the kernels would read wrongly, or too many tokens.
+    """
+    shape = Shape(out_TO.shape[1], x_TK.shape[1], gated)
+    _check(x_TK, weight, out_TO, shape)
+    config = config if config is not None else choose(len(x_TK), shape)
+    # On a GPU every kernel is launched as a dependent of the one before; the interpreter has none of it.
+    overlapped = overlapped and x_TK.is_cuda
+    launch = {"OVERLAPPED": overlapped, "launch_pdl": overlapped}
+    switches = {"GATED": gated, "BIAS": bias is not None, "ADD": add} | launch
+    if isinstance(config, MatvecConfig):
+        _matvec(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches)
+        return
+    if norm_weight_K is not None and not config.fold_norm:
+        x_TK = _normalise(x_TK, norm_weight_K, eps, launch)
+        norm_weight_K = None
+    _product(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches)
+
+
+def _check(x_TK: Tensor, weight: Tensor, out_TO: Tensor, shape: Shape) -> None:
+    if not 1 <= len(x_TK) <= MAX_TOKENS:
+        raise ValueError(f"{len(x_TK)} tokens; these kernels take 1 to {MAX_TOKENS}")
+    if weight.shape != (shape.num_rows * (2 if shape.gated else 1), shape.num_columns):
+        raise ValueError(f"a weight of {tuple(weight.shape)} does not fit {shape}")
+    if not (x_TK.is_contiguous() and weight.is_contiguous() and out_TO.is_contiguous()):
+        raise ValueError("the tensors must be contiguous")
+
+
+def _matvec(
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    config: MatvecConfig,
+    switches: dict[str, Any],
+) -> None:
+    num_rows, num_columns = out.shape[1], x.shape[1]
+    kernels.matvec[(_ceil_div(num_rows, config.block_rows),)](
+        x,
+        norm,
+        weight,
+        bias,
+        out,
+        num_rows,
+        eps,
+        NUM_COLUMNS=num_columns,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_COLUMNS=config.block_columns,
+        FOLD_NORM=norm is not None,
+        EVEN=num_rows % config.block_rows == 0 and num_columns % config.block_columns == 0,
+        num_warps=config.num_warps,
+        num_stages=1,
+        **switches,
+    )
+
+
+def _normalise(x_TK: Tensor, norm_weight_K: Tensor, eps: float, launch: dict[str, Any]) -> Tensor:
+    out_TK = torch.empty_like(x_TK)
+    kernels.normalise[(len(x_TK),)](
+        x_TK,
+        norm_weight_K,
+        out_TK,
+        eps,
+        NUM_COLUMNS=x_TK.shape[1],
+        BLOCK_COLUMNS=_power_of_2(x_TK.shape[1]),
+        num_warps=8 if x_TK.shape[1] > 2048 else 4,
+        **launch,
+    )
+    return out_TK
+
+
+def _product(
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    config: ProductConfig,
+    switches: dict[str, Any],
+) -> None:
+    num_tokens, num_columns = x.shape
+    num_rows = out.shape[1]
+    # Whole tiles per split, and no split without columns.
+    split_columns = (
+        _ceil_div(_ceil_div(num_columns, config.num_splits), config.block_columns) * config.block_columns
+    )
+    num_splits = _ceil_div(num_columns, split_columns)
+    partial = squares = None
+    if num_splits > 1:
+        partial = torch.empty(num_splits, num_tokens, len(weight), dtype=torch.float32, device=x.device)
+        squares = torch.empty(num_splits, num_tokens, dtype=torch.float32, device=x.device)
+    kernels.product[(_ceil_div(num_rows, config.block_rows), num_splits)](
+        x,
+        norm,
+        weight,
+        bias,
+        out,
+        partial,
+        squares,
+        num_tokens,
+        num_rows,
+        eps,
+        NUM_COLUMNS=num_columns,
+        SPLIT_COLUMNS=split_columns,
+        BLOCK_TOKENS=max(8, _power_of_2(num_tokens)),
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_COLUMNS=config.block_columns,
+        PREFETCHED_COLUMNS=min(_PREFETCHED_COLUMNS, _power_of_2(split_columns)),
+        FOLD_NORM=norm is not None,
+        EVEN=num_rows % config.block_rows == 0 and num_columns % split_columns == 0,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **switches,
+    )
+    if num_splits > 1:
+        _combine(partial, squares, bias, out, eps, num_columns, norm is not None, switches)
+
+
+def _combine(
+    partial: Tensor | None,
+    squares: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    num_columns: int,
+    fold_norm: bool,
+    switches: dict[str, Any],
+) -> None:
+    num_tokens, num_rows = out.shape
+    kernels.combine[(_ceil_div(num_rows, _COMBINED_ROWS), num_tokens)](
+        partial,
+        squares,
+        bias,
+        out,
+        num_tokens,
+        num_rows,
+        eps,
+        NUM_COLUMNS=num_columns,
+        NUM_SPLITS=len(partial) if partial is not None else 0,
+        BLOCK_ROWS=_COMBINED_ROWS,
+        FOLD_NORM=fold_norm,
+        num_warps=4,
+        **switches,
+    )
+
+
+def _ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
+
+
+def _power_of_2(least: int) -> int:
+    """The smallest power of two that is no less."""
+    return 1 << (least - 1).bit_length()

@@ -1,0 +1,135 @@
+"""CUDA graphs' scratch memory in an arena, so that it can be released while the graphs are kept.
+
+What a captured graph computes in between lies at fixed addresses that nothing else may use. Here they are in
+an arena: released with it, and back at the same addresses after a resume. Nothing in them outlives a replay
+but the outputs, which are read before the arena is released.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import insort
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ebbtide.srt.errors import EngineError
+from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.span import round_up
+
+# What torch expects of an allocation on a device.
+ALIGNMENT_BYTES = 512
+
+_ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+
+
+class Blocks:
+    """Cuts blocks out of a range of bytes, each at the lowest place where it fits."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._free: list[tuple[int, int]] = [(0, num_bytes)]  # (start, end), in order, never touching
+        self._taken: dict[int, int] = {}
+        self.peak_bytes = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        return sum(end - start for start, end in self._taken.items())
+
+    def take(self, num_bytes: int) -> int | None:
+        """The offset of a new block; None where there is no room."""
+        size = round_up(max(1, num_bytes), ALIGNMENT_BYTES)
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
+                self._taken[start] = start + size
+                self.peak_bytes = max(self.peak_bytes, start + size)
+                return start
+        return None
+
+    def give(self, start: int) -> None:
+        """Give back the block that `take` placed there."""
+        insort(self._free, (start, self._taken.pop(start)))
+        merged: list[tuple[int, int]] = []
+        for block in self._free:
+            if merged and merged[-1][1] == block[0]:
+                block = (merged.pop()[0], block[1])
+            merged.append(block)
+        self._free = merged
+
+
+class GraphPool:
+    """A torch memory pool for `torch.cuda.graph(pool=...)` whose memory is an arena's.
+
+    The arena must be resident during capture and replay. Where it is full, torch raises OutOfMemoryError.
+    While a graph is captured no other thread may allocate or free CUDA memory: torch calls back into Python
+    with its allocator locked.
+
+    Run what is to be captured once before, on the stream of the capture: libraries then have their lasting
+    workspaces (cuBLAS has one per stream) outside of the arena, where other work may use them at any time.
+
+    To close: first the graphs (`graph.reset()`) and every tensor made during capture, then this pool, then
+    the arena.
+
+    Args:
+        arena: the memory, used by nothing else.
+        make_pool: from the addresses of the two C functions a pool, and what must outlive it; None: a
+            torch.cuda.MemPool and its allocator.
+    """
+
+    def __init__(self, arena: Arena, make_pool: Callable[[int, int], tuple[Any, Any]] | None = None) -> None:
+        # The first attribute is the first to go: as it ends, the pool calls the functions below.
+        self._pool: Any = None
+        self._arena = arena
+        self._blocks = Blocks(arena.num_bytes)
+        self._functions = (_ALLOCATE(self._allocate), _FREE(self._free))
+        addresses = [_address(function) for function in self._functions]
+        make = make_pool if make_pool is not None else _torch_pool
+        self._pool, self._allocator = make(*addresses)
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """What `torch.cuda.graph(pool=...)` takes."""
+        identity: tuple[int, int] = self._pool.id
+        return identity
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the arena, from its start, that were ever in use."""
+        return self._blocks.peak_bytes
+
+    def trim(self) -> int:
+        """After the last capture, give up for good what no capture has used; returns the bytes."""
+        return self._arena.shrink(self.peak_bytes)
+
+    def close(self) -> None:
+        """Give torch's pool up; see the class for what must be gone before. Idempotent.
+
+        Raises:
+            EngineError: a graph, or a tensor made during capture, still has memory here.
+        """
+        self._pool = None  # torch gives its segments back now
+        if self._blocks.taken_bytes:
+            raise EngineError(f"{self._blocks.taken_bytes} bytes of the graph pool are still in use")
+
+    def _allocate(self, num_bytes: int, device: int, stream: int | None) -> int | None:
+        offset = self._blocks.take(num_bytes)
+        if offset is None:
+            return None
+        if offset + num_bytes > self._arena.num_bytes:  # it was trimmed
+            self._blocks.give(offset)
+            return None
+        return self._arena.address + offset
+
+    def _free(self, address: int, num_bytes: int, device: int, stream: int | None) -> None:
+        self._blocks.give(address - self._arena.address)
+
+
+def _torch_pool(allocate: int, free: int) -> tuple[Any, Any]:
+    allocator = torch._C._cuda_customAllocator(allocate, free)
+    return torch.cuda.MemPool(allocator), allocator
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -1,0 +1,45 @@
+"""Where arenas come from: one per memory tag, from the backend that the engine was started with."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.torch_span import TorchMemory, TorchSpan
+from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
+
+
+class MemorySaver(Protocol):
+    """Makes arenas of one kind."""
+
+    def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
+        """A released arena, its memory taken in pieces of `chunk_bytes` where that can be chosen.
+
+        Raises:
+            OutOfDeviceMemory: addresses, or memory that is taken from the start, could not be had.
+        """
+        ...
+
+
+class VirtualMemorySaver:
+    """Arenas over virtual memory, of the host or of a CUDA device."""
+
+    def __init__(self, vm: VirtualMemory) -> None:
+        self._vm = vm
+
+    def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
+        return Arena(tag, num_bytes, self._vm, chunk_bytes)
+
+
+class PlainMemory:
+    """Arenas for an engine that never gives memory back: torch allocates them, and a release is an error.
+
+    A shadow is more of the same memory; to swap is to exchange the bytes, in about the time of four copies.
+    """
+
+    def __init__(self, device: TorchMemory) -> None:
+        self._device = device
+
+    def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
+        return Arena.over(tag, TorchSpan(num_bytes, self._device))

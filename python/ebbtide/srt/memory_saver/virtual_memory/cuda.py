@@ -1,0 +1,182 @@
+"""Virtual memory of a CUDA device, by the driver's own calls for it (cuMem*).
+
+It is apart from torch's caching allocator: what is released here is the device's at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ebbtide.srt.errors import OutOfDeviceMemory
+from ebbtide.srt.memory_saver.virtual_memory.base import Handle, Reservation
+from ebbtide.srt.memory_saver.virtual_memory.cuda_driver import CudaDriver, DriverError
+
+
+class CudaVirtualMemory:
+    """VirtualMemory over the memory of one device.
+
+    Args:
+        index: the device, as torch and the driver count it.
+        free_bytes: device memory that is free now.
+        synchronize: waits until the device has run everything.
+        trim: gives back what torch keeps for reuse; called once before memory is said to be out.
+        driver: the driver's functions; None: those of this machine.
+
+    Raises:
+        ConfigurationError: the package cuda-bindings is not installed.
+        EngineError: the driver refused. So does every method; the message holds the call and its error.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        free_bytes: Callable[[], int],
+        synchronize: Callable[[], None],
+        trim: Callable[[], None],
+        driver: CudaDriver | None = None,
+    ) -> None:
+        self._device = torch.device("cuda", index)
+        self._free_bytes = free_bytes
+        self._synchronize = synchronize
+        self._trim = trim
+        self._driver = driver if driver is not None else CudaDriver()
+        bindings = self._driver.bindings
+        self._properties = _pinned_memory_of(bindings, index)
+        self._access = bindings.CUmemAccessDesc()
+        self._access.location = self._properties.location
+        self._access.flags = bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._granularity = int(
+            self._driver.call(
+                "cuMemGetAllocationGranularity",
+                self._properties,
+                bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+            )
+        )
+        self._held_bytes = 0
+
+    @property
+    def granularity(self) -> int:
+        """Bytes: the driver's page, 2 MiB on the devices of today."""
+        return self._granularity
+
+    @property
+    def held_bytes(self) -> int:
+        """Physical memory that was created here and not released."""
+        return self._held_bytes
+
+    def reserve(self, num_bytes: int) -> Reservation:
+        self._require_size(num_bytes)
+        try:
+            address = self._driver.call("cuMemAddressReserve", num_bytes, self._granularity, 0, 0)
+        except DriverError as error:
+            raise self._refusal(error, num_bytes) from error
+        return Reservation(int(address), num_bytes)
+
+    def free_reservation(self, reservation: Reservation) -> None:
+        self._driver.call("cuMemAddressFree", reservation.address, reservation.num_bytes)
+
+    def create(self, num_bytes: int) -> Handle:
+        self._require_size(num_bytes)
+        try:
+            key = self._create(num_bytes)
+        except DriverError as error:
+            if not error.is_out_of_memory:
+                raise
+            self._trim()
+            try:
+                key = self._create(num_bytes)
+            except DriverError as second:
+                raise self._refusal(second, num_bytes) from second
+        self._held_bytes += num_bytes
+        return Handle(key, num_bytes)
+
+    def map(self, at: Reservation, offset: int, handle: Handle) -> None:
+        if offset % self._granularity or not 0 <= offset <= at.num_bytes - handle.num_bytes:
+            raise ValueError(f"offset {offset} is no place for {handle.num_bytes} bytes in {at}")
+        try:
+            self._driver.call("cuMemMap", at.address + offset, handle.num_bytes, 0, handle.key, 0)
+        except DriverError as error:
+            raise self._refusal(error, handle.num_bytes) from error
+
+    def make_accessible(self, at: Reservation, num_bytes: int) -> None:
+        try:
+            self._driver.call("cuMemSetAccess", at.address, num_bytes, [self._access], 1)
+        except DriverError as error:
+            raise self._refusal(error, num_bytes) from error
+
+    def drain(self) -> None:
+        # The driver unmaps at once: a kernel or a graph replay that still reads the pages would fault.
+        self._synchronize()
+
+    def unmap(self, at: Reservation, offset: int, num_bytes: int) -> None:
+        self._driver.call("cuMemUnmap", at.address + offset, num_bytes)
+
+    def release(self, handle: Handle) -> None:
+        self._driver.call("cuMemRelease", handle.key)
+        self._held_bytes -= handle.num_bytes
+
+    def as_tensor(self, reservation: Reservation) -> torch.Tensor:
+        # The public ways to a tensor at an address ask the driver what lies there, and nothing has to yet.
+        storage = torch._C._construct_storage_from_data_pointer(
+            reservation.address, self._device, reservation.num_bytes
+        )
+        flat = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return flat.set_(storage, 0, (reservation.num_bytes,), (1,))
+
+    def _create(self, num_bytes: int) -> int:
+        return int(self._driver.call("cuMemCreate", num_bytes, self._properties, 0))
+
+    def _refusal(self, error: DriverError, needed_bytes: int) -> Exception:
+        return OutOfDeviceMemory(needed_bytes, self._free_bytes()) if error.is_out_of_memory else error
+
+    def _require_size(self, num_bytes: int) -> None:
+        if num_bytes < 1 or num_bytes % self._granularity:
+            raise ValueError(f"{num_bytes} is not a multiple of the granularity, {self._granularity}")
+
+
+class CudaHostPinning:
+    """Makes host memory known to the driver, so that copies from and to it run at the speed of the bus.
+
+    Its methods may be called from any thread.
+
+    Args:
+        index: the device whose context is used; the memory is pinned for all devices.
+        synchronize: waits until the device has run everything.
+        driver: the driver's functions; None: those of this machine.
+    """
+
+    def __init__(self, index: int, synchronize: Callable[[], None], driver: CudaDriver | None = None) -> None:
+        self._driver = driver if driver is not None else CudaDriver()
+        self._synchronize = synchronize
+        # torch's own context, and kept: another thread has none until it is given one.
+        self._context = self._driver.call("cuDevicePrimaryCtxRetain", index)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Pin whole pages. Raises EngineError when the system refuses."""
+        self._driver.call("cuCtxSetCurrent", self._context)
+        self._driver.call(
+            "cuMemHostRegister", address, num_bytes, self._driver.bindings.CU_MEMHOSTREGISTER_PORTABLE
+        )
+
+    def unpin(self, address: int) -> None:
+        """Undo a `pin` at the same address."""
+        self._driver.call("cuCtxSetCurrent", self._context)
+        self._driver.call("cuMemHostUnregister", address)
+
+    def synchronize(self) -> None:
+        """Wait for the copies that were launched."""
+        self._synchronize()
+
+
+def _pinned_memory_of(bindings: Any, index: int) -> Any:
+    properties = bindings.CUmemAllocationProp()
+    properties.type = bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    location = bindings.CUmemLocation()
+    location.type = bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    location.id = index
+    properties.location = location
+    return properties

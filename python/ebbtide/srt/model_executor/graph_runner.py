@@ -1,0 +1,217 @@
+"""Decode steps as CUDA graphs, one per batch size, all in one scratch arena.
+
+A graph reads its inputs at fixed addresses and computes the final hidden states; logits and sampling follow
+as ordinary launches, since they depend on what the requests ask for. Addresses of weights, KV and scratch do
+not change when their memory is released and resumed or when handles are swapped: graphs outlive all that.
+
+Shapes: B batch size of a graph, R requests of a step, D hidden.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ebbtide.srt.layers.attention.base import AttentionBackend
+from ebbtide.srt.layers.attention.flashinfer import DecodeBuffers, FlashInferAttention
+from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.graph_pool import GraphPool
+from ebbtide.srt.model_executor.batch_plan import BatchPlan
+from ebbtide.srt.model_executor.forward_batch import Layout
+from ebbtide.srt.model_executor.model_runner import resolve_tokens
+from ebbtide.srt.model_executor.packing import pinned, write_at
+from ebbtide.srt.models.base import CausalLM
+
+logger = logging.getLogger(__name__)
+
+_cuda: Any = torch.cuda  # not all of it has types
+
+# Scratch beyond what the largest batch takes when it runs without a graph.
+SCRATCH_MARGIN_BYTES = 64 << 20
+
+
+class DecodeInputs:
+    """The inputs of all graphs at fixed addresses; a graph of size B reads the first B of each.
+
+    Args:
+        max_batch_size: of the largest graph.
+        max_pages: page ids of all requests of a step together.
+        padding_row: a page row that no request has.
+    """
+
+    def __init__(self, max_batch_size: int, max_pages: int, padding_row: int, device: torch.device) -> None:
+        self._padding_row = padding_row
+        wide, narrow = 8 * max_batch_size, 4 * (max_batch_size + 2 + max_batch_size % 2)
+        starts = [0, wide, 2 * wide, 3 * wide, 4 * wide, 4 * wide + narrow, 4 * wide + 2 * narrow]
+        self._starts = starts
+        self._memory = torch.zeros(starts[-1] + 4 * max_pages, dtype=torch.uint8, device=device)
+
+        def view(index: int, dtype: torch.dtype, count: int) -> Tensor:
+            return self._memory[starts[index] : starts[index] + count * dtype.itemsize].view(dtype)
+
+        self.input_ids = view(0, torch.int64, max_batch_size)
+        self.rows = view(1, torch.int64, max_batch_size)
+        self.positions = view(2, torch.int64, max_batch_size)
+        self.buffers = DecodeBuffers(
+            slots_B=view(3, torch.int64, max_batch_size),
+            last_page_len_B=view(4, torch.int32, max_batch_size),
+            kv_indptr_B1=view(5, torch.int32, max_batch_size + 1),
+            kv_indices=view(6, torch.int32, max_pages),
+        )
+
+    def padding(self, batch_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Make every row padding, and return what attention plans with: page offsets and page lengths."""
+        empty = np.zeros(0, dtype=np.int64)
+        none = np.zeros(0, dtype=np.int32)
+        layout = Layout(empty, empty, none, none.reshape(0, 0), none, np.zeros(1, dtype=np.int32), none)
+        return self._fill(batch_size, empty, empty, layout)
+
+    def fill(
+        self, batch_size: int, plan: BatchPlan, layout: Layout
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Send a step's inputs, padded to the graph's size; returns what attention plans with."""
+        return self._fill(batch_size, plan.input_ids_T, plan.page_rows_R.astype(np.int64), layout)
+
+    def _fill(
+        self, batch_size: int, input_ids_R: NDArray[np.int64], rows_R: NDArray[np.int64], layout: Layout
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        num_padding = batch_size - len(input_ids_R)
+        # A padding row attends to one token of page 0, whatever it holds, and writes nothing.
+        indptr = layout.kv_indptr_R1
+        indptr = np.concatenate([indptr, indptr[-1] + np.arange(1, num_padding + 1, dtype=np.int32)])
+        last_page_len = _padded(layout.last_page_len_R, num_padding, 1)
+        indices = _padded(layout.kv_indices, num_padding, 0)
+        arrays = (
+            _padded(input_ids_R, num_padding, 0),
+            _padded(rows_R, num_padding, self._padding_row),
+            _padded(layout.positions_T, num_padding, 0),
+            _padded(layout.slots_T, num_padding, -1),
+            last_page_len,
+            indptr,
+            indices,
+        )
+        host = pinned(self._starts[-1] + indices.nbytes)
+        write_at(host, dict(zip(self._starts, arrays, strict=True)))
+        self._memory[: len(host)].copy_(host, non_blocking=True)
+        return indptr, last_page_len
+
+
+class DecodeGraphs:
+    """Captured decode steps.
+
+    Args:
+        make_arena: a resident arena of at least so many bytes, for the tag `cuda_graph`.
+        batch_sizes: to capture, ascending.
+        next_tokens: int64, the token sampled last for each page row; the last row is padding.
+        max_pages: see `DecodeInputs`.
+        progress: called with (graphs captured, all).
+
+    Raises:
+        OutOfDeviceMemory: there is no room for the scratch memory.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: FlashInferAttention,
+        make_arena: Callable[[int], Arena],
+        batch_sizes: Sequence[int],
+        next_tokens: Tensor,
+        max_pages: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self._model = model
+        self._batch_sizes = list(batch_sizes)
+        self._next_tokens = next_tokens
+        device = next_tokens.device
+        self.inputs = DecodeInputs(self._batch_sizes[-1], max_pages, len(next_tokens) - 1, device)
+        self._attention = {size: attention.graph(size, self.inputs.buffers) for size in self._batch_sizes}
+        self._graphs: dict[int, Any] = {}
+        self._hidden: dict[int, Tensor] = {}
+        started = time.monotonic()
+        stream = _cuda.Stream(device)
+        stream.wait_stream(_cuda.current_stream(device))
+        with _cuda.stream(stream):
+            self.arena = make_arena(self._warm_up() + SCRATCH_MARGIN_BYTES)
+            self._pool = GraphPool(self.arena)
+            # The largest first: the smaller ones find room in what it leaves.
+            for number, size in enumerate(reversed(self._batch_sizes)):
+                self._capture(size)
+                progress(number + 1, len(self._batch_sizes))
+        _cuda.current_stream(device).wait_stream(stream)
+        self._pool.trim()
+        logger.info(
+            "CUDA graphs: batch_sizes=%d..%d graphs=%d scratch_bytes=%d s=%.1f",
+            self._batch_sizes[0],
+            self._batch_sizes[-1],
+            len(self._batch_sizes),
+            self.arena.num_bytes,
+            time.monotonic() - started,
+        )
+
+    def fits(self, plan: BatchPlan) -> bool:
+        """Whether a step can be replayed: every request adds one token and samples, and there is a graph.
+
+        Without the scratch memory, which the device may have had no room to bring back, none can.
+        """
+        return self.arena.is_resident and plan.is_decode and len(plan.specs) <= self._batch_sizes[-1]
+
+    def replay(self, plan: BatchPlan, layout: Layout) -> Tensor:
+        """Launch a step; final hidden states [R, D], good until the next replay."""
+        num_requests = len(plan.specs)
+        size = self._batch_sizes[bisect_left(self._batch_sizes, num_requests)]
+        self._attention[size].plan(*self.inputs.fill(size, plan, layout))
+        self._graphs[size].replay()
+        return self._hidden[size][:num_requests]
+
+    def close(self) -> None:
+        """Give graphs and scratch memory up. Idempotent."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._hidden.clear()
+        self._pool.close()
+
+    def _warm_up(self) -> int:
+        """Run every size once, so that kernels are compiled and workspaces made; the scratch it took."""
+        device = self._next_tokens.device
+        _cuda.reset_peak_memory_stats(device)
+        before = _cuda.memory_allocated(device)
+        peak = 0
+        for size in reversed(self._batch_sizes):
+            self._prepare(size)
+            self._forward(size)
+            peak = max(peak, _cuda.max_memory_allocated(device) - before)
+        _cuda.synchronize(device)
+        return int(peak)
+
+    def _capture(self, size: int) -> None:
+        self._prepare(size)
+        graph = _cuda.CUDAGraph()
+        # Other threads may go on with their own CUDA calls meanwhile.
+        graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+        try:
+            self._hidden[size] = self._forward(size)
+        finally:
+            graph.capture_end()
+        self._graphs[size] = graph
+
+    def _prepare(self, size: int) -> None:
+        self._attention[size].plan(*self.inputs.padding(size))
+
+    def _forward(self, size: int) -> Tensor:
+        attention: AttentionBackend = self._attention[size]
+        input_ids_B = resolve_tokens(self.inputs.input_ids[:size], self.inputs.rows[:size], self._next_tokens)
+        return self._model.forward(input_ids_B, self.inputs.positions[:size], attention)
+
+
+def _padded(array: NDArray[Any], num_padding: int, value: int) -> NDArray[Any]:
+    return np.concatenate([array, np.full(num_padding, value, dtype=array.dtype)])

@@ -1,0 +1,85 @@
+"""The decoder that mixture-of-experts models share: in some or all layers, experts replace the MLP."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
+from ebbtide.srt.models.base import WeightMap, stacked
+from ebbtide.srt.models.dense import DenseCausalLM, DenseConfig, GatedMLP, layer_map, outer_map
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """How checkpoints name a layer's experts: the module that holds them, and an expert's projections."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+class MoeCausalLM(DenseCausalLM):
+    """A decoder with experts.
+
+    Args:
+        config: sizes and switches; `intermediate_size` is that of the layers without experts.
+        moe: sizes of the experts.
+        names: of the experts in checkpoints.
+        sparse_layers: the layers that have experts.
+        dtype, device: as for `DenseCausalLM`.
+
+    Raises ConfigurationError where a token is to have more experts than there are.
+    """
+
+    def __init__(
+        self,
+        config: DenseConfig,
+        moe: MoeConfig,
+        names: ExpertNames,
+        sparse_layers: Collection[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if not 1 <= moe.num_experts_per_token <= moe.num_experts:
+            raise ConfigurationError(
+                f"num_experts_per_tok {moe.num_experts_per_token} is not between 1 and the "
+                f"{moe.num_experts} experts"
+            )
+
+        def make_mlp(layer: int) -> GatedMLP | MoeMLP:
+            if layer in sparse_layers:
+                return MoeMLP(moe, config.hidden_size, dtype)
+            return GatedMLP(config, dtype)
+
+        super().__init__(config, dtype, device, make_mlp)
+        self.moe, self.names = moe, names
+        self.sparse_layers = frozenset(sparse_layers)
+
+    def checkpoint_map(self) -> WeightMap:
+        dense = layer_map(self.config)
+        sparse = {name: target for name, target in dense.items() if not name.startswith("mlp.")}
+        sparse |= expert_map(self.moe, self.config.hidden_size, self.names)
+        rows = outer_map(self.config)
+        for layer in range(self.config.num_layers):
+            prefix = f"model.layers.{layer}."
+            for name, target in (sparse if layer in self.sparse_layers else dense).items():
+                rows[prefix + name] = replace(target, parameter=prefix + target.parameter)
+        return rows
+
+
+def expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames) -> WeightMap:
+    """Shard/fuse map of one layer's router and experts, names relative to the layer."""
+    gate_up: dict[str, int] = {}
+    down: dict[str, int] = {}
+    for expert in range(moe.num_experts):
+        prefix = f"{names.block}.experts.{expert}"
+        gate_up[f"{prefix}.{names.gate}.weight"] = moe.inner_size
+        gate_up[f"{prefix}.{names.up}.weight"] = moe.inner_size
+        down[f"{prefix}.{names.down}.weight"] = hidden_size
+    rows = stacked("mlp.gate.weight", {f"{names.block}.gate.weight": moe.num_experts}, hidden_size)
+    rows |= stacked("mlp.experts.gate_up_proj", gate_up, hidden_size)
+    rows |= stacked("mlp.experts.down_proj", down, moe.inner_size)
+    return rows

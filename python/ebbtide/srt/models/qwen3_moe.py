@@ -1,0 +1,35 @@
+"""Qwen3 with a mixture of experts."""
+
+from typing import Any
+
+import torch
+
+from ebbtide.srt.layers.moe import MoeConfig
+from ebbtide.srt.models.dense import dense_config
+from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM
+
+
+class Qwen3MoeForCausalLM(MoeCausalLM):
+    """Qwen3's attention; every `decoder_sparse_step`th layer has experts, save those the config excepts."""
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        attention_bias = bool(getattr(hf_config, "attention_bias", False))
+        config = dense_config(hf_config, qkv_bias=attention_bias, output_bias=attention_bias, qk_norm=True)
+        moe = MoeConfig(
+            num_experts=hf_config.num_experts,
+            num_experts_per_token=hf_config.num_experts_per_tok,
+            inner_size=hf_config.moe_intermediate_size,
+            renormalize=bool(hf_config.norm_topk_prob),
+        )
+        names = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+        super().__init__(config, moe, names, sparse_layers(hf_config), dtype, device)
+
+
+def sparse_layers(hf_config: Any) -> list[int]:
+    """The layers with experts."""
+    step = hf_config.decoder_sparse_step
+    return [
+        layer
+        for layer in range(hf_config.num_hidden_layers)
+        if (layer + 1) % step == 0 and layer not in (hf_config.mlp_only_layers or ())
+    ]

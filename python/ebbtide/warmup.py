@@ -1,0 +1,62 @@
+"""`ebbtide warmup`: compile what a model needs, so that engines start at once from then on."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Sequence
+
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.server_args import ServerArgs
+
+# Enough for the longest prompt that is run.
+WARMUP_TOKENS = 65536
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compile, and say what is being done; returns 0, or 2 where the arguments or the machine do not do."""
+    parser = argparse.ArgumentParser(
+        prog="ebbtide warmup",
+        description="Compile every kernel that a model needs on this machine's GPU, with the arguments that it "
+        "will be served with. The weights are not read. Later starts find the kernels in the caches.",
+        allow_abbrev=False,
+    )
+    ServerArgs.add_cli_args(parser)
+    args = ServerArgs.from_cli_args(parser.parse_args(argv))
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    started = time.monotonic()
+    try:
+        is_needed = warm_up(args)
+    except ConfigurationError as error:
+        print(f"ebbtide warmup: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"ready, after {time.monotonic() - started:.0f} s" if is_needed else "nothing is compiled for a CPU"
+    )
+    return 0
+
+
+def warm_up(args: ServerArgs) -> bool:
+    """Build the model with random weights and a small KV pool, and run it. False where there is no GPU.
+
+    Raises:
+        ConfigurationError: an argument, the model or the machine does not do.
+    """
+    from ebbtide.srt.config import resolve  # seconds of imports: not for a usage error
+    from ebbtide.srt.device.choose import open_device, open_memory_saver
+    from ebbtide.srt.model_executor.builder import build_model_runner
+
+    config = resolve(
+        dataclasses.replace(
+            args, load_format="dummy", skip_tokenizer_init=True, max_total_tokens=WARMUP_TOKENS
+        )
+    )
+    if config.runtime.device == "cpu":
+        return False
+    device = open_device(config.runtime.device)
+    saver = open_memory_saver(config.memory.backend, device)
+    build_model_runner(config.model, config.cache, config.schedule, config.runtime, device, saver)
+    return True

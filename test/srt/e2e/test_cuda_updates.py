@@ -1,0 +1,280 @@
+"""Weights from a trainer on the engine's own GPU: taken from its memory, and let go of before the reply."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from fixtures.checkpoints import make_checkpoint
+from fixtures.trainer_process import TrainerProcess
+from safetensors.torch import load_file
+
+from ebbtide import Engine
+from ebbtide.srt.entrypoints.engine import Engine as EngineClass
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
+from ebbtide.srt.weight_sync.sender import serialize, serialize_bucket
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+MIB = 1 << 20
+# 200 MiB in float32: what is leaked stands out from the steps in which a process takes memory.
+WIDE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+}
+NOISE_BYTES = 40 * MIB
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
+PROMPT = [3, 1, 4, 1, 5]
+ALL_ROWS = 10**6
+FORMS = [
+    ("named", None),
+    ("patched", None),
+    ("bucket", "flattened_bucket"),
+    ("bucket_of_dicts", "flattened_bucket"),
+    ("two_ranks", None),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("cuda-updates")
+    first, second = (
+        make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=seed, **WIDE)
+        for seed, name in enumerate("ab", start=1)
+    )
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def shared_engine(checkpoints: tuple[Path, Path]) -> Iterator[EngineClass]:
+    with Engine(
+        model_path=str(checkpoints[0]),
+        device="cuda",
+        attention_backend="torch_native",
+        max_total_tokens=16_384,
+        skip_tokenizer_init=True,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: EngineClass, checkpoints: tuple[Path, Path]) -> EngineClass:
+    """The shared engine with the first checkpoint's weights, whatever the test before left."""
+    shared_engine.update_weights_from_disk(str(checkpoints[0]), weight_version="a")
+    return shared_engine
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[TrainerProcess]:
+    with TrainerProcess("cuda") as process:
+        yield process
+
+
+def assert_holds(engine: EngineClass, checkpoint: Path) -> None:
+    """Every weight bit for bit."""
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        assert torch.equal(torch.tensor(engine.get_weights_by_name(name, ALL_ROWS)), tensor), name
+
+
+def output_ids(engine: EngineClass) -> list[int]:
+    output: dict[str, Any] = engine.generate(input_ids=PROMPT, sampling_params=GREEDY)
+    return list(output["output_ids"])
+
+
+def used_bytes() -> int:
+    """Memory in use on the device, of all processes."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return total_bytes - free_bytes
+
+
+# ------------------------------------------------------------------------------------------------- accepted
+
+
+@pytest.mark.parametrize(("kind", "load_format"), FORMS)
+def test_a_trainer_on_the_same_gpu_may_reuse_its_memory_after_the_reply(
+    engine: EngineClass,
+    trainer: TrainerProcess,
+    checkpoints: tuple[Path, Path],
+    kind: str,
+    load_format: str | None,
+) -> None:
+    old = output_ids(engine)
+    entry = trainer.send(kind, checkpoints[1] / "model.safetensors")
+    reply = engine.update_weights_from_tensor([entry], load_format, weight_version="b")
+    trainer.overwrite()
+    assert (reply["staged"], reply["committed"], reply["weight_version"]) == (True, True, "b")
+    assert_holds(engine, checkpoints[1])
+    assert output_ids(engine) != old
+    trainer.drop()
+    if kind != "two_ranks":  # The tensors of the rank that is not there are never taken.
+        assert trainer.allocated_bytes() == 0
+
+
+def test_tensors_of_the_host_reach_the_gpu(engine: EngineClass, checkpoints: tuple[Path, Path]) -> None:
+    with TrainerProcess() as trainer:
+        entry = trainer.send("bucket", checkpoints[1] / "model.safetensors")
+        engine.update_weights_from_tensor([entry], "flattened_bucket")
+        trainer.drop()
+        assert trainer.shared_objects() == set()
+    assert_holds(engine, checkpoints[1])
+
+
+@pytest.mark.parametrize("form", ["named", "bucket", "direct"])
+def test_our_own_sender(engine: EngineClass, checkpoints: tuple[Path, Path], form: str) -> None:
+    weights = load_file(checkpoints[1] / "model.safetensors", device="cuda")
+    if form == "direct":
+        named = [(name, tensor) for name, tensor in weights.items() if "norm" in name]
+        engine.update_weights_from_tensor([serialize(named)], "direct")
+        for name, tensor in named:
+            assert torch.equal(torch.tensor(engine.get_weights_by_name(name)), tensor[:100].cpu())
+        return
+    if form == "named":
+        kept: Any = list(weights.items())
+        engine.update_weights_from_tensor([serialize(kept)])
+    else:
+        kept = FlattenedTensorBucket(list(weights.items()))
+        engine.update_weights_from_tensor([serialize_bucket(kept)], "flattened_bucket")
+    assert_holds(engine, checkpoints[1])
+
+
+def test_twenty_updates_leave_the_memory_as_it_was(
+    engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
+) -> None:
+    def update(number: int) -> None:
+        kind, load_format = FORMS[number % 4]
+        entry = trainer.send(kind, checkpoints[number % 2] / "model.safetensors")
+        engine.update_weights_from_tensor([entry], load_format)
+        trainer.drop()
+
+    for number in range(4):
+        update(number)
+    before = used_bytes()
+    for number in range(20):
+        update(number)
+    assert abs(used_bytes() - before) <= NOISE_BYTES
+    assert trainer.allocated_bytes() == 0
+    assert_holds(engine, checkpoints[1])
+
+
+def test_streams_go_on_while_an_update_is_staged(
+    engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
+) -> None:
+    num_streams, num_tokens = 8, 2000
+    entry = trainer.send("named", checkpoints[1] / "model.safetensors")
+    under_way = Barrier(num_streams + 1)
+
+    def stream(first: int) -> dict[str, Any]:
+        params = {**GREEDY, "max_new_tokens": num_tokens}
+        chunks = engine.generate(input_ids=[first, *PROMPT], sampling_params=params, stream=True)
+        last = next(chunks)
+        under_way.wait(120)
+        for chunk in chunks:
+            last = chunk
+        return dict(last)
+
+    with ThreadPoolExecutor(num_streams) as threads:
+        answers = [threads.submit(stream, first) for first in range(num_streams)]
+        under_way.wait(120)
+        reply = engine.update_weights_from_tensor(
+            [entry], pause_mode="in_place", flush_cache=False, weight_version="b"
+        )
+        outputs = [answer.result() for answer in answers]
+    trainer.drop()
+    assert (reply["staged"], reply["num_paused_requests"]) == (True, num_streams)
+    for output in outputs:
+        spans = output["meta_info"]["weight_versions"]
+        assert [span["version"] for span in spans] == ["a", "b"]
+        assert spans[0]["end"] == spans[1]["start"]
+        assert spans[1]["end"] == len(output["output_ids"]) == num_tokens
+    # All changed over between the same two forward passes, as far as each had come.
+    assert_holds(engine, checkpoints[1])
+
+
+def test_buckets_of_a_session_are_served_from_its_end_on(
+    engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
+) -> None:
+    old = output_ids(engine)
+    engine.begin_weight_update()
+    entry = trainer.send("bucket", checkpoints[1] / "model.safetensors")
+    reply = engine.update_weights_from_tensor([entry], "flattened_bucket")
+    trainer.drop()
+    assert (reply["staged"], reply["committed"]) == (True, False)
+    assert trainer.allocated_bytes() == 0
+    assert output_ids(engine) == old
+    assert_holds(engine, checkpoints[0])
+    engine.end_weight_update(weight_version="b")
+    assert_holds(engine, checkpoints[1])
+
+
+# -------------------------------------------------------------------------------------------------- refused
+
+
+def assert_refused(engine: EngineClass, checkpoint: Path, entry: str | bytes, message: str) -> None:
+    """With status 400; the old weights serve, and tokens come."""
+    old = output_ids(engine)
+    with pytest.raises(RequestRejected, match=message) as refused:
+        engine.update_weights_from_tensor([entry], weight_version="bad")
+    assert refused.value.status == 400
+    assert engine.weight_version == "a"
+    assert output_ids(engine) == old
+    assert_holds(engine, checkpoint)
+
+
+def test_a_trainer_that_has_ended(engine: EngineClass, checkpoints: tuple[Path, Path]) -> None:
+    with TrainerProcess("cuda") as trainer:
+        entry = trainer.send("named", checkpoints[1] / "model.safetensors")
+        trainer.kill()
+    assert_refused(engine, checkpoints[0], entry, "cannot be opened .*until the update is answered")
+
+
+def test_tensors_of_another_gpu(
+    engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
+) -> None:
+    payload = base64.b64decode(trainer.send("patched", checkpoints[1] / "model.safetensors"))
+    ours, other = str(torch.cuda.get_device_properties(0).uuid), str(uuid.uuid4())
+    assert ours.encode() in payload
+    payload = payload.replace(ours.encode(), other.encode())
+    assert_refused(engine, checkpoints[0], payload, f"{other}.*{ours}")
+    trainer.drop()
+    assert trainer.allocated_bytes() == 0
+
+
+def test_a_storage_that_is_larger_than_its_memory(
+    engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
+) -> None:
+    entry = trainer.send("lying", checkpoints[1] / "model.safetensors")
+    assert_refused(engine, checkpoints[0], entry, "do not lie in the sender's allocation")
+    trainer.drop()
+    assert trainer.allocated_bytes() == 0
+
+
+def test_a_handle_that_is_none(
+    engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
+) -> None:
+    weights = load_file(checkpoints[1] / "model.safetensors", device="cuda")
+    named = [("model.norm.weight", weights["model.norm.weight"])]
+    payload = serialize(named)
+    at = payload.index(b"\x02c") if b"\x02c" in payload else payload.index(b"\x01c")
+    garbage = payload[: at + 2] + bytes(range(64)) + payload[at + 66 :]
+    assert_refused(engine, checkpoints[0], garbage, "cannot be opened")
+
+
+def test_names_that_do_not_fit_are_refused_unopened(
+    engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
+) -> None:
+    entry = trainer.send("named")  # sample tensors
+    assert_refused(engine, checkpoints[0], entry, "do not fit the model")
+    trainer.drop()
+    assert trainer.allocated_bytes() == 0

@@ -1,0 +1,146 @@
+"""The Triton kernels against the torch functions: in Triton's interpreter, and on a GPU if there is one.
+
+Shapes: T tokens, N query heads, K KV heads, H head_dim, P pages, S page_size.
+"""
+
+import os
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ebbtide.srt.layers.attention.base import HeadNorms
+from ebbtide.srt.layers.norm import rms_norm
+from ebbtide.srt.layers.rotary import Rope, RopeConfig, RotaryEmbedding, inverse_frequencies, rotate
+
+HAS_GPU = torch.cuda.is_available()  # noqa: TID251
+DEVICES = [
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(HAS_GPU, reason="the GPU runs these kernels"), id="interpreter"
+    ),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")]),
+]
+CPU = torch.device("cpu")
+ROPE = RopeConfig("default", 500_000.0)
+# (query heads, KV heads, head_dim): groups of 4, 7 and 1, and a head that is no power of two.
+HEADS = [(8, 2, 64), (14, 2, 128), (3, 3, 96)]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+NUM_PAGES, PAGE_SIZE = 12, 16
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def triton() -> ModuleType:
+    """Triton, or its interpreter where there is no GPU."""
+    if not HAS_GPU:
+        # Triton reads this when it is imported, and transformers imports it.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    language: ModuleType = pytest.importorskip("triton.language")
+    if not HAS_GPU and type(language.sum).__name__ != "InterpretedFunction":
+        pytest.skip("Triton was imported before TRITON_INTERPRET was set")
+    return language
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("half", [32, 48])
+def test_angles_equal_those_of_torch(device: str, dtype: torch.dtype, half: int) -> None:
+    from ebbtide.srt.layers.kernels.rope import rope_angles
+
+    positions = torch.tensor([0, 1, 17, 4095, 131_071])
+    frequencies = inverse_frequencies(ROPE, 2 * half, CPU)
+    expected = RotaryEmbedding(ROPE, 2 * half, CPU)(positions, dtype)
+
+    cos, sin = rope_angles(positions.to(device), frequencies.to(device), dtype)
+
+    assert (cos.dtype, cos.shape, sin.shape) == (dtype, expected.cos_T1H.shape, expected.sin_T1H.shape)
+    # One unit in the last place: the interpreter rounds bfloat16 towards zero.
+    step = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    torch.testing.assert_close(cos.cpu(), expected.cos_T1H, rtol=0, atol=step)
+    torch.testing.assert_close(sin.cpu(), expected.sin_T1H, rtol=0, atol=step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 65])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_queries_are_rotated_and_keys_and_values_stored(
+    device: str, dtype: torch.dtype, heads: tuple[int, int, int], num_tokens: int, normalised: bool
+) -> None:
+    from ebbtide.srt.layers.kernels.rope import rotate_and_store
+
+    torch.manual_seed(num_tokens)
+    num_q, num_kv, head_dim = heads
+    qkv = torch.randn(num_tokens, num_q + 2 * num_kv, head_dim).to(dtype)
+    norms = HeadNorms(torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype), 1e-6)
+    rope = RotaryEmbedding(ROPE, head_dim, CPU)(torch.randint(0, 5000, (num_tokens,)), dtype)
+    slots = torch.randperm(NUM_PAGES * PAGE_SIZE)[:num_tokens]
+    pages = torch.zeros(2, NUM_PAGES, PAGE_SIZE, num_kv, head_dim, dtype=dtype).to(device)
+
+    q = rotate_and_store(
+        qkv.to(device),
+        Rope(rope.cos_T1H.to(device), rope.sin_T1H.to(device)),
+        HeadNorms(norms.q_weight.to(device), norms.k_weight.to(device), norms.eps) if normalised else None,
+        slots.to(device),
+        *pages,
+    )
+
+    expected_q, expected_k, expected_v = expected_heads(qkv, rope, norms if normalised else None, num_kv)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(q.float().cpu(), expected_q, rtol=tolerance, atol=tolerance)
+    expected_pages = torch.zeros(2, NUM_PAGES * PAGE_SIZE, num_kv, head_dim)
+    expected_pages[0, slots], expected_pages[1, slots] = expected_k, expected_v
+    stored = pages.flatten(1, 2).float().cpu()
+    torch.testing.assert_close(stored[0], expected_pages[0], rtol=tolerance, atol=tolerance)
+    assert torch.equal(stored[1], expected_pages[1])
+
+
+def expected_heads(
+    qkv: Tensor, rope: Rope, norms: HeadNorms | None, num_kv: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In float32 from the rounded inputs."""
+    q, k, v = torch.split(qkv.float(), [qkv.shape[1] - 2 * num_kv, num_kv, num_kv], dim=1)
+    if norms is not None:
+        q = rms_norm(q, norms.q_weight.float(), norms.eps)
+        k = rms_norm(k, norms.k_weight.float(), norms.eps)
+    wide = Rope(rope.cos_T1H.float(), rope.sin_T1H.float())
+    return rotate(q, *wide), rotate(k, *wide), v
+
+
+@pytest.mark.parametrize("num_tokens", [2, 64])
+def test_a_token_without_a_slot_is_not_stored(device: str, num_tokens: int) -> None:
+    from ebbtide.srt.layers.kernels.rope import rotate_and_store
+
+    pages = torch.zeros(2, NUM_PAGES, PAGE_SIZE, 2, 64).to(device)
+    slots = torch.full((num_tokens,), -1)
+    slots[1] = NUM_PAGES * PAGE_SIZE - 1
+    qkv = torch.rand(num_tokens, 8, 64) + 1
+    rope = RotaryEmbedding(ROPE, 64, CPU)(torch.arange(num_tokens), torch.float32)
+
+    rotate_and_store(
+        qkv.to(device), Rope(*(part.to(device) for part in rope)), None, slots.to(device), *pages
+    )
+
+    written = pages.flatten(1, 2).cpu().abs().sum((0, 2, 3)).nonzero().flatten().tolist()
+    assert written == [NUM_PAGES * PAGE_SIZE - 1]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("num_tokens", "inner"), [(1, 1536), (3, 40), (20, 1024)])
+def test_the_activation_equals_that_of_torch(
+    device: str, dtype: torch.dtype, num_tokens: int, inner: int
+) -> None:
+    from ebbtide.srt.layers.kernels.activation import silu_mul
+
+    torch.manual_seed(0)
+    gate_up = torch.randn(num_tokens, 2 * inner).to(dtype) * 4
+
+    out = silu_mul(gate_up.to(device))
+
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    assert out.dtype == dtype
+    torch.testing.assert_close(
+        out.float().cpu(), F.silu(gate) * up, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )

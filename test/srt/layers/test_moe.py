@@ -1,0 +1,258 @@
+"""Routing and experts: the CPU's loop against plain formulas, and the kernels against the loop.
+
+Without a GPU the kernels run in Triton's interpreter, which computes no bfloat16.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ebbtide.srt.layers.moe import MoeConfig, MoeMLP, route, run_experts
+
+HAS_GPU = torch.cuda.is_available()  # noqa: TID251
+HALF = torch.bfloat16 if HAS_GPU else torch.float16
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(scope="module")
+def fused_moe() -> ModuleType:
+    """The kernels, for `DEVICE`."""
+    if not HAS_GPU:
+        # Triton reads this when it is imported, and transformers imports it.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    language = pytest.importorskip("triton.language")
+    if not HAS_GPU and type(language.sum).__name__ != "InterpretedFunction":
+        pytest.skip("Triton was imported before TRITON_INTERPRET was set")
+    from ebbtide.srt.layers.kernels import fused_moe
+
+    return fused_moe
+
+
+def random_experts(
+    num_experts: int, hidden: int, inner: int, dtype: torch.dtype, device: torch.device = DEVICE
+) -> tuple[Tensor, Tensor]:
+    gate_up = torch.randn(num_experts * 2 * inner, hidden, device=device) / hidden**0.5
+    down = torch.randn(num_experts * hidden, inner, device=device) / inner**0.5
+    return gate_up.to(dtype), down.to(dtype)
+
+
+def plain_experts(
+    x_TD: Tensor, gate_up_RD: Tensor, down_RI: Tensor, weights_TK: Tensor, experts_TK: Tensor
+) -> Tensor:
+    """By the definition, token by token, in float64."""
+    hidden, inner = x_TD.shape[1], down_RI.shape[1]
+    gates, ups = gate_up_RD.double().view(-1, 2, inner, hidden).unbind(1)
+    downs = down_RI.double().view(-1, hidden, inner)
+    rows = []
+    for x, weights, experts in zip(x_TD.double(), weights_TK.double(), experts_TK.tolist(), strict=True):
+        parts = [downs[e] @ (F.silu(gates[e] @ x) * (ups[e] @ x)) for e in experts]
+        rows.append(sum(w * part for w, part in zip(weights, parts, strict=True)))
+    return torch.stack(rows)
+
+
+def check_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    # Rounding each expert's output to the narrow type costs a few units of its last place.
+    tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_a_token_gets_its_best_experts_by_their_probability(renormalize: bool) -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 4.0, -1.0, 4.5]])
+
+    weights, experts = route(logits, 2, renormalize)
+
+    assert experts.tolist() == [[1, 3], [0, 3]]
+    chosen = logits.softmax(-1).gather(1, experts)
+    torch.testing.assert_close(weights, chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 19])
+def test_the_loop_computes_the_weighted_sum_of_the_chosen_experts(num_tokens: int) -> None:
+    torch.manual_seed(num_tokens)
+    x = torch.randn(num_tokens, 32)
+    gate_up, down = random_experts(6, 32, 24, torch.float32, torch.device("cpu"))
+    weights, experts = route(torch.randn(num_tokens, 6), 3, False)
+
+    out = run_experts(x, gate_up, down, weights, experts)
+
+    check_close(out, plain_experts(x, gate_up, down, weights, experts), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (3, 6, 6), (5, 128, 8), (70, 60, 4)]
+)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_the_routing_kernel_agrees(
+    fused_moe: ModuleType,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    renormalize: bool,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    # No two scores of a token are equal: whichever comes first would be right.
+    ranks = torch.stack([torch.randperm(num_experts) for _ in range(num_tokens)])
+    logits = (ranks / num_experts * 8 - 4).to(DEVICE, dtype)
+
+    weights, experts = fused_moe.route(logits, top_k, renormalize)
+
+    expected_weights, expected_experts = route(logits, top_k, renormalize)
+    assert torch.equal(experts.long(), expected_experts)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+
+
+def test_scores_that_are_no_numbers_lead_to_existing_experts(fused_moe: ModuleType) -> None:
+    inf, nan = float("inf"), float("nan")
+    logits = torch.tensor([[nan] * 6, [-inf] * 6, [nan, inf, 0.0, -inf, inf, 1.0]], device=DEVICE)
+
+    _, experts = fused_moe.route(logits, 4, True)
+
+    for row in experts.tolist():
+        assert len(set(row)) == 4
+        assert set(row) <= set(range(6))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "hidden", "inner"),
+    [
+        (1, 8, 2, 64, 48),
+        (2, 4, 4, 64, 32),  # more slots than experts
+        (5, 16, 3, 80, 40),  # K no power of two, sizes no multiple of a tile
+        (20, 64, 8, 64, 48),
+        (33, 16, 8, 64, 48),  # from here on slots are listed
+        (40, 12, 4, 128, 256),
+        (90, 4, 2, 136, 72),
+        (150, 2, 2, 64, 48),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_the_kernels_agree_with_the_loop(
+    fused_moe: ModuleType,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(num_tokens, hidden).to(DEVICE, dtype)
+    gate_up, down = random_experts(num_experts, hidden, inner, dtype)
+    weights, experts = route(torch.randn(num_tokens, num_experts, device=DEVICE), top_k, True)
+
+    out = fused_moe.fused_experts(x, gate_up, down, weights, experts.int())
+
+    assert out.dtype == dtype
+    check_close(out, run_experts(x, gate_up, down, weights, experts), dtype)
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32, 64, 128])
+@pytest.mark.parametrize("favourite", [0, 5])
+def test_every_slot_is_listed_once_with_its_expert(
+    fused_moe: ModuleType, block_tokens: int, favourite: int
+) -> None:
+    """Uneven: one expert has all tokens, others few or none."""
+    torch.manual_seed(2)
+    num_tokens, num_experts = 100, 6
+    others = torch.tensor([expert for expert in range(num_experts - 1) if expert != favourite])
+    second = others[torch.randint(len(others), (num_tokens,))]
+    experts = torch.stack((torch.full((num_tokens,), favourite), second), dim=1).int().to(DEVICE)
+    gate_up, down = fused_moe.TILES[block_tokens]
+
+    blocks = fused_moe.list_slots(experts, num_experts, fused_moe.Plan(block_tokens, True, gate_up, down))
+
+    _, block_experts, block_slots = (tensor.flatten().tolist() for tensor in blocks.tensors)
+    assert len(block_experts) == blocks.number
+    found: dict[int, int] = {}
+    for block, expert in enumerate(block_experts):
+        if expert < 0:
+            continue
+        slots = block_slots[block * block_tokens : (block + 1) * block_tokens]
+        assert all(slot <= 2 * num_tokens for slot in slots)
+        found |= {slot: expert for slot in slots if slot < 2 * num_tokens}
+    assert [found[slot] for slot in range(2 * num_tokens)] == experts.flatten().tolist()
+    num_listed = sum(slot < 2 * num_tokens for slot in block_slots[: block_tokens * used(block_experts)])
+    assert num_listed == 2 * num_tokens
+
+
+def used(block_experts: list[int]) -> int:
+    """The number of blocks before the first unused one; none follows it."""
+    count = sum(expert >= 0 for expert in block_experts)
+    assert all(expert < 0 for expert in block_experts[count:])
+    return count
+
+
+def moe_layer(config: MoeConfig, hidden: int, dtype: torch.dtype, device: torch.device) -> MoeMLP:
+    layer = MoeMLP(config, hidden, dtype)
+    gate_up, down = random_experts(config.num_experts, hidden, config.inner_size, dtype, device)
+    layer.experts.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
+    layer.experts.down_proj = nn.Parameter(down, requires_grad=False)
+    gate = torch.randn(config.num_experts, hidden).to(device, dtype) / hidden**0.5
+    layer.gate.weight = nn.Parameter(gate, requires_grad=False)
+    return layer
+
+
+def test_the_layer_routes_by_its_gate() -> None:
+    torch.manual_seed(3)
+    layer = moe_layer(MoeConfig(8, 2, 24, renormalize=True), 32, torch.float32, torch.device("cpu"))
+    x = torch.randn(7, 32)
+
+    out = layer(x)
+
+    weights, experts = route(x @ layer.gate.weight.T, 2, True)
+    expected = plain_experts(x, layer.experts.gate_up_proj, layer.experts.down_proj, weights, experts)
+    check_close(out, expected, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("num_tokens", [1, 7, 32, 33, 256, 1500, 4096])
+@pytest.mark.parametrize(
+    ("hidden", "config"),
+    [(2048, MoeConfig(128, 8, 768, renormalize=True)), (1024, MoeConfig(8, 2, 3584, renormalize=True))],
+    ids=["qwen3", "mixtral"],
+)
+def test_on_a_gpu_at_real_sizes_in_bfloat16(
+    fused_moe: ModuleType, num_tokens: int, hidden: int, config: MoeConfig
+) -> None:
+    torch.manual_seed(4)
+    layer = moe_layer(config, hidden, torch.bfloat16, DEVICE)
+    x = torch.randn(num_tokens, hidden).to(DEVICE, torch.bfloat16)
+
+    out = layer(x)
+
+    weights, experts = fused_moe.route(layer.gate(x), config.num_experts_per_token, config.renormalize)
+    wide = (x.float(), layer.experts.gate_up_proj.float(), layer.experts.down_proj.float())
+    expected = run_experts(*wide, weights, experts.long())
+    error = (out.float() - expected).norm() / expected.norm()
+    # bfloat16 keeps 8 bits; the inner values and each expert's output are rounded to it.
+    assert error < 6e-3
+    assert torch.equal(layer(x), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("num_tokens", [1, 24, 200])
+def test_a_captured_graph_follows_new_inputs(num_tokens: int) -> None:
+    torch.manual_seed(5)
+    layer = moe_layer(MoeConfig(64, 4, 256, renormalize=True), 512, torch.bfloat16, DEVICE)
+    first, second = torch.randn(2, num_tokens, 512).to(DEVICE, torch.bfloat16)
+    x = first.clone()
+    layer(x)  # compiles
+    graph = torch.cuda.CUDAGraph()  # noqa: TID251
+    with torch.cuda.graph(graph):  # noqa: TID251
+        out = layer(x)
+
+    for values in (second, first):
+        x.copy_(values)
+        graph.replay()
+        assert torch.equal(out, layer(values))

@@ -1,0 +1,178 @@
+"""Products of few tokens against float32 torch: in Triton's interpreter, and on a GPU if there is one.
+
+The interpreter multiplies no bfloat16 matrices, so there the kernels work on float32.
+
+Shapes: T tokens, O outputs, K columns.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ON_GPU = torch.cuda.is_available()  # noqa: TID251
+NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+EPS = 1e-5
+
+# Rows and columns that blocks divide, and that they do not.
+SMALL_SHAPES = [(96, 320), (200, 640), (64, 1024)]
+TOKENS = [1, 3, 8, 17, 33]
+# Outputs and columns of products of Llama 3.1 8B, Qwen3 0.6B and Qwen2.5 7B.
+MODEL_SHAPES = [
+    (6144, 4096),
+    (4096, 14336),
+    (4096, 1024),
+    (1024, 2048),
+    (1024, 3072),
+    (3584, 18944),
+    (4608, 3584),
+]
+
+
+class Tensors:
+    """Operands of a product whose results are of the order of 1."""
+
+    def __init__(self, num_tokens: int, num_rows: int, num_columns: int) -> None:
+        device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+        generator = torch.Generator().manual_seed(num_tokens * num_rows + num_columns)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        self.x = random(num_tokens, num_columns) * 3
+        self.norm = 1 + 0.2 * random(num_columns)
+        self.weight = random(2 * num_rows, num_columns) / num_columns**0.5
+        self.half = self.weight[:num_rows]
+        self.bias = random(num_rows)
+        self.residual = random(num_tokens, num_rows)
+
+    def normalised(self) -> Tensor:
+        return F.rms_norm(self.x.float(), self.norm.shape, self.norm.float(), EPS)
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """Equal up to the rounding of operands and result."""
+    assert actual.shape == expected.shape
+    tolerance = 2e-2 if actual.dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+def check_all(num_tokens: int, num_rows: int, num_columns: int, **options: Any) -> None:
+    """Every use of the kernels at one shape. `options`: of `multiply`."""
+    from ebbtide.srt.layers.small_batch import multiply
+
+    given = Tensors(num_tokens, num_rows, num_columns)
+    normalised = given.normalised()
+    half, up = given.weight.float().chunk(2)
+    out = torch.full_like(given.residual, float("nan"))
+    multiply(given.x, given.norm, EPS, given.half, given.bias, out, **options)
+    assert_near(out, normalised @ half.T + given.bias.float())
+    multiply(given.x, None, EPS, given.half, None, out, **options)
+    assert_near(out, given.x.float() @ half.T)
+    multiply(given.x, given.norm, EPS, given.weight, None, out, gated=True, **options)
+    assert_near(out, F.silu(normalised @ half.T) * (normalised @ up.T))
+    for bias in (None, given.bias):
+        out = given.residual.clone()
+        multiply(given.x, None, EPS, given.half, bias, out, add=True, **options)
+        sum_TO = given.residual.float() + given.x.float() @ half.T
+        assert_near(out, sum_TO if bias is None else sum_TO + bias.float())
+
+
+def interpreted_checks() -> None:
+    """What the interpreter runs: it is chosen before triton is imported, hence in a process of its own."""
+    from ebbtide.srt.layers.small_batch.tuning import MatvecConfig, ProductConfig
+
+    for num_rows, num_columns in SMALL_SHAPES:
+        for num_tokens in TOKENS:
+            check_all(num_tokens, num_rows, num_columns)
+        check_all(1, num_rows, num_columns, config=MatvecConfig(8, 256, 2))
+        for fold_norm in (True, False):
+            # The last part of the columns is shorter than the others, or all are equal.
+            for num_splits in (2, 3):
+                config = ProductConfig(64, 128, num_splits, 4, 3, fold_norm)
+                check_all(5, num_rows, num_columns, config=config)
+
+
+def test_every_product_equals_the_one_of_torch_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    if ON_GPU:
+        pytest.skip("the same is tested on the GPU")
+    run = subprocess.run(
+        [sys.executable, __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+def test_too_many_tokens_and_weights_that_do_not_fit_are_refused() -> None:
+    pytest.importorskip("triton")
+    from ebbtide.srt.layers.small_batch import MAX_TOKENS, linear_add_, norm_linear
+
+    given = Tensors(MAX_TOKENS + 1, 32, 64)
+    with pytest.raises(ValueError, match="65 tokens"):
+        norm_linear(given.x, given.norm, EPS, given.half, None)
+    with pytest.raises(ValueError, match="does not fit"):
+        linear_add_(given.x[:4], given.weight, None, given.residual[:4])
+    with pytest.raises(ValueError, match="contiguous"):
+        norm_linear(given.x[:4].T.contiguous().T, given.norm, EPS, given.half, None)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 17, 32, 64])
+@pytest.mark.parametrize(("num_rows", "num_columns"), MODEL_SHAPES + SMALL_SHAPES)
+def test_every_product_equals_the_one_of_torch(num_tokens: int, num_rows: int, num_columns: int) -> None:
+    check_all(num_tokens, num_rows, num_columns)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("num_tokens", [1, 8, 32])
+def test_a_chain_in_a_graph_gives_bit_for_bit_what_it_gives_outside(num_tokens: int) -> None:
+    """In a graph kernels overlap: a kernel that read too early, or wrote too early, would show here."""
+    from ebbtide.srt.layers.small_batch import linear_add_, norm_gate_up, norm_linear
+
+    given = [Tensors(num_tokens, 1024, 1024) for _ in range(2)]
+    residual = given[0].x.clone()
+
+    def chain() -> Tensor:
+        for layer in range(24):
+            tensors = given[layer % 2]
+            y = norm_linear(residual, tensors.norm, EPS, tensors.half, tensors.bias)
+            linear_add_(y, tensors.half, None, residual)
+            gated = norm_gate_up(residual, tensors.norm, EPS, tensors.weight)
+            linear_add_(gated, tensors.half, None, residual)
+        return residual.clone()
+
+    expected = chain()
+    replay = _captured(chain)
+    for _ in range(20):
+        residual.copy_(given[0].x)
+        assert torch.equal(replay(), expected)
+
+
+def _captured(body: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The body as a CUDA graph; a call replays it and returns its result."""
+    graph = torch.cuda.CUDAGraph()  # noqa: TID251
+    with torch.cuda.graph(graph):  # noqa: TID251
+        result = body()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+if __name__ == "__main__":
+    interpreted_checks()

@@ -1,0 +1,72 @@
+"""Backups of a GPU's memory in pinned host memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ebbtide.srt.memory_saver import backup as backup_module
+from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.backup import HostBackup
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+pytestmark = pytest.mark.gpu
+
+SIZE = (200 << 20) + 12_345
+
+
+@pytest.fixture
+def arena(cuda_device):
+    arena = Arena(MemoryTag.WEIGHTS, SIZE, cuda_device.virtual_memory(), 64 << 20)
+    arena.resume()
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def contents(arena):
+    return arena.view(0, (SIZE,), torch.uint8)
+
+
+@pytest.fixture(params=[256 << 20, 32 << 20], ids=["one piece", "pieces"])
+def backup(request, arena, cuda_device, monkeypatch):
+    monkeypatch.setattr(backup_module, "PIECE_BYTES", request.param)
+    backup = HostBackup(arena, cuda_device.host_pinning())
+    yield backup
+    backup.close()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_contents_come_back_bit_for_bit(arena, backup, contents, caplog, in_background):
+    if in_background:
+        backup.start_allocating()
+    for generation in range(3):
+        original = torch.randint(0, 256, (SIZE,), dtype=torch.uint8, device="cuda")
+        contents.copy_(original)
+        backup.save(generation)
+        contents.zero_()
+        arena.release()
+        arena.resume()
+        backup.restore()
+        assert torch.equal(contents, original)
+    assert caplog.records == []  # it was pinned
+
+
+def test_an_unchanged_generation_is_not_copied_again(backup, contents):
+    contents.fill_(1)
+    backup.save(generation=0)
+    contents.fill_(2)
+    backup.save(generation=0)
+    backup.restore()
+    assert contents.unique().tolist() == [1]
+
+
+def test_host_memory_goes_back(arena, cuda_device, pss_bytes):
+    torch.cuda.synchronize()
+    before = pss_bytes()
+    for _ in range(3):
+        backup = HostBackup(arena, cuda_device.host_pinning())
+        backup.save(generation=0)
+        assert pss_bytes() - before >= 0.95 * SIZE
+        backup.close()
+        assert pss_bytes() - before <= 0.1 * SIZE

@@ -1,0 +1,130 @@
+"""Captured graphs whose scratch memory is released and resumed."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.graph_pool import GraphPool
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+ROWS = 2048
+
+
+@pytest.fixture
+def arena(cuda_device):
+    arena = Arena(MemoryTag.CUDA_GRAPH, 512 * MIB, cuda_device.virtual_memory(), 32 * MIB)
+    arena.resume()
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def pool(arena):
+    pool = GraphPool(arena)
+    yield pool
+    pool.close()
+
+
+class Network:
+    """Two layers with intermediate results of some megabytes."""
+
+    def __init__(self):
+        self.x = torch.randn(256, ROWS, device="cuda", dtype=torch.bfloat16)
+        self.up, self.down = (
+            torch.randn(ROWS, ROWS, device="cuda", dtype=torch.bfloat16) / ROWS**0.5 for _ in range(2)
+        )
+
+    def __call__(self):
+        return torch.nn.functional.silu(self.x @ self.up) @ self.down
+
+
+def capture(network, pool):
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        network()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool.id, stream=stream):
+        result = network()
+    return graph, result
+
+
+def test_what_is_captured_lies_in_the_arena(arena, pool):
+    graph, result = capture(Network(), pool)
+    assert arena.address <= result.data_ptr() < arena.address + pool.peak_bytes
+    del result
+    graph.reset()
+
+
+def test_graphs_replay_after_release_and_resume(arena, pool, cuda_device):
+    network = Network()
+    graph, result = capture(network, pool)
+    pool.trim()
+    expected = network()
+    for _ in range(3):
+        free = cuda_device.free_bytes()
+        freed = arena.release()
+        assert freed > 0
+        assert cuda_device.free_bytes() - free >= 0.95 * freed
+        torch.randn(64 * MIB, device="cuda")  # others use the device meanwhile
+        network()
+        arena.resume()
+        network.x.normal_()
+        expected = network()
+        graph.replay()
+        assert torch.equal(result, expected)
+    del result
+    graph.reset()
+
+
+def test_graphs_share_the_pool(arena, pool):
+    networks = [Network() for _ in range(3)]
+    captured = [capture(network, pool) for network in networks]
+    arena.release()
+    arena.resume()
+    for network, (graph, result) in zip(networks, captured, strict=True):
+        graph.replay()
+        assert torch.equal(result, network())
+    for graph, _ in captured:
+        graph.reset()
+    del captured, graph, result
+
+
+def test_a_capture_that_does_not_fit_is_out_of_memory_and_harms_nothing(cuda_device):
+    arena = Arena(MemoryTag.CUDA_GRAPH, 2 * MIB, cuda_device.virtual_memory())
+    arena.resume()
+    pool = GraphPool(arena)
+    with pytest.raises(torch.OutOfMemoryError):
+        capture(lambda: torch.ones(64 * MIB, device="cuda"), pool)
+    gc.collect()  # the graph that was begun
+    torch.cuda.synchronize()
+    assert torch.ones(4, device="cuda").sum().item() == 4
+    pool.close()
+    arena.close()
+
+
+def test_fifty_cycles_leak_nothing(arena, pool, device_bytes):
+    network = Network()
+    graph, result = capture(network, pool)
+    expected = network()
+
+    def cycle():
+        arena.release()
+        arena.resume()
+        graph.replay()
+
+    cycle()
+    before = device_bytes()
+    for _ in range(50):
+        cycle()
+    assert abs(device_bytes() - before) < 2 * MIB
+    assert torch.equal(result, expected)
+    del result
+    graph.reset()

@@ -1,0 +1,239 @@
+"""CUDA virtual memory against a driver that keeps the books: what is asked of it, what refusals become."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
+from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning, CudaVirtualMemory
+from ebbtide.srt.memory_saver.virtual_memory.cuda_driver import CudaDriver
+
+GRANULE = 2 << 20
+
+
+class Status(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+
+
+class BookkeepingDriver:
+    """The functions of cuda.bindings.driver that are used, over a device of `free_bytes`."""
+
+    CUresult = Status
+    CUmemAllocationProp = CUmemLocation = CUmemAccessDesc = SimpleNamespace
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED=1)
+    CU_MEMHOSTREGISTER_PORTABLE = 1
+
+    def __init__(self, free_bytes):
+        self.free_bytes = free_bytes
+        self.keys = count(1)
+        self.sizes = {}  # by handle
+        self.released = set()
+        self.mapped = {}  # address → handle
+        self.accessible = set()  # addresses of mappings
+        self.reserved = {}
+        self.pinned = {}
+        self.calls = []
+
+    def cuGetErrorString(self, status):
+        return Status.CUDA_SUCCESS, f"the text of {status.name}".encode()
+
+    def cuMemGetAllocationGranularity(self, properties, option):
+        assert (properties.location.type, properties.location.id) == (1, 3)
+        return Status.CUDA_SUCCESS, GRANULE
+
+    def cuMemAddressReserve(self, size, alignment, address, flags):
+        if size > 1 << 47:
+            return Status.CUDA_ERROR_OUT_OF_MEMORY, None
+        start = max((end for end in self.reserved.values()), default=1 << 40)
+        self.reserved[start] = start + size
+        return Status.CUDA_SUCCESS, start
+
+    def cuMemAddressFree(self, address, size):
+        if any(address <= mapped < address + size for mapped in self.mapped):
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        del self.reserved[address]
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemCreate(self, size, properties, flags):
+        if size > self.free_bytes:
+            return Status.CUDA_ERROR_OUT_OF_MEMORY, None
+        self.free_bytes -= size
+        key = next(self.keys)
+        self.sizes[key] = size
+        return Status.CUDA_SUCCESS, key
+
+    def cuMemMap(self, address, size, offset, key, flags):
+        if self.sizes.get(key) != size or address in self.mapped:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        self.mapped[address] = key
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemSetAccess(self, address, size, descriptions, number):
+        self.calls.append("cuMemSetAccess")
+        inside = {place for place in self.mapped if address <= place < address + size}
+        if number != 1 or sum(self.sizes[self.mapped[place]] for place in inside) != size:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        self.accessible |= inside
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemUnmap(self, address, size):
+        self.calls.append("cuMemUnmap")
+        key = self.mapped.pop(address)
+        assert self.sizes[key] == size
+        self.accessible.discard(address)
+        self._free(key)
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemRelease(self, key):
+        self.released.add(key)
+        self._free(key)
+        return (Status.CUDA_SUCCESS,)
+
+    def _free(self, key):
+        if key in self.released and key not in self.mapped.values():
+            self.free_bytes += self.sizes.pop(key)
+
+    def cuDevicePrimaryCtxRetain(self, index):
+        return Status.CUDA_SUCCESS, f"context {index}"
+
+    def cuCtxSetCurrent(self, context):
+        assert context == "context 3"
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemHostRegister(self, address, size, flags):
+        if address in self.pinned:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        self.pinned[address] = size
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemHostUnregister(self, address):
+        del self.pinned[address]
+        return (Status.CUDA_SUCCESS,)
+
+
+class Machine:
+    """A device with its driver, and torch's cache of `cached_bytes` that a trim gives back."""
+
+    def __init__(self, free_bytes, cached_bytes=0):
+        self.driver = BookkeepingDriver(free_bytes)
+        self.cached_bytes = cached_bytes
+        self.num_trims = 0
+        self.vm = CudaVirtualMemory(
+            3,
+            free_bytes=lambda: self.driver.free_bytes,
+            synchronize=lambda: self.driver.calls.append("synchronize"),
+            trim=self.trim,
+            driver=CudaDriver(self.driver),
+        )
+
+    def trim(self):
+        self.num_trims += 1
+        self.driver.free_bytes += self.cached_bytes
+        self.cached_bytes = 0
+
+    def arena(self, num_bytes, chunk_bytes=GRANULE):
+        return Arena(MemoryTag.WEIGHTS, num_bytes, self.vm, chunk_bytes)
+
+
+def test_memory_comes_and_goes_with_the_arena():
+    machine = Machine(16 * GRANULE)
+    arena = machine.arena(4 * GRANULE)
+    for _ in range(3):
+        assert machine.driver.free_bytes == 16 * GRANULE
+        assert arena.resume() == 4 * GRANULE
+        assert machine.driver.free_bytes == 12 * GRANULE
+        assert machine.vm.held_bytes == 4 * GRANULE
+        assert machine.driver.accessible == {arena.address + index * GRANULE for index in range(4)}
+        arena.release()
+    assert machine.vm.held_bytes == 0
+    arena.close()
+    assert machine.driver.reserved == {}
+
+
+def test_a_swap_exchanges_the_handles_and_everything_can_be_touched_again():
+    machine = Machine(16 * GRANULE)
+    arena = machine.arena(4 * GRANULE)
+    arena.resume()
+    with arena.stage() as shadow:
+        before = dict(machine.driver.mapped)
+        arena.swap(shadow)
+        after = machine.driver.mapped
+        places = sorted(before)
+        assert [after[place] for place in places] == [before[place] for place in places[4:] + places[:4]]
+        assert machine.driver.accessible == set(places)
+    assert machine.driver.free_bytes == 12 * GRANULE
+
+
+@pytest.mark.parametrize("action", ["release", "swap"])
+def test_the_device_is_waited_for_once_before_anything_is_unmapped(action):
+    machine = Machine(16 * GRANULE)
+    arena = machine.arena(4 * GRANULE)
+    arena.resume()
+    shadow = arena.stage()
+    machine.driver.calls.clear()
+    arena.swap(shadow) if action == "swap" else arena.release()
+    assert machine.driver.calls[:2] == ["synchronize", "cuMemUnmap"]
+    assert machine.driver.calls.count("synchronize") == 1
+
+
+def test_what_torch_keeps_for_reuse_is_given_back_before_memory_is_said_to_be_out():
+    machine = Machine(2 * GRANULE, cached_bytes=2 * GRANULE)
+    assert machine.arena(4 * GRANULE).resume() == 4 * GRANULE
+    assert machine.num_trims == 1
+
+
+def test_out_of_memory_says_what_there_is_and_keeps_nothing():
+    machine = Machine(3 * GRANULE, cached_bytes=0)
+    arena = machine.arena(4 * GRANULE)
+    with pytest.raises(OutOfDeviceMemory) as refusal:
+        arena.resume()
+    assert (refusal.value.needed_bytes, refusal.value.free_bytes) == (4 * GRANULE, 3 * GRANULE)
+    assert (machine.driver.free_bytes, machine.driver.mapped) == (3 * GRANULE, {})
+    machine.driver.free_bytes = 4 * GRANULE
+    assert arena.resume() == 4 * GRANULE
+
+
+def test_an_address_space_that_is_full_is_out_of_memory():
+    with pytest.raises(OutOfDeviceMemory):
+        Machine(GRANULE).vm.reserve(1 << 48)
+
+
+def test_another_error_names_the_call_and_gives_the_drivers_words(monkeypatch):
+    machine = Machine(4 * GRANULE)
+    arena = machine.arena(2 * GRANULE)
+    monkeypatch.setattr(machine.driver, "cuMemMap", lambda *_: (Status.CUDA_ERROR_INVALID_VALUE,))
+    with pytest.raises(EngineError, match="cuMemMap: the text of CUDA_ERROR_INVALID_VALUE"):
+        arena.resume()
+    assert machine.driver.free_bytes == 4 * GRANULE
+    assert not arena.is_resident
+
+
+@pytest.mark.parametrize("num_bytes", [0, -GRANULE, GRANULE + 4096])
+def test_sizes_off_the_granularity_are_refused(num_bytes):
+    vm = Machine(4 * GRANULE).vm
+    with pytest.raises(ValueError, match="granularity"):
+        vm.reserve(num_bytes)
+    with pytest.raises(ValueError, match="granularity"):
+        vm.create(num_bytes)
+
+
+def test_host_memory_is_pinned_and_unpinned_in_the_context_of_the_device():
+    driver = BookkeepingDriver(0)
+    pinning = CudaHostPinning(3, synchronize=lambda: None, driver=CudaDriver(driver))
+    pinning.pin(4096, 8192)
+    assert driver.pinned == {4096: 8192}
+    with pytest.raises(EngineError, match="cuMemHostRegister"):
+        pinning.pin(4096, 8192)
+    pinning.unpin(4096)
+    assert driver.pinned == {}

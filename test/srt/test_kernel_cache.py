@@ -1,0 +1,106 @@
+"""What is said where FlashInfer cannot be used, and where compiled kernels are kept."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from ebbtide.srt import kernel_cache
+from ebbtide.srt.kernel_cache import (
+    add_scripts_to_path,
+    flashinfer_cache_dir,
+    flashinfer_problem,
+    shape_problem,
+    triton_cache_dir,
+)
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with FlashInfer and, in the folder returned, a compiler and ninja; nothing else is on it."""
+    installed = {"flashinfer"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    for variable in ("CUDA_PATH", "FLASHINFER_NVCC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    for name in ("c++", "ninja", "bin/nvcc"):
+        tool = tmp_path / name
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text("#!/bin/sh\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(kernel_cache.sys, "executable", "/nowhere/python")
+    return tmp_path
+
+
+def test_nothing_is_in_the_way_where_all_tools_are(tools: Path) -> None:
+    assert flashinfer_problem() is None
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [("bin/nvcc", "finds no nvcc"), ("c++", "finds no C++ compiler"), ("ninja", "pip install ninja")],
+)
+def test_a_missing_tool_is_named(tools: Path, tool: str, message: str) -> None:
+    (tools / tool).unlink()
+
+    problem = flashinfer_problem()
+
+    assert problem is not None
+    assert message in problem
+
+
+def test_a_missing_package_comes_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    assert flashinfer_problem() == 'FlashInfer is not installed (pip install "ebbtide[cuda]")'
+
+
+def test_precompiled_kernels_need_no_compiler(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    (tools / "bin/nvcc").unlink()
+
+    assert flashinfer_problem() is None
+
+
+def test_ninja_beside_the_interpreter_is_found(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = tools / "scripts"
+    scripts.mkdir()
+    (tools / "ninja").rename(scripts / "ninja")
+    monkeypatch.setattr(kernel_cache.sys, "executable", str(scripts / "python"))
+
+    assert flashinfer_problem() is None
+    assert str(scripts) not in os.environ["PATH"]
+    add_scripts_to_path()
+    assert os.environ["PATH"].split(os.pathsep) == [str(tools), str(scripts)]
+    add_scripts_to_path()
+    assert os.environ["PATH"].split(os.pathsep) == [str(tools), str(scripts)]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "kv_dtype", "message"),
+    [
+        (80, "bfloat16", "bfloat16", "a head_dim of 64, 128 or 256, not 80"),
+        (128, "float32", "float32", "bfloat16 or float16, not float32"),
+        (128, "bfloat16", "float16", "the KV cache has dtype float16, the model bfloat16"),
+    ],
+)
+def test_models_that_the_kernels_do_not_take(head_dim: int, dtype: str, kv_dtype: str, message: str) -> None:
+    problem = shape_problem(head_dim, dtype, kv_dtype)
+
+    assert problem is not None
+    assert message in problem
+
+
+def test_models_that_the_kernels_take() -> None:
+    assert shape_problem(128, "bfloat16", "bfloat16") is None
+    assert shape_problem(64, "float16", "float16") is None
+
+
+def test_variables_move_the_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+    assert flashinfer_cache_dir() == tmp_path / ".cache" / "flashinfer"
+    assert triton_cache_dir() == tmp_path / "triton"
