@@ -409,7 +409,7 @@ class Report:
             return f"  {title:75.75s} {row.get('error') or 'skipped: ' + row['skipped']}"
         text = f"  {title:75.75s} {row['value']:11,.2f} {row['unit']}"
         if row["goal"] is not None:
-            text += f"  goal {row['goal']:,.4g} {'reached' if row['reached'] else 'MISSED'}"
+            text += f"  goal {row['goal']:,.1f} {'reached' if row['reached'] else 'MISSED'}"
         if row["limit"] is not None:
             text += f"  limit {row['limit']:,.2f}"
         if row["fraction_of_limit"] is not None:

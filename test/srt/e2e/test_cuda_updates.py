@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,6 @@ FORMS = [
     ("patched", None),
     ("bucket", "flattened_bucket"),
     ("bucket_of_dicts", "flattened_bucket"),
-    ("two_ranks", None),
 ]
 
 
@@ -118,8 +118,7 @@ def test_a_trainer_on_the_same_gpu_may_reuse_its_memory_after_the_reply(
     assert_holds(engine, checkpoints[1])
     assert output_ids(engine) != old
     trainer.drop()
-    if kind != "two_ranks":  # The tensors of the rank that is not there are never taken.
-        assert trainer.allocated_bytes() == 0
+    assert trainer.allocated_bytes() == 0
 
 
 def test_tensors_of_the_host_reach_the_gpu(engine: EngineClass, checkpoints: tuple[Path, Path]) -> None:
@@ -171,7 +170,7 @@ def test_twenty_updates_leave_the_memory_as_it_was(
 def test_streams_go_on_while_an_update_is_staged(
     engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
 ) -> None:
-    num_streams, num_tokens = 8, 2000
+    num_streams, num_tokens = 8, 1000
     entry = trainer.send("named", checkpoints[1] / "model.safetensors")
     under_way = Barrier(num_streams + 1)
 
@@ -198,7 +197,6 @@ def test_streams_go_on_while_an_update_is_staged(
         assert [span["version"] for span in spans] == ["a", "b"]
         assert spans[0]["end"] == spans[1]["start"]
         assert spans[1]["end"] == len(output["output_ids"]) == num_tokens
-    # All changed over between the same two forward passes, as far as each had come.
     assert_holds(engine, checkpoints[1])
 
 
@@ -260,14 +258,13 @@ def test_a_storage_that_is_larger_than_its_memory(
     assert trainer.allocated_bytes() == 0
 
 
-def test_a_handle_that_is_none(
-    engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
-) -> None:
+def test_a_handle_that_is_none(engine: EngineClass, checkpoints: tuple[Path, Path]) -> None:
     weights = load_file(checkpoints[1] / "model.safetensors", device="cuda")
     named = [("model.norm.weight", weights["model.norm.weight"])]
     payload = serialize(named)
-    at = payload.index(b"\x02c") if b"\x02c" in payload else payload.index(b"\x01c")
-    garbage = payload[: at + 2] + bytes(range(64)) + payload[at + 66 :]
+    handle = re.compile(rb"(C\x42[\x01-\x09]c).{64}", re.DOTALL)
+    garbage, count = handle.subn(lambda match: match[1] + bytes(range(64)), payload)
+    assert count == 1
     assert_refused(engine, checkpoints[0], garbage, "cannot be opened")
 
 

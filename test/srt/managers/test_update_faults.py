@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 from fixtures.checkpoints import make_checkpoint
+from safetensors.torch import load_file
 
 from ebbtide.srt.config import EngineConfig, resolve
+from ebbtide.srt.device.base import Device
 from ebbtide.srt.device.choose import open_memory_saver
 from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
+from ebbtide.srt.managers import engine_weights
 from ebbtide.srt.managers.assembly import SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.engine_weights import EngineWeights
 from ebbtide.srt.managers.io_struct import (
+    AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     ControlCall,
     ControlReply,
@@ -23,6 +32,7 @@ from ebbtide.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
 )
 from ebbtide.srt.managers.replication import Inbox
@@ -32,6 +42,7 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.builder import build_model_runner
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.server_args import ServerArgs
+from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 
 
 class Fault(Exception):
@@ -39,9 +50,13 @@ class Fault(Exception):
 
 
 class Rank:
-    """A scheduler over a real model runner, in this process, turned by hand."""
+    """A scheduler over a real model runner, in this process, turned by hand.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        update_device: what updates take for the device that the weights are on.
+    """
+
+    def __init__(self, config: EngineConfig, update_device: Device | None = None) -> None:
         device = CpuDevice()
         saver = open_memory_saver(config.memory.backend, device)
         runner = build_model_runner(
@@ -50,7 +65,10 @@ class Rank:
         self.store: WeightStore = runner.weight_store
         self.replies: dict[str, Any] = {}
         self._incoming: list[Any] = []
+        self._num_calls = 0
         parts = rank_parts(config, runner, device, saver)
+        if update_device is not None:
+            parts = replace(parts, weights=EngineWeights(self.store, config, update_device))
         self.scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, Inbox(self, self), self)
 
     def receive(self, timeout_s: float | None) -> list[Any]:
@@ -61,9 +79,14 @@ class Rank:
         if isinstance(message, ControlReply):
             self.replies[message.id] = message.reply
 
+    def call(self, request: Any) -> str:
+        """Send a request; returns the key of the reply that it will have."""
+        self._num_calls += 1
+        self._incoming.append(ControlCall(id=str(self._num_calls), request=request))
+        return str(self._num_calls)
+
     def apply(self, request: Any) -> Any:
-        call_id = str(len(self.replies))
-        self._incoming.append(ControlCall(id=call_id, request=request))
+        call_id = self.call(request)
         for _ in range(100):
             self.scheduler.turn()
             if call_id in self.replies:
@@ -183,3 +206,208 @@ def test_updates_back_and_forth_end_where_they_began(rank: Rank, checkpoints: tu
         assert reply.staged
     assert rank.store.checksum() == before
     assert rank.store.arena.address == address
+
+
+class BusyDevice(CpuDevice):
+    """Host memory that is treated as a CUDA device's: its copies are done when the test says so.
+
+    Attributes:
+        is_copying: whether copies are launched beside forward passes now.
+        log: the waits.
+    """
+
+    name = "cuda:0"
+    uuid = "3c1f9e0a-0000-4000-8000-0123456789ab"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_copying = False
+        self.is_done = True
+        self.log: list[str] = []
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        assert not self.is_copying
+        self.is_copying, self.is_done = True, False
+        try:
+            yield
+        finally:
+            self.is_copying = False
+
+    def copies_done(self) -> bool:
+        assert not self.is_copying, "a question while copies are launched would never be answered by yes"
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.is_done = True
+        self.log.append("synchronize")
+
+
+def no_room() -> Iterator[int]:
+    raise OutOfDeviceMemory(2, 1)
+    yield 0
+
+
+class EndingSource:
+    """A checkpoint's tensors, from a sender that ends after so many of them; None: before they are opened."""
+
+    direct = False
+
+    def __init__(self, path: Path, num_read: int | None) -> None:
+        self._file = path / "model.safetensors"
+        self._num_read = num_read
+        self.entries = open_checkpoint(str(path), None, architecture="Qwen3ForCausalLM").entries
+        self.is_closed = False
+
+    def open(self) -> Iterator[None]:
+        yield
+        if self._num_read is None:
+            raise RequestRejected("the sender has ended")
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        yield from list(load_file(self._file).items())[: self._num_read]
+        raise RequestRejected("the sender has ended")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class TestCopiesBesideForwardPasses:
+    @pytest.fixture
+    def device(self) -> BusyDevice:
+        return BusyDevice()
+
+    @pytest.fixture
+    def rank(self, checkpoints: tuple[Path, Path], device: BusyDevice) -> Iterator[Rank]:
+        args = ServerArgs(model_path=str(checkpoints[0]), max_total_tokens=256, skip_tokenizer_init=True)
+        rank = Rank(resolve(args), device)
+        yield rank
+        rank.store.arena.close()
+
+    @pytest.fixture
+    def closed(self, monkeypatch: pytest.MonkeyPatch, device: BusyDevice) -> list[bool]:
+        """For each source that was closed, whether its copies were done then."""
+        closed: list[bool] = []
+
+        def open_watched(*args: Any, **kwargs: Any) -> Any:
+            source = open_checkpoint(*args, **kwargs)
+            close = source.close
+
+            def watched_close() -> None:
+                closed.append(device.is_done)
+                close()
+
+            source.close = watched_close  # type: ignore[method-assign]
+            return source
+
+        monkeypatch.setattr(engine_weights, "open_checkpoint", open_watched)
+        return closed
+
+    @pytest.mark.parametrize("num_tensors", [None, 3])
+    def test_an_update_is_answered_when_its_copies_have_run(
+        self,
+        rank: Rank,
+        device: BusyDevice,
+        checkpoints: tuple[Path, Path],
+        monkeypatch: pytest.MonkeyPatch,
+        num_tensors: int | None,
+    ) -> None:
+        before, where = rank.store.checksum(), []
+        write = rank.store.write_by_slices
+
+        def watched_write(*args: Any) -> Iterator[int]:
+            where.append(device.is_copying)
+            return write(*args)
+
+        monkeypatch.setattr(rank.store, "write_by_slices", watched_write)
+        named = list(load_file(checkpoints[1] / "model.safetensors").items())[:num_tensors]
+        update = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[safetensors.torch.save(dict(named))],
+            load_format="safetensors",
+            pause_mode=PauseMode.IN_PLACE,
+            weight_version="b",
+        )
+        call = rank.call(update)
+        for _ in range(20):
+            rank.scheduler.turn()
+        assert call not in rank.replies
+        assert rank.scheduler.is_runnable
+        assert rank.scheduler.control.allows_forward
+        assert rank.scheduler.control.updates.version == "default"
+        assert rank.store.checksum() == before
+        for _ in range(20):
+            device.is_done = True
+            rank.scheduler.turn()
+        assert rank.replies[call].weight_version == "b"
+        assert rank.store.checksum() != before
+        assert where == [True] * len(named)
+        assert device.log == ["synchronize"]
+
+    def test_an_update_that_ends_early_waits_before_it_lets_go_of_its_source(
+        self, rank: Rank, device: BusyDevice, checkpoints: tuple[Path, Path], closed: list[bool]
+    ) -> None:
+        rank.apply(BeginWeightUpdateReqInput())
+        before = rank.store.checksum()
+        call = rank.call(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1])))
+        for _ in range(20):
+            rank.scheduler.turn()
+        assert not device.is_done
+        rank.apply(AbortWeightUpdateReqInput())
+        assert isinstance(rank.replies[call], Refusal)
+        assert closed == [True]
+        assert device.log == ["synchronize"]
+        assert rank.store.checksum() == before
+
+    def test_an_update_in_place_is_whole_before_a_forward_pass(
+        self, rank: Rank, device: BusyDevice, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(rank.store.arena, "stage_by_chunks", no_room)
+        call = rank.call(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1])))
+        for _ in range(20):
+            rank.scheduler.turn()
+            assert not rank.scheduler.control.allows_forward
+        assert call not in rank.replies
+        device.is_done = True
+        for _ in range(3):
+            rank.scheduler.turn()
+        assert not rank.replies[call].staged
+        assert rank.replies[call].content == "valid"
+        assert rank.scheduler.control.allows_forward
+
+    @pytest.mark.parametrize("is_staged", [False, True])
+    @pytest.mark.parametrize("num_read", [None, 0, 3])
+    def test_a_sender_that_ends(
+        self,
+        rank: Rank,
+        checkpoints: tuple[Path, Path],
+        monkeypatch: pytest.MonkeyPatch,
+        is_staged: bool,
+        num_read: int | None,
+    ) -> None:
+        """Tensors are opened before the first byte is overwritten; after it there is no way back in place."""
+        source = EndingSource(checkpoints[1], num_read)
+        monkeypatch.setattr(engine_weights, "open_checkpoint", lambda *args, **kwargs: source)
+        if not is_staged:
+            monkeypatch.setattr(rank.store.arena, "stage_by_chunks", no_room)
+        before = rank.store.checksum()
+        reply = rank.apply(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1])))
+        assert isinstance(reply, Refusal)
+        assert "the sender has ended" in reply.message
+        is_intact = is_staged or num_read is None
+        assert reply.status == (400 if is_intact else 500)
+        assert rank.scheduler.control.allows_forward is is_intact
+        assert (rank.store.checksum() == before) is (is_staged or not num_read)
+        assert source.is_closed
+
+    def test_a_turn_ends_when_its_share_of_the_device_is_taken(
+        self, rank: Rank, device: BusyDevice, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(engine_weights, "TURN_BYTES", 1)
+        num_tensors = len(load_file(checkpoints[1] / "model.safetensors"))
+        call = rank.call(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1])))
+        num_turns = 0
+        while call not in rank.replies:
+            rank.scheduler.turn()
+            device.is_done = True
+            num_turns += 1
+        assert num_turns > num_tensors

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
-from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
+from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.ports import IncomingWeights, Slices, Staging
 from ebbtide.srt.managers.control.weight_session import SLICE_BYTES
 from ebbtide.srt.managers.io_struct import (
@@ -154,7 +154,7 @@ class _Incoming:
         assert isinstance(staging, _InPlace | _Staged)
         yield from _paced(_steps(self._source.open()), self._device)
         self._is_read = True
-        yield from _paced(self._copies(staging.shadow), self._device, self._device.copying)
+        yield from _paced(self._copies(staging), self._device, self._device.copying)
         yield from _until_copied(self._device)
         self._is_read = False
         yield from _paced(_steps(self._source.drop()), self._device)
@@ -167,9 +167,15 @@ class _Incoming:
         finally:
             self._source.close()
 
-    def _copies(self, shadow: Shadow | None) -> Slices:
-        for name, tensor in self._source:
-            yield from self._store.write_by_slices(name, tensor, shadow, self._source.direct)
+    def _copies(self, staging: _InPlace | _Staged) -> Slices:
+        try:
+            for name, tensor in self._source:
+                yield from self._store.write_by_slices(name, tensor, staging.shadow, self._source.direct)
+        except RequestRejected as error:
+            if staging.is_staged:
+                raise
+            # A refusal would say that nothing was written.
+            raise EngineError(f"the update broke off half-way: {error.message}") from error
 
 
 def _until_copied(device: Device) -> Slices:

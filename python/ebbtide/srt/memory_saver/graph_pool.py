@@ -29,7 +29,10 @@ class Blocks:
     """Cuts blocks out of a range of bytes, each at the lowest place where it fits."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._free: list[tuple[int, int]] = [(0, num_bytes)]  # (start, end), in order, never touching
+        # (start, end), in order, never touching. The very first address is left out: where torch itself has
+        # allocated the arena's memory, that address is known to it already.
+        first = min(ALIGNMENT_BYTES, num_bytes)
+        self._free: list[tuple[int, int]] = [(first, num_bytes)]
         self._taken: dict[int, int] = {}
         self.peak_bytes = 0
 

@@ -88,7 +88,7 @@ class KernelChooser:
         common: dict[str, Any] = {
             "scores": scores_SV,
             "row_stride": scores_SV.stride(0),
-            "params": self._params_S4,
+            "settings": self._params_S4,
             "work": work,
             "work_int": work.view(torch.int32),
             "V": self._vocab_size,
@@ -126,7 +126,7 @@ def _top_k_of(params: SamplingParams, vocab_size: int) -> int:
 def _tiles_kernel(
     scores,
     row_stride,
-    params,
+    settings,
     work,
     work_int,
     V: tl.constexpr,
@@ -138,7 +138,7 @@ def _tiles_kernel(
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     ids = tile * TILE + tl.arange(0, TILE)
-    x = _load_scores(scores + row * row_stride, ids, tl.load(params + row * _NUM_PARAMS + _SCALE), V)
+    x = _load_scores(scores + row * row_stride, ids, tl.load(settings + row * _NUM_PARAMS + _SCALE), V)
     largest = tl.max(_or_lowest(x))
     best = tl.min(tl.where(_or_lowest(x) == largest, ids, _NO_ID))
     # What is not a number stays in the sum, so that the row's logprobs tell.
@@ -153,7 +153,7 @@ def _tiles_kernel(
 def _cut_kernel(
     scores,
     row_stride,
-    params,
+    settings,
     work,
     work_int,
     rows,
@@ -169,10 +169,10 @@ def _cut_kernel(
     keeps; see `filters.Filters`.
     """
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
-    scale = tl.load(params + row * _NUM_PARAMS + _SCALE)
-    top_k = tl.load(params + row * _NUM_PARAMS + _TOP_K)
-    top_p = tl.load(params + row * _NUM_PARAMS + _TOP_P)
-    min_p = tl.load(params + row * _NUM_PARAMS + _MIN_P)
+    scale = tl.load(settings + row * _NUM_PARAMS + _SCALE)
+    top_k = tl.load(settings + row * _NUM_PARAMS + _TOP_K)
+    top_p = tl.load(settings + row * _NUM_PARAMS + _TOP_P)
+    min_p = tl.load(settings + row * _NUM_PARAMS + _MIN_P)
     scores += row * row_stride
     work += row * _NUM_PLANES * P
     work_int += row * _NUM_PLANES * P
@@ -213,7 +213,7 @@ def _cut_kernel(
 def _draw_kernel(
     scores,
     row_stride,
-    params,
+    settings,
     work,
     work_int,
     noise,
@@ -227,7 +227,7 @@ def _draw_kernel(
 ):
     """One row's token, its logprob before the filters, and the row's logsumexp."""
     row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(params + row * _NUM_PARAMS + _SCALE)
+    scale = tl.load(settings + row * _NUM_PARAMS + _SCALE)
     row_noise = tl.load(noise + row)
     scores += row * row_stride
     work += row * _NUM_PLANES * P
@@ -245,7 +245,7 @@ def _draw_kernel(
     # The comparison is false for what is not a number: such a row keeps the token it has.
     if (row_noise >= 0) & (norm < float("inf")) & (norm > float("-inf")):
         # Nothing is written for rows without filters; what is loaded there is not used.
-        is_filtered = _is_filtered(params + row * _NUM_PARAMS)
+        is_filtered = _is_filtered(settings + row * _NUM_PARAMS)
         kept_sums = tl.load(work + _KEPT_SUMS * P + tiles, mask=inside, other=0.0)
         masses = (weights * tl.where(is_filtered, kept_sums, sums)).to(tl.float64)
         cut = tl.where(is_filtered, tl.load(work + _CUT * P), float("-inf"))

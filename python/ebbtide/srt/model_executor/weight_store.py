@@ -200,7 +200,7 @@ class WeightStore:
 
 def _row_slices(source: Tensor, destination: Tensor, slice_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of rows of two tensors of one shape, of at most `slice_bytes` in the destination, or one row."""
-    if source.dim() == 0:
+    if destination.nbytes <= slice_bytes or source.dim() == 0:
         yield source, destination
         return
     num_rows = max(1, slice_bytes // max(1, destination[:1].nbytes))

@@ -16,12 +16,12 @@ from torch import Tensor
 from ebbtide.srt.kernel_cache import add_scripts_to_path
 from ebbtide.srt.layers.attention.base import HeadNorms, KVPages, PagedBatch
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
+    DecodeKernels,
     DevicePages,
     HeadShape,
     HostLens,
     PagedKernel,
     Workspace,
-    decode_kernel,
     partial_bytes,
     prefill_kernel,
 )
@@ -131,7 +131,7 @@ class FlashInferAttention:
         shape = HeadShape(num_q_heads, num_kv_heads, head_dim, page_size, dtype)
         workspace = Workspace(partial_bytes(shape, device), device)
         self._layers = _Layers(kv_pages, num_layers)
-        self._decode = decode_kernel(shape, workspace)
+        self._decode = DecodeKernels(shape, workspace)
         self._prefill = prefill_kernel(shape, workspace)
         self._page_size = page_size
         self._step: _Step | None = None
@@ -139,7 +139,9 @@ class FlashInferAttention:
     def prepare(self, batch: PagedBatch) -> None:
         """Plan for one step; the device is not waited for. On a GPU every batch is a `CudaBatch`."""
         cuda_batch = cast(CudaBatch, batch)
-        kernel = self._decode if len(batch.slots_T) == len(batch.lens_R) else self._prefill
+        num_requests = len(batch.lens_R)
+        is_decode = len(batch.slots_T) == num_requests
+        kernel = self._decode.of(num_requests) if is_decode else self._prefill
         lens = HostLens(
             torch.from_numpy(cuda_batch.q_indptr_R1),
             torch.from_numpy(cuda_batch.kv_indptr_R1),
@@ -159,7 +161,8 @@ class FlashInferAttention:
 
     def graph(self, batch_size: int, buffers: DecodeBuffers) -> GraphDecode:
         """Decode steps of `batch_size` requests, to be captured and replayed."""
-        return GraphDecode(self._layers, self._decode, self._page_size, batch_size, buffers)
+        kernel = self._decode.of(batch_size)
+        return GraphDecode(self._layers, kernel, self._page_size, batch_size, buffers)
 
 
 class GraphDecode:

@@ -109,10 +109,7 @@ class Workspace:
 
 
 class DecodeKernel:
-    """One token per request, on CUDA cores: the kernel streams keys and values once per group of heads.
-
-    Takes the group sizes of `DECODE_GROUPS`.
-    """
+    """One token per request, on CUDA cores: the kernel streams keys and values once per group of heads."""
 
     def __init__(self, shape: HeadShape, workspace: Workspace) -> None:
         from flashinfer.decode import get_batch_decode_module
@@ -252,16 +249,29 @@ class PrefillKernel:
         return out_TNH
 
 
-# Groups of 4: 256 requests of 640 tokens were read at 4.0 TB/s on an H200. Larger groups have more arithmetic
-# per byte, and the kernel takes no sizes between 4 and 8: tensor cores do those.
-DECODE_GROUPS = (1, 2, 3, 4)
+# On an H200, µs for 256 requests of 640 tokens and for one of 256, on CUDA cores and on tensor cores: groups of
+# 4 take 233 and 182, 17.8 and 10.9; groups of 2 take 171 and 178, and one request 11.1 on tensor cores.
+_MANY_REQUESTS = 64
 
 
-def decode_kernel(shape: HeadShape, workspace: Workspace) -> PagedKernel:
+def uses_cuda_cores(group: int, num_requests: int) -> bool:
+    """Whether decoding so many requests, with so many query heads per KV head, is left to CUDA cores."""
+    return group == 1 or (group == 2 and num_requests >= _MANY_REQUESTS)
+
+
+class DecodeKernels:
     """What suits one new token per request, eager or captured."""
-    if shape.group in DECODE_GROUPS:
-        return DecodeKernel(shape, workspace)
-    return PrefillKernel(shape, workspace, causal=False, backend="fa2")
+
+    def __init__(self, shape: HeadShape, workspace: Workspace) -> None:
+        self._group = shape.group
+        self._on_cuda_cores = DecodeKernel(shape, workspace) if shape.group <= 2 else None
+        self._on_tensor_cores = PrefillKernel(shape, workspace, causal=False, backend="fa2")
+
+    def of(self, num_requests: int) -> PagedKernel:
+        """The kernel for a batch of this size."""
+        if self._on_cuda_cores is not None and uses_cuda_cores(self._group, num_requests):
+            return self._on_cuda_cores
+        return self._on_tensor_cores
 
 
 def prefill_kernel(shape: HeadShape, workspace: Workspace) -> PagedKernel:
@@ -275,13 +285,13 @@ def module_specs(shape: HeadShape, device: torch.device) -> dict[str, Any]:
     from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
     key = _module_key(shape)
-    decode = (
-        gen_batch_decode_module(*key)
-        if shape.group in DECODE_GROUPS
-        else gen_batch_prefill_module("fa2", *key, False)
-    )
-    prefill = gen_batch_prefill_module(_prefill_backend(shape, device), *key, False)
-    return {"decode attention": decode, "prefill attention": prefill}
+    specs = {
+        "decode attention": gen_batch_prefill_module("fa2", *key, False),
+        "prefill attention": gen_batch_prefill_module(_prefill_backend(shape, device), *key, False),
+    }
+    if shape.group <= 2:
+        specs["decode attention of large batches"] = gen_batch_decode_module(*key)
+    return specs
 
 
 def _prefill_backend(shape: HeadShape, device: torch.device) -> str:
@@ -302,13 +312,12 @@ def partial_bytes(shape: HeadShape, device: torch.device) -> int:
     # The kernels for Hopper divide the work without partial results.
     prefill_rows = blocks * _LARGEST_TILE if _prefill_backend(shape, device) == "fa2" else 0
     decode_rows = num_sms * (_THREADS_PER_SM // _DECODE_THREADS) // shape.num_kv_heads
-    if shape.group not in DECODE_GROUPS:
-        # The grid of a graph: FlashInfer's upper bound of tiles, or as many blocks as run at once.
-        tile = next((rows for rows in (16, 64) if shape.group <= rows), _LARGEST_TILE)
-        num_requests = _unsplit_from(shape, device)
-        tiles = -(-num_requests * shape.group // tile) + num_requests
-        decode_rows = max(blocks, tiles) * tile
-    return shape.num_q_heads * max(prefill_rows, decode_rows) * row_bytes + _SPARE_BYTES
+    # The grid of a graph: FlashInfer's upper bound of tiles, or as many blocks as run at once.
+    tile = next((rows for rows in (16, 64) if shape.group <= rows), _LARGEST_TILE)
+    num_requests = _unsplit_from(shape, device)
+    tiles = -(-num_requests * shape.group // tile) + num_requests
+    graph_rows = max(blocks, tiles) * tile
+    return shape.num_q_heads * max(prefill_rows, decode_rows, graph_rows) * row_bytes + _SPARE_BYTES
 
 
 _LARGEST_TILE = 128

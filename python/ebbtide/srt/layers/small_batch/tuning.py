@@ -49,8 +49,109 @@ class ProductConfig:
 
 Config = MatvecConfig | ProductConfig
 
-# What the sweep found for (upper bound of tokens, shape), where `default_config` is not the best.
-TUNED: Mapping[tuple[int, Shape], Config] = {}
+# What the sweep found on an H200 for (upper bound of tokens, shape).
+TUNED: Mapping[tuple[int, Shape], Config] = {
+    (1, Shape(6144, 4096, False)): MatvecConfig(block_rows=8, block_columns=1024, num_warps=4),
+    (1, Shape(4096, 4096, False)): MatvecConfig(block_rows=2, block_columns=1024, num_warps=4),
+    (1, Shape(14336, 4096, True)): MatvecConfig(block_rows=4, block_columns=512, num_warps=2),
+    (1, Shape(4096, 14336, False)): MatvecConfig(block_rows=2, block_columns=1024, num_warps=4),
+    (1, Shape(128256, 4096, False)): MatvecConfig(block_rows=4, block_columns=2048, num_warps=4),
+    (1, Shape(4096, 1024, False)): MatvecConfig(block_rows=4, block_columns=1024, num_warps=1),
+    (1, Shape(1024, 2048, False)): MatvecConfig(block_rows=2, block_columns=2048, num_warps=4),
+    (1, Shape(3072, 1024, True)): MatvecConfig(block_rows=2, block_columns=1024, num_warps=1),
+    (1, Shape(1024, 3072, False)): MatvecConfig(block_rows=2, block_columns=1024, num_warps=4),
+    (1, Shape(151936, 1024, False)): MatvecConfig(block_rows=4, block_columns=1024, num_warps=4),
+    (8, Shape(6144, 4096, False)): ProductConfig(
+        block_rows=32, block_columns=128, num_splits=2, num_warps=4, num_stages=7, fold_norm=False
+    ),
+    (8, Shape(4096, 4096, False)): ProductConfig(
+        block_rows=32, block_columns=256, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
+    ),
+    (8, Shape(14336, 4096, True)): ProductConfig(
+        block_rows=64, block_columns=128, num_splits=1, num_warps=4, num_stages=4, fold_norm=False
+    ),
+    (8, Shape(4096, 14336, False)): ProductConfig(
+        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
+    ),
+    (8, Shape(128256, 4096, False)): ProductConfig(
+        block_rows=32, block_columns=128, num_splits=1, num_warps=4, num_stages=7, fold_norm=False
+    ),
+    (8, Shape(4096, 1024, False)): ProductConfig(
+        block_rows=32, block_columns=256, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
+    ),
+    (8, Shape(1024, 2048, False)): ProductConfig(
+        block_rows=32, block_columns=128, num_splits=4, num_warps=4, num_stages=7, fold_norm=False
+    ),
+    (8, Shape(3072, 1024, True)): ProductConfig(
+        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=4, fold_norm=False
+    ),
+    (8, Shape(1024, 3072, False)): ProductConfig(
+        block_rows=32, block_columns=128, num_splits=4, num_warps=4, num_stages=7, fold_norm=False
+    ),
+    (8, Shape(151936, 1024, False)): ProductConfig(
+        block_rows=32, block_columns=128, num_splits=1, num_warps=4, num_stages=7, fold_norm=False
+    ),
+    (32, Shape(6144, 4096, False)): ProductConfig(
+        block_rows=64, block_columns=128, num_splits=1, num_warps=4, num_stages=5, fold_norm=False
+    ),
+    (32, Shape(4096, 4096, False)): ProductConfig(
+        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
+    ),
+    (32, Shape(14336, 4096, True)): ProductConfig(
+        block_rows=64, block_columns=128, num_splits=1, num_warps=4, num_stages=4, fold_norm=False
+    ),
+    (32, Shape(4096, 14336, False)): ProductConfig(
+        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
+    ),
+    (32, Shape(128256, 4096, False)): ProductConfig(
+        block_rows=128, block_columns=128, num_splits=1, num_warps=8, num_stages=4, fold_norm=False
+    ),
+    (32, Shape(4096, 1024, False)): ProductConfig(
+        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
+    ),
+    (32, Shape(1024, 2048, False)): ProductConfig(
+        block_rows=64, block_columns=128, num_splits=4, num_warps=4, num_stages=5, fold_norm=False
+    ),
+    (32, Shape(3072, 1024, True)): ProductConfig(
+        block_rows=64, block_columns=64, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
+    ),
+    (32, Shape(1024, 3072, False)): ProductConfig(
+        block_rows=64, block_columns=128, num_splits=4, num_warps=4, num_stages=5, fold_norm=False
+    ),
+    (32, Shape(151936, 1024, False)): ProductConfig(
+        block_rows=64, block_columns=64, num_splits=1, num_warps=4, num_stages=8, fold_norm=False
+    ),
+    (64, Shape(6144, 4096, False)): ProductConfig(
+        block_rows=64, block_columns=64, num_splits=1, num_warps=4, num_stages=8, fold_norm=False
+    ),
+    (64, Shape(4096, 4096, False)): ProductConfig(
+        block_rows=64, block_columns=64, num_splits=2, num_warps=4, num_stages=8, fold_norm=False
+    ),
+    (64, Shape(14336, 4096, True)): ProductConfig(
+        block_rows=128, block_columns=64, num_splits=1, num_warps=8, num_stages=4, fold_norm=False
+    ),
+    (64, Shape(4096, 14336, False)): ProductConfig(
+        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
+    ),
+    (64, Shape(128256, 4096, False)): ProductConfig(
+        block_rows=128, block_columns=128, num_splits=1, num_warps=8, num_stages=4, fold_norm=False
+    ),
+    (64, Shape(4096, 1024, False)): ProductConfig(
+        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
+    ),
+    (64, Shape(1024, 2048, False)): ProductConfig(
+        block_rows=64, block_columns=64, num_splits=4, num_warps=4, num_stages=8, fold_norm=False
+    ),
+    (64, Shape(3072, 1024, True)): ProductConfig(
+        block_rows=64, block_columns=64, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
+    ),
+    (64, Shape(1024, 3072, False)): ProductConfig(
+        block_rows=64, block_columns=64, num_splits=4, num_warps=4, num_stages=8, fold_norm=False
+    ),
+    (64, Shape(151936, 1024, False)): ProductConfig(
+        block_rows=128, block_columns=128, num_splits=1, num_warps=8, num_stages=4, fold_norm=False
+    ),
+}
 
 TOKEN_BUCKETS = (1, 8, 32, 64)
 
@@ -72,15 +173,16 @@ def default_config(bucket: int, shape: Shape) -> Config:
     if bucket == 1:
         # 128 threads read 16 bytes each of a row of 1,024; two such tiles are in flight per program.
         return MatvecConfig(4, min(1024, _block_columns(shape.num_columns, 1024)), 4)
-    block_rows = 64
+    block_rows = 32 if bucket <= 8 and not shape.gated else 64
     num_programs = -(-shape.num_rows // block_rows)
     num_splits = 1
     # Two programs per multiprocessor keep the memory busy; below that columns are shared out.
     while num_splits < 8 and num_programs * num_splits < 192 and shape.num_columns // num_splits >= 1024:
         num_splits *= 2
-    block_columns = _block_columns(shape.num_columns, 64 if shape.gated else 128)
-    # Each program scales its tokens again if the norm is folded: for many tokens a kernel before is cheaper.
-    return ProductConfig(block_rows, block_columns, num_splits, 4, 5, fold_norm=bucket <= 8)
+    block_columns = _block_columns(shape.num_columns, 128)
+    # Each program would scale its tokens again if the norm were folded: a kernel before is cheaper.
+    num_stages = 4 if shape.gated else 5
+    return ProductConfig(block_rows, block_columns, num_splits, 4, num_stages, fold_norm=False)
 
 
 def _block_columns(num_columns: int, largest: int) -> int:
