@@ -78,27 +78,28 @@ def test_segments_lie_in_the_arena_and_may_be_written(arena, pool, pools):
     [torchs] = pools
     assert pool.id == (0, 7)
     first, second = torchs.allocate(20 * MIB, 0, None), torchs.allocate(2 * MIB, 0, None)
-    assert first == arena.address
-    assert second == arena.address + 20 * MIB
+    assert first > arena.address, "torch may know this address as the arena's own"
+    assert first % ALIGNMENT_BYTES == 0
+    assert first + 20 * MIB <= second <= arena.address + CAPACITY - 2 * MIB
     ctypes.memset(second, 5, 2 * MIB)
     torchs.free(first, 20 * MIB, 0, None)
-    assert torchs.allocate(20 * MIB, 0, None) == arena.address
+    assert torchs.allocate(20 * MIB, 0, None) == first
 
 
 def test_a_full_arena_answers_with_null(pool, pools):
     [torchs] = pools
-    assert torchs.allocate(CAPACITY, 0, None)
+    assert torchs.allocate(CAPACITY - ALIGNMENT_BYTES, 0, None)
     assert torchs.allocate(1, 0, None) is None
 
 
 def test_what_no_capture_used_is_given_up(arena, pool, pools):
     [torchs] = pools
     address = torchs.allocate(5 * MIB, 0, None)
-    assert pool.peak_bytes == 5 * MIB
+    assert pool.peak_bytes == 5 * MIB + ALIGNMENT_BYTES
     assert pool.trim() == CAPACITY - 8 * MIB
     assert arena.resident_bytes == 8 * MIB
     assert torchs.allocate(4 * MIB, 0, None) is None
-    assert torchs.allocate(3 * MIB, 0, None) == address + 5 * MIB
+    assert torchs.allocate(2 * MIB, 0, None) == address + 5 * MIB
 
 
 def test_closing_says_so_when_segments_are_still_in_use(pool, pools):

@@ -29,10 +29,7 @@ class Blocks:
     """Cuts blocks out of a range of bytes, each at the lowest place where it fits."""
 
     def __init__(self, num_bytes: int) -> None:
-        # (start, end), in order, never touching. The very first address is left out: where torch itself has
-        # allocated the arena's memory, that address is known to it already.
-        first = min(ALIGNMENT_BYTES, num_bytes)
-        self._free: list[tuple[int, int]] = [(first, num_bytes)]
+        self._free: list[tuple[int, int]] = [(0, num_bytes)]  # (start, end), in order, never touching
         self._taken: dict[int, int] = {}
         self.peak_bytes = 0
 
@@ -86,6 +83,8 @@ class GraphPool:
         self._pool: Any = None
         self._arena = arena
         self._blocks = Blocks(arena.num_bytes)
+        # Never given out: an arena may itself be memory of torch's, which knows a block by its address.
+        self._blocks.take(ALIGNMENT_BYTES)
         self._functions = (_ALLOCATE(self._allocate), _FREE(self._free))
         addresses = [_address(function) for function in self._functions]
         make = make_pool if make_pool is not None else _torch_pool
@@ -113,8 +112,9 @@ class GraphPool:
             EngineError: a graph, or a tensor made during capture, still has memory here.
         """
         self._pool = None  # torch gives its segments back now
-        if self._blocks.taken_bytes:
-            raise EngineError(f"{self._blocks.taken_bytes} bytes of the graph pool are still in use")
+        held_bytes = self._blocks.taken_bytes - ALIGNMENT_BYTES
+        if held_bytes:
+            raise EngineError(f"{held_bytes} bytes of the graph pool are still in use")
 
     def _allocate(self, num_bytes: int, device: int, stream: int | None) -> int | None:
         offset = self._blocks.take(num_bytes)
