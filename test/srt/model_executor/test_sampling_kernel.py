@@ -339,7 +339,7 @@ class TestOnAGpu:
         torch.cuda.set_sync_debug_mode("error")
         try:
             first = sampler.launch(scores.clone(), specs, positions)
-            second = sampler.launch(scores.clone(), specs[:3], positions[:3])
+            second = sampler.launch(scores[:3].clone(), specs[:3], positions[:3])
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()

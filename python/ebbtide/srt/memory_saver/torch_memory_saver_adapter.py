@@ -103,14 +103,14 @@ class _SavedSpan(TorchSpan):
         return self.virtual_bytes
 
     def close(self) -> None:
-        """Give memory and addresses back. Idempotent.
+        """Give the memory back. The addresses stay taken: the library cannot free what it has paused.
 
-        Raises:
-            OutOfDeviceMemory: the library cannot free what is paused, and there is no room to resume it.
+        Idempotent.
         """
-        if self.state is SpanState.RELEASED:
-            self.populate()
-        super().close()
+        if self.state is SpanState.RESIDENT:
+            self.empty()
+        self.state = SpanState.CLOSED
+        _KEPT.append(self._bytes)
 
     def _allocate(self) -> torch.Tensor:
         num_bytes = _whole_segments(self.num_bytes)
@@ -128,6 +128,10 @@ class _SavedSpan(TorchSpan):
         free = self._device.free_bytes()
         if free < num_bytes + MARGIN_BYTES:
             raise OutOfDeviceMemory(num_bytes, max(0, free - MARGIN_BYTES))
+
+
+# The tensors of closed arenas. Dropping one would have torch hand its paused memory out again.
+_KEPT: list[torch.Tensor] = []
 
 
 def _whole_segments(num_bytes: int) -> int:

@@ -93,16 +93,27 @@ class _Layers:
 
         k_PSKH, v_PSKH = self._k_PSKH[layer], self._v_PSKH[layer]
         q_TNH = rotate_and_store(qkv_TNH, rope, head_norms, step.slots_T, k_PSKH, v_PSKH)
-        return step.kernel.run(step.plan, step.pages, q_TNH, k_PSKH, v_PSKH)
+        out_TNH = torch.empty_like(q_TNH)
+        for part in step.parts:
+            part.kernel.run(part.plan, part.pages, q_TNH[part.rows], k_PSKH, v_PSKH, out_TNH[part.rows])
+        return out_TNH
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Requests of a step that one kernel serves; `rows` are their new tokens."""
+
+    kernel: PagedKernel
+    plan: Any
+    pages: DevicePages
+    rows: slice
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     """A planned step."""
 
-    kernel: PagedKernel
-    plan: Any
-    pages: DevicePages
+    parts: list[_Part]
     slots_T: Tensor
 
 
@@ -129,31 +140,49 @@ class FlashInferAttention:
         add_scripts_to_path()
         _, page_size, num_kv_heads, head_dim = kv_pages.k(0).shape
         shape = HeadShape(num_q_heads, num_kv_heads, head_dim, page_size, dtype)
-        workspace = Workspace(partial_bytes(shape, device), device)
+        partial = torch.zeros(partial_bytes(shape, device), dtype=torch.uint8, device=device)
         self._layers = _Layers(kv_pages, num_layers)
-        self._decode = DecodeKernels(shape, workspace)
-        self._prefill = prefill_kernel(shape, workspace)
+        # A step may have both in it.
+        self._decode = DecodeKernels(shape, Workspace(partial))
+        self._prefill = prefill_kernel(shape, Workspace(partial))
         self._page_size = page_size
         self._step: _Step | None = None
 
     def prepare(self, batch: PagedBatch) -> None:
-        """Plan for one step; the device is not waited for. On a GPU every batch is a `CudaBatch`."""
+        """Plan for one step; the device is not waited for. On a GPU every batch is a `CudaBatch`.
+
+        The requests with one new token that come first, those that decode, are left to the decode kernel: the
+        kernels for prompts take four times as long for them.
+        """
         cuda_batch = cast(CudaBatch, batch)
         num_requests = len(batch.lens_R)
-        is_decode = len(batch.slots_T) == num_requests
-        kernel = self._decode.of(num_requests) if is_decode else self._prefill
+        others = np.flatnonzero(batch.num_new_R != 1)
+        num_decoding = int(others[0]) if len(others) else num_requests
+        parts = []
+        if num_decoding:
+            parts.append(self._part(cuda_batch, self._decode.of(num_decoding), 0, num_decoding))
+        if num_decoding < num_requests:
+            parts.append(self._part(cuda_batch, self._prefill, num_decoding, num_requests))
+        self._step = _Step(parts, batch.slots_T)
+
+    def _part(self, batch: CudaBatch, kernel: PagedKernel, first: int, end: int) -> _Part:
+        """Plan for the requests `first` to `end`."""
+        requests, bounds = slice(first, end), slice(first, end + 1)
+        first_row, end_row = (int(batch.q_indptr_R1[request]) for request in (first, end))
+        kv_start = int(batch.kv_indptr_R1[first])
         lens = HostLens(
-            torch.from_numpy(cuda_batch.q_indptr_R1),
-            torch.from_numpy(cuda_batch.kv_indptr_R1),
-            torch.from_numpy(np.ascontiguousarray(batch.lens_R, dtype=np.int32)),
+            torch.from_numpy(batch.q_indptr_R1[bounds] - first_row),
+            torch.from_numpy(batch.kv_indptr_R1[bounds] - kv_start),
+            torch.from_numpy(np.ascontiguousarray(batch.lens_R[requests], dtype=np.int32)),
         )
+        q_indptr, kv_indptr = batch.q_indptr_dev[bounds], batch.kv_indptr_dev[bounds]
         pages = DevicePages(
-            cuda_batch.q_indptr_dev,
-            cuda_batch.kv_indptr_dev,
-            cuda_batch.kv_indices,
-            cuda_batch.last_page_len_dev,
+            q_indptr - first_row if first else q_indptr,
+            kv_indptr - kv_start if first else kv_indptr,
+            batch.kv_indices[kv_start:],
+            batch.last_page_len_dev[requests],
         )
-        self._step = _Step(kernel, kernel.plan(lens, captured=False), pages, batch.slots_T)
+        return _Part(kernel, kernel.plan(lens, captured=False), pages, slice(first_row, end_row))
 
     def forward(self, layer: int, qkv_TNH: Tensor, rope: Rope, head_norms: HeadNorms | None) -> Tensor:
         assert self._step is not None
@@ -203,9 +232,10 @@ class GraphDecode:
         )
         plan = self._kernel.plan(lens, captured=True)
         if self._step is None:
-            self._step = _Step(self._kernel, plan, self._pages, self._slots_B)
+            part = _Part(self._kernel, plan, self._pages, slice(0, len(self._slots_B)))
+            self._step = _Step([part], self._slots_B)
         # The captured launches hold grid and addresses of the first plan.
-        assert list(plan) == list(self._step.plan), "a plan that the captured kernels do not fit"
+        assert list(plan) == list(self._step.parts[0].plan), "a plan that the captured kernels do not fit"
 
     def prepare(self, batch: PagedBatch) -> None:
         """Plan for a batch that fills the graph."""

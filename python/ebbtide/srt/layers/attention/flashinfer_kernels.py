@@ -79,21 +79,24 @@ class PagedKernel(Protocol):
         plans of as many requests serve too."""
         ...
 
-    def run(self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor) -> Tensor:
-        """Attend: [T, N, H]."""
+    def run(
+        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+    ) -> None:
+        """Attend, into `out_TNH`."""
         ...
 
 
 class Workspace:
     """Partial results of split requests, plans on the device, and pinned memory that plans are written to.
 
-    A plan is written to pinned memory while the copy of the one before it may still be waiting for its
-    step: there are two such buffers, each with an event that says that its last copy has run.
+    A step has one plan in it; partial results may be shared with other workspaces. A plan is written to pinned
+    memory while the copy of the one before it may still be waiting for its step: there are two such buffers,
+    each with an event that says that its last copy has run.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.partial = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self.plans = torch.zeros(_PLAN_BYTES, dtype=torch.uint8, device=device)
+    def __init__(self, partial: Tensor) -> None:
+        self.partial = partial
+        self.plans = torch.zeros(_PLAN_BYTES, dtype=torch.uint8, device=partial.device)
         self._staging = [torch.zeros(_PLAN_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._next = 0
@@ -139,8 +142,9 @@ class DecodeKernel:
             self._of_dtype,
         )
 
-    def run(self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor) -> Tensor:
-        out_TNH = torch.empty_like(q_TNH)
+    def run(
+        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+    ) -> None:
         self._module.run(
             self._workspace.partial,
             self._workspace.plans,
@@ -162,7 +166,6 @@ class DecodeKernel:
             _ROPE_SCALE,
             _ROPE_THETA,
         )
-        return out_TNH
 
 
 class PrefillKernel:
@@ -211,8 +214,9 @@ class PrefillKernel:
             args += [no_fixed_split, unsplit, num_colocated_blocks]
         return self._workspace.plan(self._module.plan, *args)
 
-    def run(self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor) -> Tensor:
-        out_TNH = torch.empty_like(q_TNH)
+    def run(
+        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+    ) -> None:
         self._module.paged_run(
             float_workspace_buffer=self._workspace.partial,
             int_workspace_buffer=self._workspace.plans,
@@ -246,11 +250,10 @@ class PrefillKernel:
             token_pos_in_items_len=0,
             workspace_size=self._workspace.partial.nbytes,
         )
-        return out_TNH
 
 
-# On an H200, µs for 256 requests of 640 tokens and for one of 256, on CUDA cores and on tensor cores: groups of
-# 4 take 233 and 182, 17.8 and 10.9; groups of 2 take 171 and 178, and one request 11.1 on tensor cores.
+# On an H200, µs for 256 requests of 640 tokens and for one of 256, on CUDA cores and on tensor cores: groups
+# of 4 take 233 and 182, 17.8 and 10.9; groups of 2 take 171 and 178, and one request 11.1 on tensor cores.
 _MANY_REQUESTS = 64
 
 
