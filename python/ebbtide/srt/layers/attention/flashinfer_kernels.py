@@ -89,9 +89,9 @@ class PagedKernel(Protocol):
 class Workspace:
     """Partial results of split requests, plans on the device, and pinned memory that plans are written to.
 
-    A step has one plan in it; partial results may be shared with other workspaces. A plan is written to pinned
-    memory while the copy of the one before it may still be waiting for its step: there are two such buffers,
-    each with an event that says that its last copy has run.
+    A step has one plan in it; partial results may be shared with other workspaces. A plan is written to
+    pinned memory while the copy of the one before it may still be waiting for its step: there are two such
+    buffers, each with an event that says that its last copy has run.
     """
 
     def __init__(self, partial: Tensor) -> None:
