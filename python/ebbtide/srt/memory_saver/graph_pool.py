@@ -16,6 +16,7 @@ import torch
 
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.immortal import keep_for_ever, let_go
 from ebbtide.srt.memory_saver.span import round_up
 
 # What torch expects of an allocation on a device.
@@ -89,6 +90,8 @@ class GraphPool:
         addresses = [_address(function) for function in self._functions]
         make = make_pool if make_pool is not None else _torch_pool
         self._pool, self._allocator = make(*addresses)
+        # A process that ends without `close` must not have it call functions that are gone by then.
+        keep_for_ever(self._pool)
 
     @property
     def id(self) -> tuple[int, int]:
@@ -111,6 +114,8 @@ class GraphPool:
         Raises:
             EngineError: a graph, or a tensor made during capture, still has memory here.
         """
+        if self._pool is not None:
+            let_go(self._pool)
         self._pool = None  # torch gives its segments back now
         held_bytes = self._blocks.taken_bytes - ALIGNMENT_BYTES
         if held_bytes:

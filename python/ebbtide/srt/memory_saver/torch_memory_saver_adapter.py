@@ -18,6 +18,7 @@ import torch
 
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.immortal import keep_for_ever
 from ebbtide.srt.memory_saver.span import SpanState, require_released, require_resident, round_up
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.torch_span import TorchMemory, TorchSpan
@@ -71,6 +72,8 @@ class TorchMemorySaverBackend:
             with suppress(AttributeError):  # it can be set once in a process, and will have been to the same
                 library.hook_mode = hook_mode()
         self._library = library
+        # As the interpreter ends it would free its pools, outside of any region: the library would exit(1).
+        keep_for_ever(library)
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
         if not num_bytes:
@@ -86,6 +89,8 @@ class _SavedSpan(TorchSpan):
         self._library = library
         super().__init__(num_bytes, device)
         self.virtual_bytes = _whole_segments(num_bytes)
+        # Dropped, its memory could be given out again while it is paused.
+        keep_for_ever(self._bytes)
         self._library.pause(self._region)
 
     def populate(self) -> int:
@@ -110,7 +115,6 @@ class _SavedSpan(TorchSpan):
         if self.state is SpanState.RESIDENT:
             self.empty()
         self.state = SpanState.CLOSED
-        _KEPT.append(self._bytes)
 
     def _allocate(self) -> torch.Tensor:
         num_bytes = _whole_segments(self.num_bytes)
@@ -128,10 +132,6 @@ class _SavedSpan(TorchSpan):
         free = self._device.free_bytes()
         if free < num_bytes + MARGIN_BYTES:
             raise OutOfDeviceMemory(num_bytes, max(0, free - MARGIN_BYTES))
-
-
-# The tensors of closed arenas. Dropping one would have torch hand its paused memory out again.
-_KEPT: list[torch.Tensor] = []
 
 
 def _whole_segments(num_bytes: int) -> int:

@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_FRACTION = 0.1
 # Touching host memory for the first time takes as long as copying it: what is staged is taken in such pieces,
-# between forward passes. On a GPU memory comes at once, and one piece is swapped quicker than many.
+# between forward passes. On a GPU memory comes at once; few pieces are swapped quickest, and released quicker
+# than one.
 HOST_WEIGHTS_CHUNK_BYTES = 64 << 20
+CUDA_WEIGHTS_CHUNK_BYTES = 4 << 30
 CUDA_KV_CHUNK_BYTES = 1 << 30
 CUDA_GRAPH_CHUNK_BYTES = 16 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,7 +61,9 @@ def build_model_runner(
     backend = _attention_backend(runtime_config, model_config, cache_config, torch_device)
     model = build_model(model_config.architecture, model_config.hf_config, dtype, torch_device)
     try:
-        weight_store = WeightStore(model, saver, None if is_cuda else HOST_WEIGHTS_CHUNK_BYTES)
+        weight_store = WeightStore(
+            model, saver, CUDA_WEIGHTS_CHUNK_BYTES if is_cuda else HOST_WEIGHTS_CHUNK_BYTES
+        )
     except OutOfDeviceMemory as error:
         raise ConfigurationError(f"the weights do not fit: {error}") from error
     load_weights(weight_store, model_config.path, model_config.load_format)
