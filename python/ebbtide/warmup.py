@@ -20,8 +20,8 @@ def main(argv: Sequence[str]) -> int:
     """Compile, and say what is being done; returns 0, or 2 where the arguments or the machine do not do."""
     parser = argparse.ArgumentParser(
         prog="ebbtide warmup",
-        description="Compile every kernel that a model needs on this machine's GPU, with the arguments that it "
-        "will be served with. The weights are not read. Later starts find the kernels in the caches.",
+        description="Compile every kernel that a model needs on this machine's GPU, with the arguments that "
+        "it will be served with. The weights are not read. Later starts find the kernels in the caches.",
         allow_abbrev=False,
     )
     ServerArgs.add_cli_args(parser)

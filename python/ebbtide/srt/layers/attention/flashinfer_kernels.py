@@ -11,6 +11,7 @@ Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
@@ -71,12 +72,28 @@ class DevicePages:
     last_page_len_R: Tensor
 
 
+class Captured(Enum):
+    """How the work of a captured decode step is divided."""
+
+    SPLIT = auto()  # long requests among several blocks, whose results are merged
+    WHOLE = (
+        auto()
+    )  # one block per request and KV head: quicker where no block has much more to do than others
+
+
 class PagedKernel(Protocol):
     """One way to attend to pages."""
 
-    def plan(self, lens: HostLens, *, captured: bool) -> Any:
-        """Plan a step and enqueue the plan's copy. `captured`: `run` is part of a CUDA graph, which later
-        plans of as many requests serve too."""
+    def plan(self, lens: HostLens, *, captured: Captured | None = None) -> Any:
+        """Plan a step and enqueue the plan's copy.
+
+        Args:
+            captured: `run` is part of a CUDA graph, which later plans of as many requests serve too.
+        """
+        ...
+
+    def variants(self, num_requests: int) -> tuple[Captured, ...]:
+        """The ways in which so many requests may be captured."""
         ...
 
     def run(
@@ -124,7 +141,10 @@ class DecodeKernel:
         self._of_dtype = torch.empty(0, dtype=shape.dtype)
         self._overlapped = _can_overlap(workspace.partial.device)
 
-    def plan(self, lens: HostLens, *, captured: bool) -> Any:
+    def variants(self, num_requests: int) -> tuple[Captured, ...]:
+        return (Captured.SPLIT,)
+
+    def plan(self, lens: HostLens, *, captured: Captured | None = None) -> Any:
         shape = self._shape
         return self._workspace.plan(
             self._module.plan,
@@ -133,7 +153,7 @@ class DecodeKernel:
             shape.num_q_heads,
             shape.num_kv_heads,
             shape.page_size,
-            captured,
+            captured is not None,
             _NO_WINDOW,
             _NO_SOFT_CAP,
             shape.head_dim,
@@ -189,11 +209,16 @@ class PrefillKernel:
         self._unsplit_from = _unsplit_from(shape, device)
         self._overlapped = backend == "fa2" and _can_overlap(device)
 
-    def plan(self, lens: HostLens, *, captured: bool) -> Any:
+    def variants(self, num_requests: int) -> tuple[Captured, ...]:
+        # With so many requests every multiprocessor has enough to do.
+        is_many = num_requests >= self._unsplit_from
+        return (Captured.WHOLE,) if is_many else (Captured.WHOLE, Captured.SPLIT)
+
+    def plan(self, lens: HostLens, *, captured: Captured | None = None) -> Any:
         shape, num_requests = self._shape, len(lens.lens_R)
-        # With so many requests every multiprocessor has enough to do. Planned as if nothing were captured,
-        # the grid then depends on their number alone: FlashInfer's plan for graphs splits always.
-        unsplit = captured and num_requests >= self._unsplit_from
+        # Planned as if nothing were captured, the grid then depends on the number of requests alone:
+        # FlashInfer's plan for graphs splits always.
+        unsplit = captured is Captured.WHOLE
         args: list[Any] = [
             lens.q_indptr_R1,
             lens.kv_indptr_R1,
@@ -203,7 +228,7 @@ class PrefillKernel:
             shape.num_q_heads,
             shape.num_kv_heads,
             shape.page_size,
-            captured and not unsplit,
+            captured is Captured.SPLIT,
             shape.head_dim,
             shape.head_dim,
             self._causal,
@@ -252,29 +277,15 @@ class PrefillKernel:
         )
 
 
-# On an H200, µs for 256 requests of 640 tokens and for one of 256, on CUDA cores and on tensor cores: groups
-# of 4 take 233 and 182, 17.8 and 10.9; groups of 2 take 171 and 178, and one request 11.1 on tensor cores.
-_MANY_REQUESTS = 64
+def decode_kernel(shape: HeadShape, workspace: Workspace) -> PagedKernel:
+    """What suits one new token per request, eager or captured.
 
-
-def uses_cuda_cores(group: int, num_requests: int) -> bool:
-    """Whether decoding so many requests, with so many query heads per KV head, is left to CUDA cores."""
-    return group == 1 or (group == 2 and num_requests >= _MANY_REQUESTS)
-
-
-class DecodeKernels:
-    """What suits one new token per request, eager or captured."""
-
-    def __init__(self, shape: HeadShape, workspace: Workspace) -> None:
-        self._group = shape.group
-        self._on_cuda_cores = DecodeKernel(shape, workspace) if shape.group <= 2 else None
-        self._on_tensor_cores = PrefillKernel(shape, workspace, causal=False, backend="fa2")
-
-    def of(self, num_requests: int) -> PagedKernel:
-        """The kernel for a batch of this size."""
-        if self._on_cuda_cores is not None and uses_cuda_cores(self._group, num_requests):
-            return self._on_cuda_cores
-        return self._on_tensor_cores
+    On an H200, groups of 4 take 231 µs on CUDA cores and 168 on tensor cores for 256 requests of 640 tokens,
+    and 16.4 and 6.2 for one of 256; groups of 2 take 164 and 167, and 7.8 and 6.1.
+    """
+    if shape.group == 1:
+        return DecodeKernel(shape, workspace)
+    return PrefillKernel(shape, workspace, causal=False, backend="fa2")
 
 
 def prefill_kernel(shape: HeadShape, workspace: Workspace) -> PagedKernel:
@@ -288,13 +299,11 @@ def module_specs(shape: HeadShape, device: torch.device) -> dict[str, Any]:
     from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
     key = _module_key(shape)
-    specs = {
-        "decode attention": gen_batch_prefill_module("fa2", *key, False),
-        "prefill attention": gen_batch_prefill_module(_prefill_backend(shape, device), *key, False),
-    }
-    if shape.group <= 2:
-        specs["decode attention of large batches"] = gen_batch_decode_module(*key)
-    return specs
+    decode = (
+        gen_batch_decode_module(*key) if shape.group == 1 else gen_batch_prefill_module("fa2", *key, False)
+    )
+    prefill = gen_batch_prefill_module(_prefill_backend(shape, device), *key, False)
+    return {"decode attention": decode, "prefill attention": prefill}
 
 
 def _prefill_backend(shape: HeadShape, device: torch.device) -> str:
@@ -309,7 +318,7 @@ def _prefill_backend(shape: HeadShape, device: torch.device) -> str:
 
 def partial_bytes(shape: HeadShape, device: torch.device) -> int:
     """Bytes of partial results, in the worst case of each kernel: float32 values and one sum per row."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = num_multiprocessors(device)
     row_bytes = 4 * (shape.head_dim + 1)
     blocks = 2 * num_sms // shape.num_kv_heads + 1
     # The kernels for Hopper divide the work without partial results.
@@ -328,7 +337,7 @@ _LARGEST_TILE = 128
 
 def _unsplit_from(shape: HeadShape, device: torch.device) -> int:
     """Requests from which four rounds of blocks are reached without splitting any of them."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = num_multiprocessors(device)
     return -(-8 * num_sms // shape.num_kv_heads)
 
 
@@ -349,6 +358,11 @@ def _module_key(shape: HeadShape) -> tuple[Any, ...]:
         window,
         soft_cap,
     )
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def _can_overlap(device: torch.device) -> bool:
