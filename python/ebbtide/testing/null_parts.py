@@ -39,7 +39,7 @@ class NullRunner:
         """The token that weights of this value sample at this output position."""
         return (seed * 7919 + position * 104729 + value * 31) % (self.VOCAB_SIZE - 1) + 1
 
-    def launch(self, plan: BatchPlan) -> FinishedStep:
+    def launch(self, plan: BatchPlan) -> NullStep:
         value = self.value
         assert value is not None, "a forward pass ran on weights that are not whole"
         assert all(memory.resident_bytes for memory in self.needed), "a forward pass ran on released memory"
@@ -52,7 +52,7 @@ class NullRunner:
             )
         ]
         self._sampled_by_row.update(zip(plan.page_rows_R.tolist(), tokens, strict=True))
-        return FinishedStep(StepResult(tokens))
+        return NullStep(self, value, StepResult(tokens))
 
     def _check_tokens(self, plan: BatchPlan, value: int) -> None:
         """Every request must be fed its own next tokens, and sampled behind its last."""
@@ -91,6 +91,20 @@ class FinishedStep:
     result: StepResult
 
     def wait(self) -> StepResult:
+        return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class NullStep:
+    """A step that counts as under way until its result is asked for: nothing of it may change meanwhile."""
+
+    runner: NullRunner
+    value: int
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        assert self.runner.value == self.value, "the weights changed under a forward pass"
+        assert all(memory.resident_bytes for memory in self.runner.needed), "memory went under a forward pass"
         return self.result
 
 
@@ -217,6 +231,9 @@ class _NullStaging:
 
     def commit(self) -> None:
         self._weights.write(self.values)
+
+    def give_back(self) -> Slices:
+        yield NullWeights.BYTES_PER_PARAMETER
 
     def close(self) -> None:
         """Nothing is held."""

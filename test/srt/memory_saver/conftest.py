@@ -53,8 +53,8 @@ class BudgetedMemory:
                 raise OSError("the driver refused")
         self._vm.map(at, offset, handle)
 
-    def make_accessible(self, at: Reservation, num_bytes: int) -> None:
-        self._vm.make_accessible(at, num_bytes)
+    def make_accessible(self, at: Reservation, offset: int, num_bytes: int) -> None:
+        self._vm.make_accessible(at, offset, num_bytes)
 
     def drain(self) -> None:
         self._vm.drain()

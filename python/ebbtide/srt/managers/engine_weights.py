@@ -93,6 +93,10 @@ class _InPlace:
         """There is no copy to complete."""
         yield from ()
 
+    def give_back(self) -> Slices:
+        """There is no copy."""
+        yield from ()
+
     def commit(self) -> None:
         """Everything is where it belongs, once the copies have run."""
         self._device.synchronize()
@@ -122,6 +126,9 @@ class _Staged:
 
     def close(self) -> None:
         self.shadow.close()
+
+    def give_back(self) -> Slices:
+        return _paced(self.shadow.close_by_chunks(), self._device)
 
 
 class _Incoming:

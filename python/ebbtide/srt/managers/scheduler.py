@@ -82,7 +82,8 @@ class Scheduler:
         if self.control.allows_forward:
             self._forward()
         if self.control.operations.any_pending:
-            self._settle()
+            if self.control.operations.needs_boundary:
+                self._settle()
             self.control.operations.advance()
             self.answer()
 

@@ -180,6 +180,10 @@ class Shadow:
         """Give memory and addresses back; no view may be touched again. Idempotent."""
         self._span.close()
 
+    def close_by_chunks(self) -> Generator[int, None, None]:
+        """As `close`, yielding the bytes of each chunk just given back. Copies must have run to their end."""
+        return self._span.close_by_chunks()
+
     def __enter__(self) -> Self:
         return self
 

@@ -69,6 +69,13 @@ class Span(Protocol):
         """Give memory and addresses back. Idempotent."""
         ...
 
+    def close_by_chunks(self) -> Generator[int, None, None]:
+        """As `close`, yielding the bytes of each piece. Nothing may be running that reads or writes them.
+
+        Ended early, the rest is given back at once.
+        """
+        ...
+
 
 class VirtualSpan:
     """A reservation divided into chunks and, while it is resident, the handle under each chunk."""
@@ -106,9 +113,13 @@ class VirtualSpan:
         return view_bytes(self._bytes, offset, shape, dtype)
 
     def populate(self) -> int:
-        return sum(self.populate_by_chunks())
+        return sum(self._populate(at_once=True))
 
     def populate_by_chunks(self) -> Generator[int, None, None]:
+        return self._populate(at_once=False)
+
+    def _populate(self, *, at_once: bool) -> Generator[int, None, None]:
+        """`at_once`: make all of it accessible at the end, which is quicker, but milliseconds in one go."""
         require_released(self)
         handles: list[Handle] = []
         try:
@@ -122,8 +133,11 @@ class VirtualSpan:
                         self._vm.release(handle)
                         raise
                     undo.callback(self._discard, offset, handle)
+                    if not at_once:
+                        self._make_accessible(offset, num_bytes)
                     yield num_bytes
-                self._make_accessible()
+                if at_once:
+                    self._make_accessible(0, self.virtual_bytes)
                 undo.pop_all()
         except OutOfDeviceMemory as error:
             undone_bytes = sum(handle.num_bytes for handle in handles)
@@ -148,7 +162,8 @@ class VirtualSpan:
         exchanged = ((self, other._handles), (other, self._handles))
         with ExitStack() as undo:
             for span in (self, other):
-                undo.callback(span._make_accessible)  # after its handles are back: last in, first out
+                # After its handles are back: last in, first out.
+                undo.callback(span._make_accessible, 0, span.virtual_bytes)
                 for (offset, _), handle in zip(span._chunks, span._handles, strict=True):
                     span._unmap(offset, handle)
                     undo.callback(span._map, offset, handle)
@@ -156,7 +171,7 @@ class VirtualSpan:
                 for (offset, _), handle in zip(span._chunks, handles, strict=True):
                     span._map(offset, handle)
                     undo.callback(span._unmap, offset, handle)
-                span._make_accessible()
+                span._make_accessible(0, span.virtual_bytes)
             undo.pop_all()
         self._handles, other._handles = other._handles, self._handles
 
@@ -179,6 +194,21 @@ class VirtualSpan:
             self._vm.free_reservation(self._reservation)
         self.state = SpanState.CLOSED
 
+    def close_by_chunks(self) -> Generator[int, None, None]:
+        if self.state is SpanState.RESIDENT:
+            self.state = SpanState.RELEASED
+        pieces = list(zip(self._chunks, self._handles, strict=False))
+        self._handles = []
+        try:
+            while pieces:
+                (offset, num_bytes), handle = pieces.pop()
+                self._discard(offset, handle)
+                yield num_bytes
+        finally:
+            for (offset, _), handle in pieces:
+                self._discard(offset, handle)
+            self.close()
+
     def _map(self, offset: int, handle: Handle) -> None:
         assert self._reservation is not None
         self._vm.map(self._reservation, offset, handle)
@@ -187,9 +217,9 @@ class VirtualSpan:
         assert self._reservation is not None
         self._vm.unmap(self._reservation, offset, handle.num_bytes)
 
-    def _make_accessible(self) -> None:
-        if self._reservation is not None and self._chunks:
-            self._vm.make_accessible(self._reservation, self.virtual_bytes)
+    def _make_accessible(self, offset: int, num_bytes: int) -> None:
+        if self._reservation is not None and num_bytes:
+            self._vm.make_accessible(self._reservation, offset, num_bytes)
 
     def _discard(self, offset: int, handle: Handle) -> None:
         # In this order the contents need not be kept at unmap, which must not fail here.

@@ -112,6 +112,11 @@ class TorchSpan:
         self._bytes = self._bytes[:0].clone()
         self._device.trim()
 
+    def close_by_chunks(self) -> Generator[int, None, None]:
+        num_bytes = self.virtual_bytes
+        self.close()
+        yield num_bytes
+
     def _allocate(self) -> torch.Tensor:
         try:
             return torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device.name)

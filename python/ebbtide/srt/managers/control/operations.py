@@ -34,7 +34,12 @@ class Operations:
     @property
     def is_working(self) -> bool:
         """Whether any of them wants another slice, rather than waits."""
-        return any(pending.progress is Progress.WORKING for pending in self._pending.values())
+        return any(pending.progress is not Progress.WAITING for pending in self._pending.values())
+
+    @property
+    def needs_boundary(self) -> bool:
+        """Whether any of them may do what a forward pass under way must not see."""
+        return any(pending.progress is not Progress.COPYING for pending in self._pending.values())
 
     @property
     def any_pending(self) -> bool:

@@ -13,6 +13,7 @@ class Progress(enum.Enum):
     """What an operation that is not done yet is doing."""
 
     WORKING = enum.auto()  # it wants its next slice as soon as the forward pass in between is done
+    COPYING = enum.auto()  # the same, but a forward pass may be under way then: it touches nothing of it
     WAITING = enum.auto()  # it waits for requests, or for other operations
 
 
@@ -119,7 +120,10 @@ class IncomingWeights(Protocol):
         ...
 
     def write(self, staging: Staging) -> Slices:
-        """Copy the tensors; yields the bytes of each slice that it has written."""
+        """Copy the tensors; yields the bytes of each slice that it has written.
+
+        A slice of 0 bytes ends the turn; before the first byte nothing has been written.
+        """
         ...
 
     def close(self) -> None:
@@ -142,6 +146,10 @@ class Staging(Protocol):
 
     def commit(self) -> None:
         """Make what was written the live weights: all of it, between two forward passes."""
+        ...
+
+    def give_back(self) -> Slices:
+        """After a commit, give the copy's memory back; yields the bytes of each slice."""
         ...
 
     def close(self) -> None:

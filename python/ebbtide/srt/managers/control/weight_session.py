@@ -85,7 +85,8 @@ class WeightSession:
         """Find a place for these tensors: a copy, or the live weights where these hold nothing to keep."""
         if self._staging is None and incoming.num_tensors > 0:
             is_whole = isinstance(self._content.state, Valid)
-            _, self._staging = yield from _in_slices(self._weights.stage(in_place=not is_whole), self.stall)
+            room = self._weights.stage(in_place=not is_whole)
+            _, self._staging = yield from _in_slices(room, self.stall, Progress.COPYING)
             self.is_staged = self._staging.is_staged
 
     def write(self, incoming: IncomingWeights) -> Work[int]:
@@ -94,10 +95,11 @@ class WeightSession:
         self.names -= incoming.names
         num_bytes = 0
         if self._staging is not None:
-            writing = incoming.write(self._staging)
+            writing, progress = incoming.write(self._staging), Progress.COPYING
             if not self.is_staged:
-                writing = self._overwriting(incoming, writing)
-            num_bytes, _ = yield from _in_slices(writing, self.stall)
+                writing, progress = self._overwriting(incoming, writing), Progress.WORKING
+                yield progress  # Up to here a forward pass may have been under way.
+            num_bytes, _ = yield from _in_slices(writing, self.stall, progress)
         self.names |= incoming.names
         self.num_tensors += incoming.num_tensors
         self.num_ignored += incoming.num_ignored
@@ -135,7 +137,7 @@ class WeightSession:
     def complete(self) -> Work[None]:
         """Fill what was not written with the live weights, so that the copy is whole."""
         if self._staging is not None and self.is_staged:
-            yield from _in_slices(self._staging.complete(self.names), self.stall)
+            yield from _in_slices(self._staging.complete(self.names), self.stall, Progress.COPYING)
 
     def commit(self) -> None:
         """Make what was written the live weights."""
@@ -144,6 +146,11 @@ class WeightSession:
         self._content.note_written(self.names)
         self.stall.end()
 
+    def give_back(self) -> Work[None]:
+        """After the commit, give the copy's memory back."""
+        if self._staging is not None and self.is_staged:
+            yield from _in_slices(self._staging.give_back(), self.stall, Progress.COPYING)
+
     def close(self) -> None:
         """Give the copy's memory back."""
         if self._staging is not None:
@@ -151,9 +158,12 @@ class WeightSession:
             self._staging = None
 
 
-def _in_slices(work: Generator[int, None, T], stall: Stall) -> Work[tuple[int, T]]:
+def _in_slices(work: Generator[int, None, T], stall: Stall, progress: Progress) -> Work[tuple[int, T]]:
     """Do the work, letting a forward pass in after every SLICE_BYTES, and wherever it asks for one by a slice
     of 0 bytes; returns its bytes and its result.
+
+    Args:
+        progress: what is yielded in between: COPYING where nothing is touched that a forward pass reads.
     """
     total_bytes = 0
     with closing(work):
@@ -169,4 +179,4 @@ def _in_slices(work: Generator[int, None, T], stall: Stall) -> Work[tuple[int, T
                 except StopIteration as end:
                     return total_bytes + turn_bytes, end.value
             total_bytes += turn_bytes
-            yield Progress.WORKING
+            yield progress

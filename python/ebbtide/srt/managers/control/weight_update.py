@@ -279,6 +279,7 @@ class WeightUpdates:
     def _finish(self, session: WeightSession, terms: CommitTerms) -> Operation:
         """Make the session whole, wait for the boundary, and commit: weights, version and cache together."""
         yield from session.complete()
+        yield Progress.WORKING  # Copies may have run beside a forward pass: here is the boundary.
         yield from self._ready_to_commit(terms)
         with session.stall.measure():
             num_paused = self._requests.num_running
@@ -357,13 +358,14 @@ class WeightUpdates:
         self._check_terms(terms)
 
     def _breathe(self, session: WeightSession) -> Iterator[Progress]:
-        """Let a forward pass in between the commit and giving the copy's memory back: both take their time.
+        """Let forward passes in between the commit and giving the copy's memory back, piece by piece.
 
         What is committed stays so: neither a deadline nor a cancellation changes the reply any more.
         """
-        if session.is_staged and not isinstance(self._generation.state, Paused):
+        if not isinstance(self._generation.state, Paused):
             with suppress(DeadlinePassed, RequestRejected):
-                yield Progress.WORKING
+                yield Progress.COPYING
+                yield from session.give_back()
 
     @contextmanager
     def _turn(self) -> Iterator[Callable[[], bool]]:

@@ -53,8 +53,8 @@ class VirtualMemory(Protocol):
         """Put the whole handle under `at.address + offset`, where nothing may be mapped."""
         ...
 
-    def make_accessible(self, at: Reservation, num_bytes: int) -> None:
-        """Let the first `num_bytes` be read and written, with handles mapped under all of them.
+    def make_accessible(self, at: Reservation, offset: int, num_bytes: int) -> None:
+        """Let a range be read and written, with handles mapped under all of it.
 
         Apart from `map` because on a device it costs the same for one handle as for many.
         """

@@ -102,9 +102,9 @@ class CudaVirtualMemory:
         except DriverError as error:
             raise self._refusal(error, handle.num_bytes) from error
 
-    def make_accessible(self, at: Reservation, num_bytes: int) -> None:
+    def make_accessible(self, at: Reservation, offset: int, num_bytes: int) -> None:
         try:
-            self._driver.call("cuMemSetAccess", at.address, num_bytes, [self._access], 1)
+            self._driver.call("cuMemSetAccess", at.address + offset, num_bytes, [self._access], 1)
         except DriverError as error:
             raise self._refusal(error, num_bytes) from error
 

@@ -113,7 +113,7 @@ class HostVirtualMemory:
         del self._parked_at[handle]
         self._handle_at[address] = handle
 
-    def make_accessible(self, at: Reservation, num_bytes: int) -> None:
+    def make_accessible(self, at: Reservation, offset: int, num_bytes: int) -> None:
         """What is mapped can be read and written."""
 
     def drain(self) -> None:
