@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.gpu_device import DEVICE
 from fixtures.references import Reference, check_greedy_spans
 from fixtures.rollouts import Streams, buckets, decoded, safetensors_body
 from fixtures.servers import Server, running_server
 
 NUM_STREAMS = 64
 # Long enough that no stream ends before a control request reaches the engine, however slow this client is.
-MAX_NEW_TOKENS = 400
+# A GPU is through with a short stream before a request has reached the server.
+MAX_NEW_TOKENS = 900 if DEVICE.is_cuda else 400
 CONTEXT = '{"max_position_embeddings": 1024}'
 PROMPTS = [
     [(7 * index + position) % 250 for position in range(4 + index % 9)] for index in range(NUM_STREAMS)
 ]
-KV_TOKENS = 32_768
+KV_TOKENS = 65_536 if DEVICE.is_cuda else 32_768
 
 
 @pytest.fixture(scope="module")
