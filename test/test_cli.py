@@ -48,7 +48,7 @@ def test_the_package_offers_three_names_and_starts_light() -> None:
 def test_help_lists_the_commands(module: str) -> None:
     done = run("-m", module, "--help")
     assert done.returncode == 0
-    assert all(f"  {name} " in done.stdout for name in ("serve", "demo", "doctor"))
+    assert all(f"  {name} " in done.stdout for name in ("serve", "demo", "warmup", "doctor"))
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

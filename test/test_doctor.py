@@ -1,12 +1,15 @@
 """The doctor: a verdict for this machine, and the right words for machines that lack something."""
 
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 
 from ebbtide import doctor
 from ebbtide.doctor import Verdict
+from ebbtide.srt import kernel_cache
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import ConfigurationError
 
@@ -24,6 +27,7 @@ def test_it_fails_where_memory_cannot_be_released(
     def refuse(self: CpuDevice) -> None:
         raise ConfigurationError("arenas need a newer kernel")
 
+    monkeypatch.setattr(doctor, "_visible_gpus", lambda: 0)
     monkeypatch.setattr(CpuDevice, "__init__", refuse)
     assert doctor.main([]) == 1
     report = " ".join(capsys.readouterr().out.replace("│", " ").split())
@@ -69,9 +73,91 @@ def test_missing_or_small_shared_memory_is_noted(tmp_path: Path, monkeypatch: py
     assert doctor._shared_memory(tmp_path).verdict is Verdict.GOOD
 
 
-def test_gpus_are_counted_and_said_to_be_unused(tmp_path: Path) -> None:
-    assert doctor._gpus(tmp_path).verdict is Verdict.GOOD
+def make_nvml(*names: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: len(names),
+        nvmlDeviceGetHandleByIndex=lambda index: names[index],
+        nvmlDeviceGetName=lambda name: name,
+        nvmlDeviceGetMemoryInfo=lambda name: SimpleNamespace(total=80 << 30),
+    )
+
+
+def test_gpus_are_named_as_far_as_they_are_usable(tmp_path: Path) -> None:
+    assert doctor._gpus(0, tmp_path).meaning == "the CPU is used"
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
         (tmp_path / name).touch()
-    finding = doctor._gpus(tmp_path)
-    assert (finding.found, finding.verdict) == ("2 NVIDIA", Verdict.NOTE)
+
+    unusable = doctor._gpus(0, tmp_path)
+    assert (unusable.found, unusable.verdict) == ("2 NVIDIA", Verdict.NOTE)
+    assert "torch sees no CUDA device" in unusable.meaning
+
+    usable = doctor._gpus(2, tmp_path, make_nvml("Some GPU", "Some GPU"))
+    assert (usable.found, usable.verdict) == ("2, Some GPU (80 GiB)", Verdict.GOOD)
+
+    def fail() -> None:
+        raise RuntimeError("no driver")
+
+    silent = SimpleNamespace(NVMLError=RuntimeError, nvmlInit=fail)
+    assert doctor._gpus(2, tmp_path, silent).found == "2"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A machine with a GPU, on which nothing stands in FlashInfer's way; the versions of what it has."""
+    versions = {"cuda-bindings": "13.0.3", "flashinfer-python": "0.6.12"}
+    present = metadata.version
+
+    def version(name: str) -> str:
+        if name in (*doctor._GPU_PACKAGES, "flashinfer-python"):
+            if name not in versions:
+                raise metadata.PackageNotFoundError(name)
+            return versions[name]
+        return present(name)
+
+    requires = ["flashinfer-python==0.6.12; extra == 'cuda'", "cuda-bindings<14,>=13.0; extra == 'cuda'"]
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "requires", lambda name: requires)
+    monkeypatch.setattr(kernel_cache, "flashinfer_problem", lambda: None)
+    monkeypatch.setattr(doctor, "_visible_gpus", lambda: 1)
+    return versions
+
+
+def test_on_a_gpu_only_what_the_engine_starts_with_is_required(
+    gpu: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main([]) == 0
+    report = capsys.readouterr().out
+    assert all(name in report for name in ("FlashInfer", "cuda-bindings", "torch_memory_saver"))
+
+    del gpu["cuda-bindings"]
+    assert doctor.main([]) == 1
+    assert "Ebbtide cannot run here: cuda-bindings." in capsys.readouterr().out
+
+
+def test_host_memory_that_cannot_be_released_matters_less_on_a_gpu(
+    gpu: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: CpuDevice) -> None:
+        raise ConfigurationError("arenas need a newer kernel")
+
+    monkeypatch.setattr(CpuDevice, "__init__", refuse)
+    assert doctor.main([]) == 0
+    assert "newer kernel" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_flashinfer_is_judged_by_its_tools_and_its_version(
+    gpu: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = doctor._flashinfer()
+    assert (good.found, good.verdict) == ("0.6.12", Verdict.GOOD)
+
+    gpu["flashinfer-python"] = "0.7.0"
+    other = doctor._flashinfer()
+    assert (other.found, other.verdict) == ("0.7.0, needs ==0.6.12", Verdict.NOTE)
+
+    monkeypatch.setattr(kernel_cache, "flashinfer_problem", lambda: "there is no nvcc")
+    unusable = doctor._flashinfer()
+    assert (unusable.found, unusable.verdict) == ("not usable: there is no nvcc", Verdict.NOTE)
+    assert "slow" in unusable.meaning

@@ -10,8 +10,9 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from rich.console import Console
@@ -59,13 +60,19 @@ def main(argv: Sequence[str]) -> int:
 
 def examine() -> Iterator[Finding]:
     """Look at everything, from the interpreter to the GPUs."""
+    num_gpus = _visible_gpus()
+    has_gpu = num_gpus > 0
     yield Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.release()}", "")
     yield from _packages()
-    yield _cpu()
-    yield from _arenas()
-    yield _huge_pages(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+    yield _cpu(has_gpu)
+    yield from _arenas(has_gpu)
+    if not has_gpu:
+        yield _huge_pages(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     yield _shared_memory(Path("/dev/shm"))
-    yield _gpus(Path("/dev"))
+    yield _gpus(num_gpus, Path("/dev"))
+    if has_gpu:
+        yield from _gpu_packages()
+        yield _flashinfer()
 
 
 def _packages() -> Iterator[Finding]:
@@ -94,22 +101,26 @@ def _fault(requirement: Requirement) -> str | None:
     return None if is_right else f"{version}, needs {requirement.specifier}"
 
 
-def _cpu() -> Finding:
+def _cpu(has_gpu: bool) -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         flags = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
         flags = set()
+    found = f"{platform.machine()}, {cores} cores"
+    if has_gpu:
+        return Finding("CPU", found, "requests are scheduled here; models run on the GPU")
     # x86 and arm64 name the instructions differently.
     has_bfloat16 = bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
     quick = (
         "bfloat16 is computed by the CPU itself" if has_bfloat16 else "float32 is quicker than bfloat16 here"
     )
-    return Finding("CPU", f"{platform.machine()}, {cores} cores", f"models run on these; {quick}")
+    return Finding("CPU", found, f"models run on these; {quick}")
 
 
-def _arenas() -> Iterator[Finding]:
-    """Take memory, give it back and take it again, as a release and a resume do."""
+def _arenas(has_gpu: bool) -> Iterator[Finding]:
+    """Take host memory, give it back and take it again, as a release and a resume on a CPU do."""
+    only_if = "--device cpu and --enable-weights-cpu-backup"
     try:
         from ebbtide.srt.device.cpu import CpuDevice
     except ImportError as error:
@@ -129,15 +140,21 @@ def _arenas() -> Iterator[Finding]:
         virtual_memory.free_reservation(place)
         memory = device.memory_info()
     except Exception as error:  # whatever stops an arena here is what this command is for
-        yield Finding(
-            "memory saver", f"does not work: {error}", "the engine needs it to start", Verdict.MISSING
-        )
+        found = f"does not work: {error}"
+        if has_gpu:
+            yield Finding("host memory saver", found, f"{only_if} need it", Verdict.NOTE)
+        else:
+            yield Finding("memory saver", found, "the engine needs it to start", Verdict.MISSING)
         return
-    yield Finding("memory saver", "host", "memory can be released and resumed at the same addresses")
+    if has_gpu:
+        yield Finding("host memory saver", "works", f"for {only_if}")
+    else:
+        yield Finding("memory saver", "host", "memory can be released and resumed at the same addresses")
+    taken = "backups of weights" if has_gpu else "weights and KV cache"
     yield Finding(
         "memory",
         f"{memory.free_bytes / GIB:.1f} of {memory.total_bytes / GIB:.1f} GiB free",
-        "weights and KV cache come out of this; the machine's, or the control group's if that is less",
+        f"{taken} come out of this; the machine's, or the control group's if that is less",
     )
 
 
@@ -165,11 +182,110 @@ def _shared_memory(mount: Path) -> Finding:
     return Finding("shared memory", found, "tensors on their way to the engine must fit in it")
 
 
-def _gpus(devices: Path) -> Finding:
-    count = len(list(devices.glob("nvidia[0-9]*")))
-    if count == 0:
+def _visible_gpus() -> int:
+    """CUDA devices that torch can use; asked without starting a context on any."""
+    try:
+        import torch
+    except ImportError:
+        return 0
+    if not hasattr(torch, "accelerator"):  # too old, which is found with the packages
+        return 0
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.accelerator.device_count() if accelerator is not None and accelerator.type == "cuda" else 0
+
+
+def _gpus(num_visible: int, devices: Path, nvml: Any = None) -> Finding:
+    """What torch sees, beside what the machine has.
+
+    Args:
+        devices: /dev.
+        nvml: the module pynvml; None: that itself, if it is installed.
+    """
+    num_cards = len(list(devices.glob("nvidia[0-9]*")))
+    if num_visible == 0 and num_cards == 0:
         return Finding("GPU", "none", "the CPU is used")
-    return Finding("GPU", f"{count} NVIDIA", "not used: this version runs on the CPU", Verdict.NOTE)
+    if num_visible == 0:
+        meaning = (
+            "torch sees no CUDA device, so the CPU is used: install a torch built for CUDA, and look at the "
+            "driver (nvidia-smi) and at CUDA_VISIBLE_DEVICES"
+        )
+        return Finding("GPU", f"{num_cards} NVIDIA", meaning, Verdict.NOTE)
+    found = ", ".join([str(num_visible), *_gpu_names(nvml)])
+    meaning = "models run on the first one (--base-gpu-id chooses another, --device cpu none)"
+    return Finding("GPU", found, meaning)
+
+
+def _gpu_names(nvml: Any) -> list[str]:
+    """Names and memory of the machine's GPUs, each kind once; empty where NVML does not answer."""
+    try:
+        library = nvml if nvml is not None else import_module("pynvml")
+    except ImportError:
+        return []
+    names = []
+    try:
+        library.nvmlInit()
+        for index in range(library.nvmlDeviceGetCount()):
+            device = library.nvmlDeviceGetHandleByIndex(index)
+            name = library.nvmlDeviceGetName(device)
+            names.append(f"{name} ({library.nvmlDeviceGetMemoryInfo(device).total / GIB:.0f} GiB)")
+    except library.NVMLError:
+        return []
+    return sorted(set(names))
+
+
+# What the GPU is used with, but for FlashInfer: what it is for, what its lack means, and how bad that is.
+_GPU_PACKAGES = {
+    "cuda-bindings": (
+        "device memory can be released and resumed at the same addresses",
+        "the engine does not start on the GPU without it (--device cpu does)",
+        Verdict.MISSING,
+    ),
+    "torch_memory_saver": (
+        "for --memory-saver-backend torch_memory_saver",
+        "only --memory-saver-backend torch_memory_saver needs it",
+        Verdict.NOTE,
+    ),
+    "nvidia-ml-py": (
+        "tells what each process holds of the device",
+        "what the engine holds of the device is estimated without it",
+        Verdict.NOTE,
+    ),
+}
+
+
+def _gpu_packages() -> Iterator[Finding]:
+    for name, (use, lack, verdict) in _GPU_PACKAGES.items():
+        requirement = _cuda_requirement(name)
+        if (fault := _fault(requirement)) is None:
+            yield Finding(name, metadata.version(requirement.name), use)
+        else:
+            yield Finding(name, fault, f'{lack}; pip install "ebbtide[cuda]"', verdict)
+
+
+def _flashinfer() -> Finding:
+    from ebbtide.srt.kernel_cache import flashinfer_cache_dir, flashinfer_problem
+
+    fallback = "attention is torch's own then, without CUDA graphs: slow"
+    if (problem := flashinfer_problem()) is not None:
+        return Finding("FlashInfer", f"not usable: {problem}", fallback, Verdict.NOTE)
+    requirement = _cuda_requirement("flashinfer-python")
+    if (fault := _fault(requirement)) is not None:
+        meaning = "attention may fail: Ebbtide calls functions beneath FlashInfer's public ones"
+        return Finding("FlashInfer", fault, meaning, Verdict.NOTE)
+    meaning = f"attention by its kernels; `ebbtide warmup` compiles them once, into {flashinfer_cache_dir()}"
+    return Finding("FlashInfer", metadata.version(requirement.name), meaning)
+
+
+def _cuda_requirement(name: str) -> Requirement:
+    """The requirement of that name in the extra `cuda`; any version where Ebbtide itself is not installed."""
+    try:
+        lines = metadata.requires("ebbtide") or ()
+    except metadata.PackageNotFoundError:
+        lines = ()
+    for one in map(Requirement, lines):
+        if one.name == name and one.marker is not None and one.marker.evaluate({"extra": "cuda"}):
+            return one
+    return Requirement(name)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.errors import ConfigurationError, EbbtideError
 from ebbtide.srt.server_args import ServerArgs
 
 # Enough for the longest prompt that is run.
@@ -17,11 +17,15 @@ WARMUP_TOKENS = 65536
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile, and say what is being done; returns 0, or 2 where the arguments or the machine do not do."""
+    """Compile, and say what is being done.
+
+    Returns the exit status: 0 done, 1 it failed, 2 the arguments or the machine do not do.
+    """
     parser = argparse.ArgumentParser(
         prog="ebbtide warmup",
         description="Compile every kernel that a model needs on this machine's GPU, with the arguments that "
-        "it will be served with. The weights are not read. Later starts find the kernels in the caches.",
+        "it will be served with. The weights are not read, but there must be room for them. Later starts "
+        "find the kernels in the caches.",
         allow_abbrev=False,
     )
     ServerArgs.add_cli_args(parser)
@@ -30,9 +34,9 @@ def main(argv: Sequence[str]) -> int:
     started = time.monotonic()
     try:
         is_needed = warm_up(args)
-    except ConfigurationError as error:
+    except EbbtideError as error:
         print(f"ebbtide warmup: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigurationError) else 1
     print(
         f"ready, after {time.monotonic() - started:.0f} s" if is_needed else "nothing is compiled for a CPU"
     )

@@ -16,7 +16,6 @@ from torch import Tensor
 from ebbtide.srt.kernel_cache import flashinfer_problem
 from ebbtide.srt.layers.attention.base import AttentionBackend, HeadNorms
 from ebbtide.srt.layers.attention.flashinfer import DecodeBuffers, FlashInferAttention
-from ebbtide.srt.layers.attention.flashinfer_kernels import Captured
 from ebbtide.srt.layers.attention.registry import build_attention
 from ebbtide.srt.layers.rotary import Rope, RopeConfig, RotaryEmbedding
 
@@ -191,35 +190,24 @@ def test_a_large_decode_batch_agrees_with_torch(shape: tuple[int, int, int], num
 class CapturedStep:
     """A decode step in a CUDA graph, with the inputs at fixed addresses."""
 
-    def __init__(self, both: Both, size: int, max_pages: int, variant: Captured) -> None:
+    def __init__(self, both: Both, size: int, max_pages: int) -> None:
         num_q, num_kv, head_dim = both.shape
         assert isinstance(both.backend, FlashInferAttention)
         self.size = size
         self.qkv = torch.zeros(size, num_q + 2 * num_kv, head_dim, dtype=torch.bfloat16, device="cuda")
         self.rope = both.rotary(torch.zeros(size, dtype=torch.int64, device="cuda"), torch.bfloat16)
-        self.buffers = self.make_buffers(size, max_pages)
-        self.attention = both.backend.graphs(size, self.buffers)[variant]
-        self.attention.plan(np.arange(size + 1, dtype=np.int32), np.ones(size, dtype=np.int32))
-        self.graph = torch.cuda.CUDAGraph()
-        run(self.attention, self.qkv, self.rope)
-        with torch.cuda.graph(self.graph):
-            self.out = run(self.attention, self.qkv, self.rope)
-
-    @classmethod
-    def all(cls, both: Both, size: int, max_pages: int) -> list[CapturedStep]:
-        """One of each variant."""
-        assert isinstance(both.backend, FlashInferAttention)
-        variants = both.backend.graphs(size, cls.make_buffers(size, max_pages))
-        return [cls(both, size, max_pages, variant) for variant in variants]
-
-    @staticmethod
-    def make_buffers(size: int, max_pages: int) -> DecodeBuffers:
-        return DecodeBuffers(
+        self.buffers = DecodeBuffers(
             torch.full((size,), -1, dtype=torch.int64, device="cuda"),
             torch.zeros(size + 1, dtype=torch.int32, device="cuda"),
             torch.zeros(max_pages, dtype=torch.int32, device="cuda"),
             torch.zeros(size, dtype=torch.int32, device="cuda"),
         )
+        self.attention = both.backend.graph(size, self.buffers)
+        self.attention.plan(np.arange(size + 1, dtype=np.int32), np.ones(size, dtype=np.int32))
+        self.graph = torch.cuda.CUDAGraph()
+        run(self.attention, self.qkv, self.rope)
+        with torch.cuda.graph(self.graph):
+            self.out = run(self.attention, self.qkv, self.rope)
 
     def replay(self, batch: Batch, qkv: Tensor, rope: Rope) -> Tensor:
         """Rows beyond the batch keep what the last replay left there, but have no slot."""
@@ -255,15 +243,14 @@ def test_replayed_graphs_agree_with_torch_and_padding_is_not_stored(
     max_len = 600 if num_requests < 10 else 60
     requests = Requests(num_requests, max_len)
     both = Both(shape, requests.num_pages)
-    steps = CapturedStep.all(both, size, requests.num_pages + size)
+    captured = CapturedStep(both, size, requests.num_pages + size)
     both.step(requests, [1 + (row * 97) % (max_len - 20) for row in range(num_requests)], None)
     for _ in range(3):
         batch, positions = requests.grow([1] * num_requests)
         qkv = random_qkv(num_requests, shape, seed=int(requests.lens.sum()))
         expected = both.expected(batch, qkv, positions, None)
 
-        for captured in steps:
-            near(captured.replay(batch, qkv, both.rotary(positions, torch.bfloat16)), expected)
+        near(captured.replay(batch, qkv, both.rotary(positions, torch.bfloat16)), expected)
         # An eager step between replays uses the same workspace.
         near(both.eager(batch, qkv, positions, None), expected)
     assert both.pool.keys[LAYER][torch.from_numpy(requests.spare_pages).long().cuda()].isnan().all()
@@ -273,7 +260,7 @@ def test_replayed_graphs_agree_with_torch_and_padding_is_not_stored(
 def test_planning_does_not_wait_for_the_device(shape: tuple[int, int, int]) -> None:
     requests = Requests(4, 100)
     both = Both(shape, requests.num_pages)
-    *_, captured = CapturedStep.all(both, 4, requests.num_pages)
+    captured = CapturedStep(both, 4, requests.num_pages)
     prefill, _ = requests.grow([20, 30, 40, 50])
     decode, _ = requests.grow([1, 1, 1, 1])
     for prepare in (

@@ -153,18 +153,20 @@ class _Incoming:
     def problems(self) -> list[dict[str, str]]:
         return self._problems
 
-    def write(self, staging: Staging) -> Slices:
-        """Open the tensors, copy them, wait for the copies, let go of the sender's memory: all in slices.
+    def open(self) -> Slices:
+        return _paced(_steps(self._source.open()), self._device)
 
-        It is let go of before the commit, so that closing many mappings holds no forward pass up.
-        """
+    def write(self, staging: Staging) -> Slices:
+        """Copy the tensors and wait for the copies, in slices."""
         assert isinstance(staging, _InPlace | _Staged)
-        yield from _paced(_steps(self._source.open()), self._device)
         self._is_read = True
         yield from _paced(self._copies(staging), self._device, self._device.copying)
         yield from _until_copied(self._device)
         self._is_read = False
-        yield from _paced(_steps(self._source.drop()), self._device)
+
+    def let_go(self) -> Slices:
+        """Before the commit, so that closing many mappings holds no forward pass up."""
+        return _paced(_steps(self._source.drop()), self._device)
 
     def close(self) -> None:
         try:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.flashinfer import DecodeBuffers, FlashInferAttention
-from ebbtide.srt.layers.attention.flashinfer_kernels import Captured
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.model_executor.batch_plan import BatchPlan
@@ -104,10 +103,6 @@ class DecodeInputs:
         return indptr, last_page_len
 
 
-# Batch size of a graph, and how its attention is divided.
-Key = tuple[int, Captured]
-
-
 class DecodeGraphs:
     """Captured decode steps.
 
@@ -137,14 +132,9 @@ class DecodeGraphs:
         self._next_tokens = next_tokens
         device = next_tokens.device
         self.inputs = DecodeInputs(self._batch_sizes[-1], max_pages, len(next_tokens) - 1, device)
-        self._attention = attention
-        self._decode = {
-            (size, variant): decode
-            for size in self._batch_sizes
-            for variant, decode in attention.graphs(size, self.inputs.buffers).items()
-        }
-        self._graphs: dict[Key, Any] = {}
-        self._hidden: dict[Key, Tensor] = {}
+        self._attention = {size: attention.graph(size, self.inputs.buffers) for size in self._batch_sizes}
+        self._graphs: dict[int, Any] = {}
+        self._hidden: dict[int, Tensor] = {}
         started = time.monotonic()
         stream = _cuda.Stream(device)
         stream.wait_stream(_cuda.current_stream(device))
@@ -152,9 +142,9 @@ class DecodeGraphs:
             self.arena = make_arena(self._warm_up() + SCRATCH_MARGIN_BYTES)
             self._pool = GraphPool(self.arena)
             # The largest first: the smaller ones find room in what it leaves.
-            for number, key in enumerate(reversed(self._decode)):
-                self._capture(key)
-                progress(number + 1, len(self._decode))
+            for number, size in enumerate(reversed(self._batch_sizes)):
+                self._capture(size)
+                progress(number + 1, len(self._batch_sizes))
         _cuda.current_stream(device).wait_stream(stream)
         self._pool.trim()
         logger.info(
@@ -177,12 +167,9 @@ class DecodeGraphs:
         """Launch a step; final hidden states [R, D], good until the next replay."""
         num_requests = len(plan.specs)
         size = self._batch_sizes[bisect_left(self._batch_sizes, num_requests)]
-        key = size, self._attention.variant(layout.lens_R)
-        if key not in self._graphs:
-            [key] = [each for each in self._graphs if each[0] == size]
-        self._decode[key].plan(*self.inputs.fill(size, plan, layout))
-        self._graphs[key].replay()
-        return self._hidden[key][:num_requests]
+        self._attention[size].plan(*self.inputs.fill(size, plan, layout))
+        self._graphs[size].replay()
+        return self._hidden[size][:num_requests]
 
     def close(self) -> None:
         """Give graphs and scratch memory up. Idempotent."""
@@ -198,31 +185,30 @@ class DecodeGraphs:
         _cuda.reset_peak_memory_stats(device)
         before = _cuda.memory_allocated(device)
         peak = 0
-        for key in reversed(self._decode):
-            self._prepare(key)
-            self._forward(key)
+        for size in reversed(self._batch_sizes):
+            self._prepare(size)
+            self._forward(size)
             peak = max(peak, _cuda.max_memory_allocated(device) - before)
         _cuda.synchronize(device)
         return int(peak)
 
-    def _capture(self, key: Key) -> None:
-        self._prepare(key)
+    def _capture(self, size: int) -> None:
+        self._prepare(size)
         graph = _cuda.CUDAGraph()
         # Other threads may go on with their own CUDA calls meanwhile.
         graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
         try:
-            self._hidden[key] = self._forward(key)
+            self._hidden[size] = self._forward(size)
         finally:
             graph.capture_end()
-        self._graphs[key] = graph
+        self._graphs[size] = graph
 
-    def _prepare(self, key: Key) -> None:
-        self._decode[key].plan(*self.inputs.padding(key[0]))
+    def _prepare(self, size: int) -> None:
+        self._attention[size].plan(*self.inputs.padding(size))
 
-    def _forward(self, key: Key) -> Tensor:
-        size, attention = key[0], self._decode[key]
+    def _forward(self, size: int) -> Tensor:
         input_ids_B = resolve_tokens(self.inputs.input_ids[:size], self.inputs.rows[:size], self._next_tokens)
-        return self._model.forward(input_ids_B, self.inputs.positions[:size], attention)
+        return self._model.forward(input_ids_B, self.inputs.positions[:size], self._attention[size])
 
 
 def _padded(array: NDArray[Any], num_padding: int, value: int) -> NDArray[Any]:

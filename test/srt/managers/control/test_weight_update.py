@@ -343,7 +343,7 @@ class TestWhilePaused:
 
 class TestVersions:
     def test_spans_are_contiguous_and_name_the_weights_that_sampled(self, harness: SchedulerHarness) -> None:
-        rid = harness.generate(PROMPT, max_new_tokens=50)
+        rid = harness.generate(PROMPT, max_new_tokens=100)
         served: dict[str, int] = {"default": 0}
         for value in (1, 2, 3):
             harness.turn(7)
@@ -356,7 +356,7 @@ class TestVersions:
         starts = [start for _, start in output.version_starts]
         assert starts == sorted(set(starts))
         assert starts[0] == 0
-        for (version, start), end in zip(output.version_starts, [*starts[1:], 50], strict=True):
+        for (version, start), end in zip(output.version_starts, [*starts[1:], 100], strict=True):
             expected = [harness.runner.token(0, position, served[version]) for position in range(start, end)]
             assert output.token_ids[start:end] == expected
 

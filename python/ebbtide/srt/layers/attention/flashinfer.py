@@ -16,14 +16,12 @@ from torch import Tensor
 from ebbtide.srt.kernel_cache import add_scripts_to_path
 from ebbtide.srt.layers.attention.base import HeadNorms, KVPages, PagedBatch
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
-    Captured,
     DevicePages,
     HeadShape,
     HostLens,
     PagedKernel,
     Workspace,
     decode_kernel,
-    num_multiprocessors,
     partial_bytes,
     prefill_kernel,
 )
@@ -79,10 +77,6 @@ class DecodeBuffers:
     kv_indptr_B1: Tensor
     kv_indices: Tensor
     last_page_len_B: Tensor
-
-
-# Up to here one block reads a request quicker than several and a merge.
-SHORT_TOKENS = 512
 
 
 class _Layers:
@@ -151,8 +145,7 @@ class FlashInferAttention:
         # A step may have both in it.
         self._decode = decode_kernel(shape, Workspace(partial))
         self._prefill = prefill_kernel(shape, Workspace(partial))
-        self._page_size, self._num_kv_heads = page_size, num_kv_heads
-        self._num_sms = num_multiprocessors(device)
+        self._page_size = page_size
         self._step: _Step | None = None
 
     def prepare(self, batch: PagedBatch) -> None:
@@ -189,31 +182,15 @@ class FlashInferAttention:
             batch.kv_indices[kv_start:],
             batch.last_page_len_dev[requests],
         )
-        return _Part(kernel, kernel.plan(lens), pages, slice(first_row, end_row))
+        return _Part(kernel, kernel.plan(lens, captured=False), pages, slice(first_row, end_row))
 
     def forward(self, layer: int, qkv_TNH: Tensor, rope: Rope, head_norms: HeadNorms | None) -> Tensor:
         assert self._step is not None
         return self._layers.forward(layer, qkv_TNH, rope, head_norms, self._step)
 
-    def graphs(self, batch_size: int, buffers: DecodeBuffers) -> dict[Captured, GraphDecode]:
-        """Decode steps of `batch_size` requests, to be captured and replayed, in one way or several."""
-        return {
-            variant: GraphDecode(self._layers, self._decode, self._page_size, batch_size, buffers, variant)
-            for variant in self._decode.variants(batch_size)
-        }
-
-    def variant(self, lens_R: NDArray[np.int32]) -> Captured:
-        """The quicker way for requests of these lengths, if there is a choice.
-
-        On an H200, 32 query and 8 KV heads, µs whole and split: 1 request of 256 tokens 6.2 and 9.4, 16 of
-        400 13.4 and 16.7, 32 of 2,000 66 and 70, 64 of 640 50 and 54. One long request alone would be left to
-        a few multiprocessors.
-        """
-        longest = int(lens_R.max())
-        fills_device = len(lens_R) * self._num_kv_heads >= 1.9 * self._num_sms
-        is_even = longest * len(lens_R) <= 1.5 * int(lens_R.sum())
-        is_whole = longest <= SHORT_TOKENS or (fills_device and is_even)
-        return Captured.WHOLE if is_whole else Captured.SPLIT
+    def graph(self, batch_size: int, buffers: DecodeBuffers) -> GraphDecode:
+        """Decode steps of `batch_size` requests, to be captured and replayed."""
+        return GraphDecode(self._layers, self._decode, self._page_size, batch_size, buffers)
 
 
 class GraphDecode:
@@ -224,15 +201,9 @@ class GraphDecode:
     """
 
     def __init__(
-        self,
-        layers: _Layers,
-        kernel: PagedKernel,
-        page_size: int,
-        batch_size: int,
-        buffers: DecodeBuffers,
-        variant: Captured,
+        self, layers: _Layers, kernel: PagedKernel, page_size: int, batch_size: int, buffers: DecodeBuffers
     ) -> None:
-        self._layers, self._kernel, self._page_size, self._variant = layers, kernel, page_size, variant
+        self._layers, self._kernel, self._page_size = layers, kernel, page_size
         # One new token each.
         q_indptr_B1 = torch.arange(batch_size + 1, dtype=torch.int32)
         self._host_q_indptr_B1 = q_indptr_B1
@@ -258,7 +229,7 @@ class GraphDecode:
             torch.from_numpy(np.ascontiguousarray(kv_indptr_B1, dtype=np.int32)),
             torch.from_numpy(lens_B.astype(np.int32)),
         )
-        plan = self._kernel.plan(lens, captured=self._variant)
+        plan = self._kernel.plan(lens, captured=True)
         if self._step is None:
             part = _Part(self._kernel, plan, self._pages, slice(0, len(self._slots_B)))
             self._step = _Step([part], self._slots_B)

@@ -11,7 +11,6 @@ Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
@@ -72,28 +71,15 @@ class DevicePages:
     last_page_len_R: Tensor
 
 
-class Captured(Enum):
-    """How the work of a captured decode step is divided."""
-
-    SPLIT = auto()  # long requests among several blocks, whose results are merged
-    WHOLE = (
-        auto()
-    )  # one block per request and KV head: quicker where no block has much more to do than others
-
-
 class PagedKernel(Protocol):
     """One way to attend to pages."""
 
-    def plan(self, lens: HostLens, *, captured: Captured | None = None) -> Any:
+    def plan(self, lens: HostLens, *, captured: bool) -> Any:
         """Plan a step and enqueue the plan's copy.
 
         Args:
             captured: `run` is part of a CUDA graph, which later plans of as many requests serve too.
         """
-        ...
-
-    def variants(self, num_requests: int) -> tuple[Captured, ...]:
-        """The ways in which so many requests may be captured."""
         ...
 
     def run(
@@ -141,10 +127,7 @@ class DecodeKernel:
         self._of_dtype = torch.empty(0, dtype=shape.dtype)
         self._overlapped = _can_overlap(workspace.partial.device)
 
-    def variants(self, num_requests: int) -> tuple[Captured, ...]:
-        return (Captured.SPLIT,)
-
-    def plan(self, lens: HostLens, *, captured: Captured | None = None) -> Any:
+    def plan(self, lens: HostLens, *, captured: bool) -> Any:
         shape = self._shape
         return self._workspace.plan(
             self._module.plan,
@@ -153,7 +136,7 @@ class DecodeKernel:
             shape.num_q_heads,
             shape.num_kv_heads,
             shape.page_size,
-            captured is not None,
+            captured,
             _NO_WINDOW,
             _NO_SOFT_CAP,
             shape.head_dim,
@@ -209,16 +192,11 @@ class PrefillKernel:
         self._unsplit_from = _unsplit_from(shape, device)
         self._overlapped = backend == "fa2" and _can_overlap(device)
 
-    def variants(self, num_requests: int) -> tuple[Captured, ...]:
-        # With so many requests every multiprocessor has enough to do.
-        is_many = num_requests >= self._unsplit_from
-        return (Captured.WHOLE,) if is_many else (Captured.WHOLE, Captured.SPLIT)
-
-    def plan(self, lens: HostLens, *, captured: Captured | None = None) -> Any:
+    def plan(self, lens: HostLens, *, captured: bool) -> Any:
         shape, num_requests = self._shape, len(lens.lens_R)
-        # Planned as if nothing were captured, the grid then depends on the number of requests alone:
-        # FlashInfer's plan for graphs splits always.
-        unsplit = captured is Captured.WHOLE
+        # With so many requests every multiprocessor has enough to do. Planned as if nothing were captured,
+        # the grid then depends on their number alone: FlashInfer's plan for graphs splits always.
+        unsplit = captured and num_requests >= self._unsplit_from
         args: list[Any] = [
             lens.q_indptr_R1,
             lens.kv_indptr_R1,
@@ -228,7 +206,7 @@ class PrefillKernel:
             shape.num_q_heads,
             shape.num_kv_heads,
             shape.page_size,
-            captured is Captured.SPLIT,
+            captured and not unsplit,
             shape.head_dim,
             shape.head_dim,
             self._causal,

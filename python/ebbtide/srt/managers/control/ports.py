@@ -119,6 +119,10 @@ class IncomingWeights(Protocol):
         """What stands against writing them, as `{"name", "reason"}`; empty if nothing does."""
         ...
 
+    def open(self) -> Slices:
+        """Get hold of the sender's memory; yields 0 wherever a forward pass may come in between."""
+        ...
+
     def write(self, staging: Staging) -> Slices:
         """Copy the tensors; yields the bytes of each slice that it has written.
 
@@ -126,8 +130,12 @@ class IncomingWeights(Protocol):
         """
         ...
 
+    def let_go(self) -> Slices:
+        """What was written is whole: let go of the sender's memory; yields 0 as `open` does."""
+        ...
+
     def close(self) -> None:
-        """Let go of the sender's memory."""
+        """Let go of the sender's memory, wherever the update has got to. Idempotent."""
         ...
 
 

@@ -86,7 +86,7 @@ class WeightSession:
         if self._staging is None and incoming.num_tensors > 0:
             is_whole = isinstance(self._content.state, Valid)
             room = self._weights.stage(in_place=not is_whole)
-            _, self._staging = yield from _in_slices(room, self.stall, Progress.COPYING)
+            _, self._staging = yield from _in_slices(room, self.stall, Progress.WORKING)
             self.is_staged = self._staging.is_staged
 
     def write(self, incoming: IncomingWeights) -> Work[int]:
@@ -95,11 +95,14 @@ class WeightSession:
         self.names -= incoming.names
         num_bytes = 0
         if self._staging is not None:
+            yield from _in_slices(incoming.open(), self.stall, Progress.WORKING)
             writing, progress = incoming.write(self._staging), Progress.COPYING
             if not self.is_staged:
                 writing, progress = self._overwriting(incoming, writing), Progress.WORKING
-                yield progress  # Up to here a forward pass may have been under way.
             num_bytes, _ = yield from _in_slices(writing, self.stall, progress)
+            if self.is_staged:
+                yield Progress.WORKING  # The boundary again: copies may have run beside a forward pass.
+            yield from _in_slices(incoming.let_go(), self.stall, Progress.WORKING)
         self.names |= incoming.names
         self.num_tensors += incoming.num_tensors
         self.num_ignored += incoming.num_ignored
@@ -107,10 +110,7 @@ class WeightSession:
         return num_bytes
 
     def _overwriting(self, incoming: IncomingWeights, writing: Slices) -> Slices:
-        """The same slices; from the first byte to the commit no forward pass may see the live weights.
-
-        Slices of 0 bytes before the first byte have written nothing: the tensors are still being opened.
-        """
+        """The same slices; from the first byte to the commit no forward pass may see the live weights."""
         num_bytes = 0
         with closing(writing):
             while True:
@@ -149,7 +149,7 @@ class WeightSession:
     def give_back(self) -> Work[None]:
         """After the commit, give the copy's memory back."""
         if self._staging is not None and self.is_staged:
-            yield from _in_slices(self._staging.give_back(), self.stall, Progress.COPYING)
+            yield from _in_slices(self._staging.give_back(), self.stall, Progress.WORKING)
 
     def close(self) -> None:
         """Give the copy's memory back."""
@@ -163,7 +163,9 @@ def _in_slices(work: Generator[int, None, T], stall: Stall, progress: Progress) 
     of 0 bytes; returns its bytes and its result.
 
     Args:
-        progress: what is yielded in between: COPYING where nothing is touched that a forward pass reads.
+        progress: what is yielded in between. COPYING where the work only launches copies. Taking and giving
+            back memory is not that: the driver makes it wait for the forward pass under way, and the
+            next one with it.
     """
     total_bytes = 0
     with closing(work):

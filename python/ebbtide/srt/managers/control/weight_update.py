@@ -364,7 +364,7 @@ class WeightUpdates:
         """
         if not isinstance(self._generation.state, Paused):
             with suppress(DeadlinePassed, RequestRejected):
-                yield Progress.COPYING
+                yield Progress.WORKING
                 yield from session.give_back()
 
     @contextmanager
