@@ -26,7 +26,7 @@ GPU_PACKAGES = ("flashinfer-python", "triton", "cuda-bindings", "torch_memory_sa
 def write_result(name: str, results: dict[str, Any]) -> Path:
     """Write `bench/results/<name>.json`, replacing the last one, and return its path.
 
-    `EBBTIDE_BENCH_RESULTS` names another folder, `EBBTIDE_BENCH_COMMIT` the commit where there is no git.
+    `EBBTIDE_BENCH_RESULTS` names another folder, `EBBTIDE_BENCH_COMMIT` the commit of a copy without its git.
 
     Args:
         results: every run, not only the medians; plain JSON values.
@@ -104,8 +104,8 @@ def _cpu_model() -> str:
 def _commit() -> dict[str, Any]:
     """The commit, and whether files differ from it; null where nobody can say."""
     commit = _git("rev-parse", "HEAD")
-    if not commit:
-        return {"commit": os.environ.get("EBBTIDE_BENCH_COMMIT"), "uncommitted_changes": None}
+    if (given := os.environ.get("EBBTIDE_BENCH_COMMIT")) is not None or not commit:
+        return {"commit": given, "uncommitted_changes": None}
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "uncommitted_changes": bool(changes)}
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import write_result
+from gpu_common import Machine
 from torch import Tensor
 
 from ebbtide.srt.layers.small_batch import multiply
@@ -332,17 +333,6 @@ def step_us(model: Model, num_tokens: int, weights: Weights, how: str, best: dic
     return graph_us(body)
 
 
-def copy_bytes_per_s(num_bytes: int = 4 << 30) -> float:
-    """Bytes read and written by a copy, per second: what the memory can do."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-
-    def body() -> None:
-        target.copy_(source)
-
-    return 2 * num_bytes / graph_us(body) * 1e6
-
-
 def tuned_line(row: dict[str, Any], model: Model) -> str:
     product = next(p for p in (*model.layer, model.head) if p.name == row["product"])
     shape = f"Shape({product.shape.num_rows}, {product.shape.num_columns}, {product.shape.gated})"
@@ -358,7 +348,7 @@ def main() -> None:
     args = parser.parse_args()
     tokens = args.tokens if args.tokens is not None else [1, 32] if args.quick else list(TOKEN_BUCKETS)
     deadline_s = time.perf_counter() + args.limit_s
-    limit = copy_bytes_per_s()
+    limit = Machine.measure("cuda").copy_bytes_per_s
     print(f"copy: {limit / 1e12:.2f} TB/s read and written", flush=True)
     weights = Weights(6 << 30)
     rows, steps, lines = [], [], []

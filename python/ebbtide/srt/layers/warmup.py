@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.kernel_cache import add_scripts_to_path
 from ebbtide.srt.layers.attention.base import HeadNorms
 from ebbtide.srt.layers.attention.flashinfer_kernels import HeadShape, module_specs
@@ -19,6 +20,8 @@ from ebbtide.srt.layers.rotary import RotaryEmbedding, rope_config
 
 # What the step is, its number and how many there are.
 Progress = Callable[[str, int, int], None]
+# Of a compiler's output, which repeats commands of thousands of characters.
+_MAX_LINES, _MAX_LINE_CHARS = 20, 300
 
 
 def compile_kernels(shape: HeadShape, hf_config: Any, device: torch.device, progress: Progress) -> None:
@@ -32,18 +35,30 @@ def compile_kernels(shape: HeadShape, hf_config: Any, device: torch.device, prog
             Where everything is in the caches nothing is said to be compiled.
 
     Raises:
-        RuntimeError: the compiler fails; the message holds its output.
+        ConfigurationError: FlashInfer's compiler fails; the message ends with the last of its output.
     """
     add_scripts_to_path()
     steps: dict[str, Callable[[], None]] = {}
     for use, spec in module_specs(shape, device).items():
         if not (spec.is_aot or spec.is_compiled):
-            steps[f"compiling {use}"] = partial(spec.build, verbose=False)
+            steps[f"compiling {use}"] = partial(_build, use, spec)
     # Triton does not say what its cache holds. What is there is loaded at once.
     steps["loading rotation and activation"] = partial(_run_small_kernels, shape, hf_config, device)
     for number, (name, step) in enumerate(steps.items(), start=1):
         progress(name, number, len(steps))
         step()
+
+
+def _build(use: str, spec: Any) -> None:
+    try:
+        spec.build(verbose=False)
+    except (RuntimeError, OSError) as error:
+        lines = [line.rstrip()[:_MAX_LINE_CHARS] for line in str(error).splitlines() if line.strip()]
+        output = "\n".join(lines[-_MAX_LINES:])
+        raise ConfigurationError(
+            f"FlashInfer could not compile the kernels of {use}; attention_backend=torch_native works without "
+            f"them. The last of the output:\n{output}"
+        ) from error
 
 
 def _run_small_kernels(shape: HeadShape, hf_config: Any, device: torch.device) -> None:

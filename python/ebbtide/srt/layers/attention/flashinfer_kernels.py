@@ -258,12 +258,16 @@ class PrefillKernel:
 def decode_kernel(shape: HeadShape, workspace: Workspace) -> PagedKernel:
     """What suits one new token per request, eager or captured.
 
-    On an H200, groups of 4 take 231 µs on CUDA cores and 168 on tensor cores for 256 requests of 640 tokens,
-    and 16.4 and 6.2 for one of 256; groups of 2 take 164 and 167, and 7.8 and 6.1.
+    Up to two query heads per KV head CUDA cores are the quicker ones, with more of them tensor cores
+    (bench/gpu_attention.py, on an H200).
     """
-    if shape.group == 1:
+    if _on_cuda_cores(shape):
         return DecodeKernel(shape, workspace)
     return PrefillKernel(shape, workspace, causal=False, backend="fa2")
+
+
+def _on_cuda_cores(shape: HeadShape) -> bool:
+    return shape.group <= 2
 
 
 def prefill_kernel(shape: HeadShape, workspace: Workspace) -> PagedKernel:
@@ -278,7 +282,9 @@ def module_specs(shape: HeadShape, device: torch.device) -> dict[str, Any]:
 
     key = _module_key(shape)
     decode = (
-        gen_batch_decode_module(*key) if shape.group == 1 else gen_batch_prefill_module("fa2", *key, False)
+        gen_batch_decode_module(*key)
+        if _on_cuda_cores(shape)
+        else gen_batch_prefill_module("fa2", *key, False)
     )
     prefill = gen_batch_prefill_module(_prefill_backend(shape, device), *key, False)
     return {"decode attention": decode, "prefill attention": prefill}
