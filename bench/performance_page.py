@@ -1,4 +1,6 @@
-"""Fills the tables of docs/performance.md from bench/results/gpu_*.json; `--check` only says if they differ.
+"""Fills the tables of docs/performance.md and of the README from bench/results/gpu_*.json.
+
+`--check` only says if they differ.
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; nothing else of the page is touched. Of two
 files with a row of the same key the later one counts. A row that no file has is "not measured".
@@ -17,10 +19,21 @@ from typing import Any
 from common import RESULTS, ROOT
 from gpu_goals import GOALS, TABLES, Goal
 
-PAGE = ROOT / "docs" / "performance.md"
+PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "not measured"
 HEAD = ("", "Ebbtide", "goal", "limit here", "of the limit", "SGLang", "vLLM")
+HEADLINE_HEAD = ("Llama-3.1-8B", "Ebbtide", "of the limit", "SGLang 0.5.14", "vLLM 0.25.0")
+HEADLINE = {
+    "throughput.llama8b.1": "batch 1",
+    "throughput.llama8b.32": "batch 32, prefill included",
+    "throughput.llama8b.256": "batch 256, prefill included",
+    "release.weights": "release 16 GB of weights",
+    "release.kv_cache": "release 64 GiB of KV",
+    "backup.release_unchanged": "release weights kept in host memory, unchanged",
+    "backup.resume": "resume them",
+    "update.in_place": "update all weights under 64 streams: longest gap in a stream",
+}
 
 Row = dict[str, Any]
 
@@ -44,7 +57,10 @@ def filled(page: str, folder: Path) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match.group(2)
-        lines = sources(files) if name == "sources" else table(name, rows)
+        if name == "headline":
+            lines = headline(rows)
+        else:
+            lines = sources(files) if name == "sources" else table(name, rows)
         return match.group(1) + "\n".join(lines) + "\n" + match.group(3)
 
     return BLOCK.sub(block, page)
@@ -52,7 +68,7 @@ def filled(page: str, folder: Path) -> str:
 
 def table(name: str, rows: dict[str, Row]) -> list[str]:
     if name not in TABLES:
-        raise SystemExit(f"{PAGE.name}: there is no table {name!r}, only {', '.join(TABLES)} and sources")
+        raise SystemExit(f"there is no table {name!r}, only {', '.join(TABLES)}, headline and sources")
     mine = {key: goal for key, goal in GOALS.items() if goal.table == name}
     lines = [_line(HEAD), _line(["---"] * len(HEAD))]
     bases: list[str] = []
@@ -60,6 +76,15 @@ def table(name: str, rows: dict[str, Row]) -> list[str]:
         lines.append(_line(_cells(goal, rows.get(key, {}), bases)))
     notes = [f"{_mark(number)} {basis}." for number, basis in enumerate(bases)]
     return [*lines, *([""] if notes else []), *(f"{note}  " for note in notes)]
+
+
+def headline(rows: dict[str, Row]) -> list[str]:
+    """The few rows that the README shows."""
+    lines = [_line(HEADLINE_HEAD), _line(["---"] * len(HEADLINE_HEAD))]
+    for key, title in HEADLINE.items():
+        _, value, _, _, fraction, *others = _cells(GOALS[key], rows.get(key, {}), [])
+        lines.append(_line([title, value.strip("*"), fraction, *others]))
+    return lines
 
 
 def _cells(goal: Goal, row: Row, bases: list[str]) -> list[str]:
@@ -119,14 +144,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--page", type=Path, nargs="+", default=PAGES)
     args = parser.parse_args(argv)
-    before = args.page.read_text()
-    after = filled(before, args.results)
-    if args.check and before != after:
-        sys.exit(f"{args.page} is not what the results say: run bench/performance_page.py")
-    if before != after:
-        args.page.write_text(after)
+    for page in args.page:
+        before = page.read_text()
+        after = filled(before, args.results)
+        if args.check and before != after:
+            sys.exit(f"{page} is not what the results say: run bench/performance_page.py")
+        if before != after:
+            page.write_text(after)
 
 
 if __name__ == "__main__":

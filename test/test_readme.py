@@ -1,13 +1,39 @@
-"""The README's Python example, run as it stands but for the model."""
+"""The README's Python example runs as it stands but for the model, and what the documents name exists."""
 
+import argparse
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from fixtures.checkpoints import make_checkpoint
 
-README = Path(__file__).parent.parent / "README.md"
+from ebbtide.srt.server_args import ServerArgs
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "docs" / "control_plane.md"]
+# Of other programs.
+FOREIGN_FLAGS = {"--editable", "--index-url", "--shm-size", "--steps"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_flags_that_are_named_exist(path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    known = set(re.findall(r"--[a-z][a-z-]+", parser.format_help())) | FOREIGN_FLAGS
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text(encoding="utf-8")))
+    assert named - known == set()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_functions_that_are_named_exist(path: Path) -> None:
+    for dotted in set(re.findall(r"`(ebbtide(?:\.\w+)+)(?:\(\))?`", path.read_text(encoding="utf-8"))):
+        module, _, name = dotted.rpartition(".")
+        if not hasattr(importlib.import_module(module), name):
+            importlib.import_module(dotted)
 
 
 def test_the_python_example_runs(tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 from ebbtide import Engine, SamplingParams, ServerArgs
 from ebbtide.srt.entrypoints.engine import Engine as EngineClass
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
+from ebbtide.srt.weight_sync import sender
 from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
-from ebbtide.srt.weight_sync.sender import serialize_bucket
+from ebbtide.srt.weight_sync.sender import TensorSender, serialize_bucket
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 ENDLESS: dict[str, Any] = {"temperature": 0, "max_new_tokens": None, "ignore_eos": True}
@@ -243,6 +244,25 @@ def test_the_senders_tensors_stay_as_they_are(engine: EngineClass) -> None:
     assert (tensor.data_ptr(), tensor.is_shared()) == (address, False)
     tensor.zero_()
     assert engine.get_weights_by_name("model.norm.weight", 1) == [0.5]
+    assert shared_blocks() == before
+
+
+def test_tensors_on_the_engines_gpu_are_lent_and_not_copied(
+    engine: EngineClass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = shared_blocks()
+    # All that differs where there is no GPU: the references are to shared memory.
+    monkeypatch.setattr(TensorSender, "_can_lend", lambda *_: True)
+    monkeypatch.setattr(sender, "serialize_tensors", lambda _: pytest.fail("the tensors were copied"))
+    layer = torch.nn.Linear(1, 64)
+    scaled = layer.weight[:, 0] * 0 + 0.25
+    assert not scaled.is_leaf
+    engine.update_weights_from_tensor([("model.norm.weight", scaled)])
+    assert engine.get_weights_by_name("model.norm.weight", 1) == [0.25]
+    engine.update_weights_from_tensor([("model.norm.weight", torch.nn.Parameter(torch.full((64,), 0.5)))])
+    assert engine.get_weights_by_name("model.norm.weight", 1) == [0.5]
+    with pytest.raises(RequestRejected, match=r"model\.norm\.weight"):
+        engine.update_weights_from_tensor([("model.norm.weight", torch.zeros(3))])
     assert shared_blocks() == before
 
 

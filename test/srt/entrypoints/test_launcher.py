@@ -18,6 +18,7 @@ from fixtures.servers import ENVIRONMENT, is_alive, wait_until
 from ebbtide.srt.entrypoints import launcher
 from ebbtide.srt.entrypoints.launcher import EngineProcesses
 from ebbtide.srt.errors import ConfigurationError, EngineError
+from ebbtide.srt.memory_saver import torch_memory_saver_adapter
 
 CONFIG: Any = SimpleNamespace(runtime=SimpleNamespace(log_level="critical"))
 TEST_FOLDER = Path(__file__).parents[1]
@@ -25,6 +26,12 @@ TEST_FOLDER = Path(__file__).parents[1]
 
 def targets(**names: str) -> dict[str, str]:
     return {name: f"fixtures.scripted_processes:{function}" for name, function in names.items()}
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """As it was when the process began."""
+    lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(line.split("=", 1) for line in lines if line)
 
 
 def left_in(folder: Path) -> list[Path]:
@@ -130,6 +137,39 @@ def test_a_process_that_does_not_end_when_asked_is_killed(monkeypatch: pytest.Mo
     pid = started.pids["scheduler"]
     started.shutdown()
     assert not is_alive(pid)
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "preloaded"),
+    [
+        ("torch_memory_saver", "preload", True),
+        ("torch_memory_saver", "torch", False),
+        ("torch_memory_saver", None, False),
+        ("auto", "preload", False),
+    ],
+)
+def test_torch_memory_saver_is_preloaded_where_it_is_asked_for(
+    backend: str, mode: str | None, preloaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = {"LD_PRELOAD": "libc.so.6"}  # one that is always there
+    monkeypatch.setattr(torch_memory_saver_adapter, "preload_environment", lambda: library)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("EBBTIDE_TMS_HOOK_MODE", mode)
+    config: Any = SimpleNamespace(runtime=CONFIG.runtime, memory=SimpleNamespace(backend=backend))
+    started = EngineProcesses(config, targets(scheduler="report_size", detokenizer="report_nothing"))
+    try:
+        started.wait_ready()
+        found = {name: environment_of(pid).get("LD_PRELOAD") for name, pid in started.pids.items()}
+    finally:
+        started.shutdown()
+    assert found == {"scheduler": "libc.so.6" if preloaded else None, "detokenizer": None}
+
+
+def test_a_hook_mode_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EBBTIDE_TMS_HOOK_MODE", "prelaod")
+    with pytest.raises(ConfigurationError, match="EBBTIDE_TMS_HOOK_MODE: expected torch or preload"):
+        EngineProcesses(CONFIG, targets(scheduler="report_size"))
 
 
 def test_ctrl_c_is_left_to_the_parent(processes: EngineProcesses) -> None:

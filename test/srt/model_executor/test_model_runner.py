@@ -10,7 +10,7 @@ from fixtures.model_runs import RunnerDriver
 from transformers import AutoModelForCausalLM
 
 from ebbtide.srt.model_executor import model_runner
-from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PositionLogprobs
+from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, LogprobSpec, PositionLogprobs
 from ebbtide.srt.sampling_params import SamplingParams
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -266,3 +266,22 @@ def test_results_survive_release_and_resume_of_the_kv_pool(qwen3: Path) -> None:
     driver.generate([after], 8)
 
     assert after.output_ids == before.output_ids
+
+
+def test_a_step_may_be_launched_before_the_token_it_continues_is_known(qwen3: Path) -> None:
+    sequential, overlapped = RunnerDriver(qwen3), RunnerDriver(qwen3)
+    expected = [sequential.start(prompt) for prompt in (PROMPT, OTHER_PROMPTS[1])]
+    sequential.generate(expected, 6)
+
+    runs = [overlapped.start(prompt) for prompt in (PROMPT, OTHER_PROMPTS[1])]
+    overlapped.step(*((run, len(run.token_ids)) for run in runs))
+    for _ in range(5):
+        outputs = [list(run.output_ids) for run in runs]
+        # The scheduler knows that there is a token, not which: the runner must take its own.
+        for run in runs:
+            run.output_ids[-1] = SAMPLED_BEFORE
+        overlapped.step(*((run, 1) for run in runs))
+        for run, before in zip(runs, outputs, strict=True):
+            run.output_ids[: len(before)] = before
+
+    assert [run.output_ids for run in runs] == [run.output_ids for run in expected]

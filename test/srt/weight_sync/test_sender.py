@@ -1,19 +1,32 @@
 """Sending from this process: what becomes of the caller's tensors, and of the shared memory."""
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing
+from torch.multiprocessing import reductions
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.storage import TypedStorage
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
-from ebbtide.srt.weight_sync.sender import serialize, serialize_bucket, serialize_tensors
+from ebbtide.srt.weight_sync.sender import (
+    LentTensors,
+    SharedTensors,
+    TensorSender,
+    serialize,
+    serialize_bucket,
+    serialize_tensors,
+)
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 
 LeftBehind = Callable[[], set[Path]]
@@ -186,3 +199,143 @@ def test_the_receiver_survives_a_block_that_was_removed_under_it() -> None:
         [sys.executable, "-c", REMOVED_UNDER_ITS_USERS], capture_output=True, text=True, timeout=120
     )
     assert finished.stdout == "alive\n", finished.stderr
+
+
+# ------------------------------------------------------------------------------------ the shorter of two ways
+
+
+@pytest.fixture
+def lending(monkeypatch: pytest.MonkeyPatch) -> TensorSender:
+    """A sender for which tensors of the host count as those of the engine's GPU."""
+    monkeypatch.setattr(TensorSender, "_can_lend", lambda *_: True)
+    return TensorSender("cuda:0")
+
+
+def test_tensors_that_are_not_on_the_engines_gpu_are_copied() -> None:
+    for device in ("cpu", "cuda:0"):
+        tensors = named()
+        with TensorSender(device).send(iter(tensors)) as sent:
+            assert isinstance(sent, SharedTensors)
+            with torch.no_grad():
+                tensors[0][1].zero_()  # a copy has been made of it
+            assert_received(received(sent.payload))
+
+
+def test_lent_tensors_arrive_and_stay_as_they_are(lending: TensorSender, left_behind: LeftBehind) -> None:
+    base = torch.arange(24).reshape(6, 4)
+    tensors = [*named(), ("rows", base[2:4]), ("tied", base)]
+    addresses = [tensor.data_ptr() for _, tensor in tensors]
+    with lending.send(iter(tensors)) as sent:
+        assert isinstance(sent, LentTensors)
+        arrived = received(sent.payload)
+        assert torch.equal(arrived.pop("tied"), base)
+        assert torch.equal(arrived.pop("rows"), base[2:4])
+        assert_received(arrived)
+    assert left_behind() == set()
+    assert [tensor.data_ptr() for _, tensor in tensors] == addresses
+    assert not any(tensor.is_shared() for _, tensor in tensors)
+
+
+def test_lent_tensors_can_be_freed_as_soon_as_the_update_is_answered(lending: TensorSender) -> None:
+    tensor = torch.ones(8)
+    memory = StorageWeakRef(tensor.untyped_storage())
+    gc.disable()  # what only the collector frees is freed too late
+    try:
+        with lending.send([("w", tensor)]) as sent:
+            assert received(sent.payload)["w"].tolist() == [1] * 8
+        del tensor
+        assert memory.expired()
+    finally:
+        gc.enable()
+
+
+def test_memory_that_cannot_be_shared_is_copied_and_the_log_says_so_once(
+    lending: TensorSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reduce = reductions.reduce_tensor
+
+    def refuse_once(tensor: torch.Tensor) -> Any:
+        monkeypatch.setattr(reductions, "reduce_tensor", reduce)
+        raise RuntimeError("invalid device pointer\nand a trace")
+
+    for _ in range(2):
+        monkeypatch.setattr(reductions, "reduce_tensor", refuse_once)
+        with lending.send(named()) as sent:
+            assert isinstance(sent, SharedTensors)
+            assert_received(received(sent.payload))
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.endswith("cannot share them: invalid device pointer")
+
+
+class CudaReductions:
+    """As torch shares CUDA tensors, with a file of counters that nobody else looks at.
+
+    Args:
+        kind: of the memory: b"c", or b"e" for an expandable segment.
+    """
+
+    def __init__(self, kind: bytes) -> None:
+        self._kind = kind
+        self.num_shared = 0
+        self.taken_back: list[tuple[bytes, int]] = []
+
+    def reduce(self, tensor: torch.Tensor) -> tuple[object, tuple[object, ...]]:
+        handle = b"\x02" + self._kind + bytes(64)
+        counter = (b"/torch_1_2", self.num_shared)
+        self.num_shared += 1
+        where = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        memory = (0, handle, tensor.nbytes, 0, False)
+        arguments = (torch.Tensor, *where, TypedStorage, tensor.dtype, *memory, *counter, bytes(64), True)
+        return reductions.rebuild_cuda_tensor, arguments
+
+    def take_back(self, file: bytes, index: int) -> None:
+        self.taken_back.append((file, index))
+
+
+@pytest.fixture
+def cuda_reductions(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], CudaReductions]:
+    def install(kind: bytes) -> CudaReductions:
+        fake = CudaReductions(kind)
+        properties = SimpleNamespace(uuid="3c1f9e0a-0000-4000-8000-0123456789ab")
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", fake.take_back)
+        monkeypatch.setattr(reductions, "reduce_tensor", fake.reduce)
+        return fake
+
+    return install
+
+
+def test_references_are_taken_back_where_the_engine_was_not_handed_them(
+    lending: TensorSender, cuda_reductions: Callable[[bytes], CudaReductions]
+) -> None:
+    fake = cuda_reductions(b"c")
+    tensors = [("a", torch.ones(3)), ("b", torch.ones(3))]
+    with lending.send(tensors):
+        pass
+    with pytest.raises(TimeoutError), lending.send(tensors):
+        raise TimeoutError  # the engine may be reading still
+    assert fake.taken_back == []
+    with pytest.raises(RequestRejected), lending.send(tensors):
+        raise RequestRejected("never sent")
+    assert fake.taken_back == [(b"/torch_1_2", 4), (b"/torch_1_2", 5)]
+
+
+def test_expandable_segments_are_not_lent(
+    lending: TensorSender,
+    cuda_reductions: Callable[[bytes], CudaReductions],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reduce = reductions.reduce_tensor
+    fake = cuda_reductions(b"e")
+
+    def reduce_in_turn(tensor: torch.Tensor) -> Any:
+        return reduce(tensor) if fake.num_shared else fake.reduce(tensor)
+
+    monkeypatch.setattr(reductions, "reduce_tensor", reduce_in_turn)
+    with lending.send(named()) as sent:
+        assert isinstance(sent, SharedTensors)
+        assert_received(received(sent.payload))
+    assert fake.taken_back == [(b"/torch_1_2", 0)]
+    assert "expandable segment" in caplog.text

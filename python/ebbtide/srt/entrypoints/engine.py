@@ -36,7 +36,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
-from ebbtide.srt.weight_sync.sender import serialize_tensors
+from ebbtide.srt.weight_sync.sender import TensorSender
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,8 @@ class Engine:
         if server_args is None:
             server_args = ServerArgs(**{"log_level": "error", **kwargs})
         self.server_args = server_args
-        self._service = self._start(server_args)
+        self._service = EngineService(resolve(server_args))
+        self._sender = TensorSender(self._service.config.runtime.device)
         self._runner = _LoopThread()
         # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
         self._finalizer = weakref.finalize(self, _close, self._service, self._runner, os.getpid())
@@ -106,10 +107,6 @@ class Engine:
         except BaseException:
             self.shutdown()
             raise
-
-    @classmethod
-    def _start(cls, server_args: ServerArgs) -> EngineService:
-        return EngineService(resolve(server_args))
 
     # ------------------------------------------------------------------------------------------ generation
 
@@ -211,16 +208,16 @@ class Engine:
         """Take new weights. wire_api section 3.3.
 
         Args:
-            named_tensors: (checkpoint name, tensor) pairs, which are copied once into shared memory and stay
-                as they are; or serialized entries, as over HTTP.
+            named_tensors: serialized entries, as over HTTP; or (checkpoint name, tensor) pairs, read where
+                they are on the engine's own GPU, else copied once. They must not change until the answer.
         """
         with ExitStack() as shared:
             if isinstance(named_tensors, list) and all(isinstance(one, bytes | str) for one in named_tensors):
                 entries: Any = named_tensors
             else:
                 # Gigabytes may be copied, and the loop of the caller is to go on meanwhile.
-                block = await asyncio.to_thread(serialize_tensors, named_tensors)  # type: ignore[arg-type]
-                entries = [shared.enter_context(block).payload]
+                sent = await asyncio.to_thread(self._sender.send, named_tensors)  # type: ignore[arg-type]
+                entries = [shared.enter_context(sent).payload]
                 load_format = None if load_format in _WHOLE_TENSOR_FORMATS else load_format
             return await self._control(
                 UpdateWeightsFromTensorReqInput,

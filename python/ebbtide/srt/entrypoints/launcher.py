@@ -40,6 +40,9 @@ LIBRARY_DEFAULTS = {
     "LRU_CACHE_CAPACITY": "64",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }
+# How torch_memory_saver gets at allocations, where it is the backend: "torch" (unless given), through torch's
+# allocator in the regions that are asked for; "preload", by a library that is loaded ahead of CUDA's own.
+TMS_HOOK_MODE = "EBBTIDE_TMS_HOOK_MODE"
 TERMINATE_TIMEOUT_S = 5.0
 
 
@@ -50,7 +53,7 @@ class ChildProcess:
         self.name = start.name
         self.pipe, theirs = multiprocessing.Pipe()
         with theirs:
-            self._popen = _spawn(start.name, theirs)
+            self._popen = _spawn(start.name, theirs, _library_environment(start))
         try:
             self.pipe.send(sys.path)
             self.pipe.send(start)
@@ -112,8 +115,25 @@ class ChildProcess:
             return ""
 
 
-def _spawn(name: str, pipe: Connection) -> subprocess.Popen[bytes]:
-    environment = LIBRARY_DEFAULTS | os.environ
+def _library_environment(start: ProcessStart) -> dict[str, str]:
+    """What one process needs in its environment and the others do not.
+
+    Raises:
+        ConfigurationError: the hook mode is none, or the library is not there.
+    """
+    mode = os.environ.get(TMS_HOOK_MODE, "torch")
+    if mode not in ("torch", "preload"):
+        raise ConfigurationError(f"{TMS_HOOK_MODE}: expected torch or preload, got {mode!r}")
+    if mode == "torch" or start.name not in SCHEDULER or start.config.memory.backend != "torch_memory_saver":
+        return {}
+    # It imports torch, which this process may do without.
+    from ebbtide.srt.memory_saver.torch_memory_saver_adapter import preload_environment
+
+    return preload_environment()
+
+
+def _spawn(name: str, pipe: Connection, extra: dict[str, str]) -> subprocess.Popen[bytes]:
+    environment = LIBRARY_DEFAULTS | os.environ | extra
     root = str(Path(ebbtide.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     # Ctrl-C while the interpreter starts must not kill it with a traceback: the mask is inherited.

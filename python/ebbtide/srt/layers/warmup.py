@@ -56,8 +56,8 @@ def _build(use: str, spec: Any) -> None:
         lines = [line.rstrip()[:_MAX_LINE_CHARS] for line in str(error).splitlines() if line.strip()]
         output = "\n".join(lines[-_MAX_LINES:])
         raise ConfigurationError(
-            f"FlashInfer could not compile the kernels of {use}; attention_backend=torch_native works without "
-            f"them. The last of the output:\n{output}"
+            f"FlashInfer could not compile the kernels of {use}; attention_backend=torch_native works "
+            f"without them. The end of the compiler's output:\n{output}"
         ) from error
 
 

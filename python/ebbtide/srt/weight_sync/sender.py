@@ -23,8 +23,10 @@ Source: wire_api sections 4.1 to 4.3.
 """
 
 import io
+import logging
 import os
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any, Final, Self
@@ -36,9 +38,19 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
 
+logger = logging.getLogger(__name__)
+
 _ALIGNMENT: Final = 64
 _PICKLE_PROTOCOL: Final = 4
-_DEVICE_SLOT: Final = 6  # of the arguments of rebuild_cuda_tensor
+# Of the arguments of rebuild_cuda_tensor.
+_DEVICE_SLOT: Final = 6
+_HANDLE_SLOT: Final = 7
+_COUNTER_SLOTS: Final = slice(11, 13)
+# How torch begins the handle of an expandable segment: a version, and this.
+_EXPANDABLE: Final = b"e"
+
+# What rebuilds an object, and its arguments.
+_Reduced = tuple[object, tuple[Any, ...]]
 
 
 def serialize(obj: object) -> bytes:
@@ -59,11 +71,30 @@ def serialize_bucket(bucket: FlattenedTensorBucket) -> bytes:
     return serialize({"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()})
 
 
-class SharedTensors:
+class Payload(ABC):
+    """A payload, and the memory behind it for as long as it is open: until the update is answered."""
+
+    def __init__(self, payload: bytes) -> None:
+        self.payload = payload
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives the memory back. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SharedTensors(Payload):
     """A payload and the shared memory behind it; close it once the update is answered, whatever it says."""
 
     def __init__(self, payload: bytes, storage: torch.UntypedStorage, handle: bytes) -> None:
-        self.payload = payload
+        super().__init__(payload)
         self._storage: torch.UntypedStorage | None = storage
         self._path = object_path(handle)
 
@@ -74,13 +105,130 @@ class SharedTensors:
             # What is left now is the reference of a receiver that never took it.
             self._path.unlink(missing_ok=True)
 
-    def __enter__(self) -> Self:
-        return self
+
+class LentTensors(Payload):
+    """A payload that refers to the tensors themselves, on a GPU, where the engine reads them.
+
+    Left by `RequestRejected` it takes back what the engine was never handed: a refusal says that nothing is
+    read any more. Left by anything else, the engine may be reading still, and torch keeps the memory until it
+    has finished.
+
+    Args:
+        tensors: what is referred to.
+        counters: the file and the index of each reference that travels.
+    """
+
+    def __init__(self, payload: bytes, tensors: object, counters: Iterable[tuple[bytes, int]]) -> None:
+        super().__init__(payload)
+        self._tensors: object | None = tensors
+        self._counters = tuple(counters)
+
+    def close(self) -> None:
+        """Lets go of the tensors."""
+        self._tensors = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and issubclass(kind, RequestRejected):
+            _take_back(self._counters)
         self.close()
+
+
+class TensorSender:
+    """Sends an engine (name, tensor) pairs by the shorter way.
+
+    Tensors on the engine's own GPU are read where they are. All others, and those whose memory torch cannot
+    share, are copied into shared memory; the first time that this is the longer way, the log says why.
+
+    Args:
+        device: the engine's, with its index, as this process counts them.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._has_explained = False
+
+    def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Payload:
+        """Makes a payload; close it once the update is answered. Until then the tensors must not change.
+
+        Waits for all that was launched on their devices, on whatever stream. Raises `RequestRejected` for
+        what is not a plain tensor, and when shared memory is short.
+        """
+        tensors = list(named_tensors)
+        for item in tensors:
+            _check_named_tensor(item)
+        if tensors and all(self._can_lend(tensor) for _, tensor in tensors):
+            _finish_work(tensors)
+            try:
+                return _lend(tensors)
+            except RuntimeError as error:  # torch's, for memory that it cannot share
+                self._explain(error)
+        return serialize_tensors(tensors)
+
+    def _can_lend(self, tensor: torch.Tensor) -> bool:
+        if self._device.type != "cuda" or tensor.device != self._device:
+            return False
+        # A reference does not say that elements are negated or repeated, nor what a subclass adds to them.
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        return is_plain and not (tensor.is_neg() or tensor.is_conj() or _repeats_elements(tensor))
+
+    def _explain(self, error: RuntimeError) -> None:
+        if not self._has_explained:
+            self._has_explained = True
+            reason = str(error).partition("\n")[0]
+            logger.warning("new weights are copied by way of the host: torch cannot share them: %s", reason)
+
+
+def _lend(tensors: Sequence[tuple[str, torch.Tensor]]) -> LentTensors:
+    # What is shared collects an event and a counter each time until it is freed. The weights of a trainer
+    # never are: so they are shared through storages of their own, which are freed after the update.
+    storages: dict[int, torch.UntypedStorage] = {}
+    lent = []
+    for name, tensor in tensors:
+        original = tensor.untyped_storage()
+        if original._cdata not in storages:
+            storages[original._cdata] = _second_storage(original)
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        view.set_(storages[original._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+        lent.append((name, view))
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, _PICKLE_PROTOCOL)
+    counters: list[tuple[bytes, int]] = []
+    pickler.dispatch_table[torch.Tensor] = _counting(counters)
+    try:
+        pickler.dump(lent)
+    except BaseException:
+        _take_back(counters)
+        raise
+    return LentTensors(buffer.getvalue(), lent, counters)
+
+
+def _second_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Another storage over the same memory, which keeps the first one alive."""
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    capsule = torch.utils.dlpack.to_dlpack(flat)  # type: ignore[attr-defined]
+    return torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
+
+
+def _take_back(counters: Iterable[tuple[bytes, int]]) -> None:
+    """Counts references as given back, for a receiver that will not do so.
+
+    One that has been given back already is then counted below zero: torch frees that too.
+    """
+    for file, index in counters:
+        torch.UntypedStorage._release_ipc_counter_cuda(file, index)
+
+
+def _repeats_elements(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
+
+
+def _finish_work(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Waits for what computes the tensors: the stream it was launched on is not this thread's."""
+    for device in {tensor.device for _, tensor in tensors}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SharedTensors:
@@ -93,6 +241,7 @@ def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Shar
     tensors = list(named_tensors)
     for item in tensors:
         _check_named_tensor(item)
+    _finish_work(tensors)
     sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for _, tensor in tensors]
     storage, handle = _allocate(max(sum(sizes), _ALIGNMENT))
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -169,12 +318,31 @@ class _Pickler(ForkingPickler):
         }
 
 
-def _reduce_tensor(tensor: torch.Tensor) -> tuple[object, tuple[Any, ...]]:
+def _reduce_tensor(tensor: torch.Tensor) -> _Reduced:
     rebuild, arguments = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     if rebuild is reductions.rebuild_cuda_tensor:
         uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
         arguments = (*arguments[:_DEVICE_SLOT], uuid, *arguments[_DEVICE_SLOT + 1 :])
     return rebuild, arguments
+
+
+def _counting(counters: list[tuple[bytes, int]]) -> Callable[[torch.Tensor], _Reduced]:
+    """`_reduce_tensor`, noting the file and the index of each counter of a reference.
+
+    It raises `RuntimeError` for an expandable segment: only those open it who may trace this process.
+    """
+
+    def reduce(tensor: torch.Tensor) -> _Reduced:
+        rebuild, arguments = _reduce_tensor(tensor)
+        # An empty storage has no handle, and nothing counts it.
+        if rebuild is reductions.rebuild_cuda_tensor and arguments[_HANDLE_SLOT] is not None:
+            file, index = arguments[_COUNTER_SLOTS]
+            counters.append((file, index))
+            if arguments[_HANDLE_SLOT][1:2] == _EXPANDABLE:
+                raise RuntimeError("it lies in an expandable segment (PYTORCH_CUDA_ALLOC_CONF)")
+        return rebuild, arguments
+
+    return reduce
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> tuple[object, tuple[object, ...]]:
