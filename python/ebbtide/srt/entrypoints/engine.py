@@ -97,7 +97,7 @@ class Engine:
         if server_args is None:
             server_args = ServerArgs(**{"log_level": "error", **kwargs})
         self.server_args = server_args
-        self._service = EngineService(resolve(server_args))
+        self._service = self._start(server_args)
         self._sender = TensorSender(self._service.config.runtime.device)
         self._runner = _LoopThread()
         # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
@@ -107,6 +107,11 @@ class Engine:
         except BaseException:
             self.shutdown()
             raise
+
+    @classmethod
+    def _start(cls, server_args: ServerArgs) -> EngineService:
+        """Other processes behind the same methods: `ebbtide.testing`."""
+        return EngineService(resolve(server_args))
 
     # ------------------------------------------------------------------------------------------ generation
 
