@@ -100,18 +100,14 @@ class Req:
         return len(self.spec.prompt_ids) + len(self.spec.output_ids)
 
     @property
-    def num_outputs_launched(self) -> int:
-        """Output tokens, those in flight included."""
-        return len(self.spec.output_ids) + self.num_in_flight
-
-    @property
     def num_missing(self) -> int:
         """Tokens whose KV no step computes yet; none where every output token is out or in flight."""
-        kv = self.kv
+        kv, spec = self.kv, self.spec
         assert kv is not None
-        if self.num_in_flight and self.num_outputs_launched >= self.max_new_tokens:
+        num_outputs = len(spec.output_ids) + self.num_in_flight
+        if self.num_in_flight and num_outputs >= self.max_new_tokens:
             return 0
-        return self.num_tokens + self.num_in_flight - kv.num_launched
+        return len(spec.prompt_ids) + num_outputs - kv.num_launched
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids [start, end) of prompt and output together."""

@@ -321,40 +321,35 @@ class SchedulePolicy:
         return req.num_tokens - req.kv.num_computed == 1 and bool(req.spec.output_ids)
 
     def _launch(self, requests: list[Req], num_new: list[int], admitted: list[Req]) -> ScheduledBatch:
-        plan = self._plan(requests, num_new)
-        holds: list[KVHold] = []
-        for req, count, samples in zip(requests, num_new, plan.samples_R.tolist(), strict=True):
-            assert req.kv is not None
-            req.kv.num_launched += count
-            req.num_in_flight += samples
-            holds.append(req.kv)
-        self._num_in_flight += 1
-        return ScheduledBatch(requests, holds, plan, admitted)
-
-    def _plan(self, requests: list[Req], num_new: list[int]) -> BatchPlan:
+        """The plan of a batch; from here on it counts as launched."""
         starts: list[int] = []
         rows: list[int] = []
         samples: list[bool] = []
         num_outputs: list[int] = []
         input_ids: list[int] = []
+        holds: list[KVHold] = []
         for req, count in zip(requests, num_new, strict=True):
             kv = req.kv
             assert kv is not None
-            start, num_tokens = kv.num_launched, req.num_tokens
+            start, output_ids = kv.num_launched, req.spec.output_ids
+            holds.append(kv)
             starts.append(start)
             rows.append(kv.row)
-            output_ids = req.spec.output_ids
-            num_outputs.append(req.num_outputs_launched)
+            num_outputs.append(len(output_ids) + req.num_in_flight)
             if req.num_in_flight:
                 input_ids.append(SAMPLED_BEFORE)
-                samples.append(True)
-            elif output_ids and start + 1 == num_tokens:
+                is_sampled = True
+            elif count == 1 and output_ids and start + 1 == req.num_tokens:
                 input_ids.append(output_ids[-1])
-                samples.append(True)
+                is_sampled = True
             else:
                 input_ids.extend(req.tokens(start, start + count))
-                samples.append(start + count == num_tokens and req.max_new_tokens > 0)
-        return BatchPlan(
+                is_sampled = start + count == req.num_tokens and req.max_new_tokens > 0
+            samples.append(is_sampled)
+            kv.num_launched = start + count
+            req.num_in_flight += is_sampled
+        self._num_in_flight += 1
+        plan = BatchPlan(
             input_ids_T=np.array(input_ids, dtype=np.int64),
             page_rows_R=np.array(rows, dtype=np.int32),
             starts_R=np.array(starts, dtype=np.int32),
@@ -363,6 +358,7 @@ class SchedulePolicy:
             num_outputs_R=np.array(num_outputs, dtype=np.int64),
             specs=[req.spec for req in requests],
         )
+        return ScheduledBatch(requests, holds, plan, admitted)
 
     # --------------------------------------------------------------------------------------------- pages
 
