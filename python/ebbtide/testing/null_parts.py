@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.ports import IncomingWeights, Slices, Staging
-from ebbtide.srt.managers.io_struct import UpdateWeightFromDiskReqInput, WeightUpdateRequest
+from ebbtide.srt.managers.control.ports import GroupJoining, IncomingWeights, Slices, Staging
+from ebbtide.srt.managers.io_struct import (
+    InitWeightsUpdateGroupReqInput,
+    UpdateWeightFromDiskReqInput,
+    WeightUpdateRequest,
+)
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, StepResult
 
@@ -194,6 +198,16 @@ class NullWeights:
             yield NullWeights.BYTES_PER_PARAMETER
         return _NullStaging(self, is_staged=not in_place and self.num_staged > 0)
 
+    @property
+    def group_names(self) -> list[str]:
+        return []
+
+    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> GroupJoining:
+        raise RequestRejected("the null weights join no group")
+
+    def leave_group(self, name: str) -> Callable[[], bool] | None:
+        return None
+
     def read(self, name: str, max_rows: int) -> list[Any]:
         if name not in self.names:
             raise RequestRejected(f"the model has no parameter {name!r}")
@@ -252,6 +266,9 @@ class _NullIncoming:
 
     def problems(self) -> list[dict[str, str]]:
         return [{"name": name, "reason": "the model has no parameter of this name"} for name in self._unknown]
+
+    def arrived(self) -> bool:
+        return True
 
     def open(self) -> Slices:
         yield 0

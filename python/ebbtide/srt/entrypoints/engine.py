@@ -8,29 +8,30 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
-import uvloop
-
 from ebbtide.srt.config import resolve
+from ebbtide.srt.entrypoints.loop_thread import LoopThread, next_chunk, refuse_in_event_loop
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.generation import Generation
 from ebbtide.srt.managers.io_struct import (
+    DEFAULT_GROUP,
     AbortReq,
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     FlushCacheReqInput,
     GetWeightsByNameReqInput,
+    InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
 )
@@ -56,23 +57,13 @@ def _blocking(
 
     @functools.wraps(method)
     def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        _refuse_in_event_loop(method.__name__)
+        refuse_in_event_loop(method.__name__)
         answer: Any = self._wait(method(self, *args, **kwargs))
         return self._iterate(answer) if isinstance(answer, AsyncGenerator) else answer  # type: ignore[return-value]
 
     call.__name__ = method.__name__.removeprefix("async_")
     call.__qualname__ = f"Engine.{call.__name__}"
     return call
-
-
-def _refuse_in_event_loop(twin: str) -> None:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise RuntimeError(
-        f"a plain call would block the event loop of this thread: use `await engine.{twin}(...)`"
-    )
 
 
 class Engine:
@@ -99,7 +90,7 @@ class Engine:
         self.server_args = server_args
         self._service = self._start(server_args)
         self._sender = TensorSender(self._service.config.runtime.device)
-        self._runner = _LoopThread()
+        self._runner = LoopThread()
         # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
         self._finalizer = weakref.finalize(self, _close, self._service, self._runner, os.getpid())
         try:
@@ -257,6 +248,60 @@ class Engine:
             timeout_s=timeout_s,
         )
 
+    async def async_update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str | torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        group_name: str = DEFAULT_GROUP,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        weight_version: str | int | None = None,
+        pause_mode: str | None = None,
+        abort_all_requests: bool = False,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Take what the trainer broadcasts in a group; a refusal in mid-broadcast ends that. wire_api 3.3."""
+        return await self._control(
+            UpdateWeightsFromDistributedReqInput,
+            names=list(names),
+            dtypes=[str(dtype) for dtype in dtypes],
+            shapes=[list(shape) for shape in shapes],
+            group_name=group_name,
+            load_format=load_format,
+            flush_cache=flush_cache,
+            weight_version=weight_version,
+            pause_mode=pause_mode,
+            abort_all_requests=abort_all_requests,
+            timeout_s=timeout_s,
+        )
+
+    async def async_init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int | str,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = DEFAULT_GROUP,
+        backend: str = "nccl",
+        timeout_s: float = 300.0,
+    ) -> dict[str, Any]:
+        """Join a process group whose rank 0 is the trainer. Returns when all of its ranks are there."""
+        return await self._control(
+            InitWeightsUpdateGroupReqInput,
+            master_address=master_address,
+            master_port=master_port,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
+            timeout_s=timeout_s,
+        )
+
+    async def async_destroy_weights_update_group(self, group_name: str = DEFAULT_GROUP) -> dict[str, Any]:
+        """Leave a group; `changed` is false where there is none of that name."""
+        return await self._control(DestroyWeightsUpdateGroupReqInput, group_name=group_name)
+
     async def async_begin_weight_update(
         self, selector: str = "all", timeout_s: float | None = None
     ) -> dict[str, Any]:
@@ -351,6 +396,9 @@ class Engine:
     flush_cache = _blocking(async_flush_cache)
     update_weights_from_tensor = _blocking(async_update_weights_from_tensor)
     update_weights_from_disk = _blocking(async_update_weights_from_disk)
+    update_weights_from_distributed = _blocking(async_update_weights_from_distributed)
+    init_weights_update_group = _blocking(async_init_weights_update_group)
+    destroy_weights_update_group = _blocking(async_destroy_weights_update_group)
     begin_weight_update = _blocking(async_begin_weight_update)
     end_weight_update = _blocking(async_end_weight_update)
     abort_weight_update = _blocking(async_abort_weight_update)
@@ -408,14 +456,14 @@ class Engine:
         """The stream of a generation of the engine's loop, for any loop."""
         chunks = generation.stream()
         try:
-            while (chunk := await self._in_loop(_next(chunks))) is not None:
+            while (chunk := await self._in_loop(next_chunk(chunks))) is not None:
                 yield chunk
         finally:
             self._runner.call(generation.close)
 
     def _iterate(self, chunks: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         try:
-            while (chunk := self._wait(_next(chunks))) is not None:
+            while (chunk := self._wait(next_chunk(chunks))) is not None:
                 yield chunk
         finally:
             self._wait(chunks.aclose())
@@ -437,61 +485,7 @@ class Engine:
         return await asyncio.wrap_future(self._runner.submit(work))
 
 
-class _LoopThread:
-    """An event loop in a daemon thread."""
-
-    def __init__(self) -> None:
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="ebbtide-engine", daemon=True)
-        self._lock = threading.Lock()
-        self._is_open = True
-        self._thread.start()
-
-    @property
-    def is_current(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    def check_open(self) -> None:
-        if not self._is_open:
-            raise EngineError("the engine has been shut down")
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop. Raises `EngineError` once the loop has been closed."""
-        # The lock: what is submitted gets to run, or is refused, but never waits in a loop that has stopped.
-        with self._lock:
-            if self._is_open:
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
-        work.close()
-        raise EngineError("the engine has been shut down")
-
-    def call(self, function: Callable[[], object]) -> None:
-        """Call a function in the loop, unless that has been closed."""
-        with self._lock:
-            if self._is_open:
-                self._loop.call_soon_threadsafe(function)
-
-    def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Refuse further work, run `last`, wait for everything that still runs, and end the thread."""
-        with self._lock:
-            self._is_open = False
-        asyncio.run_coroutine_threadsafe(_run_last(last), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-async def _run_last(last: Coroutine[Any, Any, None]) -> None:
-    await last
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    if others:
-        await asyncio.wait(others)
-
-
-async def _next(chunks: AsyncGenerator[T, None]) -> T | None:
-    return await anext(chunks, None)
-
-
-def _close(service: EngineService, runner: _LoopThread, owner_pid: int) -> None:
+def _close(service: EngineService, runner: LoopThread, owner_pid: int) -> None:
     """End everything of an engine. Must not refer to the `Engine`, which may be garbage by now."""
     # In a fork of the owner there is neither the thread nor a process that is ours to end.
     if os.getpid() != owner_pid:

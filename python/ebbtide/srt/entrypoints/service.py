@@ -258,12 +258,12 @@ def _tag_body(report: Mapping[str, Any]) -> dict[str, Any]:
 def _weight_update_body(state: StateReport) -> dict[str, Any]:
     session = state.session
     if session is None:
-        return {"session_open": False, "age_s": None, "num_tensors_staged": 0, "groups": []}
+        return {"session_open": False, "age_s": None, "num_tensors_staged": 0, "groups": state.weight_groups}
     return {
         "session_open": True,
         "age_s": max(0.0, time.time() - session.opened_at),
         "num_tensors_staged": session.num_tensors_staged,
-        "groups": [],
+        "groups": state.weight_groups,
     }
 
 

@@ -172,4 +172,5 @@ def _report(control: ControlPlane, parts: RankParts) -> StateReport:
         model_path=control.updates.model_path,
         load_format=control.updates.load_format,
         session=control.updates.report(),
+        weight_groups=parts.weights.group_names,
     )

@@ -7,13 +7,17 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from typing import Any, Final, TypeVar
 
+import torch
+
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.ports import IncomingWeights, Slices, Staging
 from ebbtide.srt.managers.control.weight_session import SLICE_BYTES
 from ebbtide.srt.managers.io_struct import (
+    InitWeightsUpdateGroupReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightUpdateRequest,
 )
@@ -21,8 +25,10 @@ from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
+from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
+from ebbtide.srt.weight_sync.weight_group import GroupAddress, Joining, WeightGroups
 
 # What one turn of the loop may launch on a CUDA device: copies that delay the next forward pass by about a
 # millisecond, or what takes the host that long, whichever comes first.
@@ -45,6 +51,7 @@ class EngineWeights:
         self._store = store
         self._config = config
         self._device = device
+        self._groups = WeightGroups(torch.device(device.name))
         self._cuda: CudaIpc | None = None
         if device.uuid is not None:
             _, _, index = device.name.partition(":")
@@ -59,6 +66,25 @@ class EngineWeights:
                 shadow = yield from _paced(self._store.arena.stage_by_chunks(), self._device)
                 return _Staged(self._store, shadow, self._device)
         return _InPlace(self._device)
+
+    @property
+    def group_names(self) -> list[str]:
+        return self._groups.names
+
+    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Joining:
+        address = GroupAddress(
+            name=request.group_name,
+            host=request.master_address,
+            port=_port(request.master_port),
+            rank=request.rank_offset,
+            world_size=request.world_size,
+            backend=request.backend,
+        )
+        return self._groups.join(address, request.timeout_s)
+
+    def leave_group(self, name: str) -> Callable[[], bool] | None:
+        leaving = self._groups.leave(name, "destroy_weights_update_group")
+        return None if leaving is None else lambda: leaving.is_done
 
     def read(self, name: str, max_rows: int) -> list[Any]:
         rows: list[Any] = self._store.read(name, max_rows).tolist()
@@ -76,6 +102,9 @@ class EngineWeights:
                     custom_weight_loaders=self._config.update.custom_weight_loaders,
                     cuda=self._cuda,
                 )
+            case UpdateWeightsFromDistributedReqInput():
+                limit_s = self._config.update.timeout_s if request.timeout_s is None else request.timeout_s
+                return open_broadcast(_announced(request), self._groups.get(request.group_name), limit_s)
             case _:
                 raise RequestRejected(f"{type(request).__name__} is not a weight source of this engine", 501)
 
@@ -153,6 +182,9 @@ class _Incoming:
     def problems(self) -> list[dict[str, str]]:
         return self._problems
 
+    def arrived(self) -> bool:
+        return not isinstance(self._source, BroadcastSource) or self._source.arrived()
+
     def open(self) -> Slices:
         return _paced(_steps(self._source.open()), self._device)
 
@@ -185,6 +217,24 @@ class _Incoming:
                 raise
             # A refusal would say that nothing was written.
             raise EngineError(f"the update broke off half-way: {error.message}") from error
+
+
+def _announced(request: UpdateWeightsFromDistributedReqInput) -> Announcement:
+    """With the older fields for a single tensor; what is missing is refused."""
+    names = request.names if request.name is None else [request.name]
+    dtypes = request.dtypes if request.dtype is None else [request.dtype]
+    shapes = request.shapes if request.shape is None else [request.shape]
+    if names is None or dtypes is None or shapes is None:
+        given = {"names": names, "dtypes": dtypes, "shapes": shapes}
+        missing = ", ".join(field for field, value in given.items() if value is None)
+        raise RequestRejected(f"{missing}: required, one entry per tensor")
+    return Announcement(names, dtypes, shapes, request.load_format)
+
+
+def _port(given: int | str) -> int:
+    if isinstance(given, str) and not (given.isascii() and given.isdecimal()):
+        raise RequestRejected(f"master_port: expected a number, got {given[:200]!r}")
+    return int(given)
 
 
 def _until_copied(device: Device) -> Slices:

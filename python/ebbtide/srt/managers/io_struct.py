@@ -12,12 +12,20 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from ebbtide.srt.managers.request_output import FinishReason as FinishReason
+from ebbtide.srt.managers.request_output import RequestOutput as RequestOutput
+from ebbtide.srt.managers.request_output import RequestStart as RequestStart
+from ebbtide.srt.managers.request_output import TokenLogprobs as TokenLogprobs
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
 
 
 class Message(Struct, frozen=True, kw_only=True, tag=True):
     """A message on a channel: its type travels as a tag, and a bad field fails at decode with its path."""
+
+
+# Of groups that weights are broadcast in.
+DEFAULT_GROUP = "weight_update_group"
 
 
 class PauseMode(enum.StrEnum):
@@ -106,6 +114,38 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateRequest, frozen=True, kw_only=
     load_format: str | None = None
 
 
+class UpdateWeightsFromDistributedReqInput(WeightUpdateRequest, frozen=True, kw_only=True):
+    """Take tensors that rank 0 of a group broadcasts. `name`, `dtype`, `shape` are older words for one."""
+
+    names: list[str] | None = None
+    dtypes: list[str] | None = None
+    shapes: list[list[int]] | None = None
+    group_name: str = DEFAULT_GROUP
+    load_format: str | None = None
+    name: str | None = None
+    dtype: str | None = None
+    shape: list[int] | None = None
+
+
+class InitWeightsUpdateGroupReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Join a process group whose rank 0 is the trainer. wire_api section 3.3. `pp_rank` is ignored."""
+
+    master_address: str
+    master_port: int | str
+    rank_offset: int
+    world_size: int
+    group_name: str = DEFAULT_GROUP
+    backend: Literal["nccl", "gloo"] = "nccl"
+    timeout_s: float = 300.0
+    pp_rank: Any = None
+
+
+class DestroyWeightsUpdateGroupReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Leave a group, also one that is just being joined; an unknown one is not an error."""
+
+    group_name: str = DEFAULT_GROUP
+
+
 class BeginWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
     """Open a weight update session: updates are staged until `EndWeightUpdateReqInput` commits them all."""
 
@@ -153,6 +193,9 @@ AnyControlRequest = (
     | FlushCacheReqInput
     | UpdateWeightFromDiskReqInput
     | UpdateWeightsFromTensorReqInput
+    | UpdateWeightsFromDistributedReqInput
+    | InitWeightsUpdateGroupReqInput
+    | DestroyWeightsUpdateGroupReqInput
     | BeginWeightUpdateReqInput
     | EndWeightUpdateReqInput
     | AbortWeightUpdateReqInput
@@ -237,6 +280,13 @@ class UpdateWeightsReqOutput(Reply, frozen=True, kw_only=True):
     num_missing: int
 
 
+class WeightsUpdateGroupReqOutput(Reply, frozen=True, kw_only=True):
+    """A group was joined or left. `replaced`: a live one of that name was left first."""
+
+    changed: bool
+    replaced: bool = False
+
+
 class WeightSessionReqOutput(Reply, frozen=True, kw_only=True):
     """A session was opened or discarded."""
 
@@ -273,6 +323,7 @@ AnyReply = (
     | AbortReqOutput
     | FlushCacheReqOutput
     | UpdateWeightsReqOutput
+    | WeightsUpdateGroupReqOutput
     | WeightSessionReqOutput
     | UpdateWeightVersionReqOutput
     | GetWeightsByNameReqOutput
@@ -322,6 +373,7 @@ class StateReport(Message, frozen=True, kw_only=True):
     model_path: str
     load_format: str
     session: SessionReport | None = None
+    weight_groups: list[str] = []
 
 
 # ---------------------------------------------------------------------------------------------- generation
@@ -373,80 +425,6 @@ class Expire(Message, frozen=True, kw_only=True):
     """
 
     id: str
-
-
-class FinishReason(Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Why a request ended. `matched` is the stop token or string, `length` the tokens allowed."""
-
-    kind: Literal["stop", "length", "abort"]
-    matched: int | str | None = None
-    length: int = 0
-    message: str = ""
-    status_code: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        match self.kind:
-            case "stop":
-                return {"type": "stop", "matched": self.matched}
-            case "length":
-                return {"type": "length", "length": self.length}
-            case "abort":
-                return {
-                    "type": "abort",
-                    "message": self.message,
-                    "status_code": self.status_code,
-                    "err_type": None,
-                }
-
-
-class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Logprobs at one position: of the token there, of the most likely ones, and of the chosen ids.
-
-    `token` is null for the first prompt position that was asked for, which nothing predicts.
-    """
-
-    token_id: int
-    token: float | None
-    top: list[tuple[float, int]] | None = None
-    chosen: list[float] | None = None
-
-
-class RequestStart(Struct, frozen=True, array_like=True):
-    """Goes out once per request, with its first output: what does not change afterwards."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    prompt_tail: list[int]
-    skip_special_tokens: bool
-    spaces_between_special_tokens: bool
-    no_stop_trim: bool
-    stop_strings: tuple[str, ...]
-    input_logprobs: list[TokenLogprobs] | None
-    queue_time_s: float
-    first_token_latency_s: float | None = None
-
-
-class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What is new about one request since its last output.
-
-    Attributes:
-        token_ids: new output tokens; all of them at once for a request that does not stream.
-        finish: None while the request goes on.
-        start: with the first output only.
-        version_starts: (weight version, first output index) per span, when it changed since the last output.
-        kv_versions: versions of the weights that computed the KV used, oldest first, when it changed.
-        num_retractions: times the request gave up its KV so far.
-        logprobs: per new token; None when not asked for.
-    """
-
-    rid: str
-    token_ids: list[int]
-    finish: FinishReason | None = None
-    start: RequestStart | None = None
-    version_starts: list[tuple[str, int]] | None = None
-    kv_versions: list[str] | None = None
-    num_retractions: int = 0
-    logprobs: list[TokenLogprobs] | None = None
 
 
 class TokenOutput(Message, frozen=True, kw_only=True):

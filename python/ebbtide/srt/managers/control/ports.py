@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
-from ebbtide.srt.managers.io_struct import AnyReply, WeightUpdateRequest
+from ebbtide.srt.managers.io_struct import AnyReply, InitWeightsUpdateGroupReqInput, WeightUpdateRequest
 
 
 class Progress(enum.Enum):
@@ -119,6 +119,14 @@ class IncomingWeights(Protocol):
         """What stands against writing them, as `{"name", "reason"}`; empty if nothing does."""
         ...
 
+    def arrived(self) -> bool:
+        """Whether everything that others have to send is here; the first call begins to receive it.
+
+        Raises:
+            RequestRejected: it will not come; nothing has been written.
+        """
+        ...
+
     def open(self) -> Slices:
         """Get hold of the sender's memory; yields 0 wherever a forward pass may come in between."""
         ...
@@ -165,6 +173,28 @@ class Staging(Protocol):
         ...
 
 
+class GroupJoining(Protocol):
+    """A group of processes that is being joined.
+
+    Attributes:
+        replaced: a live group of that name was left for it.
+    """
+
+    replaced: bool
+
+    def poll(self) -> bool:
+        """Whether all of its processes are there.
+
+        Raises:
+            RequestRejected: 400, they have not met in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give it up, unless it has been joined. Idempotent."""
+        ...
+
+
 class Weights(Protocol):
     """The model's weights on this rank.
 
@@ -187,6 +217,23 @@ class Weights(Protocol):
 
         Yields the bytes of each slice of memory that it has taken; ended early, it keeps nothing.
         """
+        ...
+
+    @property
+    def group_names(self) -> list[str]:
+        """The groups that an update may be broadcast in."""
+        ...
+
+    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> GroupJoining:
+        """Begin to join a group that weights are broadcast in.
+
+        Raises:
+            RequestRejected: 400, a field is wrong; 409, one of that name is just being joined.
+        """
+        ...
+
+    def leave_group(self, name: str) -> Callable[[], bool] | None:
+        """Begin to leave a group; what it returns tells whether it is left. None: there is none."""
         ...
 
     def read(self, name: str, max_rows: int) -> list[Any]:

@@ -25,6 +25,7 @@ from ebbtide.srt.managers.control.ports import (
     Requests,
     Weights,
 )
+from ebbtide.srt.managers.control.weight_groups import GroupRequests, Wakeups
 from ebbtide.srt.managers.control.weight_session import WeightSession
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
@@ -36,6 +37,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseMode,
     SessionReport,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
     UpdateWeightVersionReqInput,
@@ -103,14 +105,17 @@ class WeightUpdates:
         self._why_closed = "none was begun"
         self._session_ids = (f"weight-session-{number}" for number in itertools.count())
         self._turns: list[object] = []
+        self._wakeups = Wakeups(set_deadline)
         self.handlers: HandlerTable = {
             UpdateWeightFromDiskReqInput: self.update,
             UpdateWeightsFromTensorReqInput: self.update,
+            UpdateWeightsFromDistributedReqInput: self.update,
             BeginWeightUpdateReqInput: self.begin,
             EndWeightUpdateReqInput: self.end,
             AbortWeightUpdateReqInput: self.abort,
             UpdateWeightVersionReqInput: self.set_version,
             GetWeightsByNameReqInput: self.read,
+            **GroupRequests(weights, self._wakeups).handlers,
         }
         memory.on_weights_release = self._end_for_release
         requests.serve_version(version)
@@ -167,7 +172,8 @@ class WeightUpdates:
         return GetWeightsByNameReqOutput(values=self._weights.read(request.name, request.truncate_size))
 
     def expire(self, deadline_id: str) -> None:
-        """The deadline of a session has passed."""
+        """The deadline of a session has passed, or it is time to look what has arrived."""
+        self._wakeups.expire(deadline_id)
         if self._session is not None and self._session.deadline_id == deadline_id:
             logger.warning("a weight update session was left open too long and is aborted")
             self._abort_session("it was open longer than weight_update_timeout_s")
@@ -212,6 +218,7 @@ class WeightUpdates:
             while not has_come():
                 yield Progress.WAITING
             self._require_resident()
+            yield from self._receive(incoming)
             if self._session is not None:
                 return (yield from self._stage(self._session, request, incoming))
             session = WeightSession(self._weights, self._content)
@@ -224,6 +231,16 @@ class WeightUpdates:
                 reply = yield from self._finish(session, terms)
                 yield from self._breathe(session)
                 return reply
+
+    def _receive(self, incoming: IncomingWeights) -> Iterator[Progress]:
+        """Wait for what others send, before anything is written; forward passes go on meanwhile."""
+        try:
+            yield from self._wakeups.until(incoming.arrived)
+        except DeadlinePassed:
+            raise RequestRejected(
+                "the update was given up at its deadline, nothing was written: its tensors had not all "
+                "arrived, and their group was left. init_weights_update_group joins a new one"
+            ) from None
 
     def _stage(
         self, session: WeightSession, request: WeightUpdateRequest, incoming: IncomingWeights

@@ -1,0 +1,81 @@
+"""What the outputs of a request are made of, in the messages of `io_struct`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+
+class FinishReason(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Why a request ended. `matched` is the stop token or string, `length` the tokens allowed."""
+
+    kind: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    length: int = 0
+    message: str = ""
+    status_code: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        match self.kind:
+            case "stop":
+                return {"type": "stop", "matched": self.matched}
+            case "length":
+                return {"type": "length", "length": self.length}
+            case "abort":
+                return {
+                    "type": "abort",
+                    "message": self.message,
+                    "status_code": self.status_code,
+                    "err_type": None,
+                }
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Logprobs at one position: of the token there, of the most likely ones, and of the chosen ids.
+
+    `token` is null for the first prompt position that was asked for, which nothing predicts.
+    """
+
+    token_id: int
+    token: float | None
+    top: list[tuple[float, int]] | None = None
+    chosen: list[float] | None = None
+
+
+class RequestStart(Struct, frozen=True, array_like=True):
+    """Goes out once per request, with its first output: what does not change afterwards."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    prompt_tail: list[int]
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    no_stop_trim: bool
+    stop_strings: tuple[str, ...]
+    input_logprobs: list[TokenLogprobs] | None
+    queue_time_s: float
+    first_token_latency_s: float | None = None
+
+
+class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What is new about one request since its last output.
+
+    Attributes:
+        token_ids: new output tokens; all of them at once for a request that does not stream.
+        finish: None while the request goes on.
+        start: with the first output only.
+        version_starts: (weight version, first output index) per span, when it changed since the last output.
+        kv_versions: versions of the weights that computed the KV used, oldest first, when it changed.
+        num_retractions: times the request gave up its KV so far.
+        logprobs: per new token; None when not asked for.
+    """
+
+    rid: str
+    token_ids: list[int]
+    finish: FinishReason | None = None
+    start: RequestStart | None = None
+    version_starts: list[tuple[str, int]] | None = None
+    kv_versions: list[str] | None = None
+    num_retractions: int = 0
+    logprobs: list[TokenLogprobs] | None = None

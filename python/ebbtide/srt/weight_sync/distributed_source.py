@@ -1,0 +1,148 @@
+"""The weight source for `update_weights_from_distributed`. Source: wire_api section 3.3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+from ebbtide.srt.weight_sync.source import TensorHeader
+from ebbtide.srt.weight_sync.weight_group import Reception, WeightGroup
+
+# A request ends at its own deadline; a broadcast that nobody waits for any more ends a little later.
+GRACE_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What the trainer says that it will broadcast: one entry per tensor in each list.
+
+    Attributes:
+        dtypes: as torch spells them, with or without "torch.".
+        load_format: None for one broadcast per tensor; "flattened_bucket" for one of all their bytes.
+    """
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    load_format: str | None = None
+
+
+class BroadcastSource:
+    """A `WeightSource` over tensors that a trainer broadcasts.
+
+    Nothing is received before the first `arrived`; iterate once that has returned True. Closed in between, it
+    leaves the group: nobody could tell which broadcast is the next.
+    """
+
+    direct = False
+
+    def __init__(
+        self, entries: Sequence[TensorHeader], group: WeightGroup, *, as_bucket: bool, timeout_s: float
+    ) -> None:
+        self.entries = entries
+        self._group = group
+        self._as_bucket = as_bucket
+        self._timeout_s = timeout_s
+        self._reception: Reception | None = None
+        self._tensors: list[torch.Tensor] | None = None
+
+    def arrived(self) -> bool:
+        """Begin to receive, at the first call; whether everything is here.
+
+        Raises:
+            RequestRejected: 400, the broadcast failed; nothing has been written, the group has been left.
+        """
+        if self._tensors is None:
+            if self._reception is None:
+                self._reception = self._group.receive(self._layout(), self._timeout_s + GRACE_S)
+            if not self._reception.is_done:
+                return False
+            self._tensors = self._reception.result()
+        return True
+
+    def open(self) -> Iterator[None]:
+        return iter(())
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._tensors is None:
+            raise EngineError("the weight source is closed, or nothing has arrived yet")
+        if self._as_bucket and self.entries:
+            (flat,) = self._tensors
+            bucket = FlattenedTensorBucket(flattened_tensor=flat, metadata=_positions(self.entries))
+            return bucket.iterate()
+        names = [entry.name for entry in self.entries]
+        return zip(names, self._tensors, strict=True)
+
+    def drop(self) -> Iterator[None]:
+        self.close()
+        return iter(())
+
+    def close(self) -> None:
+        if self._reception is not None and self._tensors is None:
+            self._group.close("an update ended before all of its broadcasts had arrived")
+        self._reception = None
+        self._tensors = None
+
+    def _layout(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        if self._as_bucket and self.entries:
+            return [((sum(_num_bytes(entry) for entry in self.entries),), torch.uint8)]
+        return [(entry.shape, entry.dtype) for entry in self.entries]
+
+
+def open_broadcast(announced: Announcement, group: WeightGroup, timeout_s: float) -> BroadcastSource:
+    """The source of what was announced. Nothing is received yet.
+
+    Args:
+        timeout_s: how long broadcasts may take.
+
+    Raises:
+        RequestRejected: 400, the announcement is not consistent or names an unknown dtype or format.
+    """
+    if announced.load_format not in (None, "flattened_bucket"):
+        raise RequestRejected(
+            f"load_format: unknown value {announced.load_format[:200]!r}; valid: null, flattened_bucket"
+        )
+    lengths = {len(announced.names), len(announced.dtypes), len(announced.shapes)}
+    if len(lengths) != 1:
+        raise RequestRejected(
+            f"names, dtypes, shapes: expected one entry per tensor in each, got {len(announced.names)}, "
+            f"{len(announced.dtypes)} and {len(announced.shapes)}"
+        )
+    listed = zip(announced.names, announced.dtypes, announced.shapes, strict=True)
+    entries = [TensorHeader(name, _shape(name, shape), _dtype(name, dtype)) for name, dtype, shape in listed]
+    return BroadcastSource(entries, group, as_bucket=announced.load_format is not None, timeout_s=timeout_s)
+
+
+def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    if any(size < 0 for size in shape):
+        raise RequestRejected(f"shapes: {name[:200]}: expected sizes of 0 or more, got {list(shape)}")
+    return tuple(shape)
+
+
+def _dtype(name: str, spelled: str) -> torch.dtype:
+    dtype = getattr(torch, spelled.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise RequestRejected(f"dtypes: {name[:200]}: unknown dtype {spelled[:200]!r}")
+    return dtype
+
+
+def _num_bytes(entry: TensorHeader) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize
+
+
+def _positions(entries: Sequence[TensorHeader]) -> list[FlattenedTensorMetadata]:
+    """Where each tensor lies in the bucket: one behind the other, without padding."""
+    positions, start = [], 0
+    for entry in entries:
+        num_bytes = _num_bytes(entry)
+        end = start + num_bytes
+        shape = torch.Size(entry.shape)
+        positions.append(FlattenedTensorMetadata(entry.name, shape, entry.dtype, start, end, num_bytes))
+        start = end
+    return positions

@@ -1,0 +1,353 @@
+"""Process groups through which a trainer broadcasts weights: rank 0 is the trainer, engines are the others.
+
+They are made by hand and not by `torch.distributed`'s registry: any number may exist, by name, with a
+default group or without, and each can be torn down alone. Source of the rendezvous: wire_api section 3.3.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+import torch.distributed
+
+from ebbtide.srt.errors import RequestRejected
+
+logger = logging.getLogger(__name__)
+
+_dist: Any = torch.distributed  # not all of it is exported
+
+T = TypeVar("T")
+
+# A thread looks whether a broadcast has arrived: first quickly, later so that waiting costs next to nothing.
+FIRST_LOOK_S: Final = 2.5e-4
+LOOK_S: Final = 16e-3
+# NCCL's own limit must never strike before that of the request, which tears down one group and no more.
+NCCL_TIMEOUT: Final = timedelta(days=1)
+# The trainer's rank.
+SOURCE_RANK: Final = 0
+
+
+class InThread(Generic[T]):
+    """A call in a thread of its own, which the end of the process does not wait for: its peer may hang."""
+
+    def __init__(self, name: str, call: Callable[[], T]) -> None:
+        self._future: Future[T] = Future()
+        threading.Thread(target=self._run, args=(call,), name=name, daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> T:
+        """What the call returned or raised; only once it is done."""
+        return self._future.result(timeout=0)
+
+    def _run(self, call: Callable[[], T]) -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(result)
+
+
+@dataclass(frozen=True)
+class GroupAddress:
+    """Where and as whom to join.
+
+    Attributes:
+        rank: of this engine, from 1.
+        world_size: trainer and engines.
+        backend: "gloo" or "nccl".
+    """
+
+    name: str
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+
+    @property
+    def url(self) -> str:
+        host = self.host.removeprefix("[").removesuffix("]")
+        return f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
+
+
+class WeightGroup:
+    """One group that has been joined.
+
+    Args:
+        backend: of torch, e.g. a `ProcessGroupGloo`.
+        device: where what is received goes.
+    """
+
+    def __init__(self, name: str, backend: Any, device: torch.device) -> None:
+        self.name = name
+        self.why_closed = ""
+        self._device = device
+        self._backend: Any | None = backend
+        self._closed = threading.Event()
+        # Broadcasts must not queue behind forward passes, nor these behind broadcasts.
+        self._stream = torch.Stream(device) if device.type != "cpu" else None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    def receive(self, layout: Sequence[tuple[tuple[int, ...], torch.dtype]], timeout_s: float) -> Reception:
+        """Begin to receive tensors of these shapes and dtypes, one broadcast each, in this order."""
+        if self._stream is None:
+            return Reception(self, lambda: self._broadcasts(layout, timeout_s))
+        stream = self._stream
+
+        def on_stream() -> list[torch.Tensor]:
+            with stream:
+                tensors = self._broadcasts(layout, timeout_s)
+                stream.synchronize()
+                return tensors
+
+        return Reception(self, on_stream)
+
+    def close(self, why: str) -> InThread[None]:
+        """Leave the group, whatever is under way in it. Idempotent; the result is there when it is left."""
+        if not self.is_closed:
+            self.why_closed = why
+            self._closed.set()
+            logger.info("weight group %s is left: %s", self.name, why)
+        backend, self._backend = self._backend, None
+        # Ending connections may take as long as a peer likes.
+        return InThread(f"leave-{self.name}", lambda: _abort(backend))
+
+    def _broadcasts(
+        self, layout: Sequence[tuple[tuple[int, ...], torch.dtype]], timeout_s: float
+    ) -> list[torch.Tensor]:
+        backend = self._backend
+        if backend is None:
+            raise _Left(self.why_closed)
+        options = _dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = SOURCE_RANK, 0
+        options.timeout = timedelta(seconds=timeout_s)
+        tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in layout]
+        works = [backend.broadcast([tensor], options) for tensor in tensors]
+        for work in works:
+            look_s = FIRST_LOOK_S
+            while not work.is_completed():
+                if self._closed.wait(look_s):
+                    raise _Left(self.why_closed)
+                look_s = min(2 * look_s, LOOK_S)
+            work.wait()  # With gloo this raises what the broadcast failed with.
+            if self._stream is not None and (error := work.exception()) is not None:
+                raise error
+        if self.is_closed:
+            # Of a communicator that was aborted, work may end without an error.
+            raise _Left(self.why_closed)
+        return tensors
+
+
+class _Left(Exception):
+    """The group was left while it was used."""
+
+
+class Reception:
+    """Tensors on their way through a group. Given up half-way the group is out of step, and left."""
+
+    def __init__(self, group: WeightGroup, receive: Callable[[], list[torch.Tensor]]) -> None:
+        self._group = group
+        self._thread = InThread(f"receive-{group.name}", receive)
+
+    @property
+    def is_done(self) -> bool:
+        return self._thread.is_done
+
+    def result(self) -> list[torch.Tensor]:
+        """What has arrived.
+
+        Raises:
+            RequestRejected: 400, the broadcast failed; the group has been left.
+        """
+        try:
+            return self._thread.result()
+        except _Left as error:
+            reason = str(error)
+        except Exception as error:
+            reason = f"the broadcast failed: {type(error).__name__}: {error}"[:500]
+            self._group.close(reason)
+        raise RequestRejected(
+            f"nothing was written: the group {self._group.name!r} was left ({reason}). "
+            "init_weights_update_group joins a new one"
+        )
+
+
+class Joining:
+    """A group that is being joined; `poll` until it is true, and `close`."""
+
+    def __init__(self, groups: WeightGroups, address: GroupAddress, timeout_s: float, replaced: bool) -> None:
+        self.replaced = replaced
+        self.address = address
+        self._groups = groups
+        self._timeout_s = timeout_s
+        self._given_up: str | None = None
+        self._is_taken = False
+        self._thread = InThread(f"join-{address.name}", self._join)
+
+    def poll(self) -> bool:
+        """Whether the group has been joined.
+
+        Raises:
+            RequestRejected: 400, it could not be, within the time that there was.
+        """
+        if self._given_up is not None:
+            raise RequestRejected(f"group {self.address.name!r} was not joined: {self._given_up}")
+        if not self._thread.is_done:
+            return False
+        try:
+            backend = self._thread.result()
+        except Exception as error:
+            raise RequestRejected(
+                f"group {self.address.name!r} at {self.address.url} was not joined as rank "
+                f"{self.address.rank} of {self.address.world_size} within {self._timeout_s:g} s: "
+                f"{type(error).__name__}: {error}"[:1000]
+            ) from error
+        self._is_taken = True
+        self._groups.add(WeightGroup(self.address.name, backend, self._groups.buffer_device(self.address)))
+        return True
+
+    def close(self, why: str = "the request ended") -> None:
+        """Give it up, unless it has been joined. The thread ends when its time is up."""
+        if not self._is_taken and self._given_up is None:
+            self._given_up = why
+        self._groups.forget(self)
+
+    def _join(self) -> Any:
+        backend = _connect(self.address, self._timeout_s)
+        if self._given_up is not None:
+            _abort(backend)
+            raise _Left(self._given_up)
+        return backend
+
+
+class WeightGroups:
+    """The groups of this engine, by name.
+
+    Args:
+        device: of the engine. With NCCL what is received goes there, with gloo to host memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._groups: dict[str, WeightGroup] = {}
+        self._joining: dict[str, Joining] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(name for name, group in self._groups.items() if not group.is_closed)
+
+    def join(self, address: GroupAddress, timeout_s: float) -> Joining:
+        """Begin to join. A live group of that name is left first.
+
+        Raises:
+            RequestRejected: 400, a field is wrong; 409, a group of that name is just being joined.
+        """
+        self._check(address, timeout_s)
+        if address.name in self._joining:
+            raise RequestRejected(
+                f"a group {address.name!r} is just being joined: wait, or destroy_weights_update_group first",
+                409,
+            )
+        replaced = self.leave(address.name, "another group of that name is joined") is not None
+        joining = self._joining[address.name] = Joining(self, address, timeout_s, replaced)
+        return joining
+
+    def get(self, name: str) -> WeightGroup:
+        """The live group of this name.
+
+        Raises:
+            RequestRejected: 400, there is none.
+        """
+        group = self._groups.get(name)
+        if group is not None and not group.is_closed:
+            return group
+        why = f" (left: {group.why_closed})" if group is not None else ""
+        known = ", ".join(map(repr, self.names)) or "none"
+        raise RequestRejected(
+            f"group_name: there is no group {name!r}{why}; known: {known}. init_weights_update_group first"
+        )
+
+    def leave(self, name: str, why: str) -> InThread[None] | None:
+        """Leave the group of that name, or stop joining it; None if there is none."""
+        joining = self._joining.get(name)
+        if joining is not None:
+            joining.close(why)
+        group = self._groups.get(name)
+        if group is None or group.is_closed:
+            return None if joining is None else InThread(f"leave-{name}", lambda: None)
+        return group.close(why)
+
+    def add(self, group: WeightGroup) -> None:
+        """A group has been joined."""
+        self._groups[group.name] = group
+
+    def forget(self, joining: Joining) -> None:
+        """It is not being joined any more."""
+        if self._joining.get(joining.address.name) is joining:
+            del self._joining[joining.address.name]
+
+    def buffer_device(self, address: GroupAddress) -> torch.device:
+        return self._device if address.backend == "nccl" else torch.device("cpu")
+
+    def _check(self, address: GroupAddress, timeout_s: float) -> None:
+        if not address.name:
+            raise RequestRejected("group_name: expected a name, got an empty one")
+        if not address.host:
+            raise RequestRejected("master_address: expected an address, got an empty one")
+        if not 0 < address.port < 1 << 16:
+            raise RequestRejected(f"master_port: expected 1..65535, got {address.port}")
+        if not 0 < address.rank < address.world_size:
+            raise RequestRejected(
+                f"rank_offset: expected 1..{address.world_size - 1} (rank 0 is the trainer's, world_size is "
+                f"{address.world_size}), got {address.rank}"
+            )
+        if not timeout_s > 0:
+            raise RequestRejected(f"timeout_s: expected more than 0 seconds, got {timeout_s}")
+        if address.backend == "nccl" and self._device.type != "cuda":
+            raise RequestRejected("backend 'nccl': this engine runs on the CPU, expected 'gloo'")
+
+
+def _connect(address: GroupAddress, timeout_s: float) -> Any:
+    """Meet the others; the same keys and the same steps as torch's helper takes for a named group."""
+    deadline_s = time.monotonic() + timeout_s
+    rendezvous = _dist.rendezvous(
+        address.url, address.rank, address.world_size, timeout=timedelta(seconds=timeout_s)
+    )
+    store, rank, world_size = next(rendezvous)
+    named = _dist.PrefixStore(f"{address.name}/", _dist.PrefixStore(address.name, store))
+    left = timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3))
+    named.set_timeout(left)
+    if address.backend == "gloo":
+        return _dist.ProcessGroupGloo(_dist.PrefixStore("cpu/", named), rank, world_size, timeout=left)
+    # What fails in a group is answered by leaving it: NCCL's watchdogs would end the process instead.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+    options = _dist.ProcessGroupNCCL.Options()
+    options._timeout = NCCL_TIMEOUT
+    options.is_high_priority_stream = False
+    options.group_name = address.name
+    return _dist.ProcessGroupNCCL(_dist.PrefixStore("cuda/", named), rank, world_size, options)
+
+
+def _abort(backend: Any | None) -> None:
+    """End what is under way, with whatever the backend can do; the connections end with its last use."""
+    if backend is not None:
+        with suppress(Exception):
+            backend.abort()

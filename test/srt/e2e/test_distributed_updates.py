@@ -1,0 +1,311 @@
+"""Weights that a trainer broadcasts: the engine is the new model afterwards or, where it failed, the old."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
+from fixtures.engines import Engines
+from fixtures.gpu_device import DEVICE
+from fixtures.references import Reference
+from fixtures.servers import running_server, wait_until
+from safetensors.torch import load_file
+
+from ebbtide import Engine
+from ebbtide.srt.errors import RequestRejected
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
+PROMPTS = [[3, 1, 4, 1, 5], list(range(40)), [200]]
+ALL_ROWS = 10**6
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    with Engines() as engines:
+        yield engines
+
+
+@pytest.fixture
+def engine(engines: Engines, checkpoint_a: Path) -> Engine:
+    """The shared engine with the weights of A and no group, whatever the test before left."""
+    engine = engines(checkpoint_a)
+    engine.abort_weight_update()
+    for name in ("g", "other"):
+        engine.destroy_weights_update_group(name)
+    engine.update_weights_from_disk(str(checkpoint_a), weight_version="a")
+    return engine
+
+
+@pytest.fixture
+def trainer() -> Iterator[BroadcastingTrainer]:
+    with BroadcastingTrainer() as process:
+        yield process
+
+
+def join(engine: Engine, trainer: BroadcastingTrainer, name: str = "g", **fields: Any) -> dict[str, Any]:
+    reply = engine.init_weights_update_group(**trainer.join(name, **fields))
+    trainer.hear()
+    return reply
+
+
+def outputs(engine: Engine) -> list[list[int]]:
+    return [output["output_ids"] for output in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
+
+
+def assert_holds(engine: Engine, folder: Path) -> None:
+    """Every weight bit for bit."""
+    weights = load_file(folder / WEIGHTS)
+    assert {name: engine.get_weights_by_name(name, ALL_ROWS) for name in weights} == {
+        name: tensor.tolist() for name, tensor in weights.items()
+    }
+
+
+def assert_serves(engine: Engine, folder: Path, reference: Reference) -> None:
+    """Every weight, and what comes of them."""
+    assert_holds(engine, folder)
+    assert outputs(engine) == [reference.greedy(prompt, GREEDY["max_new_tokens"]) for prompt in PROMPTS]
+
+
+def first_half(announced: dict[str, Any]) -> dict[str, Any]:
+    num_tensors = len(announced["names"]) // 2
+    return {field: values[:num_tensors] for field, values in announced.items()}
+
+
+@pytest.mark.parametrize(
+    ("command", "load_format"), [("plain", None), ("async", None), ("bucket", "flattened_bucket")]
+)
+def test_new_weights_serve_and_old_ones_come_back(
+    engine: Engine,
+    trainer: BroadcastingTrainer,
+    checkpoint_a: Path,
+    checkpoint_b: Path,
+    reference_a: Reference,
+    reference_b: Reference,
+    command: str,
+    load_format: str | None,
+) -> None:
+    reply = join(engine, trainer)
+    assert (reply["changed"], reply["replaced"]) == (True, False)
+    for version, folder, reference in (("b", checkpoint_b, reference_b), ("a2", checkpoint_a, reference_a)):
+        trainer.tell(command, "g", folder / WEIGHTS)
+        reply = engine.update_weights_from_distributed(
+            **announcement(folder / WEIGHTS), group_name="g", load_format=load_format, weight_version=version
+        )
+        trainer.hear()
+        weights = load_file(folder / WEIGHTS).values()
+        assert (reply["committed"], reply["staged"], reply["content"]) == (True, True, "valid")
+        assert reply["num_tensors"] == len(weights)
+        assert reply["num_bytes"] == sum(tensor.nbytes for tensor in weights)
+        assert reply["weight_version"] == engine.weight_version == version
+        assert_serves(engine, folder, reference)
+
+
+def test_requests_run_on_while_a_group_and_its_broadcasts_are_awaited(
+    engine: Engine, trainer: BroadcastingTrainer, checkpoint_b: Path, reference_b: Reference
+) -> None:
+    before = outputs(engine)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(engine.init_weights_update_group, **trainer.join("other", world_size=3))
+        assert outputs(engine) == before
+        assert not joining.done()
+        wait_until(
+            lambda: engine.destroy_weights_update_group("other")["changed"], "the group is being joined"
+        )
+        with pytest.raises(RequestRejected, match="was not joined: destroy_weights_update_group") as refusal:
+            joining.result(timeout=60)
+        assert refusal.value.status == 400
+    trainer.kill()
+    with BroadcastingTrainer() as trainer, ThreadPoolExecutor(1) as pool:
+        join(engine, trainer)
+        updating = pool.submit(
+            engine.update_weights_from_distributed, **announcement(checkpoint_b / WEIGHTS), group_name="g"
+        )
+        assert outputs(engine) == before
+        assert not updating.done()
+        trainer.tell("plain", "g", checkpoint_b / WEIGHTS)
+        assert updating.result(timeout=60)["committed"] is True
+    assert_serves(engine, checkpoint_b, reference_b)
+
+
+def test_what_does_not_fit_is_refused_before_it_is_received(
+    engine: Engine, trainer: BroadcastingTrainer, checkpoint_a: Path, checkpoint_b: Path
+) -> None:
+    join(engine, trainer)
+    announced = announcement(checkpoint_b / WEIGHTS)
+    wrong = {**announced, "shapes": [[7, 7], *announced["shapes"][1:]]}
+    with pytest.raises(RequestRejected) as refusal:
+        engine.update_weights_from_distributed(**wrong, group_name="g")
+    assert refusal.value.status == 400
+    assert [error["name"] for error in refusal.value.body["errors"]] == [announced["names"][0]]
+    for field, message in (("names", "got 1, "), ("dtypes", "got "), ("shapes", "got ")):
+        with pytest.raises(RequestRejected, match=re.escape(message)):
+            engine.update_weights_from_distributed(
+                **{**announced, field: announced[field][:1]}, group_name="g"
+            )
+    assert_holds(engine, checkpoint_a)
+    # Nothing was broadcast, and nothing was taken: the group is in step.
+    trainer.tell("plain", "g", checkpoint_b / WEIGHTS)
+    engine.update_weights_from_distributed(**announced, group_name="g")
+    trainer.hear()
+    assert_holds(engine, checkpoint_b)
+
+
+@pytest.mark.parametrize("end", ["freeze", "kill"])
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_trainer_that_disappears_in_mid_broadcast(
+    engine: Engine,
+    trainer: BroadcastingTrainer,
+    checkpoint_a: Path,
+    checkpoint_b: Path,
+    reference_a: Reference,
+    end: str,
+    in_session: bool,
+) -> None:
+    join(engine, trainer)
+    announced = announcement(checkpoint_b / WEIGHTS)
+    if in_session:
+        engine.begin_weight_update()
+        trainer.tell("half", "g", checkpoint_b / WEIGHTS)
+        reply = engine.update_weights_from_distributed(**first_half(announced), group_name="g")
+        trainer.hear()
+        assert reply["committed"] is False
+    with ThreadPoolExecutor(1) as pool:
+        timeout_s = 2.0 if end == "freeze" else 250.0
+        updating = pool.submit(
+            engine.update_weights_from_distributed, **announced, group_name="g", timeout_s=timeout_s
+        )
+        trainer.tell("half", "g", checkpoint_b / WEIGHTS)
+        trainer.hear()
+        getattr(trainer, end)()
+        with pytest.raises(RequestRejected, match="nothing was written") as refusal:
+            updating.result(timeout=60)
+        assert refusal.value.status == 400
+    assert_serves(engine, checkpoint_a, reference_a)
+    assert engine.weight_version == "a"
+    with pytest.raises(RequestRejected, match=r"no group 'g' \(left: .*known: none"):
+        engine.update_weights_from_distributed(**announced, group_name="g")
+    with BroadcastingTrainer() as next_trainer:
+        join(engine, next_trainer)
+        next_trainer.tell("plain", "g", checkpoint_b / WEIGHTS)
+        engine.update_weights_from_distributed(**announced, group_name="g")
+        next_trainer.hear()
+        if in_session:
+            assert_holds(engine, checkpoint_a)
+            assert engine.end_weight_update("b")["committed"] is True
+        assert_holds(engine, checkpoint_b)
+
+
+def test_a_session_that_is_aborted_ends_what_it_waits_for(
+    engine: Engine, trainer: BroadcastingTrainer, checkpoint_a: Path, checkpoint_b: Path
+) -> None:
+    join(engine, trainer)
+    engine.begin_weight_update()
+
+    async def update_and_abort() -> None:
+        announced = announcement(checkpoint_b / WEIGHTS)
+        updating = asyncio.create_task(
+            engine.async_update_weights_from_distributed(**announced, group_name="g")
+        )
+        await asyncio.sleep(0)  # It is on its way: the abort comes behind it.
+        trainer.tell("half", "g", checkpoint_b / WEIGHTS)
+        assert (await engine.async_abort_weight_update())["changed"] is True
+        with pytest.raises(RequestRejected, match="aborted by abort_weight_update"):
+            await updating
+
+    asyncio.run(asyncio.wait_for(update_and_abort(), 60))
+    assert_holds(engine, checkpoint_a)
+
+
+def test_groups_are_left_by_name_once(
+    engine: Engine, trainer: BroadcastingTrainer, checkpoint_b: Path
+) -> None:
+    assert engine.destroy_weights_update_group("g")["changed"] is False
+    join(engine, trainer)
+    join(engine, trainer, "other")
+    assert engine.destroy_weights_update_group("g")["changed"] is True
+    assert engine.destroy_weights_update_group("g")["changed"] is False
+    announced = announcement(checkpoint_b / WEIGHTS)
+    with pytest.raises(RequestRejected, match=r"no group 'g' .*known: 'other'") as refusal:
+        engine.update_weights_from_distributed(**announced, group_name="g")
+    assert refusal.value.status == 400
+    trainer.tell("plain", "other", checkpoint_b / WEIGHTS)
+    engine.update_weights_from_distributed(**announced, group_name="other")
+    trainer.hear()
+    assert_holds(engine, checkpoint_b)
+    trainer.tell("leave", "other")
+    trainer.hear()
+    assert join(engine, trainer, "other")["replaced"] is True
+
+
+def test_a_trainer_that_does_not_come(engine: Engine, trainer: BroadcastingTrainer) -> None:
+    with pytest.raises(RequestRejected, match="was not joined as rank 1 of 3 within 1 s") as refusal:
+        engine.init_weights_update_group(**trainer.join("g", world_size=3), timeout_s=1.0)
+    assert refusal.value.status == 400
+
+
+def test_over_http_with_the_older_fields_too(
+    checkpoint_a: Path, checkpoint_b: Path, trainer: BroadcastingTrainer
+) -> None:
+    announced = announcement(checkpoint_b / WEIGHTS)
+    with running_server(checkpoint_a, "--log-level", "warning") as server:
+        fields = trainer.join("weight_update_group")
+        del fields["group_name"]
+        body = {**fields, "master_port": str(fields["master_port"]), "pp_rank": 0}
+        assert server.post("/init_weights_update_group", body).json()["success"] is True
+        trainer.hear()
+        assert server.get("/server_info").json()["weight_update"]["groups"] == ["weight_update_group"]
+        trainer.tell("plain", "weight_update_group", checkpoint_b / WEIGHTS)
+        for field in (
+            {"name": name, "dtype": f"torch.{dtype}", "shape": shape}
+            for name, dtype, shape in zip(*announced.values(), strict=True)
+        ):
+            response = server.post("/update_weights_from_distributed", {**field, "flush_cache": False})
+            assert response.status_code == 200, response.text
+        trainer.hear()
+        for name, tensor in load_file(checkpoint_b / WEIGHTS).items():
+            body = {"name": name, "truncate_size": ALL_ROWS}
+            assert server.post("/get_weights_by_name", body).json() == tensor.tolist()
+        refused = server.post("/update_weights_from_distributed", {"names": ["a"]})
+        assert (refused.status_code, refused.json()["success"]) == (400, False)
+        assert "dtypes, shapes: required" in refused.json()["message"]
+        assert server.post("/destroy_weights_update_group").json()["changed"] is True
+        assert server.post("/destroy_weights_update_group").json()["changed"] is False
+        assert server.get("/server_info").json()["weight_update"]["groups"] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(
+    not DEVICE.is_cuda or torch.accelerator.device_count() < 2, reason="needs engines on CUDA, and two GPUs"
+)
+def test_nccl_from_one_gpu_to_another(checkpoint_a: Path, checkpoint_b: Path) -> None:
+    announced = announcement(checkpoint_b / WEIGHTS)
+    with Engine(model_path=str(checkpoint_a), max_total_tokens=8192, **DEVICE.server_args) as engine:
+        with BroadcastingTrainer("cuda:1") as trainer:
+            join(engine, trainer, backend="nccl")
+            for command, load_format, folder in (
+                ("plain", None, checkpoint_b),
+                ("async", None, checkpoint_a),
+                ("bucket", "flattened_bucket", checkpoint_b),
+            ):
+                trainer.tell(command, "g", folder / WEIGHTS)
+                engine.update_weights_from_distributed(**announced, group_name="g", load_format=load_format)
+                trainer.hear()
+                assert_holds(engine, folder)
+            trainer.freeze()
+            with pytest.raises(RequestRejected, match="nothing was written"):
+                engine.update_weights_from_distributed(**announced, group_name="g", timeout_s=2.0)
+        assert_holds(engine, checkpoint_b)
+        with BroadcastingTrainer("cuda:1") as trainer:
+            join(engine, trainer, backend="nccl")
+            trainer.tell("plain", "g", checkpoint_a / WEIGHTS)
+            engine.update_weights_from_distributed(**announced, group_name="g")
+            assert_holds(engine, checkpoint_a)

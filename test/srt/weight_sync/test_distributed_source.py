@@ -1,0 +1,246 @@
+"""Groups that a trainer in another process makes, and the tensors that it broadcasts in them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
+from safetensors.torch import load_file, save_file
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
+from ebbtide.srt.weight_sync.weight_group import GroupAddress, WeightGroups
+
+ALL = 60.0
+
+
+@pytest.fixture
+def trainer() -> Iterator[BroadcastingTrainer]:
+    with BroadcastingTrainer() as process:
+        yield process
+
+
+@pytest.fixture
+def groups() -> WeightGroups:
+    return WeightGroups(torch.device("cpu"))
+
+
+@pytest.fixture
+def tensors(tmp_path: Path) -> Path:
+    """Dtypes of every size, none of them aligned in a bucket behind the first; a scalar."""
+    generator = torch.Generator().manual_seed(0)
+    file = tmp_path / "tensors.safetensors"
+    save_file(
+        {
+            "bytes": torch.arange(5, dtype=torch.uint8),
+            "floats": torch.randn(3, 5, generator=generator),
+            "halves": torch.randn(7, generator=generator).to(torch.bfloat16),
+            "many": torch.randn(300, 1000, generator=generator),
+            "scalar": torch.tensor(2.5),
+        },
+        file,
+    )
+    return file
+
+
+def wait_for(is_done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + ALL
+    while not is_done():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(1e-3)
+
+
+def address(fields: dict[str, Any]) -> GroupAddress:
+    return GroupAddress(
+        name=fields["group_name"],
+        host=fields["master_address"],
+        port=fields["master_port"],
+        rank=fields["rank_offset"],
+        world_size=fields["world_size"],
+        backend=fields["backend"],
+    )
+
+
+def join(groups: WeightGroups, trainer: BroadcastingTrainer, name: str = "g") -> bool:
+    """Join a group of two; whether it has replaced one."""
+    joining = groups.join(address(trainer.join(name)), ALL)
+    wait_for(joining.poll)
+    joining.close()
+    trainer.hear()
+    return joining.replaced
+
+
+def source_of(
+    groups: WeightGroups, file: Path, load_format: str | None = None, timeout_s: float = ALL
+) -> BroadcastSource:
+    return open_broadcast(
+        Announcement(**announcement(file), load_format=load_format), groups.get("g"), timeout_s
+    )
+
+
+def assert_holds(source: BroadcastSource, file: Path) -> None:
+    wait_for(source.arrived)
+    expected = load_file(file)
+    received = {name: tensor.clone() for name, tensor in source}
+    assert list(received) == list(expected) == [entry.name for entry in source.entries]
+    for name, tensor in expected.items():
+        assert received[name].dtype == tensor.dtype
+        assert torch.equal(received[name], tensor), name
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("command", "load_format"), [("plain", None), ("async", None), ("bucket", "flattened_bucket")]
+)
+def test_what_a_trainer_broadcasts_arrives_again_and_again(
+    trainer: BroadcastingTrainer, groups: WeightGroups, tensors: Path, command: str, load_format: str | None
+) -> None:
+    join(groups, trainer)
+    for _ in range(3):
+        source = source_of(groups, tensors, load_format)
+        trainer.tell(command, "g", tensors)
+        assert_holds(source, tensors)
+        trainer.hear()
+    assert groups.names == ["g"]
+
+
+def test_two_groups_by_name(trainer: BroadcastingTrainer, groups: WeightGroups, tensors: Path) -> None:
+    join(groups, trainer, "g")
+    join(groups, trainer, "other")
+    assert groups.names == ["g", "other"]
+    trainer.tell("plain", "g", tensors)
+    assert_holds(source_of(groups, tensors), tensors)
+    trainer.hear()
+    left = groups.leave("other", "not needed")
+    assert left is not None
+    wait_for(lambda: left.is_done)
+    with pytest.raises(RequestRejected, match=r"no group 'other'.*not needed.*known: 'g'") as refusal:
+        groups.get("other")
+    assert refusal.value.status == 400
+    trainer.tell("plain", "g", tensors)
+    assert_holds(source_of(groups, tensors), tensors)
+
+
+def test_a_group_of_the_same_name_replaces_the_first(
+    trainer: BroadcastingTrainer, groups: WeightGroups, tensors: Path
+) -> None:
+    assert join(groups, trainer) is False
+    late = source_of(groups, tensors)
+    trainer.tell("leave", "g")
+    trainer.hear()
+    assert join(groups, trainer) is True
+    with pytest.raises(RequestRejected, match="another group of that name"):
+        wait_for(late.arrived)
+    trainer.tell("plain", "g", tensors)
+    assert_holds(source_of(groups, tensors), tensors)
+
+
+def test_a_trainer_that_ends_half_way(
+    trainer: BroadcastingTrainer, groups: WeightGroups, tensors: Path
+) -> None:
+    join(groups, trainer)
+    source = source_of(groups, tensors)
+    trainer.tell("half", "g", tensors)
+    assert source.arrived() is False
+    trainer.hear()
+    trainer.kill()
+    with pytest.raises(RequestRejected, match="nothing was written: the group 'g' was left"):
+        wait_for(source.arrived)
+    source.close()
+    assert groups.names == []
+    with BroadcastingTrainer() as next_trainer:
+        join(groups, next_trainer)
+        next_trainer.tell("plain", "g", tensors)
+        assert_holds(source_of(groups, tensors), tensors)
+
+
+def test_an_update_that_is_given_up_leaves_its_group(
+    trainer: BroadcastingTrainer, groups: WeightGroups, tensors: Path
+) -> None:
+    join(groups, trainer)
+    source = source_of(groups, tensors)
+    assert source.arrived() is False
+    source.close()
+    assert groups.names == []
+    with pytest.raises(RequestRejected, match="before all of its broadcasts had arrived"):
+        groups.get("g")
+
+
+def test_an_update_that_has_not_begun_leaves_its_group_alone(
+    trainer: BroadcastingTrainer, groups: WeightGroups, tensors: Path
+) -> None:
+    join(groups, trainer)
+    source_of(groups, tensors).close()
+    assert groups.names == ["g"]
+
+
+def test_nobody_at_the_address(groups: WeightGroups, trainer: BroadcastingTrainer) -> None:
+    fields = trainer.join("elsewhere", world_size=3)  # One more than will come.
+    joining = groups.join(address({**fields, "group_name": "g"}), 1.0)
+    with pytest.raises(RequestRejected, match="was not joined as rank 1 of 3 within 1 s") as refusal:
+        wait_for(joining.poll)
+    assert refusal.value.status == 400
+    joining.close()
+    assert groups.names == []
+
+
+def test_one_joining_at_a_time_under_a_name(groups: WeightGroups, trainer: BroadcastingTrainer) -> None:
+    fields = trainer.join("g", world_size=3)
+    first = groups.join(address(fields), ALL)
+    with pytest.raises(RequestRejected, match="just being joined") as refusal:
+        groups.join(address(fields), ALL)
+    assert refusal.value.status == 409
+    assert groups.leave("g", "destroyed") is not None
+    with pytest.raises(RequestRejected, match="was not joined: destroyed"):
+        first.poll()
+    assert groups.leave("g", "destroyed") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": ""}, "group_name"),
+        ({"host": ""}, "master_address"),
+        ({"port": 0}, "master_port: expected 1..65535, got 0"),
+        ({"port": 65536}, "master_port"),
+        ({"rank": 0}, r"rank_offset: expected 1\.\.1"),
+        ({"rank": 2}, "rank_offset"),
+        ({"backend": "nccl"}, "this engine runs on the CPU"),
+    ],
+)
+def test_an_address_that_cannot_be(groups: WeightGroups, changes: dict[str, Any], message: str) -> None:
+    fields = {"name": "g", "host": "::1", "port": 1, "rank": 1, "world_size": 2, "backend": "gloo", **changes}
+    with pytest.raises(RequestRejected, match=message) as refusal:
+        groups.join(GroupAddress(**fields), ALL)
+    assert refusal.value.status == 400
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_addresses_of_either_version(host: str) -> None:
+    assert GroupAddress("g", host, 80, 1, 2, "gloo").url == "tcp://[::1]:80"
+    assert GroupAddress("g", "localhost", 80, 1, 2, "gloo").url == "tcp://localhost:80"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"names": ["a", "b"]}, "got 2, 1 and 1"),
+        ({"dtypes": ["float33"]}, "a: unknown dtype 'float33'"),
+        ({"dtypes": ["nn"]}, "unknown dtype"),
+        ({"shapes": [[2, -1]]}, "a: expected sizes of 0 or more"),
+        ({"load_format": "direct"}, "load_format: unknown value 'direct'; valid: null, flattened_bucket"),
+    ],
+)
+def test_an_announcement_that_cannot_be(
+    groups: WeightGroups, trainer: BroadcastingTrainer, changes: dict[str, Any], message: str
+) -> None:
+    join(groups, trainer)
+    fields = {"names": ["a"], "dtypes": ["torch.float32"], "shapes": [[2, 3]], **changes}
+    with pytest.raises(RequestRejected, match=message):
+        open_broadcast(Announcement(**fields), groups.get("g"), ALL)
+    assert groups.names == ["g"]
