@@ -117,6 +117,12 @@ def test_an_rl_loop_goes_on_when_answers_are_lost(server: Server, checkpoints: t
     assert rewards[0] == rewards[1]
 
 
+def test_a_trainer_sends_its_weights_after_each_step() -> None:
+    output = run_example("weight_sender.py", "--steps", "2")
+    assert re.findall(r"rollouts by weights {'(\d)'}", output) == ["0", "1"]
+    assert re.findall(r"as version (\d)", output) == ["1", "2"]
+
+
 def test_the_page_on_testing_controllers(tmp_path: Path) -> None:
     tests = tmp_path / "test_page.py"
     tests.write_text("\n".join(re.findall(r"```python\n(.*?)```", TESTING.read_text(), re.DOTALL)))

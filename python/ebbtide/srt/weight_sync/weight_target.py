@@ -1,0 +1,286 @@
+"""Where a trainer's weights go: an `Engine` of this process, or a server by its address.
+
+A bucket goes to a server in one of three ways: by reference to this process's GPU memory, where the server's
+only rank is on the same GPU; through shared memory, where the server is on this host; in the body, elsewhere.
+Source: wire_api sections 3.3 and 4.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import ipaddress
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal, Protocol, get_args
+from urllib.parse import urlsplit
+
+import psutil
+import safetensors.torch
+import torch
+
+from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
+from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
+from ebbtide.srt.weight_sync.sender import TensorSender, serialize_bucket
+from ebbtide.srt.weight_sync.shared_memory import object_path
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+Transport = Literal["auto", "memory", "body"]
+
+# How much longer than the server's own deadline an answer is awaited: the server's says more.
+MARGIN_S: Final = 30.0
+# What asks for a state is answered at once, also by a server that is busy.
+STATE_TIMEOUT_S: Final = 60.0
+_ERROR_FIELDS: Final = ("success", "message", "error", "status")
+
+
+class AnswerLost(EbbtideError):
+    """No answer came: whether the request was carried out is unknown."""
+
+
+class Target(Protocol):
+    """One engine that takes new weights.
+
+    The methods raise `RequestRejected` for a refusal, `EngineError` when the engine failed, `AnswerLost`.
+    """
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
+
+    def begin(self, session_timeout_s: float | None) -> None:
+        """Open a session; None: for as long as the engine allows by itself."""
+        ...
+
+    def stage(self, tensors: NamedTensors, timeout_s: float) -> Mapping[str, Any]:
+        """Hand tensors over, which may change once this has returned; the body of the reply."""
+        ...
+
+    def end(
+        self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
+    ) -> Mapping[str, Any]:
+        """Commit the session; the body of the reply."""
+        ...
+
+    def abort(self) -> None:
+        """Discard the open session, if there is one."""
+        ...
+
+    def has_session(self) -> bool:
+        """Whether a session is open."""
+        ...
+
+    def serving_version(self) -> str:
+        """The version of the weights that serve."""
+        ...
+
+
+class UpdatableEngine(Protocol):
+    """What is asked of an engine in this process: `ebbtide.Engine` has it."""
+
+    def begin_weight_update(self, *, timeout_s: float | None) -> dict[str, Any]: ...
+
+    def update_weights_from_tensor(
+        self, named_tensors: list[tuple[str, torch.Tensor]], *, timeout_s: float | None
+    ) -> dict[str, Any]: ...
+
+    def end_weight_update(
+        self,
+        *,
+        weight_version: str | None,
+        flush_cache: bool | None,
+        pause_mode: str | None,
+        timeout_s: float | None,
+    ) -> dict[str, Any]: ...
+
+    def abort_weight_update(self) -> dict[str, Any]: ...
+
+    def server_info(self) -> dict[str, Any]: ...
+
+    @property
+    def weight_version(self) -> str: ...
+
+
+class EngineTarget:
+    """An engine of this process, which chooses by itself how tensors reach its ranks."""
+
+    def __init__(self, engine: UpdatableEngine, name: str = "the engine") -> None:
+        self.name = name
+        self._engine = engine
+
+    def begin(self, session_timeout_s: float | None) -> None:
+        self._engine.begin_weight_update(timeout_s=session_timeout_s)
+
+    def stage(self, tensors: NamedTensors, timeout_s: float) -> Mapping[str, Any]:
+        return self._engine.update_weights_from_tensor(list(tensors), timeout_s=timeout_s)
+
+    def end(
+        self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
+    ) -> Mapping[str, Any]:
+        return self._engine.end_weight_update(
+            weight_version=version, flush_cache=flush_cache, pause_mode=pause_mode, timeout_s=timeout_s
+        )
+
+    def abort(self) -> None:
+        self._engine.abort_weight_update()
+
+    def has_session(self) -> bool:
+        return bool(self._engine.server_info()["weight_update"]["session_open"])
+
+    def serving_version(self) -> str:
+        return self._engine.weight_version
+
+
+class ServerTarget:
+    """A server.
+
+    Args:
+        url: its address, without a path.
+        transport: "memory" refers to memory of this host, "body" sends the data; "auto" takes "memory" where
+            the address is one of this host's. Behind such an address a container, or a tunnel, may have
+            memory of its own: then "body".
+        api_key: sent with each request.
+    """
+
+    def __init__(self, url: str, transport: Transport = "auto", api_key: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise ValueError(f"expected a URL as http://HOST:PORT, got {url!r}")
+        if transport not in get_args(Transport):
+            raise ValueError(f"transport: expected one of {get_args(Transport)}, got {transport!r}")
+        self.name = url.rstrip("/")
+        self._host = parts.hostname
+        self._transport = transport
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        # Straight to it: what the environment names as a proxy is for other traffic.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._shares_memory = False
+        self._rank_uuids: list[str | None] = []
+        self._senders: dict[torch.device, TensorSender] = {}
+
+    def begin(self, session_timeout_s: float | None) -> None:
+        ranks = self._call("/memory_occupation")["ranks"]
+        self._rank_uuids = [rank["uuid"] for rank in ranks]
+        is_near = self._transport == "auto" and _is_this_host(self._host)
+        self._shares_memory = self._transport == "memory" or is_near
+        self._call("/begin_weight_update", {"timeout_s": session_timeout_s}, STATE_TIMEOUT_S)
+
+    def stage(self, tensors: NamedTensors, timeout_s: float) -> Mapping[str, Any]:
+        if not self._shares_memory:
+            return self._update([_safetensors_image(tensors)], "safetensors", timeout_s)
+        if len(self._rank_uuids) == 1:
+            with self._sender_for(tensors[0][1].device).send(tensors) as sent:
+                return self._update([sent.payload], None, timeout_s)
+        with _shared_bucket(tensors, len(self._rank_uuids)) as payloads:
+            return self._update(payloads, "flattened_bucket", timeout_s)
+
+    def end(
+        self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
+    ) -> Mapping[str, Any]:
+        fields = {
+            "weight_version": version,
+            "flush_cache": flush_cache,
+            "pause_mode": pause_mode,
+            "timeout_s": timeout_s,
+        }
+        body: Mapping[str, Any] = self._call("/end_weight_update", fields, timeout_s + MARGIN_S)
+        return body
+
+    def abort(self) -> None:
+        self._call("/abort_weight_update", {})
+
+    def has_session(self) -> bool:
+        return bool(self._call("/server_info")["weight_update"]["session_open"])
+
+    def serving_version(self) -> str:
+        return str(self._call("/model_info")["weight_version"])
+
+    def _sender_for(self, device: torch.device) -> TensorSender:
+        if device not in self._senders:
+            is_shared = device.type == "cuda" and _uuid(device) == _bare(self._rank_uuids[0])
+            self._senders[device] = TensorSender(str(device) if is_shared else "cpu")
+        return self._senders[device]
+
+    def _update(self, entries: Sequence[bytes], load_format: str | None, timeout_s: float) -> dict[str, Any]:
+        fields = {
+            "serialized_named_tensors": [base64.b64encode(entry).decode() for entry in entries],
+            "load_format": load_format,
+            "timeout_s": timeout_s,
+        }
+        body: dict[str, Any] = self._call("/update_weights_from_tensor", fields, timeout_s + MARGIN_S)
+        return body
+
+    def _call(
+        self, path: str, fields: Mapping[str, Any] | None = None, timeout_s: float = STATE_TIMEOUT_S
+    ) -> Any:
+        """POST these fields, or GET without any; the answer's JSON."""
+        data = None if fields is None else json.dumps(fields).encode()
+        request = urllib.request.Request(self.name + path, data, self._headers)
+        try:
+            with self._opener.open(request, timeout=timeout_s) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            raise _as_error(error) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise AnswerLost(f"no answer from {self.name}{path}: {error}") from error
+
+
+def _as_error(answer: urllib.error.HTTPError) -> EbbtideError:
+    try:
+        body = json.load(answer)
+        message = str(body["message"])
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        body, message = {}, f"HTTP status {answer.code}"
+    # 503 is of the moment: its queue is full, it starts, or goes down.
+    if answer.code >= 500 and answer.code != http.HTTPStatus.SERVICE_UNAVAILABLE:
+        return EngineError(message)
+    fields = {name: value for name, value in body.items() if name not in _ERROR_FIELDS}
+    return RequestRejected(message, answer.code, **fields)
+
+
+def _safetensors_image(tensors: NamedTensors) -> bytes:
+    # Copies: the format refuses tensors that share memory, as tied ones do.
+    return safetensors.torch.save(
+        {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    )
+
+
+@contextmanager
+def _shared_bucket(tensors: NamedTensors, num_ranks: int) -> Iterator[list[bytes]]:
+    """A payload per rank, all of them references to one block of shared memory."""
+    bucket = FlattenedTensorBucket([(name, tensor.detach().cpu()) for name, tensor in tensors])
+    payloads = [serialize_bucket(bucket) for _ in range(num_ranks)]
+    _, handle, _ = bucket.get_flattened_tensor().untyped_storage()._share_filename_cpu_()
+    try:
+        yield payloads
+    finally:
+        # In this order: torch removes it with the last reference, and hangs where it is not there to remove.
+        # What is left then is kept by references that no rank has taken.
+        del bucket
+        object_path(handle).unlink(missing_ok=True)
+
+
+def _uuid(device: torch.device) -> str:
+    return _bare(str(torch.cuda.get_device_properties(device).uuid))
+
+
+def _bare(uuid: str | None) -> str:
+    return (uuid or "").lower().removeprefix("gpu-")
+
+
+def _is_this_host(host: str) -> bool:
+    own = {
+        found.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for found in addresses
+    }
+    try:
+        meant = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(address in own or ipaddress.ip_address(address).is_loopback for address in meant)
