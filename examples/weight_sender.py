@@ -1,10 +1,9 @@
 """An RL loop in one process: the trainer's weights go to the engine after each step, as one update.
 
-    python examples/weight_sender.py [--steps 5] [--url http://127.0.0.1:30000 --model-path FOLDER]
+    python examples/weight_sender.py [--steps 5] [--model-path FOLDER]
 
-Without `--model-path` a tiny Qwen3 of random weights is made. The engine that rolls out is of this process;
-the server of `--url`, of the same model, gets every update too, as an evaluator would. The reward is the
-share of token ids below `SMALL`: REINFORCE in plain torch makes those likelier.
+Without `--model-path` a tiny Qwen3 of random weights is made. The reward is the share of token ids below
+`SMALL`: REINFORCE in plain torch makes those likelier.
 """
 
 from __future__ import annotations
@@ -69,13 +68,13 @@ def make_tiny_model(path: Path) -> Path:
     return path
 
 
-def run(model_path: Path, url: str | None, num_steps: int) -> None:
+def run(model_path: Path, num_steps: int) -> None:
     """The loop: the weights that the engine starts with are version 0."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     arguments: dict[str, Any] = {"skip_tokenizer_init": True, "max_total_tokens": 4096, "weight_version": "0"}
     with Engine(model_path=str(model_path), **arguments) as engine:
-        sender = WeightSender([engine, url] if url is not None else engine, bucket_bytes=64 << 20)
+        sender = WeightSender(engine, bucket_bytes=64 << 20)
         for step in range(num_steps):
             outputs = roll_out(engine, step)
             versions = {output["meta_info"]["weight_version"] for output in outputs}
@@ -90,12 +89,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model-path", type=Path)
-    parser.add_argument("--url", help="a server of that model")
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with TemporaryDirectory() as folder:
-        run(args.model_path or make_tiny_model(Path(folder) / "model"), args.url, args.steps)
+        run(args.model_path or make_tiny_model(Path(folder) / "model"), args.steps)
 
 
 if __name__ == "__main__":
