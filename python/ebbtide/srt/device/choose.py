@@ -27,13 +27,13 @@ def open_device(name: str) -> Device:
 
 
 def open_memory_saver(backend: str, device: Device) -> MemorySaver:
-    """The backend of a name: "auto" (or "host"), "torch_memory_saver" or "none".
+    """The backend of a name: "auto", "torch_memory_saver" or "none".
 
     Raises:
         ConfigurationError: there is none of that name, or it does not work on this device.
     """
     match backend:
-        case "auto" | "host":
+        case "auto":
             return VirtualMemorySaver(device.virtual_memory())
         case "none":
             return PlainMemory(device)

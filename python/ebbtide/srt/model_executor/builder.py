@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_FRACTION = 0.1
 # Touching host memory for the first time takes as long as copying it: what is staged is taken in such pieces,
-# between forward passes. On a GPU memory comes at once; few pieces are swapped quickest, and released quicker
-# than one.
+# between forward passes. On a GPU every piece costs a little when it is swapped, and a large one holds the
+# loop up for milliseconds when it is staged or given back: a few.
 HOST_WEIGHTS_CHUNK_BYTES = 64 << 20
 CUDA_WEIGHTS_CHUNK_BYTES = 4 << 30
 CUDA_KV_CHUNK_BYTES = 1 << 30

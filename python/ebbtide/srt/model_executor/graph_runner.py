@@ -111,7 +111,6 @@ class DecodeGraphs:
         batch_sizes: to capture, ascending.
         next_tokens: int64, the token sampled last for each page row; the last row is padding.
         max_pages: see `DecodeInputs`.
-        progress: called with (graphs captured, all).
 
     Raises:
         OutOfDeviceMemory: there is no room for the scratch memory.
@@ -125,7 +124,6 @@ class DecodeGraphs:
         batch_sizes: Sequence[int],
         next_tokens: Tensor,
         max_pages: int,
-        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self._model = model
         self._batch_sizes = list(batch_sizes)
@@ -142,9 +140,8 @@ class DecodeGraphs:
             self.arena = make_arena(self._warm_up() + SCRATCH_MARGIN_BYTES)
             self._pool = GraphPool(self.arena)
             # The largest first: the smaller ones find room in what it leaves.
-            for number, size in enumerate(reversed(self._batch_sizes)):
+            for size in reversed(self._batch_sizes):
                 self._capture(size)
-                progress(number + 1, len(self._batch_sizes))
         _cuda.current_stream(device).wait_stream(stream)
         self._pool.trim()
         logger.info(
@@ -170,14 +167,6 @@ class DecodeGraphs:
         self._attention[size].plan(*self.inputs.fill(size, plan, layout))
         self._graphs[size].replay()
         return self._hidden[size][:num_requests]
-
-    def close(self) -> None:
-        """Give graphs and scratch memory up. Idempotent."""
-        for graph in self._graphs.values():
-            graph.reset()
-        self._graphs.clear()
-        self._hidden.clear()
-        self._pool.close()
 
     def _warm_up(self) -> int:
         """Run every size once, so that kernels are compiled and workspaces made; the scratch it took."""

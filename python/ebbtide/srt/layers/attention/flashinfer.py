@@ -152,7 +152,7 @@ class FlashInferAttention:
         """Plan for one step; the device is not waited for. On a GPU every batch is a `CudaBatch`.
 
         The requests with one new token that come first, those that decode, are left to the decode kernel: the
-        kernels for prompts take four times as long for them.
+        kernels for prompts compute whole tiles of queries for each of them.
         """
         cuda_batch = cast(CudaBatch, batch)
         num_requests = len(batch.lens_R)
