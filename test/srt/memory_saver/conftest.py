@@ -27,6 +27,7 @@ class BudgetedMemory:
         self.maps_until_failure: int | None = None
         self._vm = vm
         self.granularity = self._vm.granularity
+        self.keeps_for_free = self._vm.keeps_for_free
 
     def reserve(self, num_bytes: int) -> Reservation:
         return self._vm.reserve(num_bytes)

@@ -187,6 +187,23 @@ def test_the_device_is_waited_for_once_before_anything_is_unmapped(action):
     assert machine.driver.calls.count("synchronize") == 1
 
 
+@pytest.mark.parametrize("steps_taken", range(5))
+def test_giving_a_shadow_back_is_one_driver_call_at_a_time_and_all_of_them_if_it_is_left(steps_taken):
+    machine = Machine(8 * GRANULE)
+    arena = machine.arena(2 * GRANULE, GRANULE)
+    arena.resume()
+    shadow = arena.stage()
+    machine.driver.calls.clear()
+    steps = shadow.close_by_chunks()
+    num_bytes = [next(steps) for _ in range(steps_taken)] if steps_taken < 5 else list(steps)
+    assert machine.driver.calls.count("cuMemUnmap") == (steps_taken + 1) // 2
+    assert sum(num_bytes) == steps_taken * GRANULE // 2
+    steps.close()
+    if steps_taken == 0:
+        shadow.close()
+    assert machine.driver.free_bytes == 6 * GRANULE
+
+
 def test_what_torch_keeps_for_reuse_is_given_back_before_memory_is_said_to_be_out():
     machine = Machine(2 * GRANULE, cached_bytes=2 * GRANULE)
     assert machine.arena(4 * GRANULE).resume() == 4 * GRANULE

@@ -30,7 +30,12 @@ class VirtualMemory(Protocol):
     Every size and offset is a multiple of `granularity`, else ValueError. A handle is mapped at one place at
     a time. Unmapping keeps its contents; releasing gives the memory back. Before memory is unmapped that a
     device may still be using, `drain` is called, once for however many handles.
+
+    Attributes:
+        keeps_for_free: whether unmapping a handle and keeping its contents needs no memory and no copy.
     """
+
+    keeps_for_free: bool
 
     @property
     def granularity(self) -> int:

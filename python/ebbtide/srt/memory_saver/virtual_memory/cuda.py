@@ -30,6 +30,8 @@ class CudaVirtualMemory:
         EngineError: the driver refused. So does every method; the message holds the call and its error.
     """
 
+    keeps_for_free = True
+
     def __init__(
         self,
         index: int,

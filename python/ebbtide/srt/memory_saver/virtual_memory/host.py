@@ -58,6 +58,7 @@ class HostVirtualMemory:
     """
 
     granularity = GRANULARITY
+    keeps_for_free = False
 
     def __init__(self, free_bytes: Callable[[], int] = available_bytes) -> None:
         _require_linux()
