@@ -34,6 +34,7 @@ TABLES = {
     "peak_memory": "Peak device memory",
     "start": "Start",
     "parity": "Agreement with transformers",
+    "parallel": "Several GPUs",
 }
 
 WORKLOADS = {1: (128, 256), 32: (256, 256), 256: (512, 256)}
@@ -73,8 +74,37 @@ def _throughput_goals() -> dict[str, Goal]:
     return goals
 
 
+TP_SIZES = {"llama8b": (1, 2), "qwen32b": (1, 2, 4)}
+"""Tensor-parallel sizes, by shape."""
+
+
+def _parallel_goals() -> dict[str, Goal]:
+    goals = {}
+    for shape, tp_sizes in TP_SIZES.items():
+        for tp_size in tp_sizes:
+            for batch_size, (prompt_len, output_len) in WORKLOADS.items():
+                sizes = f"batch {batch_size} ({prompt_len} in, {output_len} out)"
+                title = f"{SHAPE_TITLES[shape]}, tp={tp_size}, {sizes}"
+                goals[f"parallel.{shape}.tp{tp_size}.{batch_size}"] = Goal(
+                    "parallel", title, "tok/s", None, True
+                )
+    for tp_size in (1, 2, 4):
+        title = f"tp={tp_size}: pause (in_place) and continue, 64 streams: until acknowledged"
+        goals[f"parallel.acknowledge.tp{tp_size}"] = Goal("parallel", title, "ms", None)
+    for shape in TP_SIZES:
+        title = f"{SHAPE_TITLES[shape]}, all weights broadcast from a trainer on another GPU"
+        # Its goal is a share of what a copy between the GPUs reached in the same run.
+        goals[f"parallel.broadcast.{shape}"] = Goal("parallel", title, "GB/s", None, True)
+        # Its goal is measured in the same run: the normal gap + 5 ms.
+        goals[f"parallel.broadcast_gap.{shape}"] = Goal(
+            "parallel", "the same under 64 streams, in_place: longest gap (goal: normal + 5 ms)", "ms", None
+        )
+    return goals
+
+
 GOALS: dict[str, Goal] = {
     **_throughput_goals(),
+    **_parallel_goals(),
     "release.weights": Goal("occupation", "release weights", "ms", 6, sglang="10", vllm="35-39 (both)"),
     "release.kv_cache": Goal("occupation", "release KV", "ms", 25, sglang="18-22", vllm="35-39 (both)"),
     "resume.weights": Goal("occupation", "resume weights, clean pages", "ms", 2, sglang="9-13", vllm="21-22"),

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import time
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +44,20 @@ class Trainer:
         """A flattened bucket; valid until the next one is asked for."""
         payload: bytes = self._ask("bucket", index)
         return payload
+
+    def join(self, name: str, port: int, world_size: int, backend: str) -> None:
+        """Become rank 0 of a group that engines join; returns when all are there."""
+        self._ask("join", name, port, world_size, backend)
+
+    def headers(self) -> tuple[list[str], list[str], list[list[int]]]:
+        """Names, dtypes and shapes of all weights, in the order of `broadcast`."""
+        names, dtypes, shapes = self._ask("headers")
+        return names, dtypes, shapes
+
+    def broadcast(self) -> float:
+        """Send all weights to the group; returns the seconds that it took this side."""
+        seconds: float = self._ask("broadcast")
+        return seconds
 
     def drop(self) -> None:
         """Give the memory of the weights back to the device."""
@@ -105,6 +120,8 @@ class _Worker:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        if device != "cpu":
+            torch.cuda.set_device(device if ":" in device else f"{device}:0")
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -120,6 +137,7 @@ class _Worker:
         self.num_bytes = sum(tensor.nbytes for _, tensor in self.weights)
         self._buckets: list[list[tuple[str, torch.Tensor]]] = []
         self._held: Any = None
+        self._group: Any = None
 
     def hold(self) -> None:
         import torch
@@ -155,22 +173,56 @@ class _Worker:
         self._synchronize()
         return payload
 
+    def join(self, name: str, port: int, world_size: int, backend: str) -> None:
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d
+
+        # As frameworks do it: a group by name, beside a default one or without, by torch's private helper.
+        timeout = timedelta(seconds=START_TIMEOUT_S)
+        store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout))
+        group, _ = distributed_c10d._new_process_group_helper(
+            size,
+            rank,
+            [],
+            dist.Backend(backend),
+            dist.PrefixStore(name, store),
+            group_name=name,
+            timeout=timeout,
+        )
+        distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}
+        self._group = group
+
+    def headers(self) -> tuple[list[str], list[str], list[list[int]]]:
+        names = [name for name, _ in self.weights]
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in self.weights]
+        return names, dtypes, [list(tensor.shape) for _, tensor in self.weights]
+
+    def broadcast(self) -> float:
+        import torch.distributed as dist
+
+        started = time.perf_counter()
+        works = [dist.broadcast(tensor, 0, group=self._group, async_op=True) for _, tensor in self.weights]
+        for work in works:
+            work.wait()
+        self._synchronize()
+        return time.perf_counter() - started
+
     def drop(self) -> None:
         import torch
 
         self.weights, self._buckets, self._held = [], [], None
         self._collect()
-        if self._device == "cuda":
+        if self._device != "cpu":
             torch.cuda.empty_cache()
 
     def _synchronize(self) -> None:
         import torch
 
-        if self._device == "cuda":
+        if self._device != "cpu":
             torch.cuda.synchronize()
 
     def _collect(self) -> None:
         import torch
 
-        if self._device == "cuda":
+        if self._device != "cpu":
             torch.cuda.ipc_collect()

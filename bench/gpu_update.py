@@ -117,7 +117,9 @@ def check(streams: Sequence[Stream]) -> None:
 class Bench:
     """The server under test, its trainer and a client for control requests."""
 
-    def __init__(self, args: argparse.Namespace, shape: Shape, server: Server, trainer: Trainer) -> None:
+    def __init__(
+        self, args: argparse.Namespace, shape: Shape, server: Server, trainer: Trainer | None
+    ) -> None:
         self._args = args
         self._shape = shape
         self._server = server
@@ -199,6 +201,11 @@ class Bench:
             },
         }
 
+    @property
+    def trainer(self) -> Trainer:
+        assert self._trainer is not None, "this bench has no trainer"
+        return self._trainer
+
     async def _prepared(self, kind: str) -> Callable[[], Awaitable[dict[str, Any]]]:
         """What is then timed. A trainer has its payload ready when it sends it."""
         match kind:
@@ -208,7 +215,7 @@ class Bench:
                 return self._session
             case _:
                 flush = kind == "retract"
-                payload = base64.b64encode(await asyncio.to_thread(self._trainer.payload)).decode()
+                payload = base64.b64encode(await asyncio.to_thread(self.trainer.payload)).decode()
                 return lambda: self.post(
                     "/update_weights_from_tensor",
                     serialized_named_tensors=[payload],
@@ -222,10 +229,10 @@ class Bench:
         return await self.post("/continue_generation")
 
     async def _session(self) -> dict[str, Any]:
-        count = await asyncio.to_thread(self._trainer.num_buckets, BUCKET_BYTES)
+        count = await asyncio.to_thread(self.trainer.num_buckets, BUCKET_BYTES)
         await self.post("/begin_weight_update")
         for index in range(count):
-            payload = await asyncio.to_thread(self._trainer.bucket, index)
+            payload = await asyncio.to_thread(self.trainer.bucket, index)
             await self.post(
                 "/update_weights_from_tensor",
                 serialized_named_tensors=[base64.b64encode(payload).decode()],

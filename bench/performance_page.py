@@ -137,7 +137,7 @@ def _mark(index: int) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
