@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ebbtide.srt.distributed.parallel_group import SoloGroup
 from ebbtide.srt.layers.fused import linear_add_, norm_gate_up, norm_linear
 
 EPS = 1e-5
@@ -47,6 +48,6 @@ def test_a_product_is_added_in_place(biased: bool) -> None:
     x, weight, bias, residual = (torch.randn(shape) for shape in ((T, D), (O, D), (O,), (T, O)))
     expected = residual + F.linear(x, weight, bias if biased else None)
 
-    linear_add_(x, weight, bias if biased else None, residual)
+    linear_add_(x, weight, bias if biased else None, residual, SoloGroup())
 
     torch.testing.assert_close(residual, expected)

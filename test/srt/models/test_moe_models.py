@@ -7,34 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import TINY_SHAPE, make_tokenizer, randomize
 from fixtures.model_runs import RunnerDriver
+from fixtures.moe_checkpoints import ARCHITECTURES, make_checkpoint, make_config
 from fixtures.references import Reference
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.registry import build_model
 
-ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
-    "Qwen3MoeForCausalLM": (
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
-    ),
-    "MixtralForCausalLM": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4}),
-}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeForCausalLM", {}),
     "qwen3-moe-plain-weights": ("Qwen3MoeForCausalLM", {"norm_topk_prob": False}),
@@ -51,22 +35,9 @@ UP = {
 }
 
 
-def make_config(architecture: str, **options: Any) -> PreTrainedConfig:
-    config_class, _, experts = ARCHITECTURES[architecture]
-    return config_class(**{**TINY_SHAPE, **experts, **options})
-
-
 def build(architecture: str, **options: Any) -> CausalLM:
     config = make_config(architecture, **options)
     return build_model(architecture, config, torch.float32, torch.device("cpu"))
-
-
-def make_checkpoint(path: Path, architecture: str, seed: int = 0, **options: Any) -> Path:
-    model = ARCHITECTURES[architecture][1](make_config(architecture, **options))
-    randomize(model, seed)
-    model.save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    return path
 
 
 @pytest.fixture(params=ARCHITECTURES)

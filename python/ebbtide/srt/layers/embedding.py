@@ -1,24 +1,57 @@
-"""Token embeddings, and the projection back to the vocabulary."""
+"""Token embeddings, and the projection back to the vocabulary.
+
+Shapes: T tokens, D hidden, V vocabulary.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ebbtide.srt.distributed.division import Division, part_of
+from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.layers.fused import norm_linear
 
 
 class VocabEmbedding(nn.Module):
-    """One row per token id; the same rows serve as the output projection of a tied model."""
+    """One row per token id; the same rows serve as the output projection of a tied model.
+
+    Attributes:
+        group: the ranks that divide the rows among them.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
+        self.group: ParallelGroup = SoloGroup()
+        self._vocab_size = vocab_size
         self.weight = nn.Parameter(
             torch.empty(vocab_size, hidden_size, dtype=dtype, device="meta"), requires_grad=False
         )
 
     def forward(self, input_ids_T: Tensor) -> Tensor:
-        return F.embedding(input_ids_T, self.weight)
+        if self.group.size == 1:
+            return F.embedding(input_ids_T, self.weight)
+        first, count = self._rows_of(self.group.rank)
+        rows_T = input_ids_T - first
+        others_T = (rows_T < 0) | (rows_T >= count)
+        # Nothing but zeros is added to a row of the rank that holds it.
+        x_TD = F.embedding(rows_T.clamp_(0, count - 1), self.weight)
+        return self.group.all_reduce_(x_TD.masked_fill_(others_T.unsqueeze(1), 0.0))
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Scores of every token of the vocabulary, [T, V] in the parameters' dtype."""
-        return norm_linear(x_TD, None, 0.0, self.weight, None)
+        scores = norm_linear(x_TD, None, 0.0, self.weight, None)
+        return scores if self.group.size == 1 else self._gather(scores)
+
+    def _gather(self, scores: Tensor) -> Tensor:
+        """All ranks' columns. The ranks that hold one row less fill up: they send alike."""
+        _, most = self._rows_of(0)
+        if self._vocab_size % self.group.size == 0:
+            return self.group.all_gather(scores, 1)
+        padded = self.group.all_gather(F.pad(scores, (0, most - scores.shape[1])), 1)
+        counts = [self._rows_of(rank)[1] for rank in range(self.group.size)]
+        parts = zip(torch.split(padded, most, dim=1), counts, strict=True)
+        return torch.cat([part[:, :count] for part, count in parts], dim=1)
+
+    def _rows_of(self, rank: int) -> tuple[int, int]:
+        """The first id of which the rank holds the row, and how many."""
+        return part_of(rank, self.group.size, self._vocab_size, Division.SPREAD, "vocab_size")

@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.layers import linear as products
 from ebbtide.srt.layers.activation import silu_mul
 from ebbtide.srt.layers.norm import rms_norm
@@ -37,9 +38,14 @@ def norm_gate_up(
     return silu_mul(products.linear(rms_norm(x_TD, norm_weight_D, eps), weight_2ID, bias_2I))
 
 
-def linear_add_(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, residual_TO: Tensor) -> None:
-    """residual += x Wᵀ (+ b), in place."""
-    if (kernels := _small_batch(x_TD)) is not None:
+def linear_add_(
+    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, residual_TO: Tensor, group: ParallelGroup
+) -> None:
+    """residual += x Wᵀ (+ b), in place. Each rank holds some of the inputs, and all of the bias."""
+    if group.size > 1:
+        part_TO = norm_linear(x_TD, None, 0.0, weight_OD, bias_O if group.rank == 0 else None)
+        residual_TO += group.all_reduce_(part_TO)
+    elif (kernels := _small_batch(x_TD)) is not None:
         kernels.linear_add_(x_TD, weight_OD, bias_O, residual_TO)
     else:
         products.linear_add_(x_TD, weight_OD, bias_O, residual_TO)

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
+
 # For float32 torch asks MKL, which leaves half of what a CPU can do unused where it does not know the CPU:
 # measured on AMD EPYC, oneDNN takes 0.5–0.7 of the time at every number of rows. Narrower types go to oneDNN
 # by themselves. The operator is the one that torch's own compiler emits; builds without it use `F.linear`.
@@ -28,10 +30,16 @@ def linear_add_(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ (+ b). Parameters are made on the meta device; the weight store gives them memory."""
+    """y = x Wᵀ (+ b). Parameters are made on the meta device; the weight store gives them memory.
+
+    Attributes:
+        group: the ranks that divide the weight among them. Where each holds some of the inputs, the
+            caller adds their products up (`fused.linear_add_`).
+    """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
+        self.group: ParallelGroup = SoloGroup()
         self.weight = nn.Parameter(
             torch.empty(out_features, in_features, dtype=dtype, device="meta"), requires_grad=False
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.layers.activation import silu_mul
 from ebbtide.srt.layers.linear import Linear, linear
 
@@ -31,11 +32,15 @@ class Experts(nn.Module):
     """The weights of all experts of a layer, expert below expert.
 
     `gate_up_proj` [E·2I, D] holds each expert's gate rows and then its up rows, `down_proj` [E·D, I].
+
+    Attributes:
+        group: the ranks that divide every expert's inner columns among them.
     """
 
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         num_experts, inner = config.num_experts, config.inner_size
+        self.group: ParallelGroup = SoloGroup()
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_experts * 2 * inner, hidden_size, dtype=dtype, device="meta"), requires_grad=False
         )
@@ -55,6 +60,10 @@ class MoeMLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] of the normalised hidden states [T, D]."""
+        return self.experts.group.all_reduce_(self._run(x_TD))
+
+    def _run(self, x_TD: Tensor) -> Tensor:
+        """What this rank's part of the experts adds."""
         gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
         top_k, renormalize = self.config.num_experts_per_token, self.config.renormalize
         logits_TE = self.gate(x_TD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 
 from ebbtide.srt.config import CacheConfig, ModelConfig, RuntimeConfig, ScheduleConfig
 from ebbtide.srt.device.base import Device
+from ebbtide.srt.distributed.division import Division, part_of
+from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.kernel_cache import flashinfer_problem, shape_problem
 from ebbtide.srt.layers.attention.flashinfer import FlashInferAttention
@@ -50,19 +53,25 @@ def build_model_runner(
     runtime_config: RuntimeConfig,
     device: Device,
     saver: MemorySaver,
+    group: ParallelGroup | None = None,
 ) -> ModelRunner:
     """Build the model, load its weights, size the KV pool, capture decode steps: all of it is resident then.
+
+    Args:
+        group: the ranks that divide the model among them, all of which build at the same time.
 
     Raises ConfigurationError for a model, a checkpoint, a dtype or a size that does not do.
     """
     started = time.monotonic()
+    group = SoloGroup() if group is None else group
+    model_config = of_rank(model_config, group)
     dtype, torch_device = DTYPES[model_config.dtype], torch.device(device.name)
     is_cuda = torch_device.type == "cuda"
     backend = _attention_backend(runtime_config, model_config, cache_config, torch_device)
     model = build_model(model_config.architecture, model_config.hf_config, dtype, torch_device)
     try:
         weight_store = WeightStore(
-            model, saver, CUDA_WEIGHTS_CHUNK_BYTES if is_cuda else HOST_WEIGHTS_CHUNK_BYTES
+            model, saver, CUDA_WEIGHTS_CHUNK_BYTES if is_cuda else HOST_WEIGHTS_CHUNK_BYTES, group
         )
     except OutOfDeviceMemory as error:
         raise ConfigurationError(f"the weights do not fit: {error}") from error
@@ -73,6 +82,7 @@ def build_model_runner(
         cache_config,
         schedule_config,
         saver,
+        group,
         chunk_bytes=CUDA_KV_CHUNK_BYTES if is_cuda else None,
         free_bytes=device.free_bytes(),
         weight_bytes=weight_store.arena.resident_bytes,
@@ -107,6 +117,17 @@ def build_model_runner(
                 runner, attention, saver, runtime_config.cuda_graph_bs, next_tokens
             )
     return runner
+
+
+def of_rank(model_config: ModelConfig, group: ParallelGroup) -> ModelConfig:
+    """The config with the heads of one rank.
+
+    Raises ConfigurationError where the heads cannot be divided.
+    """
+    rank, size = group.rank, group.size
+    _, num_heads = part_of(rank, size, model_config.num_heads, Division.EQUAL, "num_attention_heads")
+    _, num_kv_heads = part_of(rank, size, model_config.num_kv_heads, Division.SHARED, "num_key_value_heads")
+    return replace(model_config, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
 def _attention_backend(
@@ -198,12 +219,17 @@ def build_kv_pool(
     cache_config: CacheConfig,
     schedule_config: ScheduleConfig,
     saver: MemorySaver,
+    group: ParallelGroup,
     *,
     chunk_bytes: int | None,
     free_bytes: int,
     weight_bytes: int,
 ) -> KVPool:
-    """A resident pool of as many pages as `choose_num_pages` says."""
+    """A resident pool of as many pages as `choose_num_pages` says, on every rank as on that with least room.
+
+    Args:
+        model_config: with the heads of this rank.
+    """
     dtype = DTYPES[cache_config.dtype]
     heads = (model_config.num_kv_heads, model_config.head_dim, dtype)
     layers, page_size = model_config.num_layers, cache_config.page_size
@@ -217,6 +243,7 @@ def build_kv_pool(
         max_running_requests=schedule_config.max_running_requests,
         context_len=model_config.context_len,
     )
+    num_pages = group.smallest(num_pages)
     num_bytes = KVPool.bytes_needed(layers, num_pages, page_size, *heads)
     try:
         arena = saver.arena(MemoryTag.KV_CACHE, num_bytes, chunk_bytes)

@@ -6,15 +6,15 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.saver import MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.models.base import CausalLM, WeightTarget
-
-__all__ = ["TensorProblem", "WeightStore", "WeightTarget"]
+from ebbtide.srt.models.base import CausalLM
+from ebbtide.srt.models.sharding import replace_parameter, shard
 
 ALIGNMENT_BYTES = 256
 SLICE_BYTES = 64 << 20
@@ -46,21 +46,31 @@ class Slot:
 
 
 class WeightStore:
-    """All parameters of a model, laid out in one `weights` arena.
+    """All parameters of a model, or of a rank's part of it, laid out in one `weights` arena.
 
-    Two kinds of names lead to the same memory: checkpoint names (Hugging Face's, unfused), and with
-    `direct` the engine's own parameters. The arena is resident after construction; its contents are not
-    valid until every name has been written.
+    Two kinds of names lead to the same memory: checkpoint names (Hugging Face's, unfused), which speak of
+    whole tensors on every rank, and with `direct` this rank's own parameters. The arena is resident after
+    construction; its contents are not valid until every name has been written.
 
     Args:
         model: with parameters on the meta device; each is replaced by a view of the arena.
         saver: where the arena comes from.
         chunk_bytes: pieces in which it is taken, see `Arena`. A staged copy is taken piece by piece too.
+        group: the ranks that divide the model among them.
+
+    Raises ConfigurationError where the model cannot be divided among them.
     """
 
-    def __init__(self, model: CausalLM, saver: MemorySaver, chunk_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        saver: MemorySaver,
+        chunk_bytes: int | None = None,
+        group: ParallelGroup | None = None,
+    ) -> None:
         self._model = model
-        self._targets = model.checkpoint_map()
+        self._group: ParallelGroup = SoloGroup() if group is None else group
+        self._placements = shard(model, self._group)
         self._slots: dict[str, Slot] = {}
         num_bytes = 0
         for name, parameter in model.named_parameters():
@@ -68,8 +78,8 @@ class WeightStore:
             self._slots[name] = slot
             num_bytes += -(-slot.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._sources: dict[str, set[str]] = {name: set() for name in self._slots}
-        for name, target in self._targets.items():
-            self._sources[target.parameter].add(name)
+        for name, placement in self._placements.items():
+            self._sources[placement.target.parameter].add(name)
         self.arena = saver.arena(MemoryTag.WEIGHTS, num_bytes, chunk_bytes)
         self.arena.resume()
         self.generation = 0
@@ -79,11 +89,11 @@ class WeightStore:
     @property
     def names(self) -> frozenset[str]:
         """Every checkpoint name that the model needs."""
-        return frozenset(self._targets)
+        return frozenset(self._placements)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parameters, padding between them included."""
+        """Bytes of all of this rank's parameters, padding between them included."""
         return self.arena.num_bytes
 
     @property
@@ -93,7 +103,7 @@ class WeightStore:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a tensor by its checkpoint name."""
-        return self._targets[name].shape
+        return self._placements[name].target.shape
 
     def ignored(self, name: str) -> bool:
         """Whether a checkpoint may hold this name although there is nothing to write."""
@@ -120,7 +130,7 @@ class WeightStore:
     def write(self, name: str, tensor: Tensor, shadow: Shadow | None, direct: bool = False) -> int:
         """Copy a tensor that `check` accepts into the staged copy, or in place where `shadow` is None.
 
-        Returns the bytes written, in the parameter's dtype; 0 for an ignored name.
+        Returns the bytes written on this rank, in the parameter's dtype; 0 for an ignored name.
         """
         return sum(self.write_by_slices(name, tensor, shadow, direct))
 
@@ -137,8 +147,9 @@ class WeightStore:
         destination = self._region(name, shadow, direct)
         if shadow is None:
             self.generation += 1
-        slice_bytes = destination.nbytes if tensor.device == destination.device else TRANSFER_BYTES
-        for piece, room in _row_slices(tensor, destination, slice_bytes):
+        part = tensor if direct else self._part(name, tensor)
+        slice_bytes = destination.nbytes if part.device == destination.device else TRANSFER_BYTES
+        for piece, room in _row_slices(part, destination, slice_bytes):
             room.copy_(piece)
             yield room.nbytes
 
@@ -166,13 +177,26 @@ class WeightStore:
         self.generation += 1
 
     def read(self, name: str, max_rows: int) -> Tensor:
-        """The first rows of a tensor by its checkpoint name, as float32; RequestRejected if unknown."""
-        if name not in self._targets:
+        """The first rows of a whole tensor by its checkpoint name, as float32; RequestRejected if unknown.
+
+        All ranks of the group call it in the same turn.
+        """
+        if name not in self._placements:
             raise RequestRejected(f"the model has no parameter {name!r}")
-        return self._region(name, None)[:max_rows].to(torch.float32, copy=True)
+        mine, placement = self._region(name, None), self._placements[name]
+        part = placement.part
+        if part is None:
+            return mine[:max_rows].to(torch.float32, copy=True)
+        num_rows, *others = placement.target.shape
+        rows = torch.zeros((min(max_rows, num_rows), *others), dtype=torch.float32, device=mine.device)
+        if part.is_first:
+            room = rows[part.start : part.start + part.length] if part.dim == 0 else self._part(name, rows)
+            room.copy_(mine[: len(room)])
+        # What the others hold is zero here.
+        return self._group.all_reduce_(rows)
 
     def checksum(self) -> str:
-        """A hash of every parameter's bytes: equal if and (all but certainly) only if the weights are."""
+        """A hash of this rank's bytes: equal if and (all but certainly) only if the weights are."""
         digest = hashlib.blake2b(digest_size=16)
         for slot in self._slots.values():
             live = self.arena.view(slot.offset, (slot.num_bytes,), torch.uint8)
@@ -181,12 +205,12 @@ class WeightStore:
         return digest.hexdigest()
 
     def _slot(self, name: str, direct: bool) -> Slot:
-        return self._slots[name if direct else self._targets[name].parameter]
+        return self._slots[name if direct else self._placements[name].target.parameter]
 
     def _expected_shape(self, name: str, direct: bool) -> tuple[int, ...] | None:
         if direct:
             return self._slots[name].shape if name in self._slots else None
-        return self._targets[name].shape if name in self._targets else None
+        return self.shape(name) if name in self._placements else None
 
     def _region(self, name: str, shadow: Shadow | None, direct: bool = False) -> Tensor:
         slot = self._slot(name, direct)
@@ -194,8 +218,13 @@ class WeightStore:
         parameter = memory.view(slot.offset, slot.shape, slot.dtype)
         if direct:
             return parameter
-        target = self._targets[name]
+        target = self._placements[name].target
         return parameter.narrow(target.dim, target.start, target.length)
+
+    def _part(self, name: str, tensor: Tensor) -> Tensor:
+        """What this rank holds of a whole tensor."""
+        part = self._placements[name].part
+        return tensor if part is None else tensor.narrow(part.dim, part.start, part.length)
 
 
 def _row_slices(source: Tensor, destination: Tensor, slice_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -205,9 +234,3 @@ def _row_slices(source: Tensor, destination: Tensor, slice_bytes: int) -> Iterat
         return
     num_rows = max(1, slice_bytes // max(1, destination[:1].nbytes))
     yield from zip(torch.split(source, num_rows), torch.split(destination, num_rows), strict=True)
-
-
-def replace_parameter(model: nn.Module, name: str, value: Tensor) -> None:
-    """Give a parameter of a meta model its memory."""
-    module_name, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(module_name), attribute, nn.Parameter(value, requires_grad=False))

@@ -5,11 +5,31 @@ Shapes: T tokens, D hidden, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from ebbtide.srt.distributed.division import Division
 from ebbtide.srt.layers.attention.base import AttentionBackend
+
+# Dimensions of a projection's weight in a checkpoint.
+OUTPUTS, INPUTS = 0, 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """How tensor-parallel ranks divide a checkpoint's tensor.
+
+    Attributes:
+        dim: of the tensor, cut into runs of units.
+        units: pieces along it that stay whole, e.g. heads.
+        what: the units, as config.json calls their number.
+    """
+
+    dim: int
+    units: int
+    what: str
+    division: Division = Division.EQUAL
 
 
 @dataclass(frozen=True)
@@ -21,6 +41,7 @@ class WeightTarget:
         dim: the dimension of the parameter along which tensors are fused.
         start, length: the tensor's range in that dimension.
         shape: the whole tensor as the checkpoint holds it.
+        split: None: every rank holds the whole tensor.
     """
 
     parameter: str
@@ -28,6 +49,7 @@ class WeightTarget:
     start: int
     length: int
     shape: tuple[int, ...]
+    split: Split | None = None
 
 
 WeightMap = dict[str, WeightTarget]
@@ -55,6 +77,19 @@ def projection(module: str, parts: Mapping[str, int], num_columns: int, *, bias:
     )
     biases = stacked(f"{module}.bias", {f"{part}.bias": size for part, size in parts.items()})
     return weights | biases if bias else weights
+
+
+def divided(rows: WeightMap, splits: Mapping[str, Split]) -> WeightMap:
+    """The map with what ranks divide marked: `splits` are by checkpoint module.
+
+    A bias has no inputs: where those are divided every rank holds all of it, and one rank adds it.
+    """
+    marked = dict(rows)
+    for name, target in rows.items():
+        split = splits.get(name.rpartition(".")[0])
+        if split is not None and split.dim < len(target.shape):
+            marked[name] = replace(target, split=split)
+    return marked
 
 
 class CausalLM(nn.Module, ABC):

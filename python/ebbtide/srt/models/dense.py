@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ebbtide.srt.distributed.division import Division
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.attention.base import AttentionBackend, HeadNorms
 from ebbtide.srt.layers.embedding import VocabEmbedding
@@ -17,7 +18,7 @@ from ebbtide.srt.layers.fused import linear_add_, norm_gate_up, norm_linear
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import RMSNorm
 from ebbtide.srt.layers.rotary import Rope, RopeConfig, RotaryEmbedding, rope_config
-from ebbtide.srt.models.base import CausalLM, WeightMap, projection, stacked
+from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM, Split, WeightMap, divided, projection, stacked
 
 MakeMLP = Callable[[int], nn.Module]
 
@@ -96,7 +97,7 @@ class Attention(nn.Module):
         out_TNH = attention.forward(
             self.layer, qkv_TO.view(len(x_TD), -1, self.head_dim), rope, self.head_norms()
         )
-        linear_add_(out_TNH.flatten(1), out.weight, out.bias, x_TD)
+        linear_add_(out_TNH.flatten(1), out.weight, out.bias, x_TD, out.group)
 
     def head_norms(self) -> HeadNorms | None:
         """As the parameters are now: the weight store gives them their memory after construction."""
@@ -118,7 +119,7 @@ class GatedMLP(nn.Module):
         """x += MLP of norm(x), in place."""
         gate_up, down = self.gate_up_proj, self.down_proj
         inner_TI = norm_gate_up(x_TD, norm.weight, norm.eps, gate_up.weight, gate_up.bias)
-        linear_add_(inner_TI, down.weight, down.bias, x_TD)
+        linear_add_(inner_TI, down.weight, down.bias, x_TD, down.group)
 
 
 class Block(nn.Module):
@@ -215,7 +216,10 @@ def outer_map(config: DenseConfig) -> WeightMap:
     vocab, hidden = config.vocab_size, config.hidden_size
     rows = stacked("model.embed_tokens.weight", {"model.embed_tokens.weight": vocab}, hidden)
     rows |= stacked("model.norm.weight", {"model.norm.weight": hidden})
-    return rows if config.tied else rows | stacked("lm_head.weight", {"lm_head.weight": vocab}, hidden)
+    if not config.tied:
+        rows |= stacked("lm_head.weight", {"lm_head.weight": vocab}, hidden)
+    tokens = Split(OUTPUTS, vocab, "vocab_size", Division.SPREAD)
+    return divided(rows, {"model.embed_tokens": tokens, "lm_head": tokens})
 
 
 def layer_map(config: DenseConfig) -> WeightMap:
@@ -232,4 +236,19 @@ def layer_map(config: DenseConfig) -> WeightMap:
     rows |= projection("mlp.down_proj", {"mlp.down_proj": hidden}, inner, bias=config.mlp_bias)
     for name, size in norms.items():
         rows |= stacked(name, {name: size})
-    return rows
+    return divided(rows, layer_splits(config))
+
+
+def layer_splits(config: DenseConfig) -> dict[str, Split]:
+    """What ranks divide of one layer, by checkpoint module: heads of attention, inner columns of the MLP."""
+    heads, inner = (config.num_heads, "num_attention_heads"), (config.intermediate_size, "intermediate_size")
+    kv_heads = Split(OUTPUTS, config.num_kv_heads, "num_key_value_heads", Division.SHARED)
+    return {
+        "self_attn.q_proj": Split(OUTPUTS, *heads),
+        "self_attn.k_proj": kv_heads,
+        "self_attn.v_proj": kv_heads,
+        "self_attn.o_proj": Split(INPUTS, *heads),
+        "mlp.gate_proj": Split(OUTPUTS, *inner),
+        "mlp.up_proj": Split(OUTPUTS, *inner),
+        "mlp.down_proj": Split(INPUTS, *inner),
+    }

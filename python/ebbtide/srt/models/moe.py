@@ -7,7 +7,7 @@ import torch
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
-from ebbtide.srt.models.base import WeightMap, stacked
+from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, divided, stacked
 from ebbtide.srt.models.dense import DenseCausalLM, DenseConfig, GatedMLP, layer_map, outer_map
 
 
@@ -74,12 +74,16 @@ def expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames) -> WeightMa
     """Shard/fuse map of one layer's router and experts, names relative to the layer."""
     gate_up: dict[str, int] = {}
     down: dict[str, int] = {}
+    splits: dict[str, Split] = {}
+    what = "intermediate_size of the experts"
     for expert in range(moe.num_experts):
         prefix = f"{names.block}.experts.{expert}"
-        gate_up[f"{prefix}.{names.gate}.weight"] = moe.inner_size
-        gate_up[f"{prefix}.{names.up}.weight"] = moe.inner_size
+        for part in (names.gate, names.up):
+            gate_up[f"{prefix}.{part}.weight"] = moe.inner_size
+            splits[f"{prefix}.{part}"] = Split(OUTPUTS, moe.inner_size, what)
         down[f"{prefix}.{names.down}.weight"] = hidden_size
+        splits[f"{prefix}.{names.down}"] = Split(INPUTS, moe.inner_size, what)
     rows = stacked("mlp.gate.weight", {f"{names.block}.gate.weight": moe.num_experts}, hidden_size)
     rows |= stacked("mlp.experts.gate_up_proj", gate_up, hidden_size)
     rows |= stacked("mlp.experts.down_proj", down, moe.inner_size)
-    return rows
+    return divided(rows, splits)

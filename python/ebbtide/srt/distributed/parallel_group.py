@@ -1,0 +1,240 @@
+"""The ranks that hold one model between them, and how they add and gather.
+
+A group is an object that is passed in. It is made by hand and not by `torch.distributed`'s registry: there
+is no default group, so weight groups and a caller's own groups never meet it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Protocol
+from urllib.parse import unquote, urlsplit
+
+import torch
+import torch.distributed
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.errors import EngineError
+
+_dist: Any = torch.distributed  # not all of it has types
+_c10d: Any = c10d
+
+# Ranks come to a collective within milliseconds of each other, but for kernels that one of them compiles.
+# A rank that dies ends the group by its launcher, long before: this is for one that lives and does not come.
+COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
+
+
+class ParallelGroup(Protocol):
+    """All ranks call the same methods in the same order, with tensors of the same shape.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: how many ranks there are.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place; the same bits on every rank. Returns `x`.
+
+        On a GPU it runs on the current stream, and a CUDA graph may capture it.
+        """
+        ...
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """The tensors of all ranks in one, along `dim`, in the ranks' order."""
+        ...
+
+    def smallest(self, value: int) -> int:
+        """The least of all ranks' values. The host waits for it."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group, whatever is under way in it."""
+        ...
+
+
+class SoloGroup:
+    """One rank, which holds everything."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return x
+
+    def smallest(self, value: int) -> int:
+        return value
+
+    def close(self) -> None:
+        """There is nothing to leave."""
+
+
+class TorchGroup:
+    """Ranks joined by one of torch's backends.
+
+    Args:
+        backend: `ProcessGroupGloo` or `ProcessGroupNCCL`.
+        device: of the tensors.
+    """
+
+    def __init__(self, backend: Any, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self._backend: Any | None = backend
+        self._device = device
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        self._all_reduce(x, _c10d.ReduceOp.SUM)
+        return x
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        ranks = x.new_empty(self.size, *x.shape)
+        options = _c10d.AllgatherOptions()
+        options.timeout, options.asyncOp = COLLECTIVE_TIMEOUT, False
+        _wait(self._open()._allgather_base(ranks, x.contiguous()[None], options))
+        return ranks.flatten(0, 1) if dim == 0 else torch.cat(ranks.unbind(), dim=dim)
+
+    def smallest(self, value: int) -> int:
+        values = torch.tensor([value], dtype=torch.int64, device=self._device)
+        self._all_reduce(values, _c10d.ReduceOp.MIN)
+        return int(values.item())
+
+    def close(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            with suppress(Exception):
+                backend.abort()
+
+    def _all_reduce(self, x: Tensor, operation: Any) -> None:
+        options = _c10d.AllreduceOptions()
+        # On a GPU not asynchronous means: on the current stream, and not on one of the backend's own.
+        options.reduceOp, options.timeout, options.asyncOp = operation, COLLECTIVE_TIMEOUT, False
+        _wait(self._open().allreduce([x], options))
+
+    def _open(self) -> Any:
+        if self._backend is None:
+            raise EngineError("the group of tensor-parallel ranks has been left")
+        return self._backend
+
+
+def join_parallel_group(
+    parallel: ParallelConfig, rendezvous: str, device: torch.device, timeout_s: float
+) -> ParallelGroup:
+    """Meet the other ranks of this replica: by gloo on a CPU, by NCCL on GPUs. A `SoloGroup` for one rank.
+
+    Args:
+        rendezvous: where they meet, and nobody else does or did: `file:///path` on one host, or
+            `tcp://host:port`, an address of rank 0, which listens there.
+        device: of this rank.
+        timeout_s: how long to wait for the others.
+
+    Raises:
+        EngineError: they did not all come in time.
+    """
+    if parallel.tp_size == 1:
+        return SoloGroup()
+    deadline_s = time.monotonic() + timeout_s
+    rank, size = parallel.tp_rank, parallel.tp_size
+    try:
+        store = _store(parallel, rendezvous, timeout_s)
+        store.set_timeout(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
+        if device.type == "cpu":
+            backend = _gloo(store, rank, size, rendezvous, deadline_s)
+        else:
+            backend = _nccl(store, rank, size)
+        group = TorchGroup(backend, rank, size, device)
+        # Connections are made by the first use: here, and not in the first forward pass.
+        group.smallest(rank)
+    except (RuntimeError, OSError) as error:
+        # What follows the first line are addresses of torch's functions.
+        reason = str(error).partition("\n")[0]
+        raise EngineError(
+            f"tensor-parallel rank {rank} of {size} did not join the others at {rendezvous} within "
+            f"{timeout_s:g} s: {reason}"
+        ) from error
+    return group
+
+
+def _store(parallel: ParallelConfig, rendezvous: str, timeout_s: float) -> Any:
+    """What the ranks exchange their addresses through."""
+    url = urlsplit(rendezvous)
+    if url.scheme == "file":
+        return _dist.FileStore(str(Path(unquote(url.path))), parallel.tp_size)
+    host, port = _host_and_port(rendezvous)
+    leads = parallel.tp_rank == 0
+    return _dist.TCPStore(
+        host,
+        port,
+        is_master=leads,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        # By itself the store would listen at every address of the machine.
+        master_listen_fd=_listener(host, port) if leads else None,
+    )
+
+
+def _host_and_port(rendezvous: str) -> tuple[str, int]:
+    url = urlsplit(rendezvous)
+    if url.scheme != "tcp" or url.hostname is None or url.port is None:
+        raise ValueError(f"rendezvous: expected file:///path or tcp://host:port, got {rendezvous!r}")
+    return url.hostname, url.port
+
+
+def _listener(host: str, port: int) -> int:
+    """The descriptor of a socket that listens there."""
+    return socket.create_server((host, port), family=_family(host, port)).detach()
+
+
+def _family(host: str, port: int) -> socket.AddressFamily:
+    family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return family
+
+
+def _gloo(store: Any, rank: int, size: int, rendezvous: str, deadline_s: float) -> Any:
+    options = _dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3))
+    address = _own_address(rendezvous)
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=address)]
+    return _dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _own_address(rendezvous: str) -> str:
+    """Where the others reach this rank: what the machine's name resolves to may be of no use to them."""
+    if rendezvous.startswith("file:"):
+        return "127.0.0.1"
+    host, port = _host_and_port(rendezvous)
+    with socket.socket(_family(host, port), socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: this asks for the route.
+        probe.connect((host, port))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _nccl(store: Any, rank: int, size: int) -> Any:
+    # The launcher watches over the processes; NCCL's own watch would end them when it takes one for stuck.
+    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+    # Buffers in captured graphs would be opened to the other GPUs by their physical memory, which changes
+    # when the scratch memory is released and resumed.
+    os.environ["NCCL_GRAPH_REGISTER"] = "0"
+    options = _dist.ProcessGroupNCCL.Options()
+    options._timeout = COLLECTIVE_TIMEOUT
+    options.group_name = "tensor_parallel"
+    return _dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _wait(work: Any) -> None:
+    """On a CPU until it is done; on a GPU the stream waits."""
+    if work is not None:
+        work.wait()

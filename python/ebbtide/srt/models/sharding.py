@@ -1,0 +1,105 @@
+"""Tensor parallelism, applied to a model from outside: its shard/fuse map says what ranks divide.
+
+Attention is divided by heads, MLPs and experts by inner columns, embeddings by rows. Norms, routers, and the
+biases of products that are added up are whole on every rank. Each layer adds up twice.
+
+Source: Megatron-LM (Shoeybi et al. 2019), https://arxiv.org/abs/1909.08053.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ebbtide.srt.distributed.division import part_of
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
+from ebbtide.srt.layers.embedding import VocabEmbedding
+from ebbtide.srt.layers.linear import Linear
+from ebbtide.srt.layers.moe import Experts
+from ebbtide.srt.models.base import CausalLM, WeightTarget
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's range of a checkpoint's tensor.
+
+    Attributes:
+        dim, start, length: the range.
+        is_first: whether no rank before this one holds the same range.
+    """
+
+    dim: int
+    start: int
+    length: int
+    is_first: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank keeps what it holds of a checkpoint's tensor.
+
+    Attributes:
+        target: with `start` and `length` in the rank's own parameter.
+        part: None: all of the tensor.
+    """
+
+    target: WeightTarget
+    part: Part | None
+
+
+def shard(model: CausalLM, group: ParallelGroup) -> dict[str, Placement]:
+    """Leave this rank's part of a model: its meta parameters shrink, and its layers work with the group.
+
+    Returns:
+        What each tensor of a checkpoint becomes, by its name.
+
+    Raises ConfigurationError where the model cannot be divided among so many ranks.
+    """
+    targets = model.checkpoint_map()
+    if group.size == 1:
+        return {name: Placement(target, None) for name, target in targets.items()}
+    placements: dict[str, Placement] = {}
+    shapes: dict[str, list[int]] = {}
+    for name, target in sorted(targets.items(), key=lambda item: item[1].start):
+        part = _part(target, group)
+        shape = shapes.get(target.parameter)
+        if shape is None:
+            shape = shapes[target.parameter] = list(model.get_parameter(target.parameter).shape)
+            shape[target.dim] = 0
+        length = target.length
+        if part is not None and part.dim == target.dim:
+            length = part.length
+        elif part is not None:
+            shape[part.dim] = part.length
+        placements[name] = Placement(replace(target, start=shape[target.dim], length=length), part)
+        shape[target.dim] += length
+    for name in {place.target.parameter for place in placements.values() if place.part is not None}:
+        _shrink(model, name, shapes[name], group)
+    return placements
+
+
+def replace_parameter(model: nn.Module, name: str, value: torch.Tensor) -> nn.Module:
+    """Give a model another parameter of this name. Returns the module that holds it."""
+    module_name, _, attribute = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    setattr(module, attribute, nn.Parameter(value, requires_grad=False))
+    return module
+
+
+def _part(target: WeightTarget, group: ParallelGroup) -> Part | None:
+    split = target.split
+    if split is None:
+        return None
+    first, count = part_of(group.rank, group.size, split.units, split.division, split.what)
+    unit = target.shape[split.dim] // split.units
+    before = None
+    if group.rank > 0:
+        before, _ = part_of(group.rank - 1, group.size, split.units, split.division, split.what)
+    return Part(split.dim, first * unit, count * unit, is_first=first != before)
+
+
+def _shrink(model: CausalLM, name: str, shape: list[int], group: ParallelGroup) -> None:
+    dtype = model.get_parameter(name).dtype
+    module = replace_parameter(model, name, torch.empty(shape, dtype=dtype, device="meta"))
+    assert isinstance(module, Linear | Experts | VocabEmbedding), f"{name}: {type(module)} cannot be divided"
+    module.group = group

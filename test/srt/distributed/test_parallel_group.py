@@ -1,0 +1,139 @@
+"""How ranks meet, add, gather, and notice that one of them is gone."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from fixtures.rank_processes import Ranks
+from torch import Tensor
+
+from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup, join_parallel_group
+from ebbtide.srt.errors import EngineError
+
+CPU = torch.device("cpu")
+
+
+def noise(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def add(group: ParallelGroup, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    mine = noise(group.rank, shape, dtype)
+    total = group.all_reduce_(mine)
+    assert total is mine
+    return total
+
+
+def gather(group: ParallelGroup, shape: tuple[int, ...], dtype: torch.dtype, dim: int) -> Tensor:
+    return group.all_gather(noise(group.rank, shape, dtype), dim)
+
+
+def smallest(group: ParallelGroup, values: list[int]) -> int:
+    return group.smallest(values[group.rank])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (5, 3), (513, 64)], ids=str)
+def test_sums_have_the_same_bits_on_every_rank(
+    shape: tuple[int, ...], dtype: torch.dtype, three_ranks: Ranks
+) -> None:
+    totals = three_ranks.run(add, shape, dtype)
+
+    assert all(torch.equal(total, totals[0]) for total in totals)
+    expected = sum(noise(rank, shape, torch.float64) for rank in range(3))
+    assert isinstance(expected, Tensor)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.05}
+    torch.testing.assert_close(totals[0].double(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4), (5, 3)], ids=str)
+def test_parts_are_gathered_in_the_ranks_order(
+    shape: tuple[int, ...], dtype: torch.dtype, dim: int, three_ranks: Ranks
+) -> None:
+    gathered = three_ranks.run(gather, shape, dtype, dim)
+
+    expected = torch.cat([noise(rank, shape, dtype) for rank in range(3)], dim)
+    assert all(torch.equal(each, expected) for each in gathered)
+    assert all(each.stride() == expected.stride() for each in gathered)
+
+
+def test_the_smallest_value(three_ranks: Ranks) -> None:
+    assert three_ranks.run(smallest, [5, 3, 2**40]) == [3, 3, 3]
+    assert three_ranks.run(smallest, [2**40, 2**41, 2**40 + 1]) == [2**40] * 3
+
+
+def test_one_rank_needs_no_place_to_meet() -> None:
+    group = join_parallel_group(ParallelConfig(), "", CPU, 1.0)
+    x = torch.ones(2, 3)
+
+    assert isinstance(group, SoloGroup)
+    assert group.all_reduce_(x) is x
+    assert group.all_gather(x, 1) is x
+    assert group.smallest(7) == 7
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_ranks_of_several_nodes_meet_at_a_port(host: str, two_ranks: Ranks) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Others hold the port without listening, as launchers do until the ranks are there.
+    with socket.socket(family) as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, 0))
+        port = reserved.getsockname()[1]
+        rendezvous = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+        sums = two_ranks.run(join_another, rendezvous)
+
+    assert [total for total, _ in sums] == [21.0, 21.0]
+    assert sums[0][1] == [host]
+
+
+def join_another(group: ParallelGroup, rendezvous: str) -> tuple[float, list[str]]:
+    """The sum in another group of these processes, and the addresses at which this one listens for it."""
+    parallel = ParallelConfig(tp_size=2, tp_rank=group.rank)
+    other = join_parallel_group(parallel, rendezvous, CPU, 30.0)
+    total = other.all_reduce_(torch.tensor([10.0 + other.rank])).item()
+    connections = psutil.Process().net_connections("tcp")
+    port = int(rendezvous.rpartition(":")[2])
+    return total, [
+        each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.port == port
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_nobody_joins_gives_up(rank: int, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=f"rank {rank} of 2 did not join .* at file:.* within 0.5 s"):
+        join_parallel_group(ParallelConfig(tp_size=2, tp_rank=rank), f"file://{tmp_path}/here", CPU, 0.5)
+
+
+def test_a_group_that_was_left_is_not_used(tmp_path: Path) -> None:
+    with Ranks(2, tmp_path) as ranks:
+        assert ranks.run(leave_and_add) == ["the group of tensor-parallel ranks has been left"] * 2
+
+
+def leave_and_add(group: ParallelGroup) -> str:
+    group.close()
+    group.close()
+    with pytest.raises(EngineError) as refused:
+        group.all_reduce_(torch.ones(1))
+    return str(refused.value)
+
+
+def test_who_waits_for_a_rank_that_dies_is_told(tmp_path: Path) -> None:
+    with Ranks(2, tmp_path) as ranks:
+        ranks.run(add, (4,), torch.float32)
+        ranks.tell(0, add, (4,), torch.float32)
+        # The first rank is in the collective, or about to be: either way nobody answers.
+        time.sleep(0.2)
+        ranks.processes[1].kill()
+
+        with pytest.raises(AssertionError, match=r"(?s)rank 0: .*RuntimeError"):
+            ranks.answer(0)

@@ -1,0 +1,152 @@
+"""Weights that ranks divide: whole tensors go in, each rank keeps its part, whole tensors come out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures import moe_checkpoints
+from fixtures.checkpoints import make_checkpoint
+from fixtures.model_runs import RunnerDriver
+from fixtures.rank_processes import Ranks, held_by, load_and_read
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
+from ebbtide.srt.model_executor.weight_store import WeightStore
+
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "one-kv-head-uneven": ("Qwen3ForCausalLM", {"num_key_value_heads": 1, "vocab_size": 259}),
+    "qwen2-tied": ("Qwen2ForCausalLM", {"tied": True}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {}),
+    "mixtral": ("MixtralForCausalLM", {}),
+}
+LAYER = "model.layers.1."
+QKV, DOWN = LAYER + "self_attn.qkv_proj.weight", LAYER + "mlp.down_proj.weight"
+EMBED, K = "model.embed_tokens.weight", LAYER + "self_attn.k_proj.weight"
+
+
+def make(path: Path, name: str) -> Path:
+    architecture, options = CHECKPOINTS[name]
+    if architecture in moe_checkpoints.ARCHITECTURES:
+        return moe_checkpoints.make_checkpoint(path, architecture, **options)
+    return make_checkpoint(path, architecture, **options)
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_tensor_of_a_checkpoint_reads_back_on_every_rank(
+    name: str, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    path = make(tmp_path, name)
+    checkpoint = load_file(path / "model.safetensors")
+
+    for held in two_ranks.run(load_and_read, path, "auto"):
+        assert same(held, checkpoint)
+
+
+@pytest.mark.parametrize("name", ["one-kv-head-uneven", "qwen3-moe"])
+def test_dummy_weights_are_those_of_one_rank(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    path = make(tmp_path, name)
+    alone = held_by(RunnerDriver(path, load_format="dummy").runner.weight_store)
+
+    assert all(same(held, alone) for held in two_ranks.run(load_and_read, path, "dummy"))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "Qwen3ForCausalLM", vocab_size=259)
+
+
+def open_store(group: ParallelGroup, path: Path) -> WeightStore:
+    return RunnerDriver(path, group=group).runner.weight_store
+
+
+@pytest.mark.parametrize("num_rows", [1, 129, 131, 300])
+def test_the_first_rows_of_a_tensor_are_read_from_the_ranks_that_hold_them(
+    num_rows: int, two_ranks: Ranks, qwen3: Path
+) -> None:
+    checkpoint = load_file(qwen3 / "model.safetensors")
+
+    for rows in two_ranks.run(read_rows, qwen3, num_rows):
+        assert all(torch.equal(rows[name], checkpoint[name][:num_rows]) for name in checkpoint)
+
+
+def read_rows(group: ParallelGroup, path: Path, num_rows: int) -> dict[str, Tensor]:
+    store = open_store(group, path)
+    return {name: store.read(name, num_rows) for name in sorted(store.names)}
+
+
+def test_whole_tensors_are_asked_for_and_own_parameters_by_direct_names(
+    two_ranks: Ranks, qwen3: Path
+) -> None:
+    first, second = two_ranks.run(problems, qwen3)
+
+    assert first["whole"] is second["whole"] is None
+    assert "expected shape [259, 64], got [130, 64]" in first["part"]
+    assert first["shape"] == second["shape"] == (259, 64)
+    # Two of four query heads and one of two KV heads.
+    assert first["own"] is second["own"] is None
+    assert "expected shape [64, 64], got [128, 64]" in first["not own"]
+    assert first["bytes"] > second["bytes"]
+
+
+def problems(group: ParallelGroup, path: Path) -> dict[str, Any]:
+    store = open_store(group, path)
+
+    def check(name: str, shape: tuple[int, ...], direct: bool) -> str | None:
+        problem = store.check(name, shape, torch.float32, direct)
+        return None if problem is None else problem.reason
+
+    return {
+        "whole": check(EMBED, (259, 64), False),
+        "part": check(EMBED, (130, 64), False),
+        "shape": store.shape(EMBED),
+        "own": check(QKV, (64, 64), True),
+        "not own": check(QKV, (128, 64), True),
+        "bytes": store.write(EMBED, torch.zeros(259, 64), None),
+    }
+
+
+def test_a_staged_update_is_live_after_its_commit(two_ranks: Ranks, qwen3: Path) -> None:
+    checkpoint = load_file(qwen3 / "model.safetensors")
+    new = {K: torch.randn(checkpoint[K].shape), EMBED: torch.randn(checkpoint[EMBED].shape)}
+
+    for before, after in two_ranks.run(stage_and_commit, qwen3, new):
+        assert same(before, checkpoint)
+        assert same(after, checkpoint | new)
+
+
+def stage_and_commit(
+    group: ParallelGroup, path: Path, new: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    store = open_store(group, path)
+    shadow = store.arena.stage()
+    for name, tensor in new.items():
+        store.write(name, tensor, shadow)
+    for _ in store.complete(shadow, new):
+        pass
+    before = held_by(store)
+    store.commit(shadow)
+    return before, held_by(store)
+
+
+def test_own_parameters_are_written_by_direct_names(two_ranks: Ranks, qwen3: Path) -> None:
+    value = torch.arange(64.0 * 48).reshape(64, 48)
+
+    for down in two_ranks.run(write_own, qwen3, value):
+        # Each rank's columns, side by side.
+        assert torch.equal(down, torch.cat([value, value + 1], dim=1))
+
+
+def write_own(group: ParallelGroup, path: Path, value: Tensor) -> Tensor:
+    store = open_store(group, path)
+    assert store.covered(DOWN, direct=True) == {DOWN}
+    assert store.write(DOWN, value + group.rank, None, direct=True) == value.nbytes
+    return store.read(DOWN, 64)

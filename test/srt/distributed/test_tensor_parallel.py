@@ -1,0 +1,116 @@
+"""A model that ranks divide computes what it computes on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures import moe_checkpoints
+from fixtures.checkpoints import make_checkpoint
+from fixtures.rank_processes import Output, Ranks, generate
+
+from ebbtide.srt.errors import ConfigurationError
+
+NUM_TOKENS = 32
+PROMPTS = [list(b"The tide turns twice a day, and the marsh knows."), list(b"Ebb"), [7]]
+BIASES = {"attention_bias": True, "mlp_bias": True}
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"num_key_value_heads": 4}),
+    "llama-biases": ("LlamaForCausalLM", {**BIASES}),
+    "llama-one-kv-head": ("LlamaForCausalLM", {"num_key_value_heads": 1}),
+    "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 4}),
+    "qwen2-uneven-vocabulary": ("Qwen2ForCausalLM", {"vocab_size": 259}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen3-tied-uneven-vocabulary": ("Qwen3ForCausalLM", {"tied": True, "vocab_size": 261}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
+    "mixtral": ("MixtralForCausalLM", {}),
+}
+SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+
+
+def make(path: Path, architecture: str, **options: Any) -> Path:
+    if architecture in moe_checkpoints.ARCHITECTURES:
+        return moe_checkpoints.make_checkpoint(path, architecture, seed=5, **options)
+    return make_checkpoint(path, architecture, seed=5, **options)
+
+
+def assert_equal(outputs: list[Output], alone: Output) -> None:
+    """Ranks sample without talking: what they compute is the same to the last bit."""
+    assert all(output == outputs[0] for output in outputs)
+    assert outputs[0].ids == alone.ids
+    for ours, expected in zip(outputs[0].logprobs, alone.logprobs, strict=True):
+        assert ours == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_two_ranks_generate_what_one_does(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    architecture, options = CHECKPOINTS[name]
+    path = make(tmp_path, architecture, **options)
+    alone = generate(None, path, PROMPTS, NUM_TOKENS)
+
+    outputs = two_ranks.run(generate, path, PROMPTS, NUM_TOKENS)
+
+    # As a whole replica they hold it once, but for norms, routers and a KV head that both need.
+    assert max(output.num_weight_bytes for output in outputs) < 0.6 * alone.num_weight_bytes
+    assert_equal([Output(o.ids, o.logprobs, alone.num_weight_bytes, o.num_pages) for o in outputs], alone)
+
+
+@pytest.mark.parametrize("vocab_size", [259, 260])
+def test_three_ranks_divide_a_vocabulary_that_is_not_a_multiple(
+    vocab_size: int, three_ranks: Ranks, tmp_path: Path
+) -> None:
+    path = make(tmp_path, "LlamaForCausalLM", vocab_size=vocab_size, **SIX_HEADS)
+    alone = generate(None, path, PROMPTS, NUM_TOKENS)
+
+    outputs = three_ranks.run(generate, path, PROMPTS, NUM_TOKENS)
+
+    assert [output.ids for output in outputs] == [alone.ids] * 3
+    assert outputs[0].logprobs[0] == pytest.approx(alone.logprobs[0], abs=1e-4)
+
+
+def test_the_kv_pool_has_the_pages_of_the_rank_with_least_room(two_ranks: Ranks, tmp_path: Path) -> None:
+    path = make(tmp_path, "Qwen3ForCausalLM")
+
+    outputs = two_ranks.run(generate_with_room, path)
+
+    assert [output.num_pages for output in outputs] == [6, 6]
+    assert outputs[0].ids == outputs[1].ids
+
+
+def generate_with_room(group: Any, path: Path) -> Output:
+    """Every rank would hold a different number of tokens."""
+    return generate(group, path, PROMPTS[1:], 4, max_total_tokens=(group.rank + 6) * 16)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "message"),
+    [
+        ("LlamaForCausalLM", SIX_HEADS, "expected a divisor of num_attention_heads=6, got 4"),
+        (
+            "LlamaForCausalLM",
+            {**SIX_HEADS, "num_attention_heads": 12},
+            "expected a divisor or a multiple of num_key_value_heads=3, got 4",
+        ),
+        ("Qwen3ForCausalLM", {"intermediate_size": 98}, "expected a divisor of intermediate_size=98, got 4"),
+        (
+            "Qwen3MoeForCausalLM",
+            {"moe_intermediate_size": 42},
+            "expected a divisor of intermediate_size of the experts=42, got 4",
+        ),
+    ],
+    ids=str,
+)
+def test_models_that_ranks_cannot_divide_are_refused(
+    architecture: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = make(tmp_path, architecture, **options)
+
+    with pytest.raises(ConfigurationError, match=f"tp_size: {message}"):
+        generate(FirstOfFour(), path, [[1]], 1)
+
+
+class FirstOfFour:
+    """A group that is never used."""
+
+    rank, size = 0, 4
