@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -27,7 +28,16 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from ebbtide.srt.managers.replication import Inbox
+from ebbtide.srt.managers.live_requests import OutputEnd
+from ebbtide.srt.managers.rank_messages import RankMessage, Tick
+from ebbtide.srt.managers.replication import (
+    Demand,
+    FollowerInbox,
+    Inbox,
+    LeaderInbox,
+    NoOutputs,
+    RankInbox,
+)
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.testing.null_parts import NullDevice, NullRunner, NullWeights, null_memories
@@ -47,13 +57,72 @@ class Output:
     cached_tokens: int = 0
 
 
+class NullRank:
+    """One rank's scheduler on null parts."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        inbox: RankInbox,
+        outputs: OutputEnd,
+        device: NullDevice,
+        *,
+        num_pages: int,
+        context_len: int,
+        keeps_weights: bool,
+    ) -> None:
+        self.runner = NullRunner()
+        self.weights = NullWeights(self.runner)
+        self.device = device
+        self.table = PageTable(config.schedule.max_running_requests, -(-context_len // config.page_size))
+        parts = RankParts(
+            runner=self.runner,
+            num_pages=num_pages,
+            table=self.table,
+            memories=null_memories(device, self.weights, keeps_weights=keeps_weights),
+            weights=self.weights,
+            free_bytes=lambda: device.free_bytes,
+            device="null",
+            uuid=None,
+            tokenizer=None,
+        )
+        self.scheduler = assemble_scheduler(config, parts, inbox, outputs)
+
+
+class _FollowerLink:
+    """The channels between the leader and one follower."""
+
+    def __init__(self, to_leader: list[RankMessage]) -> None:
+        self._to_leader = to_leader
+        self.ticks: deque[Tick] = deque()
+        self.num_sent = 0
+
+    def receive(self, timeout_s: float | None) -> list[Tick]:
+        return [self.ticks.popleft()] if self.ticks else []
+
+    def send(self, message: Tick | RankMessage) -> None:
+        # Through the wire format: ranks share nothing, and what cannot travel fails here too.
+        data = msgspec.msgpack.encode(message)
+        if isinstance(message, Tick):
+            self.num_sent += 1
+            self.ticks.append(msgspec.msgpack.decode(data, type=Tick))
+        else:
+            self._to_leader.append(msgspec.msgpack.decode(data, type=RankMessage))
+
+
 class SchedulerHarness:
     """A scheduler on null parts, turned by hand: send messages, turn the loop, look at what came back.
+
+    Args:
+        num_ranks: with several, a scheduler each. `turn` turns the leader, and then the others until they
+            have caught up; `turn_rank` turns one of them.
+        device: of rank 0; every other rank has one of its own of that size.
 
     Attributes:
         replies: by call id.
         outputs: by rid.
         state: the state report that came last.
+        ranks: all of them; `runner`, `weights`, `device`, `table`, `scheduler` are the leader's.
     """
 
     def __init__(
@@ -69,9 +138,8 @@ class SchedulerHarness:
         keeps_weights: bool = False,
         eos_token_ids: frozenset[int] = frozenset(),
         device: NullDevice | None = None,
+        num_ranks: int = 1,
     ) -> None:
-        self.runner = NullRunner()
-        self.weights = NullWeights(self.runner)
         self.num_pages = num_pages
         self.device = device if device is not None else NullDevice(10_000)
         self.schedule = schedule if schedule is not None else default_schedule()
@@ -79,6 +147,7 @@ class SchedulerHarness:
         self.outputs: dict[str, Output] = {}
         self.state: StateReport | None = None
         self._incoming: list[SchedulerInput] = []
+        self._from_ranks: list[RankMessage] = []
         self._ids = itertools.count()
         config = SchedulerConfig(
             schedule=self.schedule,
@@ -92,20 +161,31 @@ class SchedulerHarness:
             update_timeout_s=600.0,
             eos_token_ids=eos_token_ids,
         )
-        parts = RankParts(
-            runner=self.runner,
-            num_pages=num_pages,
-            table=PageTable(self.schedule.max_running_requests, -(-context_len // page_size)),
-            memories=null_memories(self.device, self.weights, keeps_weights=keeps_weights),
-            weights=self.weights,
-            free_bytes=lambda: self.device.free_bytes,
-            device="null",
-            uuid=None,
-            tokenizer=None,
-        )
-        self.table = parts.table
-        self.scheduler = assemble_scheduler(config, parts, Inbox(self, self), self)
+
+        def rank(inbox: RankInbox, outputs: OutputEnd, device: NullDevice) -> NullRank:
+            return NullRank(
+                config,
+                inbox,
+                outputs,
+                device,
+                num_pages=num_pages,
+                context_len=context_len,
+                keeps_weights=keeps_weights,
+            )
+
+        self._links = [_FollowerLink(self._from_ranks) for _ in range(num_ranks - 1)]
+        inbox = LeaderInbox(self, self, self._links) if self._links else Inbox(self, self)
+        self.ranks = [rank(inbox, self, self.device)]
+        for index, link in enumerate(self._links, 1):
+            follower = FollowerInbox(link, link, index)
+            self.ranks.append(rank(follower, NoOutputs(), NullDevice(self.device.total_bytes)))
+        self.runner, self.weights = self.ranks[0].runner, self.ranks[0].weights
+        self.table, self.scheduler = self.ranks[0].table, self.ranks[0].scheduler
+        for follower_rank in self.ranks[1:]:
+            follower_rank.scheduler.answer()
         self.scheduler.answer()
+        if self._links:
+            self.turn()
 
     def generate(
         self,
@@ -169,6 +249,28 @@ class SchedulerHarness:
         """Turn the loop; a turn with nothing to do is one too."""
         for _ in range(count):
             self.scheduler.turn()
+            for index in range(1, len(self.ranks)):
+                self.turn_rank(index)
+                while self._links[index - 1].ticks:
+                    self.turn_rank(index)
+
+    def turn_rank(self, index: int) -> None:
+        """Turn one rank, unless it would sleep for the tick of a turn that the leader is yet to make."""
+        scheduler = self.ranks[index].scheduler
+        if index == 0 or self._links[index - 1].ticks or scheduler.demand is not Demand.TURN:
+            scheduler.turn()
+
+    def num_turns(self, index: int) -> int:
+        """Turns that this one of several ranks has made together with the others, now or later."""
+        link = self._links[max(index - 1, 0)]
+        return link.num_sent - (len(link.ticks) if index > 0 else 0)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything left to do, for any rank."""
+        has_ticks = any(link.ticks for link in self._links)
+        is_runnable = any(rank.scheduler.is_runnable for rank in self.ranks)
+        return bool(self._incoming or self._from_ranks) or has_ticks or is_runnable
 
     def turn_until(self, condition: Callable[[], bool], limit: int = 10_000) -> None:
         """Turn until the condition holds; it must before the scheduler has nothing left to do."""
@@ -176,16 +278,18 @@ class SchedulerHarness:
             self.turn()
             if condition():
                 return
-            assert self._incoming or self.scheduler.is_runnable, "the scheduler sleeps and would not wake up"
+            assert self.is_busy, "the scheduler sleeps and would not wake up"
         raise AssertionError(f"still running after {limit} turns")
 
     def run_until_idle(self) -> None:
         """Turn until every request has ended or nothing can run."""
-        self.turn_until(lambda: not self._incoming and not self.scheduler.is_runnable)
+        self.turn_until(lambda: not self.is_busy)
 
-    def receive(self, timeout_s: float | None) -> list[SchedulerInput]:
-        """The scheduler's end: what was queued since the last turn. Never sleeps."""
-        messages, self._incoming = self._incoming, []
+    def receive(self, timeout_s: float | None) -> list[Any]:
+        """The leader's end: what was queued since its last turn. Never sleeps."""
+        messages = [*self._from_ranks, *self._incoming]
+        self._incoming.clear()
+        self._from_ranks.clear()
         return messages
 
     def send(self, message: ManagerInput) -> None:

@@ -21,9 +21,8 @@ from ebbtide.srt.entrypoints.process import configure_logging
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EbbtideError
 from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.channel import ChannelAddresses, Receiver, Sender
-from ebbtide.srt.managers.io_struct import DetokenizerInput, ManagerInput, SchedulerInput
-from ebbtide.srt.managers.replication import Inbox
+from ebbtide.srt.managers.channel import ChannelAddresses
+from ebbtide.srt.managers.rank_channels import open_rank_channels
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_parts import NullDevice, NullRunner, NullWeights, null_memories
@@ -87,9 +86,7 @@ def null_config(args: ServerArgs) -> EngineConfig:
 
 def run_null_scheduler(config: EngineConfig, addresses: ChannelAddresses, ready: Connection) -> None:
     """The scheduler's process, with null parts in the place of a rank's. Does not return."""
-    messages: Receiver[SchedulerInput] = Receiver(addresses.scheduler, SchedulerInput)
-    manager: Sender[ManagerInput] = Sender(addresses.manager)
-    outputs: Sender[DetokenizerInput] = Sender(addresses.manager)
+    inbox, outputs = open_rank_channels(config, addresses)
     page_size = config.cache.page_size
     max_total_tokens = config.cache.max_total_tokens or POOL_TOKENS
     device, runner = NullDevice(DEVICE_BYTES), NullRunner()
@@ -106,7 +103,7 @@ def run_null_scheduler(config: EngineConfig, addresses: ChannelAddresses, ready:
         uuid=None,
         tokenizer=None,
     )
-    scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, Inbox(messages, manager), outputs)
+    scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, inbox, outputs)
     longest = min(config.model.context_len, max_total_tokens) - 1
     ready.send({"status": "ready", "max_total_num_tokens": max_total_tokens, "max_req_input_len": longest})
     scheduler.run()

@@ -170,11 +170,19 @@ class NullWeights:
     """Weights that are one integer per parameter; None where it was lost or is being overwritten.
 
     An update is an `UpdateWeightFromDiskReqInput` whose `model_path` is the integer to write. Its `manifest`
-    may hold `names` (parameters to write, all by default), and `fail_after` (raise after so many of them).
+    may hold `names` (parameters to write, all by default), `fail_after` (raise after so many of them), and
+    `is_sent` (it arrives through a group).
 
     Args:
         num_staged: copies that there is room for; with 0 every update is in place.
+
+    Attributes:
+        faults: what this rank fails with, once, at which steps of updates (`STEPS`).
+        slowness: slices without bytes ahead of each one with some, and looks before something arrives.
+        groups: that were joined.
     """
+
+    STEPS = ("open", "stage", "arrive", "map", "write", "complete", "let_go", "give_back", "join", "commit")
 
     BYTES_PER_PARAMETER = 48 << 20
 
@@ -183,30 +191,50 @@ class NullWeights:
         self.num_staged = num_staged
         self.live: dict[str, int | None] = dict.fromkeys(sorted(self.names), 0)
         self.runner = runner
+        self.faults: dict[str, Exception] = {}
+        self.slowness = 0
+        self.groups: set[str] = set()
 
-    def open(self, request: WeightUpdateRequest) -> IncomingWeights:
+    def fail_at(self, step: str) -> None:
+        """Raise what this rank is to fail with at this step, if anything."""
+        assert step in self.STEPS
+        error = self.faults.pop(step, None)
+        if error is not None:
+            raise error
+
+    def slice(self) -> Slices:
+        """The bytes of one parameter, when this rank gets to it."""
+        for _ in range(self.slowness):
+            yield 0
+        yield self.BYTES_PER_PARAMETER
+
+    def open(self, request: WeightUpdateRequest) -> Generator[int, None, IncomingWeights]:
+        yield from ()
         if not isinstance(request, UpdateWeightFromDiskReqInput):
             raise RequestRejected("the null weights are updated from disk, with model_path an integer")
         if not request.model_path.isdigit():
             raise RequestRejected(f"model_path: expected an integer, got {request.model_path!r}")
-        manifest = request.manifest or {}
-        names = manifest.get("names", sorted(self.names))
-        return _NullIncoming(self, names, int(request.model_path), manifest.get("fail_after"))
+        self.fail_at("open")
+        return _NullIncoming(self, int(request.model_path), request.manifest or {})
 
     def stage(self, *, in_place: bool) -> Generator[int, None, Staging]:
         for _ in range(0 if in_place else self.num_staged):
-            yield NullWeights.BYTES_PER_PARAMETER
+            yield from self.slice()
+            self.fail_at("stage")
         return _NullStaging(self, is_staged=not in_place and self.num_staged > 0)
 
     @property
     def group_names(self) -> list[str]:
-        return []
+        return sorted(self.groups)
 
     def join_group(self, request: InitWeightsUpdateGroupReqInput) -> GroupJoining:
-        raise RequestRejected("the null weights join no group")
+        return _NullJoining(self, request.group_name)
 
     def leave_group(self, name: str) -> Callable[[], bool] | None:
-        return None
+        if name not in self.groups:
+            return None
+        self.groups.discard(name)
+        return lambda: True
 
     def read(self, name: str, max_rows: int) -> list[Any]:
         if name not in self.names:
@@ -239,42 +267,55 @@ class _NullStaging:
             self._weights.write({name: None})
 
     def complete(self, written: frozenset[str]) -> Slices:
+        self._weights.fail_at("complete")
         for name in sorted(self._weights.names - written):
             self.values[name] = self._weights.live[name]
-            yield NullWeights.BYTES_PER_PARAMETER
+            yield from self._weights.slice()
 
     def commit(self) -> None:
+        assert not self.is_staged or self.values.keys() == self._weights.names, "a copy is committed whole"
+        self._weights.fail_at("commit")
         self._weights.write(self.values)
 
     def give_back(self) -> Slices:
-        yield NullWeights.BYTES_PER_PARAMETER
+        yield from self._weights.slice()
+        self._weights.fail_at("give_back")
 
     def close(self) -> None:
         """Nothing is held."""
 
 
 class _NullIncoming:
-    def __init__(
-        self, weights: NullWeights, names: Sequence[str], value: int, fail_after: int | None
-    ) -> None:
+    def __init__(self, weights: NullWeights, value: int, manifest: Mapping[str, Any]) -> None:
+        names: Sequence[str] = manifest.get("names", sorted(weights.names))
+        self.is_sent: bool = manifest.get("is_sent", False)
         self.names = frozenset(names) & weights.names
         self.num_tensors = len(names)
         self.num_ignored = 0
         self._unknown = sorted(set(names) - weights.names)
+        self._weights = weights
         self._value = value
-        self._fail_after = fail_after
+        self._fail_after: int | None = manifest.get("fail_after")
+        self._num_looks = weights.slowness
 
     def problems(self) -> list[dict[str, str]]:
         return [{"name": name, "reason": "the model has no parameter of this name"} for name in self._unknown]
 
     def arrived(self) -> bool:
-        return True
+        self._weights.fail_at("arrive")
+        self._num_looks -= 1
+        return self._num_looks < 0
+
+    def abandon(self) -> None:
+        """There is no group to leave."""
 
     def open(self) -> Slices:
         yield 0
+        self._weights.fail_at("map")
 
     def let_go(self) -> Slices:
         yield 0
+        self._weights.fail_at("let_go")
 
     def write(self, staging: Staging) -> Slices:
         assert isinstance(staging, _NullStaging)
@@ -282,7 +323,28 @@ class _NullIncoming:
             if index == self._fail_after:
                 raise EngineError("this update was told to fail")
             staging.write(name, self._value)
-            yield NullWeights.BYTES_PER_PARAMETER
+            yield from self._weights.slice()
+        self._weights.fail_at("write")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _NullJoining:
+    replaced = False
+
+    def __init__(self, weights: NullWeights, name: str) -> None:
+        self._weights = weights
+        self._name = name
+        self._num_looks = weights.slowness
+
+    def poll(self) -> bool:
+        self._weights.fail_at("join")
+        self._num_looks -= 1
+        if self._num_looks >= 0:
+            return False
+        self._weights.groups.add(self._name)
+        return True
 
     def close(self) -> None:
         """Nothing is held."""

@@ -154,7 +154,12 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch, Rank], None]] = {
 def test_a_fault_at_any_step_leaves_the_old_weights(
     rank: Rank, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, fault: str, in_session: bool
 ) -> None:
-    update = UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1]), weight_version="b")
+    all_but_one = dict(list(load_file(checkpoints[1] / "model.safetensors").items())[1:])
+    update = UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=[safetensors.torch.save(all_but_one)],
+        load_format="safetensors",
+        weight_version="b",
+    )
     before = rank.store.checksum()
     if in_session:
         assert rank.apply(BeginWeightUpdateReqInput()).success

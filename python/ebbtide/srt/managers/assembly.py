@@ -11,13 +11,14 @@ from ebbtide.srt.managers.control.control_plane import ControlPlane
 from ebbtide.srt.managers.control.flush import CacheFlush
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, WeightContent
 from ebbtide.srt.managers.control.operations import Operations
-from ebbtide.srt.managers.control.pause import Generation
+from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import TagMemory, Weights
 from ebbtide.srt.managers.control.weight_update import WeightUpdates
 from ebbtide.srt.managers.io_struct import RankReport, StateReport
 from ebbtide.srt.managers.live_requests import LiveRequests, OutputEnd
+from ebbtide.srt.managers.load_meter import LoadMeter, LoadReports
 from ebbtide.srt.managers.output_processor import OutputProcessor
-from ebbtide.srt.managers.replication import Inbox
+from ebbtide.srt.managers.replication import RankInbox
 from ebbtide.srt.managers.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduler import Scheduler
 from ebbtide.srt.managers.tokenizer import Tokenizer
@@ -85,7 +86,7 @@ class RankParts:
 
 
 def assemble_scheduler(
-    config: SchedulerConfig, parts: RankParts, inbox: Inbox, outputs: OutputEnd
+    config: SchedulerConfig, parts: RankParts, inbox: RankInbox, outputs: OutputEnd
 ) -> Scheduler:
     """Wire the policy, the control plane and the loop of one rank."""
     allocator = PageAllocator(parts.num_pages)
@@ -100,7 +101,7 @@ def assemble_scheduler(
     )
     processor = OutputProcessor(policy)
     requests = LiveRequests(policy, processor, outputs)
-    control = _control_plane(config, parts, requests, inbox)
+    control = _control_plane(config, parts, requests, inbox, processor.meter)
     eos_token_ids = config.eos_token_ids
     if parts.tokenizer is not None:
         eos_token_ids |= parts.tokenizer.eos_token_ids
@@ -112,7 +113,7 @@ def assemble_scheduler(
         requests,
         parts.runner,
         control,
-        lambda: _report(control, parts),
+        lambda: _report(control, parts, inbox),
         tokenizer=parts.tokenizer,
         eos_token_ids=eos_token_ids,
         overlap=config.schedule.overlap,
@@ -120,7 +121,7 @@ def assemble_scheduler(
 
 
 def _control_plane(
-    config: SchedulerConfig, parts: RankParts, requests: LiveRequests, inbox: Inbox
+    config: SchedulerConfig, parts: RankParts, requests: LiveRequests, inbox: RankInbox, meter: LoadMeter
 ) -> ControlPlane:
     operations = Operations(inbox.reply)
     generation = Generation(requests, operations)
@@ -129,6 +130,7 @@ def _control_plane(
         WeightContent(parts.weights.names),
         requests,
         parts.free_bytes,
+        inbox.ranks,
         is_enabled=config.has_memory_saver,
     )
     updates = WeightUpdates(
@@ -137,35 +139,40 @@ def _control_plane(
         generation,
         requests,
         operations,
+        inbox.ranks,
         inbox.set_deadline,
+        inbox.wake,
         version=config.weight_version,
         model_path=config.model_path,
         load_format=config.load_format,
         timeout_s=config.update_timeout_s,
     )
+    loads = LoadReports(meter, inbox.dp_rank, lambda: isinstance(generation.state, Paused))
     return ControlPlane(
         generation,
         memory,
         updates,
         operations,
-        [CacheFlush(requests).handlers],
+        inbox.ranks,
+        [CacheFlush(requests).handlers, loads.handlers],
         inbox.reply,
         inbox.set_deadline,
     )
 
 
-def _report(control: ControlPlane, parts: RankParts) -> StateReport:
+def _report(control: ControlPlane, parts: RankParts, inbox: RankInbox) -> StateReport:
     rank = RankReport(
-        dp_rank=0,
-        tp_rank=0,
+        dp_rank=inbox.dp_rank,
+        tp_rank=inbox.tp_rank,
         pid=os.getpid(),
         device=parts.device,
         uuid=parts.uuid,
         tags=control.memory.report(),
     )
     return StateReport(
+        dp_rank=inbox.dp_rank,
         paused=control.paused,
-        can_run=control.allows_forward,
+        can_run=control.can_run,
         reason=control.reason,
         ranks=[rank],
         weight_version=control.updates.version,

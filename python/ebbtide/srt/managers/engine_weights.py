@@ -26,8 +26,9 @@ from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
+from ebbtide.srt.weight_sync.pickle_reader import finish
 from ebbtide.srt.weight_sync.source import WeightSource
-from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
+from ebbtide.srt.weight_sync.tensor_source import open_by_slices
 from ebbtide.srt.weight_sync.weight_group import GroupAddress, Joining, WeightGroups
 
 # What one turn of the loop may launch on a CUDA device: copies that delay the next forward pass by about a
@@ -57,8 +58,9 @@ class EngineWeights:
             _, _, index = device.name.partition(":")
             self._cuda = TorchCudaIpc(int(index), device.uuid)
 
-    def open(self, request: WeightUpdateRequest) -> IncomingWeights:
-        return _Incoming(self._source(request), self._store, self._device)
+    def open(self, request: WeightUpdateRequest) -> Generator[int, None, IncomingWeights]:
+        source = yield from self._source(request)
+        return _Incoming(source, self._store, self._device, lambda: self._leave_sender(request))
 
     def stage(self, *, in_place: bool) -> Generator[int, None, Staging]:
         if not in_place:
@@ -76,7 +78,7 @@ class EngineWeights:
             name=request.group_name,
             host=request.master_address,
             port=_port(request.master_port),
-            rank=request.rank_offset,
+            rank=request.rank_offset + self._config.parallel.rank,
             world_size=request.world_size,
             backend=request.backend,
         )
@@ -86,22 +88,31 @@ class EngineWeights:
         leaving = self._groups.leave(name, "destroy_weights_update_group")
         return None if leaving is None else lambda: leaving.is_done
 
+    def _leave_sender(self, request: WeightUpdateRequest) -> None:
+        if isinstance(request, UpdateWeightsFromDistributedReqInput):
+            self._groups.leave(request.group_name, "an update ended before all of its broadcasts had arrived")
+
     def read(self, name: str, max_rows: int) -> list[Any]:
         rows: list[Any] = self._store.read(name, max_rows).tolist()
         return rows
 
-    def _source(self, request: WeightUpdateRequest) -> WeightSource:
+    def _source(self, request: WeightUpdateRequest) -> Generator[int, None, WeightSource]:
         match request:
             case UpdateWeightFromDiskReqInput():
                 architecture = self._config.model.architecture
                 return open_checkpoint(request.model_path, request.load_format, architecture=architecture)
             case UpdateWeightsFromTensorReqInput():
-                return open_tensor_payload(
+                opening = open_by_slices(
                     request.serialized_named_tensors,
                     request.load_format,
+                    place=self._config.parallel,
                     custom_weight_loaders=self._config.update.custom_weight_loaders,
                     cuda=self._cuda,
                 )
+                if self._device.uuid is None:
+                    # A forward pass there takes longer than all of this.
+                    return finish(opening)
+                return (yield from _paced(_counted(opening), self._device))
             case UpdateWeightsFromDistributedReqInput():
                 limit_s = self._config.update.timeout_s if request.timeout_s is None else request.timeout_s
                 return open_broadcast(_announced(request), self._groups.get(request.group_name), limit_s)
@@ -161,12 +172,20 @@ class _Staged:
 
 
 class _Incoming:
-    """One update's tensors, checked against the model by their headers."""
+    """One update's tensors, checked against the model by their headers.
 
-    def __init__(self, source: WeightSource, store: WeightStore, device: Device) -> None:
+    Args:
+        leave_sender: leaves the group through which they are sent, if they are.
+    """
+
+    def __init__(
+        self, source: WeightSource, store: WeightStore, device: Device, leave_sender: Callable[[], None]
+    ) -> None:
+        self.is_sent = isinstance(source, BroadcastSource)
         self._source = source
         self._store = store
         self._device = device
+        self._leave_sender = leave_sender
         self._is_read = False
         ignored = [entry for entry in source.entries if not source.direct and store.ignored(entry.name)]
         self.num_ignored = len(ignored)
@@ -184,6 +203,9 @@ class _Incoming:
 
     def arrived(self) -> bool:
         return not isinstance(self._source, BroadcastSource) or self._source.arrived()
+
+    def abandon(self) -> None:
+        self._leave_sender()
 
     def open(self) -> Slices:
         return _paced(_steps(self._source.open()), self._device)
@@ -247,6 +269,18 @@ def _steps(steps: Iterator[None]) -> Slices:
     """Work that takes time and writes no bytes."""
     for _ in steps:
         yield 0
+
+
+def _counted(work: Generator[None, None, T]) -> Generator[int, None, T]:
+    """The same with a result."""
+    with closing(work):
+        while True:
+            try:
+                next(work)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            yield 0
 
 
 def _paced(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import enum
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
+from ebbtide.srt.managers.load_report import Load as Load
 from ebbtide.srt.managers.request_output import FinishReason as FinishReason
 from ebbtide.srt.managers.request_output import RequestOutput as RequestOutput
 from ebbtide.srt.managers.request_output import RequestStart as RequestStart
@@ -180,6 +181,10 @@ class GetWeightsByNameReqInput(ControlRequest, frozen=True, kw_only=True):
     truncate_size: int = 100
 
 
+class GetLoadReqInput(ControlRequest, frozen=True):
+    """Ask how much every replica has to do. Changes nothing."""
+
+
 class PingReqInput(ControlRequest, frozen=True):
     """Ask whether the loop of every rank turns. Changes nothing."""
 
@@ -201,6 +206,7 @@ AnyControlRequest = (
     | AbortWeightUpdateReqInput
     | UpdateWeightVersionReqInput
     | GetWeightsByNameReqInput
+    | GetLoadReqInput
     | PingReqInput
 )
 
@@ -214,6 +220,12 @@ class Reply(Message, frozen=True, kw_only=True):
     message: str = ""
 
 
+class TotalsReply(Reply, frozen=True, kw_only=True):
+    """A reply with totals. `ranks`: of several ranks, what each adds, with its `dp_rank` and `tp_rank`."""
+
+    ranks: list[dict[str, Any]] | UnsetType = UNSET
+
+
 class WeightsContent(Struct, frozen=True, kw_only=True):
     """Whether the parameters hold a whole set of weights. `missing` names up to ten that are not written."""
 
@@ -222,7 +234,7 @@ class WeightsContent(Struct, frozen=True, kw_only=True):
     missing: list[str] = []
 
 
-class ReleaseMemoryOccupationReqOutput(Reply, frozen=True, kw_only=True):
+class ReleaseMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
     changed: bool
     tags: list[MemoryTag]
     freed_bytes: dict[MemoryTag, int]
@@ -232,7 +244,7 @@ class ReleaseMemoryOccupationReqOutput(Reply, frozen=True, kw_only=True):
     duration_ms: float
 
 
-class ResumeMemoryOccupationReqOutput(Reply, frozen=True, kw_only=True):
+class ResumeMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
     changed: bool
     tags: list[MemoryTag]
     mapped_bytes: dict[MemoryTag, int]
@@ -267,7 +279,7 @@ class FlushCacheReqOutput(Reply, frozen=True, kw_only=True):
     freed_tokens: int
 
 
-class UpdateWeightsReqOutput(Reply, frozen=True, kw_only=True):
+class UpdateWeightsReqOutput(TotalsReply, frozen=True, kw_only=True):
     weight_version: str
     committed: bool
     staged: bool
@@ -303,6 +315,12 @@ class GetWeightsByNameReqOutput(Reply, frozen=True, kw_only=True):
     values: list[Any]
 
 
+class GetLoadReqOutput(Reply, frozen=True, kw_only=True):
+    """`loads` by dp_rank."""
+
+    loads: list[Load]
+
+
 class PingReqOutput(Reply, frozen=True, kw_only=True):
     pass
 
@@ -327,6 +345,7 @@ AnyReply = (
     | WeightSessionReqOutput
     | UpdateWeightVersionReqOutput
     | GetWeightsByNameReqOutput
+    | GetLoadReqOutput
     | PingReqOutput
     | Refusal
 )
@@ -363,8 +382,12 @@ class SessionReport(Struct, frozen=True, kw_only=True):
 
 
 class StateReport(Message, frozen=True, kw_only=True):
-    """The state machines as they stand. Sent when they change, ahead of the reply to what changed them."""
+    """The state machines as they stand. Sent when they change, ahead of the reply to what changed them.
 
+    Those of the ranks of one replica are the same; `ranks` has each of them.
+    """
+
+    dp_rank: int = 0
     paused: PauseMode | None
     can_run: bool
     reason: str
@@ -387,6 +410,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
         cache_namespace: prefixes are shared only between requests with equal namespaces.
         max_new_tokens: how many tokens the context leaves room for, at most what was asked for.
         arrival_s: when the request arrived, on the clock of `time.monotonic`.
+        dp_rank: the replica that it is for; None as long as none has been chosen, or if there is only one.
     """
 
     rid: str
@@ -402,6 +426,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     token_ids_logprob: tuple[int, ...] = ()
     cache_namespace: tuple[str, ...] = ()
     arrival_s: float = 0.0
+    dp_rank: int | None = None
 
 
 class AbortGeneration(Message, frozen=True, kw_only=True):
@@ -447,8 +472,9 @@ DetokenizerInput = TokenOutput
 
 
 class ControlReply(Message, frozen=True, kw_only=True):
-    """The one reply to the control request `id`."""
+    """The one reply to the control request `id` of all ranks of a replica."""
 
+    dp_rank: int = 0
     id: str
     reply: AnyReply
 

@@ -12,6 +12,7 @@ from ebbtide.srt.managers.io_struct import (
     TokenLogprobs,
     TokenOutput,
 )
+from ebbtide.srt.managers.load_meter import LoadMeter
 from ebbtide.srt.managers.request import Req
 from ebbtide.srt.managers.schedule_policy import ScheduledBatch, SchedulePolicy
 from ebbtide.srt.model_executor.batch_plan import PositionLogprobs, StepResult
@@ -21,9 +22,14 @@ PROMPT_TAIL = 8
 
 
 class OutputProcessor:
-    """Applies step results to requests, and builds the outputs that the API process is owed."""
+    """Applies step results to requests, and builds the outputs that the API process is owed.
+
+    Attributes:
+        meter: counts both.
+    """
 
     def __init__(self, policy: SchedulePolicy) -> None:
+        self.meter = LoadMeter(policy)
         self._policy = policy
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> TokenOutput | None:
@@ -35,6 +41,7 @@ class OutputProcessor:
         num_new = plan.num_new_R.tolist()
         samples = plan.samples_R.tolist()
         self._policy.note_committed()
+        self.meter.note_step(sum(samples))
         for index, (req, kv) in enumerate(zip(batch.requests, batch.holds, strict=True)):
             if req.kv is not kv:
                 continue
@@ -120,6 +127,7 @@ class OutputProcessor:
             collected.append(_token_logprobs(prompt_ids[logprobs.start + len(collected)], position))
 
     def _start(self, req: Req) -> RequestStart:
+        self.meter.note_started(req)
         params = req.spec.params
         prompt_ids = req.spec.prompt_ids
         has_input_logprobs = req.spec.logprobs is not None and req.spec.logprobs.start is not None

@@ -1,7 +1,8 @@
 """The loop: messages in, one forward pass, outputs out. Control requests come between two forward passes.
 
 With overlap, the next step is planned and launched before the outcome of the one in flight is looked at, so
-that the device never waits for the host.
+that the device never waits for the host. Where a replica has several ranks, each of them turns this loop with
+the same messages, and so makes the same forward passes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from ebbtide.srt.managers.io_struct import (
     ControlCall,
     Expire,
     FinishReason,
-    SchedulerInput,
     StateReport,
     TokenizedGenerateReqInput,
 )
 from ebbtide.srt.managers.live_requests import LiveRequests, OutputEnd
 from ebbtide.srt.managers.output_processor import PROMPT_TAIL, OutputProcessor
-from ebbtide.srt.managers.replication import Inbox
+from ebbtide.srt.managers.rank_messages import Decision, TurnInput
+from ebbtide.srt.managers.replication import Demand, RankInbox
 from ebbtide.srt.managers.request import Req
 from ebbtide.srt.managers.schedule_policy import ScheduledBatch, SchedulePolicy
 from ebbtide.srt.managers.stop_strings import StopStringMatcher
@@ -43,7 +44,7 @@ class Scheduler:
 
     def __init__(
         self,
-        inbox: Inbox,
+        inbox: RankInbox,
         outputs: OutputEnd,
         policy: SchedulePolicy,
         processor: OutputProcessor,
@@ -77,27 +78,36 @@ class Scheduler:
             self.turn()
 
     def turn(self) -> None:
-        for message in self._inbox.receive(block=not self.is_runnable):
-            self._handle(message)
-        if self.control.allows_forward:
-            self._forward()
-        if self.control.operations.any_pending:
-            if self.control.operations.needs_boundary:
-                self._settle()
-            self.control.operations.advance()
-            self.answer()
+        messages = self._inbox.receive(self.demand)
+        if messages is not None:
+            for message in messages:
+                self._handle(message)
+            if self.control.allows_forward:
+                self._forward()
+            if self.control.any_pending:
+                if self.control.needs_boundary:
+                    self._settle()
+                self.control.advance()
+                self.answer()
+        self.control.ranks.work()
 
     def answer(self) -> None:
         """Send the state, if it has changed, and the replies that are due."""
         self._inbox.answer(self._report())
 
     @property
-    def is_runnable(self) -> bool:
-        """Whether another turn would do something, without any further message."""
+    def demand(self) -> Demand:
+        """What there is to do without any further message."""
         can_forward = self.control.allows_forward and self.policy.has_work
-        return can_forward or self._in_flight is not None or self.control.operations.is_working
+        if can_forward or self._in_flight is not None or self.control.operations.is_working:
+            return Demand.TURN
+        return Demand.WORK if self.control.ranks.is_working else Demand.NOTHING
 
-    def _handle(self, message: SchedulerInput) -> None:
+    @property
+    def is_runnable(self) -> bool:
+        return self.demand is not Demand.NOTHING
+
+    def _handle(self, message: TurnInput) -> None:
         match message:
             case TokenizedGenerateReqInput():
                 self._admit(message)
@@ -111,6 +121,8 @@ class Scheduler:
                 self._settle()
                 self.control.expire(message.id)
                 self.answer()
+            case Decision():
+                self.control.ranks.decide(message)
 
     def _forward(self) -> None:
         batch = self.policy.next_batch()

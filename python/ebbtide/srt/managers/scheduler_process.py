@@ -1,19 +1,21 @@
-"""The scheduler's process: builds one rank and runs its loop until the process is told to end."""
+"""A scheduler's process: builds one rank and runs its loop until the process is told to end."""
 
 from __future__ import annotations
 
 import gc
 from multiprocessing.connection import Connection
 
+import torch
+
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.device.choose import open_device, open_memory_saver
+from ebbtide.srt.distributed.parallel_group import join_parallel_group
 from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.channel import ChannelAddresses, Receiver, Sender
+from ebbtide.srt.managers.channel import ChannelAddresses
 from ebbtide.srt.managers.control.ports import TagMemory
 from ebbtide.srt.managers.engine_weights import EngineWeights
-from ebbtide.srt.managers.io_struct import DetokenizerInput, ManagerInput, SchedulerInput
-from ebbtide.srt.managers.replication import Inbox
+from ebbtide.srt.managers.rank_channels import open_rank_channels
 from ebbtide.srt.managers.tag_memory import ArenaMemory, BackedUpWeights
 from ebbtide.srt.managers.tokenizer import load_tokenizer
 from ebbtide.srt.memory_saver.saver import MemorySaver
@@ -32,20 +34,19 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
 
     Raises:
         ConfigurationError: the model, the checkpoint or a size does not do.
+        EngineError: the other ranks of the replica have not come in time.
     """
     device = open_device(config.runtime.device)
-    inbox_end: Receiver[SchedulerInput] = Receiver(addresses.scheduler, SchedulerInput)
-    manager: Sender[ManagerInput] = Sender(addresses.manager)
-    outputs: Sender[DetokenizerInput] = Sender(
-        addresses.manager if config.model.skip_tokenizer_init else addresses.detokenizer
-    )
+    inbox, outputs = open_rank_channels(config, addresses)
     saver = open_memory_saver(config.memory.backend, device)
-    runner = build_model_runner(config.model, config.cache, config.schedule, config.runtime, device, saver)
+    group = join_parallel_group(
+        config.parallel, addresses.rendezvous, torch.device(device.name), config.parallel.dist_timeout_s
+    )
+    runner = build_model_runner(
+        config.model, config.cache, config.schedule, config.runtime, device, saver, group
+    )
     scheduler = assemble_scheduler(
-        SchedulerConfig.of(config),
-        rank_parts(config, runner, device, saver),
-        Inbox(inbox_end, manager),
-        outputs,
+        SchedulerConfig.of(config), rank_parts(config, runner, device, saver), inbox, outputs
     )
     # What has been built stays: keep the collector from walking it in the middle of a step.
     gc.collect()

@@ -13,6 +13,7 @@ from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     ControlCall,
     FlushCacheReqInput,
+    GetLoadReqInput,
     PauseGenerationReqInput,
     PauseMode,
     PingReqInput,
@@ -29,7 +30,7 @@ from ebbtide.testing import SchedulerHarness
 def test_every_request_has_a_handler_and_a_route() -> None:
     requests = set(get_args(AnyControlRequest))
     assert set(SchedulerHarness().scheduler.control.handlers) == requests
-    assert {route.request for route in CONTROL_ROUTES.values()} == requests - {PingReqInput}
+    assert {route.request for route in CONTROL_ROUTES.values()} == requests - {GetLoadReqInput, PingReqInput}
 
 
 def test_a_handler_that_fails_is_an_answer_and_not_the_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Operations, refusal
 from ebbtide.srt.managers.control.pause import Generation, Paused
-from ebbtide.srt.managers.control.ports import HandlerTable, Operation
+from ebbtide.srt.managers.control.ports import HandlerTable, Operation, OutOfStep, Ranks
 from ebbtide.srt.managers.control.weight_update import WeightUpdates
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     AnyReply,
     BeginWeightUpdateReqInput,
     ControlCall,
+    DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     FlushCacheReqInput,
+    InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
     PauseMode,
     PingReqInput,
     PingReqOutput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
     WeightUpdateRequest,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
+
+# Joining a group ends by itself at its limit, with a better reason: this is for a rank that does not.
+JOIN_GRACE_S: Final = 2.0
 
 
 class ControlPlane:
@@ -40,6 +48,7 @@ class ControlPlane:
         memory: MemoryOccupation,
         updates: WeightUpdates,
         operations: Operations,
+        ranks: Ranks,
         others: Sequence[HandlerTable],
         reply: Callable[[str, AnyReply], None],
         set_deadline: Callable[[str, float], None],
@@ -48,6 +57,8 @@ class ControlPlane:
         self.memory = memory
         self.updates = updates
         self.operations = operations
+        self.ranks = ranks
+        self._held: deque[ControlCall] = deque()
         self._reply = reply
         self._set_deadline = set_deadline
         self.handlers: dict[type, Callable[[Any], AnyReply | Operation]] = {
@@ -58,14 +69,35 @@ class ControlPlane:
             self.handlers.update(table)
 
     @property
-    def allows_forward(self) -> bool:
+    def can_run(self) -> bool:
+        """Whether the state machines allow forward passes."""
         return not isinstance(self.generation.state, Paused) and self.memory.allows_forward
+
+    @property
+    def allows_forward(self) -> bool:
+        """Whether a forward pass may run now."""
+        return self.can_run and not self.operations.stands_alone
+
+    @property
+    def any_pending(self) -> bool:
+        """Whether there is anything to advance."""
+        return self.operations.any_pending or bool(self._held)
+
+    @property
+    def needs_boundary(self) -> bool:
+        """Whether an advance may do what a forward pass under way must not see."""
+        return self.operations.needs_boundary or bool(self._held)
 
     def apply(self, call: ControlCall) -> None:
         """Carry a request out; its reply is sent when the effect holds, now or after further `advance`s."""
+        if self.operations.stands_alone:
+            self._held.append(call)
+            return
         request = call.request
         try:
             outcome = self.handlers[type(request)](request)
+        except OutOfStep:
+            raise
         except Exception as error:
             self._reply(call.id, refusal(request, error))
             return
@@ -76,6 +108,15 @@ class ControlPlane:
         timeout_s = self._timeout_s(request)
         if timeout_s is not None and self.operations.is_pending(call.id):
             self._set_deadline(call.id, timeout_s)
+
+    def advance(self) -> None:
+        """Let what is under way go on; behind what stood alone, what came meanwhile, in its order."""
+        stood_alone = self.operations.stands_alone
+        self.operations.advance()
+        if (stood_alone or self._held) and not self.operations.stands_alone:
+            while self._held and not self.operations.stands_alone:
+                self.apply(self._held.popleft())
+            self.operations.advance()
 
     def expire(self, deadline_id: str) -> None:
         """A deadline has passed: of a pending request, or of an open session."""
@@ -88,6 +129,12 @@ class ControlPlane:
                 return self.updates.timeout_s if request.timeout_s is None else request.timeout_s
             case PauseGenerationReqInput() | FlushCacheReqInput():
                 return request.timeout_s
+            case InitWeightsUpdateGroupReqInput():
+                return request.timeout_s + JOIN_GRACE_S
+            case DestroyWeightsUpdateGroupReqInput():
+                return self.updates.timeout_s
+            case ReleaseMemoryOccupationReqInput() | ResumeMemoryOccupationReqInput():
+                return self.updates.timeout_s  # of several ranks, which wait for each other
             case _:
                 return None
 

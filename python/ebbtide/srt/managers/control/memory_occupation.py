@@ -9,10 +9,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.ports import HandlerTable, Requests, TagMemory
+from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
+from ebbtide.srt.managers.control.phases import at_once
+from ebbtide.srt.managers.control.ports import (
+    DeadlinePassed,
+    HandlerTable,
+    Operation,
+    Progress,
+    Ranks,
+    Requests,
+    TagMemory,
+    Work,
+)
 from ebbtide.srt.managers.io_struct import (
-    AnyReply,
     ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput,
     ResumeMemoryOccupationReqInput,
@@ -86,6 +95,7 @@ class MemoryOccupation:
         content: WeightContent,
         requests: Requests,
         free_bytes: Callable[[], int],
+        ranks: Ranks,
         *,
         is_enabled: bool,
     ) -> None:
@@ -96,6 +106,7 @@ class MemoryOccupation:
         self._released: frozenset[MemoryTag] = frozenset()
         self._requests = requests
         self._free_bytes = free_bytes
+        self._ranks = ranks
         self._is_enabled = is_enabled
         self.handlers: HandlerTable = {
             ReleaseMemoryOccupationReqInput: self.release,
@@ -115,20 +126,25 @@ class MemoryOccupation:
         needed = {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
         return not (self._released & needed) and isinstance(self.content.state, Valid)
 
-    def release(self, request: ReleaseMemoryOccupationReqInput) -> AnyReply:
+    def release(self, request: ReleaseMemoryOccupationReqInput) -> Operation:
+        """Save what must survive on every rank, then give the memory back."""
         started = time.perf_counter()
         self._require_memory_saver()
         tags = self._selected(request.tags)
         to_release = [tag for tag in tags if tag not in self._released]
         free_before = self._free_bytes()
-        self._prepare_release(to_release)
+        if any(self._memories[tag].keeps_contents for tag in to_release):
+            yield from self._on_all_ranks(lambda: self._prepare_release(to_release))
         if MemoryTag.WEIGHTS in to_release:
             self.on_weights_release()
         num_retracted = 0
         if MemoryTag.KV_CACHE in to_release:
             num_retracted = self._requests.retract_all()
             self._requests.flush_cache()
-        freed_bytes = {tag: self._release(tag) for tag in to_release}
+        freed_bytes = {
+            tag: self._ranks.certainly(lambda tag=tag: self._release(tag))  # type: ignore[misc]
+            for tag in to_release
+        }
         return ReleaseMemoryOccupationReqOutput(
             changed=bool(to_release),
             tags=tags,
@@ -140,13 +156,22 @@ class MemoryOccupation:
             message=_sentence("Released", to_release),
         )
 
-    def resume(self, request: ResumeMemoryOccupationReqInput) -> AnyReply:
+    def resume(self, request: ResumeMemoryOccupationReqInput) -> Operation:
+        """Take the memory again, on every rank or on none."""
         started = time.perf_counter()
         self._require_memory_saver()
         tags = self._selected(request.tags)
         to_resume = [tag for tag in tags if tag in self._released]
         free_before = self._free_bytes()
-        mapped_bytes = self._resume_all(to_resume)
+        mapped_bytes: dict[MemoryTag, int] = {}
+        if to_resume:
+            try:
+                yield from self._on_all_ranks(lambda: mapped_bytes.update(self._map_all(to_resume)))
+            except (RequestRejected, EngineError):
+                for tag in mapped_bytes:
+                    self._ranks.certainly(self._memories[tag].release)
+                raise
+            self._released -= set(to_resume)
         return ResumeMemoryOccupationReqOutput(
             changed=bool(to_resume),
             tags=tags,
@@ -161,14 +186,19 @@ class MemoryOccupation:
     def restore_cuda_graph(self) -> bool:
         """Before a forward pass, bring released CUDA graphs back: clients release all tags and resume two.
 
-        Returns whether the state changed. Where there is no room for them the step runs without graphs.
+        Returns whether the state changed. Where there is no room for them, and while several ranks agree on
+        it, steps run without graphs.
         """
         if MemoryTag.CUDA_GRAPH not in self._released:
             return False
+        if not self._ranks.is_one:
+            self._ranks.propose(ResumeMemoryOccupationReqInput(tags=(MemoryTag.CUDA_GRAPH,)))
+            return False
         try:
-            self._resume_all([MemoryTag.CUDA_GRAPH])
+            self._map_all([MemoryTag.CUDA_GRAPH])
         except RequestRejected:
             return False
+        self._released -= {MemoryTag.CUDA_GRAPH}
         return True
 
     def report(self) -> dict[MemoryTag, TagReport]:
@@ -178,6 +208,12 @@ class MemoryOccupation:
         """In the order of the enumeration, each once; none given means all."""
         chosen = set(tags or ()) or set(MemoryTag)
         return [tag for tag in MemoryTag if tag in chosen]
+
+    def _on_all_ranks(self, act: Callable[[], None]) -> Work[None]:
+        try:
+            yield from self._ranks.phase(Progress.ALONE, at_once(act))
+        except DeadlinePassed:
+            raise EngineError("not every rank was ready in time, so none has done it") from None
 
     def _prepare_release(self, tags: list[MemoryTag]) -> None:
         try:
@@ -199,8 +235,8 @@ class MemoryOccupation:
             self.content.lose()
         return freed_bytes
 
-    def _resume_all(self, tags: list[MemoryTag]) -> dict[MemoryTag, int]:
-        """All of these tags, or none of them."""
+    def _map_all(self, tags: list[MemoryTag]) -> dict[MemoryTag, int]:
+        """The memory of all of these tags, or none of it; returns the bytes."""
         mapped_bytes: dict[MemoryTag, int] = {}
         try:
             for tag in tags:
@@ -217,7 +253,6 @@ class MemoryOccupation:
                 needed_bytes=needed_bytes,
                 free_bytes=free_bytes,
             ) from error
-        self._released -= set(tags)
         return mapped_bytes
 
     def _require_memory_saver(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control.ports import DeadlinePassed, Operation, Progress
+from ebbtide.srt.managers.control.ports import DeadlinePassed, Operation, OutOfStep, Progress
 from ebbtide.srt.managers.io_struct import AnyReply, ControlRequest, Refusal
 
 logger = logging.getLogger(__name__)
@@ -34,12 +34,17 @@ class Operations:
     @property
     def is_working(self) -> bool:
         """Whether any of them wants another slice, rather than waits."""
-        return any(pending.progress is not Progress.WAITING for pending in self._pending.values())
+        return not self.stands_alone and self._any(Progress.WORKING, Progress.COPYING)
 
     @property
     def needs_boundary(self) -> bool:
         """Whether any of them may do what a forward pass under way must not see."""
-        return any(pending.progress is not Progress.COPYING for pending in self._pending.values())
+        return self._any(Progress.WORKING, Progress.WAITING, Progress.ALONE)
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether one of them waits for other ranks, and everything else for it."""
+        return self._any(Progress.ALONE)
 
     @property
     def any_pending(self) -> bool:
@@ -55,7 +60,8 @@ class Operations:
 
     def advance(self) -> None:
         """Give each one slice, oldest first: what an older one has done, a younger one sees at once."""
-        for call_id in list(self._pending):
+        alone = [call_id for call_id, pending in self._pending.items() if pending.progress is Progress.ALONE]
+        for call_id in alone or list(self._pending):
             pending = self._pending.get(call_id)
             if pending is not None:
                 self._turn(call_id, pending.operation.__next__)
@@ -80,8 +86,13 @@ class Operations:
             pending.progress = turn()
         except StopIteration as end:
             self._end(call_id, end.value)
+        except OutOfStep:
+            raise
         except Exception as error:
             self._end(call_id, refusal(pending.request, error))
+
+    def _any(self, *kinds: Progress) -> bool:
+        return any(pending.progress in kinds for pending in self._pending.values())
 
     def _end(self, call_id: str, reply: AnyReply) -> None:
         del self._pending[call_id]

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from ebbtide.srt.managers.io_struct import AnyReply, InitWeightsUpdateGroupReqInput, WeightUpdateRequest
+from ebbtide.srt.errors import EngineError
+from ebbtide.srt.managers.io_struct import (
+    AnyControlRequest,
+    AnyReply,
+    InitWeightsUpdateGroupReqInput,
+    WeightUpdateRequest,
+)
+from ebbtide.srt.managers.rank_messages import Decision
+
+T = TypeVar("T")
+Fact = TypeVar("Fact")
 
 
 class Progress(enum.Enum):
@@ -14,7 +24,10 @@ class Progress(enum.Enum):
 
     WORKING = enum.auto()  # it wants its next slice as soon as the forward pass in between is done
     COPYING = enum.auto()  # the same, but a forward pass may be under way then: it touches nothing of it
-    WAITING = enum.auto()  # it waits for requests, or for other operations
+    WAITING = enum.auto()  # it waits for requests, for other operations, or for other ranks
+    ASIDE = enum.auto()  # it waits for ranks that copy, each at its own speed
+    ALONE = enum.auto()  # it waits for other ranks, and nothing else of the control plane, no forward pass
+    # either, happens before it has come to its end: on one rank it would be a single step
 
 
 # A control request that takes more than one turn of the loop. It yields between two forward passes; what it
@@ -26,12 +39,81 @@ Operation: TypeAlias = Generator[Progress, None, AnyReply]
 HandlerTable: TypeAlias = Mapping[type, "Callable[[Any], AnyReply | Operation]"]
 
 
+# A part of an operation; what it returns.
+Work: TypeAlias = Generator[Progress, None, T]
+
+
 # Copying, as a generator of the bytes of each slice just done.
 Slices: TypeAlias = Generator[int, None, None]
 
 
 class DeadlinePassed(Exception):
     """Thrown into an operation whose time is up."""
+
+
+class OutOfStep(EngineError):
+    """This rank is not what the others are any more, and must end: the group goes down, with the reason."""
+
+
+class Ranks(Protocol):
+    """The ranks of a replica, as the state machines of one of them see it.
+
+    Attributes:
+        is_one: there are no others.
+    """
+
+    @property
+    def is_one(self) -> bool: ...
+
+    @property
+    def is_working(self) -> bool:
+        """Whether this rank has more to do for a phase, rather than waits."""
+        ...
+
+    def phase(self, kind: Progress, work: Work[T]) -> Work[T]:
+        """Do this rank's part; goes on when every rank has done its part, on all of them in the same turn.
+
+        Whatever a part leaves behind is the caller's to undo when this raises: the part itself may have
+        been done, or ended early.
+
+        Args:
+            kind: WORKING, COPYING or ALONE as `Progress` says, the same for all ranks. WAITING where the
+                part waits for what others send: then the first failure ends it for all.
+            work: yields WAITING where it wants to be asked again later, anything else to go on at once.
+
+        Raises:
+            RequestRejected, EngineError: a rank failed; the same on every rank. It names who failed, unless
+                all did alike.
+        """
+        ...
+
+    def survey(self, kind: Progress, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
+        """As `phase`; returns what this rank's part returned, and the facts of all parts by rank.
+
+        Args:
+            fact: what others need to know of a part: a plain value.
+        """
+        ...
+
+    def certainly(self, act: Callable[[], T]) -> T:
+        """Do what has been decided.
+
+        Raises:
+            OutOfStep: it failed, and others have done it. (On one rank: what `act` raises.)
+        """
+        ...
+
+    def propose(self, request: AnyControlRequest) -> None:
+        """Have all ranks carry this request out, as soon as may be. Nobody waits for the reply."""
+        ...
+
+    def work(self) -> None:
+        """Do the next slice of this rank's parts."""
+        ...
+
+    def decide(self, decision: Decision) -> None:
+        """A phase has ended."""
+        ...
 
 
 class Requests(Protocol):
@@ -109,9 +191,11 @@ class IncomingWeights(Protocol):
 
     Attributes:
         names: the checkpoint names that are valid once everything is written.
+        is_sent: whether it comes through a group, rather than out of memory of the sender.
     """
 
     names: frozenset[str]
+    is_sent: bool
     num_tensors: int
     num_ignored: int
 
@@ -125,6 +209,10 @@ class IncomingWeights(Protocol):
         Raises:
             RequestRejected: it will not come; nothing has been written.
         """
+        ...
+
+    def abandon(self) -> None:
+        """Receive no more of it: whatever has arrived here, the group of its sender is left."""
         ...
 
     def open(self) -> Slices:
@@ -204,8 +292,8 @@ class Weights(Protocol):
 
     names: frozenset[str]
 
-    def open(self, request: WeightUpdateRequest) -> IncomingWeights:
-        """Decode an update as far as its headers.
+    def open(self, request: WeightUpdateRequest) -> Generator[int, None, IncomingWeights]:
+        """Decode an update as far as its headers; yields 0 wherever a forward pass may come in between.
 
         Raises:
             RequestRejected: 400, the payload, the folder or a field is not what was expected.

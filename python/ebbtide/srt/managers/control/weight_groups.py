@@ -7,50 +7,49 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from typing import Final
+from contextlib import ExitStack, closing
+from typing import Final, TypeAlias
 
-from ebbtide.srt.managers.control.ports import HandlerTable, Operation, Progress, Weights
+from ebbtide.srt.errors import EngineError
+from ebbtide.srt.managers.control.ports import (
+    DeadlinePassed,
+    HandlerTable,
+    Operation,
+    Progress,
+    Ranks,
+    Weights,
+    Work,
+)
 from ebbtide.srt.managers.io_struct import (
     DestroyWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqInput,
     WeightsUpdateGroupReqOutput,
 )
 
-WAKEUP: Final = "weight-arrivals"
 # Short waits first: what comes at once is not held up. A loop that sleeps is to stay almost idle.
 FIRST_LOOKS_S: Final = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 LOOK_S: Final = 32e-3
 
 
-class Wakeups:
-    """Turns of the loop for operations that wait for what sends it no message."""
+# Turns this rank's loop once more, after the next of these waits; does nothing if that is to happen anyway.
+Wake: TypeAlias = Callable[[Iterator[float]], None]
 
-    def __init__(self, set_deadline: Callable[[str, float], None]) -> None:
-        self._set_deadline = set_deadline
-        self._is_set = False
 
-    def until(self, is_done: Callable[[], bool]) -> Iterator[Progress]:
-        """Wait, looking now and then."""
-        waits_s = itertools.chain(FIRST_LOOKS_S, itertools.repeat(LOOK_S))
-        while not is_done():
-            if not self._is_set:
-                self._set_deadline(WAKEUP, next(waits_s))
-                self._is_set = True
-            yield Progress.WAITING
-
-    def expire(self, deadline_id: str) -> None:
-        """A deadline has passed; ours is over then."""
-        if deadline_id == WAKEUP:
-            self._is_set = False
+def look_until(is_done: Callable[[], bool], wake: Wake) -> Work[None]:
+    """Wait for what sends the loop no message, looking now and then."""
+    waits_s = itertools.chain(FIRST_LOOKS_S, itertools.repeat(LOOK_S))
+    while not is_done():
+        wake(waits_s)
+        yield Progress.WAITING
 
 
 class GroupRequests:
-    """The control requests about groups."""
+    """The control requests about groups. All ranks join, or none; all leave."""
 
-    def __init__(self, weights: Weights, wakeups: Wakeups) -> None:
+    def __init__(self, weights: Weights, ranks: Ranks, wake: Wake) -> None:
         self._weights = weights
-        self._wakeups = wakeups
+        self._ranks = ranks
+        self._wake = wake
         self.handlers: HandlerTable = {
             InitWeightsUpdateGroupReqInput: self.init,
             DestroyWeightsUpdateGroupReqInput: self.destroy,
@@ -58,16 +57,37 @@ class GroupRequests:
 
     def init(self, request: InitWeightsUpdateGroupReqInput) -> Operation:
         """Join a group; a live one of that name is left first."""
-        with closing(self._weights.join_group(request)) as joining:
-            yield from self._wakeups.until(joining.poll)
+        with ExitStack() as if_refused:
+            replaced = yield from self._on_all_ranks(self._join(request, if_refused))
+            if_refused.pop_all()
         message = f"Joined the group {request.group_name}."
-        return WeightsUpdateGroupReqOutput(changed=True, replaced=joining.replaced, message=message)
+        return WeightsUpdateGroupReqOutput(changed=True, replaced=replaced, message=message)
 
     def destroy(self, request: DestroyWeightsUpdateGroupReqInput) -> Operation:
         """Leave a group; what waits for broadcasts in it is refused."""
-        has_left = self._weights.leave_group(request.group_name)
-        if has_left is None:
+        was_there = yield from self._on_all_ranks(self._leave(request.group_name))
+        if not was_there:
             message = f"There is no group {request.group_name}."
             return WeightsUpdateGroupReqOutput(changed=False, message=message)
-        yield from self._wakeups.until(has_left)
         return WeightsUpdateGroupReqOutput(changed=True, message=f"Left the group {request.group_name}.")
+
+    def _on_all_ranks(self, work: Work[bool]) -> Work[bool]:
+        """Whether it was so on any of them."""
+        try:
+            _, answers = yield from self._ranks.survey(Progress.WAITING, work, bool)
+        except DeadlinePassed:
+            raise EngineError("not every rank was done with it in time") from None
+        return any(answers)
+
+    def _join(self, request: InitWeightsUpdateGroupReqInput, if_refused: ExitStack) -> Work[bool]:
+        with closing(self._weights.join_group(request)) as joining:
+            yield from look_until(joining.poll, self._wake)
+        if_refused.callback(self._weights.leave_group, request.group_name)
+        return joining.replaced
+
+    def _leave(self, name: str) -> Work[bool]:
+        has_left = self._weights.leave_group(name)
+        if has_left is None:
+            return False
+        yield from look_until(has_left, self._wake)
+        return True

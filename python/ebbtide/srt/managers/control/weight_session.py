@@ -7,22 +7,21 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import TypeVar
 
-from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
 from ebbtide.srt.managers.control.ports import (
     IncomingWeights,
     Progress,
+    Ranks,
     Slices,
     Staging,
     Weights,
+    Work,
 )
 
 # What is copied between two forward passes, unless a slice of 0 bytes says that it is enough for now.
 SLICE_BYTES = 32 << 20
 
 T = TypeVar("T")
-# Work between forward passes; what it returns.
-Work = Generator[Progress, None, T]
 
 
 class Stall:
@@ -61,11 +60,13 @@ class WeightSession:
     Attributes:
         deadline_id: of the deadline at which it is aborted; None for the session of a single request.
         names: the checkpoint names that have been written whole.
-        is_staged: False once anything was written in place.
+        is_staged: False once anything was written in place, on all ranks then.
         version, flush_cache, folder: what the updates asked for; `folder` is (model_path, load_format).
     """
 
-    def __init__(self, weights: Weights, content: WeightContent, deadline_id: str | None = None) -> None:
+    def __init__(
+        self, weights: Weights, content: WeightContent, ranks: Ranks, deadline_id: str | None = None
+    ) -> None:
         self.deadline_id = deadline_id
         self.opened_at = time.time()
         self.names: frozenset[str] = frozenset()
@@ -79,15 +80,32 @@ class WeightSession:
         self.stall = Stall()
         self._weights = weights
         self._content = content
+        self._ranks = ranks
         self._staging: Staging | None = None
 
     def make_room(self, incoming: IncomingWeights) -> Work[None]:
         """Find a place for these tensors: a copy, or the live weights where these hold nothing to keep."""
-        if self._staging is None and incoming.num_tensors > 0:
-            is_whole = isinstance(self._content.state, Valid)
-            room = self._weights.stage(in_place=not is_whole)
-            _, self._staging = yield from _in_slices(room, self.stall, Progress.WORKING)
-            self.is_staged = self._staging.is_staged
+        if self._staging is not None or incoming.num_tensors == 0:
+            return
+        is_whole = isinstance(self._content.state, Valid)
+        try:
+            finding = self._find_room(in_place=not is_whole)
+            staging, staged = yield from self._ranks.survey(
+                Progress.WORKING, finding, lambda staging: staging.is_staged
+            )
+            if staging.is_staged and not all(staged):
+                # Where one rank has no room for a copy, none can go back: all write in place.
+                staging.close()
+                yield from self._find_room(in_place=True)
+        except BaseException:
+            self.close()
+            raise
+        self.is_staged = all(staged)
+
+    def _find_room(self, *, in_place: bool) -> Work[Staging]:
+        room = self._weights.stage(in_place=in_place)
+        _, self._staging = yield from _in_slices(room, self.stall, Progress.WORKING)
+        return self._staging
 
     def write(self, incoming: IncomingWeights) -> Work[int]:
         """Write one update's tensors; returns their bytes. If it fails, they count as not written."""
@@ -95,67 +113,61 @@ class WeightSession:
         self.names -= incoming.names
         num_bytes = 0
         if self._staging is not None:
-            yield from _in_slices(incoming.open(), self.stall, Progress.WORKING)
-            writing, progress = incoming.write(self._staging), Progress.COPYING
-            if not self.is_staged:
-                writing, progress = self._overwriting(incoming, writing), Progress.WORKING
-            num_bytes, _ = yield from _in_slices(writing, self.stall, progress)
-            if self.is_staged:
-                yield Progress.WORKING  # The boundary again: copies may have run beside a forward pass.
-            yield from _in_slices(incoming.let_go(), self.stall, Progress.WORKING)
+            num_bytes = yield from self._copy(incoming, self._staging)
         self.names |= incoming.names
         self.num_tensors += incoming.num_tensors
         self.num_ignored += incoming.num_ignored
         self.num_bytes += num_bytes
         return num_bytes
 
-    def _overwriting(self, incoming: IncomingWeights, writing: Slices) -> Slices:
-        """The same slices; from the first byte to the commit no forward pass may see the live weights."""
-        num_bytes = 0
-        with closing(writing):
-            while True:
-                try:
-                    slice_bytes = next(writing)
-                except StopIteration:
-                    break
-                except RequestRejected:
-                    raise  # The tensors could not be had: what was written before is counted already.
-                except BaseException:
-                    self._lose(incoming)
-                    raise
-                if slice_bytes > 0 and num_bytes == 0:
-                    self._lose(incoming)
-                num_bytes += slice_bytes
-                yield slice_bytes
+    def _copy(self, incoming: IncomingWeights, staging: Staging) -> Work[int]:
+        if not incoming.is_sent:
+            yield from self._do(incoming.open(), Progress.WORKING)
+        if not self.is_staged:
+            self._lose(incoming)
+        kind = Progress.COPYING if self.is_staged else Progress.WORKING
+        num_bytes = yield from self._do(incoming.write(staging), kind)
+        if self.is_staged:
+            yield Progress.WORKING  # The boundary again: copies may have run beside a forward pass.
+        if incoming.is_sent:
+            incoming.close()
+        else:
+            yield from self._do(incoming.let_go(), Progress.WORKING)
+        return num_bytes
 
     def _lose(self, incoming: IncomingWeights) -> None:
-        """The live weights are a mixture now."""
+        """The live weights are a mixture from here to the commit: no forward pass may see them."""
         if isinstance(self._content.state, Valid):
             self.stall.begin()
         self._content.lose(incoming.names)
 
     def complete(self) -> Work[None]:
         """Fill what was not written with the live weights, so that the copy is whole."""
-        if self._staging is not None and self.is_staged:
-            yield from _in_slices(self._staging.complete(self.names), self.stall, Progress.COPYING)
+        if self._staging is not None and self.is_staged and not self.names >= self._weights.names:
+            yield from self._do(self._staging.complete(self.names), Progress.COPYING)
 
     def commit(self) -> None:
         """Make what was written the live weights."""
         if self._staging is not None:
-            self._staging.commit()
+            self._ranks.certainly(self._staging.commit)
         self._content.note_written(self.names)
         self.stall.end()
 
     def give_back(self) -> Work[None]:
         """After the commit, give the copy's memory back."""
         if self._staging is not None and self.is_staged:
-            yield from _in_slices(self._staging.give_back(), self.stall, Progress.WORKING)
+            yield from self._do(self._staging.give_back(), Progress.WORKING)
 
     def close(self) -> None:
         """Give the copy's memory back."""
         if self._staging is not None:
             self._staging.close()
             self._staging = None
+
+    def _do(self, slices: Slices, kind: Progress) -> Work[int]:
+        """One step on every rank; returns the bytes of this one's."""
+        num_bytes, _ = yield from self._ranks.phase(kind, _in_slices(slices, self.stall, kind))
+        return num_bytes
 
 
 def _in_slices(work: Generator[int, None, T], stall: Stall, progress: Progress) -> Work[tuple[int, T]]:

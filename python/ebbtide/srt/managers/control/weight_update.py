@@ -9,23 +9,35 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Valid
 from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pause import Generation, Paused
+from ebbtide.srt.managers.control.phases import in_turns
 from ebbtide.srt.managers.control.ports import (
     DeadlinePassed,
     HandlerTable,
     IncomingWeights,
     Operation,
+    OutOfStep,
     Progress,
+    Ranks,
     Requests,
     Weights,
+    Work,
 )
-from ebbtide.srt.managers.control.weight_groups import GroupRequests, Wakeups
+from ebbtide.srt.managers.control.update_terms import (
+    CommitTerms,
+    check_fields,
+    folder_of,
+    mode_of,
+    refuse_problems,
+    summary_of,
+    version_of,
+)
+from ebbtide.srt.managers.control.weight_groups import GroupRequests, Wake, look_until
 from ebbtide.srt.managers.control.weight_session import WeightSession
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
@@ -49,22 +61,7 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 
 logger = logging.getLogger(__name__)
 
-MAX_ERRORS = 20
 CAUSE = "a weight update"
-
-
-@dataclass(frozen=True)
-class CommitTerms:
-    """On what terms a session is committed.
-
-    Attributes:
-        mode: what becomes of running requests if nobody has paused them.
-        version: None keeps the one that serves.
-    """
-
-    mode: PauseMode
-    flush_cache: bool
-    version: str | None
 
 
 class WeightUpdates:
@@ -83,7 +80,9 @@ class WeightUpdates:
         generation: Generation,
         requests: Requests,
         operations: Operations,
+        ranks: Ranks,
         set_deadline: Callable[[str, float], None],
+        wake: Wake,
         *,
         version: str,
         model_path: str,
@@ -100,12 +99,13 @@ class WeightUpdates:
         self._generation = generation
         self._requests = requests
         self._operations = operations
+        self._ranks = ranks
         self._set_deadline = set_deadline
         self._session: WeightSession | None = None
         self._why_closed = "none was begun"
         self._session_ids = (f"weight-session-{number}" for number in itertools.count())
         self._turns: list[object] = []
-        self._wakeups = Wakeups(set_deadline)
+        self._wake = wake
         self.handlers: HandlerTable = {
             UpdateWeightFromDiskReqInput: self.update,
             UpdateWeightsFromTensorReqInput: self.update,
@@ -115,7 +115,7 @@ class WeightUpdates:
             AbortWeightUpdateReqInput: self.abort,
             UpdateWeightVersionReqInput: self.set_version,
             GetWeightsByNameReqInput: self.read,
-            **GroupRequests(weights, self._wakeups).handlers,
+            **GroupRequests(weights, ranks, wake).handlers,
         }
         memory.on_weights_release = self._end_for_release
         requests.serve_version(version)
@@ -128,13 +128,13 @@ class WeightUpdates:
 
     def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         """Open a session, behind the updates that came before."""
-        _check_fields(request)
+        check_fields(request)
         self._refuse_second_session()
         return self._begin(request)
 
     def end(self, request: EndWeightUpdateReqInput) -> Operation:
         """Commit the open session."""
-        _check_fields(request)
+        check_fields(request)
         self._require_session()
         return self._guarded(self._end(request))
 
@@ -172,8 +172,7 @@ class WeightUpdates:
         return GetWeightsByNameReqOutput(values=self._weights.read(request.name, request.truncate_size))
 
     def expire(self, deadline_id: str) -> None:
-        """The deadline of a session has passed, or it is time to look what has arrived."""
-        self._wakeups.expire(deadline_id)
+        """The deadline of a session has passed."""
         if self._session is not None and self._session.deadline_id == deadline_id:
             logger.warning("a weight update session was left open too long and is aborted")
             self._abort_session("it was open longer than weight_update_timeout_s")
@@ -191,7 +190,7 @@ class WeightUpdates:
         """Say of every failure what serves now."""
         try:
             return (yield from operation)
-        except RequestRejected:
+        except (RequestRejected, OutOfStep):
             raise
         except DeadlinePassed:
             raise RequestRejected(
@@ -207,12 +206,9 @@ class WeightUpdates:
             ) from error
 
     def _update(self, request: WeightUpdateRequest) -> Operation:
-        # Opened before anything is refused: closing it gives the sender's memory back.
-        with closing(self._weights.open(request)) as incoming, self._turn() as has_come:
-            _check_fields(request)
-            self._require_resident()
-            terms = CommitTerms(_mode(request), request.flush_cache, _version(request))
-            _refuse_problems(incoming)
+        with self._turn() as has_come, ExitStack() as opened:
+            incoming = yield from self._open(request, opened)
+            terms = CommitTerms(mode_of(request), request.flush_cache, version_of(request))
             if self._session is None:
                 self._check_terms(terms)
             while not has_come():
@@ -221,26 +217,52 @@ class WeightUpdates:
             yield from self._receive(incoming)
             if self._session is not None:
                 return (yield from self._stage(self._session, request, incoming))
-            session = WeightSession(self._weights, self._content)
+            session = WeightSession(self._weights, self._content, self._ranks)
             with closing(session), self._draining(terms):
                 yield from session.make_room(incoming)
                 if not session.is_staged:
                     yield from self._ready_to_commit(terms)
                 yield from session.write(incoming)
-                session.folder = _folder(request)
+                session.folder = folder_of(request)
                 reply = yield from self._finish(session, terms)
                 yield from self._breathe(session)
                 return reply
 
-    def _receive(self, incoming: IncomingWeights) -> Iterator[Progress]:
+    def _open(self, request: WeightUpdateRequest, opened: ExitStack) -> Work[IncomingWeights]:
+        """What comes with the request, fit to be written on every rank."""
+
+        def checked() -> Work[IncomingWeights]:
+            # Opened before anything is refused: closing it gives the sender's memory back.
+            incoming = yield from in_turns(self._weights.open(request), Progress.COPYING)
+            opened.enter_context(closing(incoming))
+            check_fields(request)
+            self._require_resident()
+            refuse_problems(incoming)
+            return incoming
+
+        incoming, summaries = yield from self._ranks.survey(Progress.COPYING, checked(), summary_of)
+        if len(set(summaries)) > 1:
+            raise RequestRejected(
+                "nothing was written: every rank must be given the same tensors, or its own parts of them, "
+                f"under the same names. They were given {'; '.join(summaries)}"
+            )
+        return incoming
+
+    def _receive(self, incoming: IncomingWeights) -> Work[None]:
         """Wait for what others send, before anything is written; forward passes go on meanwhile."""
+        if not incoming.is_sent:
+            return
         try:
-            yield from self._wakeups.until(incoming.arrived)
+            yield from self._ranks.phase(Progress.WAITING, look_until(incoming.arrived, self._wake))
         except DeadlinePassed:
+            incoming.abandon()
             raise RequestRejected(
                 "the update was given up at its deadline, nothing was written: its tensors had not all "
                 "arrived, and their group was left. init_weights_update_group joins a new one"
             ) from None
+        except BaseException:
+            incoming.abandon()
+            raise
 
     def _stage(
         self, session: WeightSession, request: WeightUpdateRequest, incoming: IncomingWeights
@@ -248,8 +270,8 @@ class WeightUpdates:
         """Take an update into the open session; nothing of it serves yet."""
         num_bytes = yield from session.write(incoming)
         session.flush_cache |= request.flush_cache
-        session.version = _version(request) or session.version
-        session.folder = _folder(request) or session.folder
+        session.version = version_of(request) or session.version
+        session.folder = folder_of(request) or session.folder
         return self._reply(
             f"Staged {incoming.num_tensors} tensors.",
             is_committed=False,
@@ -267,7 +289,7 @@ class WeightUpdates:
                     yield Progress.WAITING
                 self._refuse_second_session()
                 deadline_id = next(self._session_ids)
-                self._session = WeightSession(self._weights, self._content, deadline_id)
+                self._session = WeightSession(self._weights, self._content, self._ranks, deadline_id)
         except DeadlinePassed:
             raise RequestRejected(
                 "no session was opened: an earlier update was still waiting at the deadline", 409
@@ -283,7 +305,7 @@ class WeightUpdates:
             self._require_resident()
             session = self._require_session()
             flush_cache = session.flush_cache if request.flush_cache is None else request.flush_cache
-            terms = CommitTerms(_mode(request), flush_cache, _version(request) or session.version)
+            terms = CommitTerms(mode_of(request), flush_cache, version_of(request) or session.version)
             self._check_terms(terms)
             with self._draining(terms):
                 reply = yield from self._finish(session, terms)
@@ -377,10 +399,10 @@ class WeightUpdates:
     def _breathe(self, session: WeightSession) -> Iterator[Progress]:
         """Let forward passes in between the commit and giving the copy's memory back, piece by piece.
 
-        What is committed stays so: neither a deadline nor a cancellation changes the reply any more.
+        What is committed stays so: no deadline, cancellation or failure changes the reply any more.
         """
         if not isinstance(self._generation.state, Paused):
-            with suppress(DeadlinePassed, RequestRejected):
+            with suppress(DeadlinePassed, RequestRejected, EngineError):
                 yield Progress.WORKING
                 yield from session.give_back()
 
@@ -442,42 +464,4 @@ class WeightUpdates:
             content=content.content,
             num_missing=content.num_missing,
             message=message,
-        )
-
-
-def _check_fields(
-    request: WeightUpdateRequest | BeginWeightUpdateReqInput | EndWeightUpdateReqInput,
-) -> None:
-    if not isinstance(request, EndWeightUpdateReqInput) and request.selector == "draft":
-        raise RequestRejected("selector 'draft': there is one model, expected 'target' or 'all'")
-    if request.timeout_s is not None and not request.timeout_s >= 0:
-        raise RequestRejected(f"timeout_s: expected 0 or more seconds, got {request.timeout_s}")
-
-
-def _mode(request: WeightUpdateRequest | EndWeightUpdateReqInput) -> PauseMode:
-    """What the request asks to do with running requests, if nobody has paused them."""
-    if isinstance(request, WeightUpdateRequest) and request.abort_all_requests:
-        return PauseMode.ABORT
-    return request.pause_mode if request.pause_mode is not None else PauseMode.WAIT
-
-
-def _version(request: WeightUpdateRequest | EndWeightUpdateReqInput) -> str | None:
-    return None if request.weight_version is None else str(request.weight_version)
-
-
-def _folder(request: WeightUpdateRequest) -> tuple[str, str] | None:
-    if isinstance(request, UpdateWeightFromDiskReqInput):
-        return request.model_path, request.load_format or "auto"
-    return None
-
-
-def _refuse_problems(incoming: IncomingWeights) -> None:
-    problems = incoming.problems()
-    if problems:
-        listed = "; ".join(f"{problem['name']}: {problem['reason']}" for problem in problems[:MAX_ERRORS])
-        raise RequestRejected(
-            f"{len(problems)} of {incoming.num_tensors + incoming.num_ignored} tensors do not fit the model, "
-            f"nothing was written: {listed}",
-            errors=problems[:MAX_ERRORS],
-            num_errors=len(problems),
         )

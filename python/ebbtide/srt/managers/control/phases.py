@@ -1,0 +1,202 @@
+"""What ranks do in step although each has its own speed and its own failures: phases, ended by a vote.
+
+The state machines of all ranks are given the same messages in the same order, so they agree by themselves.
+What may turn out otherwise on one rank than on another (memory that is not to be had, a payload that nobody
+can read, tensors that arrive late) is done inside a phase: its outcome is the same on all of them, and comes
+at the same place among their messages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Generator
+from contextlib import closing
+from typing import Any, Final, Protocol, TypeVar
+
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.control.ports import OutOfStep, Progress, Work
+from ebbtide.srt.managers.io_struct import AnyControlRequest, Refusal
+from ebbtide.srt.managers.rank_messages import Decision
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Fact = TypeVar("Fact")
+
+# How an operation waits for the end of a phase of this kind.
+WAITS_AS: Final = {
+    Progress.WORKING: Progress.WAITING,
+    Progress.WAITING: Progress.WAITING,
+    Progress.COPYING: Progress.ASIDE,
+    Progress.ALONE: Progress.ALONE,
+}
+
+
+class OneRank:
+    """A replica of one rank: its part is the whole, and there is nothing to vote on."""
+
+    is_one = True
+    is_working = False
+
+    def phase(self, kind: Progress, work: Work[T]) -> Work[T]:
+        return work
+
+    def survey(self, kind: Progress, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
+        result = yield from work
+        return result, [fact(result)]
+
+    def certainly(self, act: Callable[[], T]) -> T:
+        return act()
+
+    def propose(self, request: AnyControlRequest) -> None:
+        raise AssertionError("one rank does at once what it would propose")
+
+    def work(self) -> None:
+        """Operations do their own work."""
+
+    def decide(self, decision: Decision) -> None:
+        raise AssertionError("one rank casts no votes")
+
+
+class Polls(Protocol):
+    """Where the votes of this rank go."""
+
+    def open(self, phase: int) -> None:
+        """This rank has come to the phase."""
+        ...
+
+    def cast(self, phase: int, failure: Refusal | None, fact: Any, *, ends: bool) -> None: ...
+
+    def close(self, phase: int) -> None:
+        """This rank has done with the phase, decided or not."""
+        ...
+
+
+class _Phase:
+    """One rank's part in a phase."""
+
+    def __init__(self, kind: Progress, work: Work[Any], fact: Callable[[Any], Any]) -> None:
+        self.kind = kind
+        self.has_voted = False
+        self.is_waiting = False
+        self.result: Any = None
+        self.decision: Decision | None = None
+        self._work = work
+        self._fact = fact
+
+    def step(self) -> tuple[Refusal | None, Any] | None:
+        """The next slice; at its end, the failure or the fact to vote with."""
+        failure: Refusal | None
+        try:
+            self.is_waiting = next(self._work) is Progress.WAITING
+            return None
+        except StopIteration as end:
+            self.result = end.value
+            failure, fact = None, self._fact(end.value)
+        except Exception as error:
+            failure, fact = _failure(error), None
+        self.has_voted = True
+        return failure, fact
+
+
+class ManyRanks:
+    """One of several ranks, each with its part in every phase.
+
+    Args:
+        propose: has a request carried out by all ranks, if this one speaks for them.
+    """
+
+    is_one = False
+
+    def __init__(self, polls: Polls, propose: Callable[[AnyControlRequest], None]) -> None:
+        self._polls = polls
+        self._propose = propose
+        self._numbers = itertools.count()
+        self._phases: dict[int, _Phase] = {}
+
+    def phase(self, kind: Progress, work: Work[T]) -> Work[T]:
+        result, _ = yield from self.survey(kind, work, lambda result: None)
+        return result
+
+    def survey(self, kind: Progress, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
+        number = next(self._numbers)
+        phase = self._phases[number] = _Phase(kind, work, fact)
+        self._polls.open(number)
+        try:
+            while phase.decision is None:
+                yield WAITS_AS[kind]
+        finally:
+            del self._phases[number]
+            self._polls.close(number)
+            work.close()
+        if phase.decision.failure is not None:
+            raise _error(phase.decision.failure)
+        return phase.result, list(phase.decision.facts)
+
+    def certainly(self, act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except Exception as error:
+            raise OutOfStep(
+                f"this rank could not do what the others have done, and ends: {type(error).__name__}: {error}"
+            ) from error
+
+    def propose(self, request: AnyControlRequest) -> None:
+        self._propose(request)
+
+    @property
+    def is_working(self) -> bool:
+        return any(not phase.has_voted and not phase.is_waiting for phase in self._due().values())
+
+    def work(self) -> None:
+        for number, phase in self._due().items():
+            if phase.has_voted:
+                continue
+            vote = phase.step()
+            if vote is not None:
+                failure, fact = vote
+                ends = failure is not None and phase.kind is Progress.WAITING
+                self._polls.cast(number, failure, fact, ends=ends)
+
+    def decide(self, decision: Decision) -> None:
+        # Its operation may have been ended ahead of it, by a deadline or by another request.
+        phase = self._phases.get(decision.phase)
+        if phase is not None:
+            phase.decision = decision
+
+    def _due(self) -> dict[int, _Phase]:
+        """While one stands alone, all others stand still."""
+        alone = {number: phase for number, phase in self._phases.items() if phase.kind is Progress.ALONE}
+        return alone or dict(self._phases)
+
+
+def in_turns(slices: Generator[object, None, T], kind: Progress) -> Work[T]:
+    """Work of this kind, a slice in each turn."""
+    with closing(slices):
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            yield kind
+
+
+def at_once(act: Callable[[], T]) -> Work[T]:
+    """Work that is a single slice."""
+    return act()
+    yield Progress.WORKING
+
+
+def _failure(error: Exception) -> Refusal:
+    if isinstance(error, RequestRejected):
+        return Refusal(status=error.status, message=error.message, fields=error.fields)
+    logger.error("this rank's part of a control request failed", exc_info=error)
+    return Refusal(status=500, message=f"{type(error).__name__}: {error}")
+
+
+def _error(failure: Refusal) -> Exception:
+    if failure.status == 500:
+        return EngineError(failure.message)
+    return RequestRejected(failure.message, failure.status, **failure.fields)

@@ -1,0 +1,117 @@
+"""Ranks of one replica as processes, over their channels, around null parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from fixtures.servers import is_alive, wait_until
+from fixtures.uneven_ranks import REFUSAL, TARGETS, fatal_on, refused_by, slow_on
+
+from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.server_args import ServerArgs
+from ebbtide.testing import NullRunner
+from ebbtide.testing.null_engine import NullEngine, null_config
+
+NUM_RANKS = 3
+PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
+# control_semantics, rule 9: of one core.
+MOST_BUSY = 0.02
+
+
+class ThreeRanks(NullEngine):
+    """An engine of three ranks, each of which can be made to differ."""
+
+    def __init__(self) -> None:
+        super().__init__(tp_size=NUM_RANKS)
+
+    @classmethod
+    def _start(cls, server_args: ServerArgs) -> EngineService:
+        return EngineService(null_config(server_args), TARGETS)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return self._service.pids
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ThreeRanks]:
+    with ThreeRanks() as engine:
+        yield engine
+
+
+def expected_tokens(value: int) -> list[int]:
+    """What weights sample whose four parameters are all this integer."""
+    whole = sum(value * (index + 1) for index in range(4))
+    return [NullRunner().token(3, position, whole) for position in range(PARAMS["max_new_tokens"])]
+
+
+def tokens(engine: ThreeRanks) -> list[int]:
+    output_ids: list[int] = engine.generate(input_ids=[1, 2, 3], sampling_params=PARAMS)["output_ids"]
+    return output_ids
+
+
+def test_a_step_of_rl(engine: ThreeRanks) -> None:
+    freed = engine.release_memory_occupation()
+    assert freed["freed_bytes"] == {"weights": 6000, "kv_cache": 15_000, "cuda_graph": 300}
+    assert [share["tp_rank"] for share in freed["ranks"]] == list(range(NUM_RANKS))
+    assert engine.resume_memory_occupation(["weights"])["weights"]["content"] == "stale"
+    assert engine.update_weights_from_disk("5", weight_version="5")["content"] == "valid"
+    engine.resume_memory_occupation(["kv_cache"])
+    assert tokens(engine) == expected_tokens(5)
+    ranks = engine.memory_occupation()["ranks"]
+    assert [rank["tp_rank"] for rank in ranks] == list(range(NUM_RANKS))
+    assert len({rank["pid"] for rank in ranks}) == NUM_RANKS
+    # Some passes later they have their graphs again.
+    wait_until(lambda: tokens(engine) and is_resident(engine, "cuda_graph"), "the graphs are back")
+
+
+def is_resident(engine: ThreeRanks, tag: str) -> bool:
+    ranks = engine.memory_occupation()["ranks"]
+    return all(rank["tags"][tag]["state"] == "resident" for rank in ranks)
+
+
+def test_a_rank_that_refuses_is_named_and_the_old_weights_serve(engine: ThreeRanks) -> None:
+    engine.update_weights_from_disk("5", weight_version="5")
+    with pytest.raises(RequestRejected, match=f"^rank 2: {REFUSAL}$"):
+        engine.update_weights_from_disk("6", weight_version=refused_by(2))
+    assert engine.model_info()["weight_version"] == "5"
+    assert tokens(engine) == expected_tokens(5)
+    engine.update_weights_from_disk("7", weight_version="7")
+    assert tokens(engine) == expected_tokens(7)
+
+
+def test_a_rank_that_is_late_is_named_at_the_limit_and_comes_back(engine: ThreeRanks) -> None:
+    engine.update_weights_from_disk("5", weight_version="5")
+    with pytest.raises(EngineError, match="rank 1: no answer within 2 s of the request's deadline"):
+        engine.update_weights_from_disk("6", weight_version=slow_on(1), timeout_s=0.2)
+    # What comes now waits for it, as an acknowledgement must, and finds the replica whole.
+    reply = engine.update_weights_from_disk("8", weight_version="8")
+    assert reply["committed"]
+    assert tokens(engine) == expected_tokens(8)
+    values = engine.get_weights_by_name("layer.1")
+    assert values == [8.0]
+
+
+def test_ranks_that_wait_idle(engine: ThreeRanks) -> None:
+    engine.pause_generation("in_place")
+    processes = {name: psutil.Process(pid) for name, pid in engine.pids.items()}
+    assert len(processes) == NUM_RANKS
+    before = {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
+    time.sleep(2.0)
+    shares = {
+        name: (sum(process.cpu_times()[:2]) - before[name]) / 2.0 for name, process in processes.items()
+    }
+    engine.continue_generation()
+    assert max(shares.values()) < MOST_BUSY, shares
+
+
+def test_a_rank_that_cannot_commit_ends_the_engine_and_says_why() -> None:
+    """It would serve other weights than the others do."""
+    with ThreeRanks() as engine:
+        with pytest.raises(EngineError, match=r"scheduler-tp2 .*: .*the swap failed"):
+            engine.update_weights_from_disk("6", weight_version=fatal_on(2))
+        wait_until(lambda: not any(map(is_alive, engine.pids.values())), "all ranks have ended")
