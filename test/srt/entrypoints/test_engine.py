@@ -348,7 +348,6 @@ def use_until_a_process_dies(checkpoint: Path) -> dict[str, int]:
             waiting.result()
     with pytest.raises(EngineError, match="SIGKILL"):
         engine.generate("tide")
-    assert is_alive(pids["scheduler"])
     return pids
 
 

@@ -1,8 +1,9 @@
 """The life of a request, told by a scripted scheduler: answers, streams, aborts, and the engine's death."""
 
 import asyncio
+import dataclasses
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ from ebbtide.srt.managers.io_struct import (
     TokenLogprobs,
     TokenOutput,
 )
-from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
+from ebbtide.srt.managers.tokenizer_manager import Placement, TokenizerManager
 
 LIMITS = RequestLimits(
     context_len=64, vocab_size=500, max_total_num_tokens=64, stream_interval=1, num_replicas=1
@@ -66,7 +67,14 @@ def start(**changes: Any) -> RequestStart:
 class Engine:
     """A manager, and the other ends of its channels."""
 
-    def __init__(self, *, incremental: bool = False, has_tokenizer: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        incremental: bool = False,
+        has_tokenizer: bool = True,
+        num_replicas: int = 1,
+        place: Placement | None = None,
+    ) -> None:
         config: Any = SimpleNamespace(
             schedule=SimpleNamespace(incremental_streaming_output=incremental),
             runtime=SimpleNamespace(random_seed=0),
@@ -77,8 +85,9 @@ class Engine:
             config,
             to_scheduler,
             to_manager,
-            LIMITS,
+            dataclasses.replace(LIMITS, num_replicas=num_replicas),
             byte_level() if has_tokenizer else None,
+            place,
         )
 
     async def received(self, count: int = 1) -> list[Any]:
@@ -95,10 +104,10 @@ class Engine:
 
     async def send_message(self, message: Any) -> None:
         """Send and wait until the manager has taken the message in."""
-        self.manager.state = None
+        marker = msgspec.structs.replace(STATE, dp_rank=-1)
         self._outbox.send(message)
-        self._outbox.send(STATE)
-        while self.manager.state is None:
+        self._outbox.send(marker)
+        while self.manager.reports.pop(-1, None) is None:
             await asyncio.sleep(0)
 
     def nothing_sent(self) -> bool:
@@ -110,7 +119,7 @@ class Engine:
         self._outbox.close()
 
 
-def run(script: Callable[[Engine], Coroutine[Any, Any, None]], **options: bool) -> None:
+def run(script: Callable[[Engine], Coroutine[Any, Any, None]], **options: Any) -> None:
     async def play() -> None:
         engine = Engine(**options)
         engine.manager.start()
@@ -545,6 +554,8 @@ def test_control_replies_and_state_reports() -> None:
     async def script(engine: Engine) -> None:
         task = asyncio.create_task(engine.manager.control(PingReqInput()))
         (call,) = await engine.received()
+        await engine.send_message(STATE)
+        assert not task.done()
         await engine.send_message(ControlReply(id=call.id, reply=PingReqOutput()))
         assert await task == PingReqOutput()
         assert engine.manager.state == STATE
@@ -609,3 +620,33 @@ def test_a_message_that_cannot_be_read_fails_loudly() -> None:
             await task
 
     run(script)
+
+
+# ----------------------------------------------------------------------------------------- several replicas
+
+
+def in_turn(outputs: Sequence[TokenizedGenerateReqInput]) -> list[TokenizedGenerateReqInput]:
+    return [msgspec.structs.replace(output, dp_rank=index) for index, output in enumerate(outputs)]
+
+
+def test_outputs_are_placed_before_they_are_sent() -> None:
+    async def script(engine: Engine) -> None:
+        engine.manager.prepare({"input_ids": [[5], [6]]})
+        assert [message.dp_rank for message in await engine.received(2)] == [0, 1]
+
+    run(script, num_replicas=2, place=in_turn)
+
+
+def test_the_state_is_that_of_all_replicas_once_each_has_spoken() -> None:
+    async def script(engine: Engine) -> None:
+        await engine.send_message(STATE)
+        assert engine.manager.state is None
+        other = msgspec.structs.replace(STATE, dp_rank=1, weight_version="2", can_run=False, reason="asleep")
+        await engine.send_message(other)
+        state = engine.manager.state
+        assert state is not None
+        assert (state.weight_version, state.reason) == ("mixed: 1, 2", "replica 1: asleep")
+        await engine.send_message(msgspec.structs.replace(STATE, dp_rank=1))
+        assert engine.manager.state == STATE
+
+    run(script, num_replicas=2)

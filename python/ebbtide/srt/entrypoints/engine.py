@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from ebbtide.srt.config import resolve
+from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, next_chunk, refuse_in_event_loop
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.managers.generation import Generation
@@ -89,7 +90,7 @@ class Engine:
             server_args = ServerArgs(**{"log_level": "error", **kwargs})
         self.server_args = server_args
         self._service = self._start(server_args)
-        self._sender = TensorSender(self._service.config.runtime.device)
+        self._sender = TensorSender(self._service.rank_devices, server_args.tp_size)
         self._runner = LoopThread()
         # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
         self._finalizer = weakref.finalize(self, _close, self._service, self._runner, os.getpid())
@@ -102,7 +103,8 @@ class Engine:
     @classmethod
     def _start(cls, server_args: ServerArgs) -> EngineService:
         """Other processes behind the same methods: `ebbtide.testing`."""
-        return EngineService(resolve(server_args))
+        with EarlyProcesses(server_args) as early:
+            return EngineService(resolve(server_args), early=early)
 
     # ------------------------------------------------------------------------------------------ generation
 
@@ -205,7 +207,8 @@ class Engine:
 
         Args:
             named_tensors: serialized entries, as over HTTP; or (checkpoint name, tensor) pairs, read where
-                they are on the engine's own GPU, else copied once. They must not change until the answer.
+                they are on a GPU that all ranks reach, else copied once. They must not change until the
+                answer.
         """
         with ExitStack() as shared:
             if isinstance(named_tensors, list) and all(isinstance(one, bytes | str) for one in named_tensors):
@@ -213,7 +216,7 @@ class Engine:
             else:
                 # Gigabytes may be copied, and the loop of the caller is to go on meanwhile.
                 sent = await asyncio.to_thread(self._sender.send, named_tensors)  # type: ignore[arg-type]
-                entries = [shared.enter_context(sent).payload]
+                entries = shared.enter_context(sent).entries
                 load_format = None if load_format in _WHOLE_TENSOR_FORMATS else load_format
             return await self._control(
                 UpdateWeightsFromTensorReqInput,

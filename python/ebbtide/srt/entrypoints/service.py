@@ -12,14 +12,19 @@ import msgspec
 
 from ebbtide import __version__
 from ebbtide.srt.config import EngineConfig
-from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.launcher import EngineProcesses
+from ebbtide.srt.entrypoints.occupation import count_devices_once, num_gpus, occupation_body, total_tags
 from ebbtide.srt.entrypoints.transition import Transitions
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.channel import Receiver, Sender
+from ebbtide.srt.managers.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.generate_request import RequestLimits
 from ebbtide.srt.managers.io_struct import (
+    GetLoadReqInput,
+    GetLoadReqOutput,
     GetWeightsByNameReqOutput,
+    Load,
     ManagerInput,
     PingReqInput,
     SchedulerInput,
@@ -42,18 +47,24 @@ class EngineService:
 
     Args:
         targets: the processes, if not those that the config asks for; see `EngineProcesses`.
+        early: those of them that are there already.
 
     Raises:
         ConfigurationError: the model, the tokenizer or the machine does not do.
         EngineError: a process died. In either case none is left.
     """
 
-    def __init__(self, config: EngineConfig, targets: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        targets: Mapping[str, str] | None = None,
+        early: EarlyProcesses | None = None,
+    ) -> None:
         self.config = config
         self._failure: str | None = None
         self._manager: TokenizerManager | None = None
         self.transitions = Transitions(self.control)
-        self._processes = EngineProcesses(config, targets)
+        self._processes = EngineProcesses(config, targets, early)
         try:
             # While the scheduler loads the weights.
             self._tokenizer = (
@@ -75,11 +86,7 @@ class EngineService:
             on_death: called in this loop, with the reason, when a process has ended by itself. By then
                 everything that waited has been told.
         """
-        addresses = self._processes.addresses
-        scheduler: Sender[SchedulerInput] = Sender(addresses.scheduler)
-        inbox: Receiver[ManagerInput] = Receiver(addresses.manager, ManagerInput)
-        limits = RequestLimits.of(self.config, self._facts["max_total_num_tokens"])
-        self._manager = TokenizerManager(self.config, scheduler, inbox, limits, self._tokenizer)
+        self._manager = self._connect()
         self._manager.start()
         loop = asyncio.get_running_loop()
 
@@ -93,6 +100,22 @@ class EngineService:
 
         self._processes.watch(hand_over)
         await self._manager.control(PingReqInput(), HEALTH_TIMEOUT_S)
+
+    def _connect(self) -> TokenizerManager:
+        limits = RequestLimits.of(self.config, self._facts["max_total_num_tokens"])
+        replicas = self._processes.replicas
+        inbox: Receiver[ManagerInput] = Receiver(replicas[0].manager, ManagerInput)
+        if len(replicas) == 1:
+            scheduler: Sender[SchedulerInput] = Sender(replicas[0].scheduler)
+            return TokenizerManager(self.config, scheduler, inbox, limits, self._tokenizer)
+        schedulers: list[Sender[SchedulerInput | msgspec.Raw]] = [
+            Sender(replica.scheduler) for replica in replicas
+        ]
+        parallel = self.config.parallel
+        controller = DataParallelController(schedulers, inbox, parallel.tp_size, parallel.load_balance_method)
+        return TokenizerManager(
+            self.config, controller, controller, limits, self._tokenizer, controller.place
+        )
 
     def fail(self, message: str) -> None:
         """End everything that waits, and what is asked from now on, with an `EngineError`."""
@@ -118,6 +141,15 @@ class EngineService:
     def pids(self) -> dict[str, int]:
         """The process ids by the names of the processes."""
         return self._processes.pids
+
+    @property
+    def rank_devices(self) -> list[str]:
+        """The device of every rank, replica by replica, as each spells it on its node."""
+        parallel, device = self.config.parallel, self.config.runtime.device
+        if parallel.num_ranks == 1 or not device.startswith("cuda"):
+            return [device] * parallel.num_ranks
+        places = (rank % parallel.ranks_per_node for rank in range(parallel.num_ranks))
+        return [f"cuda:{parallel.base_gpu_id + place * parallel.gpu_id_step}" for place in places]
 
     # --------------------------------------------------------------------------------------------- requests
 
@@ -149,6 +181,8 @@ class EngineService:
             return reply.values
         body = msgspec.to_builtins(reply)
         del body["type"]  # with which it travelled
+        if "ranks" in body and "device_free_bytes_before" in body:
+            count_devices_once(body, self.state.ranks, self.config.parallel)
         return {**body, "ignored_fields": ignored} if ignored else body
 
     async def check_health(self) -> None:
@@ -166,44 +200,41 @@ class EngineService:
             await self.generate_one_token()
 
     async def generate_one_token(self) -> None:
-        """The shortest way through every process. Draws no seed, and leaves nothing in the prefix cache.
+        """The shortest way through every process: one token on each replica.
+
+        Draws no seed, and leaves nothing in the prefix cache.
 
         Raises:
             EngineError: there is no answer, although the engine can run.
         """
         params = {"max_new_tokens": 1, "temperature": 0.0, "sampling_seed": 0}
-        generation = self.manager.prepare({"input_ids": [0], "sampling_params": params})
+        generations = [
+            self.manager.prepare({"input_ids": [0], "sampling_params": params, "routed_dp_rank": dp_rank})
+            for dp_rank in range(self.config.parallel.dp_size)
+        ]
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                await generation.result()
+                await asyncio.gather(*(generation.result() for generation in generations))
         except TimeoutError:
             if self.state.can_run:
                 raise EngineError(f"no token was generated within {HEALTH_TIMEOUT_S:g} s") from None
 
     # ------------------------------------------------------------------------------------------ information
 
+    async def loads(self) -> list[Load]:
+        """What every replica has to do, by dp_rank."""
+        reply = await self.manager.control(GetLoadReqInput(), HEALTH_TIMEOUT_S)
+        assert isinstance(reply, GetLoadReqOutput)
+        return reply.loads
+
     async def memory_occupation(self) -> dict[str, Any]:
         """The body of `GET /memory_occupation`. Never waits for the engine."""
-        state = self.state
-        [rank] = msgspec.to_builtins(state.ranks)
-        tags = {name: _tag_body(report) for name, report in rank["tags"].items()}
-        device = await asyncio.to_thread(_device_body, rank["pid"], tags)
-        return {
-            "success": True,
-            "message": "",
-            "generation": {"state": "paused", "mode": state.paused.value}
-            if state.paused is not None
-            else {"state": "running", "mode": None},
-            "can_run": state.can_run,
-            "reason": state.reason,
-            "tags": tags,
-            "device": device,
-            "ranks": [{**rank, "tags": tags, "device_bytes": device}],
-        }
+        return await asyncio.to_thread(occupation_body, self.state, self.config.parallel)
 
     def model_info(self) -> dict[str, Any]:
-        """The body of `GET /model_info`."""
+        """The body of `GET /model_info`; of several replicas, also the versions that each serves."""
         model, state = self.config.model, self.state
+        versions = [report.weight_version for report in self._reports]
         return {
             "success": True,
             "message": "",
@@ -213,6 +244,7 @@ class EngineService:
             "is_generation": True,
             "preferred_sampling_params": None,
             "weight_version": state.weight_version,
+            **({"weight_versions": versions} if len(versions) > 1 else {}),
             "load_format": state.load_format,
             "reasoning_parser": None,
             "tool_call_parser": None,
@@ -231,10 +263,7 @@ class EngineService:
         arguments = dataclasses.asdict(self.config.server_args)
         occupation = await self.memory_occupation()
         del occupation["ranks"]
-        replica = {
-            "memory_usage": _memory_usage(occupation["tags"], self._facts["max_total_num_tokens"]),
-            "effective_max_running_requests_per_dp": self.config.schedule.max_running_requests,
-        }
+        loads = await self.loads()
         return {
             "success": True,
             "message": "",
@@ -243,16 +272,30 @@ class EngineService:
             **self._facts,
             "version": __version__,
             "status": "ready",
-            "num_gpus": 0,
-            "internal_states": [replica],
+            "num_gpus": num_gpus(self.state.ranks),
+            "internal_states": [
+                self._replica_body(report, load) for report, load in zip(self._reports, loads, strict=True)
+            ],
             "state": occupation,
             "weight_update": _weight_update_body(self.state),
         }
 
+    @property
+    def _reports(self) -> list[StateReport]:
+        """What the replicas reported last, by dp_rank."""
+        return [report for _, report in sorted(self.manager.reports.items())]
 
-def _tag_body(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what only the weights have, where it is another tag's."""
-    return {name: value for name, value in report.items() if value is not None or name == "content"}
+    def _replica_body(self, report: StateReport, load: Load) -> dict[str, Any]:
+        """One of the `internal_states`."""
+        return {
+            "dp_rank": report.dp_rank,
+            "last_gen_throughput": load.last_gen_throughput,
+            "memory_usage": _memory_usage(total_tags(report.ranks), self._facts["max_total_num_tokens"]),
+            "effective_max_running_requests_per_dp": self.config.schedule.max_running_requests,
+            "weight_version": report.weight_version,
+            "can_run": report.can_run,
+            "reason": report.reason,
+        }
 
 
 def _weight_update_body(state: StateReport) -> dict[str, Any]:
@@ -264,21 +307,6 @@ def _weight_update_body(state: StateReport) -> dict[str, Any]:
         "age_s": max(0.0, time.time() - session.opened_at),
         "num_tensors_staged": session.num_tensors_staged,
         "groups": state.weight_groups,
-    }
-
-
-def _device_body(pid: int, tags: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """The device's memory now; reads /proc, which takes milliseconds where much memory is mapped."""
-    try:
-        memory = CpuDevice().memory_info(pid)
-    except ProcessLookupError:
-        raise EngineError(f"the process {pid} has ended") from None
-    resident_bytes = sum(tag["resident_bytes"] for tag in tags.values())
-    return {
-        "total_bytes": memory.total_bytes,
-        "free_bytes": memory.free_bytes,
-        # State and measurement are of different moments: memory may have gone in between.
-        "unmanaged_bytes": max(0, memory.process_bytes - resident_bytes),
     }
 
 

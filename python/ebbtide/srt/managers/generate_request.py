@@ -192,7 +192,7 @@ class RequestNormalizer:
             replaced
             for index, prompt in enumerate(prompts)
             for replaced in self._samples(
-                self._message(prompt, params[index], columns[index], bool(request.stream), arrival_s),
+                self._message(prompt, params[index], columns[index], request, arrival_s),
                 rids[index],
             )
         ]
@@ -216,7 +216,7 @@ class RequestNormalizer:
         timeout_s = request.timeout_s
         if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
             raise RequestRejected(f"timeout_s: expected a number of seconds above 0, got {timeout_s}")
-        rank = request.routed_dp_rank if request.routed_dp_rank is not None else request.data_parallel_rank
+        rank = _pinned_to(request)
         if rank is not None and not 0 <= rank < self._limits.num_replicas:
             raise RequestRejected(
                 f"routed_dp_rank: expected 0 to {self._limits.num_replicas - 1}, got {rank}"
@@ -258,7 +258,7 @@ class RequestNormalizer:
         prompt: list[int],
         params: SamplingParams,
         own: _PerPrompt,
-        stream: bool,
+        request: GenerateReqInput,
         arrival_s: float,
     ) -> TokenizedGenerateReqInput:
         """The message of a prompt's samples, but for their rids and seeds."""
@@ -274,7 +274,7 @@ class RequestNormalizer:
             sampling_params=params,
             max_new_tokens=max_new_tokens,
             seed=0,
-            stream=stream,
+            stream=bool(request.stream),
             stream_interval=params.stream_interval or self._limits.stream_interval,
             return_logprob=own.return_logprob,
             logprob_start=start if own.return_logprob and start >= 0 else None,
@@ -282,6 +282,7 @@ class RequestNormalizer:
             token_ids_logprob=own.token_ids_logprob if own.return_logprob else (),
             cache_namespace=own.cache_namespace,
             arrival_s=arrival_s,
+            dp_rank=_pinned_to(request),
         )
 
     def _samples(
@@ -357,6 +358,11 @@ def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:
         return msgspec.convert(dict(fields), GenerateReqInput)
     except msgspec.ValidationError as error:
         raise RequestRejected(str(error)) from None
+
+
+def _pinned_to(request: GenerateReqInput) -> int | None:
+    """The replica that a request asks for."""
+    return request.routed_dp_rank if request.routed_dp_rank is not None else request.data_parallel_rank
 
 
 def _is_empty(value: Any) -> bool:

@@ -150,7 +150,7 @@ class OutputState:
             "cached_tokens": start.cached_tokens if start is not None else 0,
             "reasoning_tokens": 0,
             "num_retractions": self._num_retractions,
-            "dp_rank": 0,
+            "dp_rank": request.dp_rank if request.dp_rank is not None else 0,
             "weight_version": self._weight_version,
             "weight_versions": self._version_spans(),
             "kv_weight_versions": self._kv_versions,

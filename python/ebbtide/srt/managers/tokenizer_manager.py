@@ -6,15 +6,14 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.channel import Receiver, Sender
 from ebbtide.srt.managers.control_client import ControlClient
 from ebbtide.srt.managers.generate_request import (
     GenerateReqInput,
@@ -34,11 +33,32 @@ from ebbtide.srt.managers.io_struct import (
     SchedulerInput,
     StateReport,
     TextOutput,
+    TokenizedGenerateReqInput,
     TokenOutput,
 )
+from ebbtide.srt.managers.reply_merging import merge_reports
 from ebbtide.srt.managers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+# Chooses the replica of each output of a request.
+Placement: TypeAlias = Callable[[Sequence[TokenizedGenerateReqInput]], list[TokenizedGenerateReqInput]]
+
+
+class SchedulerEnd(Protocol):
+    """Where messages to the engine go."""
+
+    def send(self, message: SchedulerInput) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EngineInbox(Protocol):
+    """Where the engine's messages come from."""
+
+    async def receive_async(self) -> list[ManagerInput]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -132,21 +152,26 @@ class TokenizerManager:
         scheduler, inbox: the channel ends, closed by `close`.
         limits: what one request may hold; known once the scheduler has sized its pool.
         tokenizer: None with `skip_tokenizer_init`.
+        place: where there are several replicas, chooses among them.
 
     Attributes:
-        state: the engine's state machines as last reported; None until the scheduler has spoken.
+        reports: what each replica last reported of its state machines, by dp_rank.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        scheduler: Sender[SchedulerInput],
-        inbox: Receiver[ManagerInput],
+        scheduler: SchedulerEnd,
+        inbox: EngineInbox,
         limits: RequestLimits,
         tokenizer: Tokenizer | None,
+        place: Placement | None = None,
     ) -> None:
-        self.state: StateReport | None = None
+        self.reports: dict[int, StateReport] = {}
         self.tokenizer = tokenizer
+        self._num_replicas = limits.num_replicas
+        self._state: StateReport | None = None
+        self._place = place
         self._scheduler = scheduler
         self._inbox = inbox
         self._is_incremental = config.schedule.incremental_streaming_output
@@ -191,6 +216,8 @@ class TokenizerManager:
         """
         self._check_alive()
         plan = self._normalizer.plan(given)
+        if self._place is not None:
+            plan = replace(plan, outputs=self._place(plan.outputs))
         generation = self._generation(plan)
         self._live.add(plan, generation)
         if plan.timeout_s is not None:
@@ -256,6 +283,13 @@ class TokenizerManager:
 
     # --------------------------------------------------------------------------------- control and messages
 
+    @property
+    def state(self) -> StateReport | None:
+        """The engine's state machines as last reported; None until every replica has spoken."""
+        if self._state is None and len(self.reports) == self._num_replicas:
+            self._state = merge_reports([self.reports[rank] for rank in range(self._num_replicas)])
+        return self._state
+
     async def control(self, request: AnyControlRequest, timeout_s: float | None = None) -> Reply:
         """Carry out a control request and return its reply. See `ControlClient.call`."""
         if isinstance(request, AbortReq):
@@ -290,4 +324,5 @@ class TokenizerManager:
             case ControlReply():
                 self._control.resolve(message)
             case StateReport():
-                self.state = message
+                self.reports[message.dp_rank] = message
+                self._state = None  # put together when it is asked for

@@ -1,0 +1,294 @@
+"""Several replicas as one engine: each generation goes to one of them, each control request to all.
+
+It stands between the TokenizerManager and the channels, with the methods of both of their ends. What comes
+back of a control request is one reply; what a replica reports of its state is passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from ebbtide.srt.managers.io_struct import (
+    AbortGeneration,
+    AbortWeightUpdateReqInput,
+    AnyControlRequest,
+    AnyReply,
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    ControlCall,
+    ControlReply,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
+    Expire,
+    InitWeightsUpdateGroupReqInput,
+    ManagerInput,
+    PauseGenerationReqInput,
+    PauseMode,
+    PingReqInput,
+    Refusal,
+    SchedulerInput,
+    StateReport,
+    TextOutput,
+    TokenizedGenerateReqInput,
+    TokenOutput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightsReqOutput,
+    WeightUpdateRequest,
+)
+from ebbtide.srt.managers.reply_merging import merge_refusals, merge_replicas
+
+SHORTEST_QUEUE = "shortest_queue"
+
+
+class ReplicaEnd(Protocol):
+    """The channel to one replica. What is encoded already is sent as it is."""
+
+    def send(self, message: SchedulerInput | msgspec.Raw) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ManagerEnd(Protocol):
+    """The channel on which all replicas and the detokenizer answer."""
+
+    async def receive_async(self) -> list[ManagerInput]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Call:
+    """A control request that is being carried out.
+
+    Attributes:
+        subject: what it is about, if it can be taken back, or is about the same as one that can.
+        latest: the call that had changed that last when this one was sent; maybe this one.
+        awaited: the replicas that have not answered.
+        refusal: the answer once it is decided, while what some replicas did is taken back.
+    """
+
+    request: AnyControlRequest
+    subject: str | None
+    latest: str | None
+    awaited: set[int]
+    replies: dict[int, AnyReply] = field(default_factory=dict)
+    refusal: Refusal | None = None
+
+
+class DataParallelController:
+    """Deals generations out, and carries control requests out on every replica.
+
+    Every replica gets the control requests in the same order. Where some refuse a pause, a session, a part of
+    one, or a group that others took, those take it back. For the rest, `merge_replicas` says who has done
+    what.
+
+    Args:
+        replicas: by dp_rank; closed with this.
+        inbox: closed with this.
+        tp_size: ranks of each replica.
+        load_balance_method: `round_robin`, or `shortest_queue`: the replica with the fewest tokens, those of
+            its requests' prompts and those that they may still generate.
+    """
+
+    def __init__(
+        self, replicas: Sequence[ReplicaEnd], inbox: ManagerEnd, tp_size: int, load_balance_method: str
+    ) -> None:
+        self._replicas = replicas
+        self._inbox = inbox
+        self._tp_size = tp_size
+        self._by_queue = load_balance_method == SHORTEST_QUEUE
+        self._next = 0
+        self._num_tokens = [0] * len(replicas)
+        # Of every output that has not ended: where it is, and the tokens that it counts for.
+        self._placed: dict[str, tuple[int, int]] = {}
+        self._calls: dict[str, _Call] = {}
+        # By subject: the last call that was to change it.
+        self._latest: dict[str, str] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def place(self, outputs: Sequence[TokenizedGenerateReqInput]) -> list[TokenizedGenerateReqInput]:
+        """The outputs of a request, each with a `dp_rank` for `send` to go by.
+
+        Samples of one prompt, which follow each other, stay together: they share its KV.
+        """
+        placed: list[TokenizedGenerateReqInput] = []
+        num_tokens = self._num_tokens.copy()
+        prompt: list[int] | None = None
+        dp_rank = 0
+        for output in outputs:
+            if output.dp_rank is not None:
+                dp_rank = output.dp_rank
+            elif output.input_ids is not prompt:
+                dp_rank = self._choose(num_tokens)
+            prompt = output.input_ids
+            num_tokens[dp_rank] += _max_tokens(output)
+            placed.append(msgspec.structs.replace(output, dp_rank=dp_rank))
+        return placed
+
+    def send(self, message: SchedulerInput) -> None:
+        """Send a message to the replica that it concerns, or to all."""
+        match message:
+            case TokenizedGenerateReqInput():
+                assert message.dp_rank is not None, "it has not been placed"
+                self._num_tokens[message.dp_rank] += _max_tokens(message)
+                self._placed[message.rid] = message.dp_rank, _max_tokens(message)
+                self._replicas[message.dp_rank].send(message)
+            case AbortGeneration():
+                if message.rid in self._placed:
+                    self._replicas[self._placed[message.rid][0]].send(message)
+            case ControlCall():
+                self._call(message)
+            case Expire():
+                raise AssertionError("deadlines are the schedulers' own")
+
+    async def receive_async(self) -> list[ManagerInput]:
+        """What there is for the manager, after waiting for it. Cancelling it loses nothing."""
+        messages: list[ManagerInput] = []
+        while not messages:
+            for message in await self._inbox.receive_async():
+                match message:
+                    case ControlReply():
+                        messages += self._collect(message)
+                    case StateReport():
+                        messages.append(message)
+                    case TextOutput() | TokenOutput():
+                        self._note_ended(message)
+                        messages.append(message)
+        return messages
+
+    def close(self) -> None:
+        """Close the channels. Idempotent."""
+        for replica in self._replicas:
+            replica.close()
+        self._inbox.close()
+
+    def _choose(self, num_tokens: Sequence[int]) -> int:
+        """The replica for the next prompt. Equal queues take turns too."""
+        num_replicas = len(self._replicas)
+        in_turn = [(self._next + step) % num_replicas for step in range(num_replicas)]
+        chosen = min(in_turn, key=num_tokens.__getitem__) if self._by_queue else in_turn[0]
+        self._next = (chosen + 1) % num_replicas
+        return chosen
+
+    def _note_ended(self, message: TextOutput | TokenOutput) -> None:
+        for output in message.outputs:
+            if output.finish is not None and output.rid in self._placed:
+                dp_rank, num_tokens = self._placed.pop(output.rid)
+                self._num_tokens[dp_rank] -= num_tokens
+
+    # ------------------------------------------------------------------------------------ control requests
+
+    def _call(self, call: ControlCall) -> None:
+        everyone = range(len(self._replicas))
+        subject = _subject(call.request)
+        if subject is not None and not isinstance(call.request, WeightUpdateRequest):
+            self._latest[subject] = call.id
+        latest = None if subject is None else self._latest.get(subject)
+        self._calls[call.id] = _Call(call.request, subject, latest, set(everyone))
+        if isinstance(call.request, UpdateWeightsFromTensorReqInput) and self._is_per_rank(call.request):
+            self._deal(call.id, call.request)
+        else:
+            self._send_call(call, everyone)
+
+    def _is_per_rank(self, request: UpdateWeightsFromTensorReqInput) -> bool:
+        """Whether there is an entry for every rank of every replica."""
+        return len(request.serialized_named_tensors) == len(self._replicas) * self._tp_size
+
+    def _deal(self, call_id: str, request: UpdateWeightsFromTensorReqInput) -> None:
+        """Send each replica the entries of its own ranks: all of them to all would be quadratic in bytes.
+
+        The places of the others are kept, and empty.
+        """
+        entries = request.serialized_named_tensors
+        for dp_rank, replica in enumerate(self._replicas):
+            own = range(dp_rank * self._tp_size, (dp_rank + 1) * self._tp_size)
+            share = [entry if rank in own else b"" for rank, entry in enumerate(entries)]
+            dealt = msgspec.structs.replace(request, serialized_named_tensors=share)
+            replica.send(ControlCall(id=call_id, request=dealt))
+
+    def _send_call(self, call: ControlCall, dp_ranks: Iterable[int]) -> None:
+        # Encoded once: payloads of weights may be long.
+        encoded = msgspec.Raw(self._encoder.encode(call))
+        for dp_rank in dp_ranks:
+            self._replicas[dp_rank].send(encoded)
+
+    def _collect(self, message: ControlReply) -> list[ManagerInput]:
+        """Take a replica's reply; returns the one reply when all are there."""
+        call = self._calls[message.id]
+        call.awaited.discard(message.dp_rank)
+        if call.refusal is None:
+            call.replies[message.dp_rank] = message.reply
+        if call.awaited:
+            return []
+        if call.refusal is None and self._take_back(message.id, call):
+            return []
+        del self._calls[message.id]
+        if call.refusal is not None:
+            return [ControlReply(id=message.id, reply=call.refusal)]
+        replies = [call.replies[dp_rank] for dp_rank in range(len(self._replicas))]
+        return [ControlReply(id=message.id, reply=merge_replicas(replies))]
+
+    def _take_back(self, call_id: str, call: _Call) -> bool:
+        """Undo what only some replicas did, if that can be undone; returns whether the reply waits for it."""
+        refusals = {rank: reply for rank, reply in call.replies.items() if isinstance(reply, Refusal)}
+        if not refusals or call.subject is None or self._latest.get(call.subject) != call.latest:
+            # All is well, or what came later about the same thing has the last word.
+            return False
+        undoing, dp_ranks = _undoing(call)
+        if not dp_ranks:
+            return False
+        refusal = merge_refusals(refusals, len(call.replies), "replica")
+        if isinstance(call.request, WeightUpdateRequest):
+            message = f"{refusal.message}. The session was discarded, as others had staged this update"
+            refusal = msgspec.structs.replace(refusal, message=message)
+        call.refusal = refusal
+        call.awaited = set(dp_ranks)
+        self._send_call(ControlCall(id=call_id, request=undoing), dp_ranks)
+        return True
+
+
+def _max_tokens(output: TokenizedGenerateReqInput) -> int:
+    return len(output.input_ids) + output.max_new_tokens
+
+
+def _subject(request: AnyControlRequest) -> str | None:
+    """What a request is about, where later ones about the same decide whether it can be taken back."""
+    match request:
+        case PauseGenerationReqInput() | ContinueGenerationReqInput():
+            return "generation"
+        case BeginWeightUpdateReqInput() | EndWeightUpdateReqInput() | AbortWeightUpdateReqInput():
+            return "session"
+        case WeightUpdateRequest():
+            return "session"
+        case InitWeightsUpdateGroupReqInput() | DestroyWeightsUpdateGroupReqInput():
+            return f"group {request.group_name}"
+        case _:
+            return None
+
+
+def _undoing(call: _Call) -> tuple[AnyControlRequest, list[int]]:
+    """What takes a call back, and on which replicas: none where there is nothing to take back."""
+    request = call.request
+    changed = [rank for rank, reply in sorted(call.replies.items()) if getattr(reply, "changed", False)]
+    match request:
+        # The other modes are never refused for the state of one replica.
+        case PauseGenerationReqInput(mode=PauseMode.WAIT):
+            return ContinueGenerationReqInput(), changed
+        case BeginWeightUpdateReqInput():
+            return AbortWeightUpdateReqInput(), changed
+        case InitWeightsUpdateGroupReqInput():
+            return DestroyWeightsUpdateGroupReqInput(group_name=request.group_name), changed
+        case WeightUpdateRequest() if any(_is_staged(reply) for reply in call.replies.values()):
+            # A part of a session cannot be unstaged, and a commit would bring it to some replicas only.
+            return AbortWeightUpdateReqInput(), sorted(call.replies)
+        case _:
+            return PingReqInput(), []
+
+
+def _is_staged(reply: AnyReply) -> bool:
+    """Whether an update waits for its session's commit."""
+    return isinstance(reply, UpdateWeightsReqOutput) and not reply.committed
