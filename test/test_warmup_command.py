@@ -45,17 +45,28 @@ def test_the_model_is_built_as_it_will_be_served(
 ) -> None:
     built: list[tuple[Any, ...]] = []
     monkeypatch.setattr(config, "_resolve_device", lambda args: "cuda:0")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(choose, "open_device", lambda name: CpuDevice())
     monkeypatch.setattr(builder, "build_model_runner", lambda *parts: built.append(parts))
 
-    given = ["--cuda-graph-max-bs", "4", "--chunked-prefill-size", "1024", "--max-total-tokens", "99999999"]
+    given = [
+        "--tp",
+        "2",
+        "--cuda-graph-max-bs",
+        "4",
+        "--chunked-prefill-size",
+        "1024",
+        "--max-total-tokens",
+        "99999999",
+    ]
     assert cli.main(["warmup", "--model-path", str(checkpoint), *given]) == 0
 
-    [(model, cache, schedule, runtime, _, _)] = built
+    [(model, cache, schedule, runtime, _, _, group)] = built
     assert model.load_format == "dummy"
     assert cache.max_total_tokens < 99999999
     assert schedule.chunked_prefill_size == 1024
     assert runtime.cuda_graph_bs == (1, 2, 4)
+    assert (group.rank, group.size) == (0, 2)
     assert capsys.readouterr().out.splitlines()[-1].startswith("ready, after ")
 
 
@@ -66,6 +77,7 @@ def test_what_fails_in_between_is_one_line_and_a_status(
         raise EngineError("cuMemCreate: the driver refuses")
 
     monkeypatch.setattr(config, "_resolve_device", lambda args: "cuda:0")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(choose, "open_device", fail)
     assert cli.main(["warmup", "--model-path", str(checkpoint)]) == 1
     assert capsys.readouterr().err == "ebbtide warmup: cuMemCreate: the driver refuses\n"

@@ -212,6 +212,8 @@ def _gpus(num_visible: int, devices: Path, nvml: Any = None) -> Finding:
         return Finding("GPU", f"{num_cards} NVIDIA", meaning, Verdict.NOTE)
     found = ", ".join([str(num_visible), *_gpu_names(nvml)])
     meaning = "models run on the first one (--base-gpu-id chooses another, --device cpu none)"
+    if num_visible > 1:
+        meaning += "; one takes as many as --tp-size times --dp-size says"
     return Finding("GPU", found, meaning)
 
 

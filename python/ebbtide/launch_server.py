@@ -1,4 +1,7 @@
-"""`python -m ebbtide.launch_server --model-path ...`: serve a model over HTTP until stopped."""
+"""`python -m ebbtide.launch_server --model-path ...`: serve a model over HTTP until stopped.
+
+On the further nodes of an engine (`--node-rank 1`) it lends their ranks to node 0, which serves.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.errors import ConfigurationError, EbbtideError
 from ebbtide.srt.server_args import ServerArgs
 
@@ -15,10 +19,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m ebbtide.launc
     parser = argparse.ArgumentParser(prog=prog, description="Serve a model over HTTP.", allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
     args = ServerArgs.from_cli_args(parser.parse_args(argv))
-    from ebbtide.srt.entrypoints.http_server import launch_server  # seconds of imports: not for a usage error
-
     try:
-        launch_server(args)
+        with EarlyProcesses(args) as early:
+            # Seconds of imports: not for a usage error, and beside those of the ranks.
+            from ebbtide.srt.entrypoints.http_server import launch_server
+
+            launch_server(args, early)
     except EbbtideError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1

@@ -8,9 +8,13 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ebbtide.srt.errors import ConfigurationError, EbbtideError
 from ebbtide.srt.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Enough for the longest prompt that is run.
 WARMUP_TOKENS = 65536
@@ -46,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
 def warm_up(args: ServerArgs) -> bool:
     """Build the model with random weights and a small KV pool, and run it. False where there is no GPU.
 
+    Of a model that ranks divide the first rank's part is built: kernels are compiled for its shapes.
+
     Raises:
         ConfigurationError: an argument, the model or the machine does not do.
     """
@@ -62,5 +68,29 @@ def warm_up(args: ServerArgs) -> bool:
         return False
     device = open_device(config.runtime.device)
     saver = open_memory_saver(config.memory.backend, device)
-    build_model_runner(config.model, config.cache, config.schedule, config.runtime, device, saver)
+    group = FirstRank(config.parallel.tp_size)
+    build_model_runner(config.model, config.cache, config.schedule, config.runtime, device, saver, group)
     return True
+
+
+class FirstRank:
+    """The first of so many tensor-parallel ranks, without the others: shapes are right, numbers are not."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        repeats = [1] * x.dim()
+        repeats[dim] = self.size
+        return x.repeat(*repeats)
+
+    def smallest(self, value: int) -> int:
+        return value
+
+    def close(self) -> None:
+        """There is nothing to leave."""

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ebbtide.srt.compat_args import DefaultOnlyArgs, NoEffectArgs
-from ebbtide.srt.config import EngineConfig, resolve
+from ebbtide.srt.config import EngineConfig, ParallelConfig, resolve
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import ServerArgs
 
@@ -231,18 +232,64 @@ def test_a_bad_argument_is_refused_by_name(folder: Path, name: str, value: Any) 
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("arguments", "message"),
     [
-        ("tp_size", 2),
-        ("dp_size", 2),
-        ("api_key", "sesame"),
-        ("admin_api_key", "sesame"),
+        (
+            {"tp_size": 3, "nnodes": 2},
+            "nnodes: expected a divisor of the 3 ranks (tp_size=3, dp_size=1), got 2",
+        ),
+        ({"tp_size": 2, "nnodes": 2, "node_rank": 2}, "node_rank: expected at most 1 (nnodes=2), got 2"),
+        ({"node_rank": 1}, "node_rank: expected at most 0 (nnodes=1), got 1"),
+        ({"tp_size": 2, "nnodes": 2}, "dist_init_addr: nnodes=2 needs the host:port of node 0"),
+        (
+            {"tp_size": 2, "nnodes": 2, "dist_init_addr": "node-0"},
+            "expected host:port of node 0, got 'node-0'",
+        ),
+        ({"tp_size": 2, "nnodes": 2, "dist_init_addr": ":5000"}, "dist_init_addr"),
+        ({"tp_size": 2, "nnodes": 2, "dist_init_addr": "node-0:70000"}, "dist_init_addr"),
+        ({"tp_size": 2, "nnodes": 2, "dist_init_addr": "0.0.0.0:5000"}, "reach node 0, got '0.0.0.0:5000'"),
+        ({"load_balance_method": "fastest"}, "load_balance_method"),
+        ({"nccl_port": 65536}, "nccl_port: expected at most 65535"),
+        ({"tp_size": 0}, "tp_size"),
+        ({"dist_timeout": 0}, "dist_timeout"),
     ],
 )
-def test_what_is_still_to_come_is_refused_not_ignored(folder: Path, name: str, value: Any) -> None:
-    message = refused(folder, **{name: value})
-    assert message.startswith(f"not supported yet: {name}")
-    assert "sesame" not in message
+def test_ranks_that_cannot_be_are_refused(folder: Path, arguments: dict[str, Any], message: str) -> None:
+    assert message in refused(folder, **arguments)
+
+
+def test_ranks_reach_their_slice(folder: Path) -> None:
+    parallel = resolved(
+        folder,
+        tp_size=2,
+        dp_size=2,
+        nnodes=2,
+        node_rank=1,
+        dist_init_addr="[fd00::1]:5000",
+        nccl_port=29500,
+        dist_timeout=30,
+        base_gpu_id=4,
+        gpu_id_step=2,
+        load_balance_method="total_tokens",
+    ).parallel
+    assert (parallel.num_ranks, parallel.ranks_per_node, parallel.node_rank) == (4, 2, 1)
+    assert (parallel.dist_init_addr, parallel.rendezvous_port) == ("[fd00::1]:5000", 29500)
+    assert (parallel.dist_timeout_s, parallel.base_gpu_id, parallel.gpu_id_step) == (30.0, 4, 2)
+    assert parallel.load_balance_method == "shortest_queue"
+    assert resolved(folder).parallel == ParallelConfig()
+
+
+def test_the_gpus_of_all_ranks_of_a_node_must_be_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    assert resolved(folder, tp_size=2, dp_size=2).runtime.device == "cuda:0"
+    assert resolved(folder, tp_size=2, base_gpu_id=1, gpu_id_step=2).runtime.device == "cuda:1"
+    assert resolved(folder, tp_size=8, nnodes=2, dist_init_addr="node-0:5000").parallel.ranks_per_node == 4
+    assert "4 ranks on this node (tp_size=4" in refused(folder, tp_size=4, base_gpu_id=1)
+    assert "need 5 visible GPUs, found 4" in refused(folder, tp_size=4, base_gpu_id=1)
+    assert "need 7 visible GPUs, found 4" in refused(folder, tp_size=2, dp_size=2, gpu_id_step=2)
 
 
 OTHER_VALUES: dict[type, Any] = {str: "other", int: 7, float: 0.5, bool: True, type(None): "other"}
@@ -271,9 +318,14 @@ def test_what_has_no_effect_is_warned_about_once(
 def test_what_is_not_built_yet_is_not_ignored_silently(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    resolved(folder, watchdog_timeout=60, enable_metrics=True)
+    resolved(folder, watchdog_timeout=60, log_requests=True)
     assert "--watchdog-timeout has no effect" in caplog.text
-    assert "--enable-metrics has no effect" in caplog.text
+    assert "--log-requests has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key"])
+def test_an_empty_key_is_none(folder: Path, name: str) -> None:
+    assert f"{name}: expected a key" in refused(folder, **{name: ""})
 
 
 def test_defaults_warn_about_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -296,3 +348,8 @@ def test_listening_beyond_loopback_must_be_allowed(folder: Path, monkeypatch: py
     assert resolved(folder, host="0.0.0.0", allow_unauthenticated_control=True).http.host == "0.0.0.0"
     monkeypatch.setenv("EBBTIDE_ALLOW_UNAUTHENTICATED_CONTROL", "1")
     assert resolved(folder, host="10.1.2.3").http.host == "10.1.2.3"
+
+
+def test_with_a_key_for_control_it_may_listen_anywhere(folder: Path) -> None:
+    assert "--admin-api-key" in refused(folder, host="0.0.0.0", api_key="sesame")
+    assert resolved(folder, host="0.0.0.0", admin_api_key="sesame").http.host == "0.0.0.0"

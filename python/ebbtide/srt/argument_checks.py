@@ -10,7 +10,7 @@ from typing import Any
 
 from ebbtide.srt.compat_args import DefaultOnlyArgs, NoEffectArgs
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.server_args import ArgumentSpec, ServerArgs, argument_specs, is_loopback
+from ebbtide.srt.server_args import ArgumentSpec, ServerArgs, argument_specs, bare_host, is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ def check_arguments(args: ServerArgs) -> None:
         _check_value(spec, getattr(args, spec.name))
     _check_bounds(args)
     _check_supported(args)
+    _check_nodes(args)
     _check_exposure(args)
     _warn_without_effect(args)
 
@@ -68,25 +69,18 @@ def _check_bounds(args: ServerArgs) -> None:
         raise _unexpected("mem_fraction_static", "a number between 0 and 1", fraction)
     if args.port > 65535:
         raise _unexpected("port", "at most 65535", args.port)
+    if args.nccl_port is not None and args.nccl_port > 65535:
+        raise _unexpected("nccl_port", "at most 65535", args.nccl_port)
+    for name in ("api_key", "admin_api_key"):
+        if getattr(args, name) == "":  # an unset variable of a shell: whoever sends no key would be let in
+            raise ConfigurationError(f"{name}: expected a key, got an empty string")
     for name in ("weight_update_timeout_s", "watchdog_timeout"):
         seconds = getattr(args, name)
         if not (seconds > 0 and math.isfinite(seconds)):
             raise _unexpected(name, "a number of seconds above 0", seconds)
 
 
-# Argument → (values that this version takes, what is missing). Values are not shown: two of them are secrets.
-_SUPPORTED_SO_FAR: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tp_size": ((1,), "tp_size > 1"),
-    "dp_size": ((1,), "dp_size > 1"),
-    "api_key": ((None,), "api_key (requests would go unchecked)"),
-    "admin_api_key": ((None,), "admin_api_key (requests would go unchecked)"),
-}
-
-
 def _check_supported(args: ServerArgs) -> None:
-    for name, (taken, missing) in _SUPPORTED_SO_FAR.items():
-        if getattr(args, name) not in taken:
-            raise ConfigurationError(f"not supported yet: {missing}")
     for entry in fields(DefaultOnlyArgs):
         value = getattr(args, entry.name)
         # Frameworks write "off" as null or as false where the default is the other.
@@ -96,13 +90,45 @@ def _check_supported(args: ServerArgs) -> None:
             )
 
 
+def _check_nodes(args: ServerArgs) -> None:
+    num_ranks = args.tp_size * args.dp_size
+    if num_ranks % args.nnodes:
+        raise ConfigurationError(
+            f"nnodes: expected a divisor of the {num_ranks} ranks (tp_size={args.tp_size}, "
+            f"dp_size={args.dp_size}), got {args.nnodes}"
+        )
+    if args.node_rank >= args.nnodes:
+        raise _unexpected("node_rank", f"at most {args.nnodes - 1} (nnodes={args.nnodes})", args.node_rank)
+    if args.nnodes > 1:
+        if args.dist_init_addr is None:
+            raise ConfigurationError(
+                f"dist_init_addr: nnodes={args.nnodes} needs the host:port of node 0, the same on every node"
+            )
+        if split_address(args.dist_init_addr)[0] in ("0.0.0.0", "::"):
+            raise _unexpected(
+                "dist_init_addr", "an address by which the other nodes reach node 0", args.dist_init_addr
+            )
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` or `[host]:port` as host, without brackets, and port.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not bare_host(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise _unexpected("dist_init_addr", "host:port of node 0", address)
+    return bare_host(host), int(port)
+
+
 def _check_exposure(args: ServerArgs) -> None:
     allowed = args.allow_unauthenticated_control or os.environ.get(ALLOW_UNAUTHENTICATED_CONTROL) == "1"
-    if not allowed and not is_loopback(args.host):
+    if not allowed and args.admin_api_key is None and not is_loopback(args.host):
         raise ConfigurationError(
-            f"host {args.host} is not loopback: whoever reaches the port could control the engine. "
-            f"If the network is trusted, pass --allow-unauthenticated-control "
-            f"or set {ALLOW_UNAUTHENTICATED_CONTROL}=1"
+            f"host {args.host} is not loopback: whoever reaches the port could control the engine. Pass "
+            f"--admin-api-key or, if the network is trusted, --allow-unauthenticated-control "
+            f"(or set {ALLOW_UNAUTHENTICATED_CONTROL}=1)"
         )
 
 
@@ -110,8 +136,7 @@ _NO_EFFECT = frozenset(
     [
         *(entry.name for entry in fields(NoEffectArgs)),
         # Ebbtide's own, whose part of the engine is still to come.
-        *("chat_template", "watchdog_timeout", "enable_metrics"),
-        *("log_requests", "log_requests_level", "decode_log_interval"),
+        *("watchdog_timeout", "log_requests", "log_requests_level", "decode_log_interval"),
     ]
 )
 

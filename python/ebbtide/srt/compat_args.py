@@ -47,7 +47,6 @@ class NoEffectArgs:
     moe_dp_size: int = 1
     enable_ep_moe: bool = False
     enable_dp_lm_head: bool = False
-    load_balance_method: str = "auto"
     prefill_round_robin_balance: bool = False
     disaggregation_bootstrap_port: int = 8998
     disaggregation_transfer_backend: str = "mooncake"
@@ -65,7 +64,6 @@ class NoEffectArgs:
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
     enable_cache_report: bool = False
-    dist_timeout: int | None = None
     warmups: str | None = None
     soft_watchdog_timeout: float | None = None
 
@@ -76,8 +74,6 @@ class DefaultOnlyArgs:
 
     pp_size: int = 1
     ep_size: int = 1
-    nnodes: int = 1
-    node_rank: int = 0
     quantization: str | None = None
     is_embedding: bool = False
     speculative_algorithm: str | None = None

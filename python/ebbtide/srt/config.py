@@ -26,6 +26,8 @@ CUDA_CHUNKED_PREFILL_SIZE = 8192
 # The rest is for activations, CUDA graphs, workspaces and the driver.
 CUDA_MEM_FRACTION_STATIC = 0.88
 CUDA_GRAPH_MAX_BS = 256
+# Nodes are started by hand or by a queue, and load gigabytes before their ranks meet.
+DIST_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,54 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How many ranks there are, and which one this process is; 0 and 0 in the API process.
+
+    Attributes:
+        tp_size: ranks of a replica, each with a part of the model.
+        dp_size: replicas, each a whole engine.
+        nnodes: machines. Ranks are numbered replica by replica and dealt out to them in equal runs.
+        dist_init_addr: `host:port` at which the nodes meet; None on one node.
+        dist_timeout_s: within which the nodes, and the ranks of a replica, must have met.
+        rendezvous_port: where the ranks of replica 0 meet if they are on several nodes; None: a free one.
+        base_gpu_id, gpu_id_step: the device of local rank i is `base_gpu_id + i * gpu_id_step`.
+        load_balance_method: which replica takes a generation, `round_robin` or `shortest_queue`.
+    """
+
+    tp_size: int = 1
+    dp_size: int = 1
+    tp_rank: int = 0
+    dp_rank: int = 0
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
+    dist_timeout_s: float = DIST_TIMEOUT_S
+    rendezvous_port: int | None = None
+    base_gpu_id: int = 0
+    gpu_id_step: int = 1
+    load_balance_method: str = "round_robin"
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all replicas and nodes."""
+        return self.tp_size * self.dp_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.nnodes
+
+    @property
+    def rank(self) -> int:
+        """This one's number among all: `dp_rank * tp_size + tp_rank`."""
+        return self.dp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for its replica."""
+        return self.tp_rank == 0
+
+
+@dataclass(frozen=True, slots=True)
 class HttpConfig:
     """Where the server listens; `host` is without brackets."""
 
@@ -143,6 +193,7 @@ class EngineConfig:
     memory: MemoryConfig
     update: UpdateConfig
     runtime: RuntimeConfig
+    parallel: ParallelConfig
     http: HttpConfig
     server_args: ServerArgs
 
@@ -169,6 +220,7 @@ def resolve_for(args: ServerArgs, model: ModelConfig) -> EngineConfig:
         memory=_resolve_memory(args, device),
         update=_resolve_update(args),
         runtime=_resolve_runtime(args, device, schedule),
+        parallel=_resolve_parallel(args, device),
         http=HttpConfig(bare_host(args.host), args.port, args.log_level_http or args.log_level),
         server_args=copy.copy(args),
     )
@@ -308,6 +360,48 @@ def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) ->
         random_seed=seed,
         log_level=args.log_level,
     )
+
+
+# What SGLang calls them, and which of ours that is.
+_LOAD_BALANCE_METHODS = {
+    "auto": "round_robin",
+    "round_robin": "round_robin",
+    "follow_bootstrap_room": "round_robin",
+    "total_requests": "round_robin",
+    "shortest_queue": "shortest_queue",
+    "total_tokens": "shortest_queue",
+}
+
+
+def _resolve_parallel(args: ServerArgs, device: str) -> ParallelConfig:
+    parallel = ParallelConfig(
+        tp_size=args.tp_size,
+        dp_size=args.dp_size,
+        nnodes=args.nnodes,
+        node_rank=args.node_rank,
+        dist_init_addr=args.dist_init_addr if args.nnodes > 1 else None,
+        dist_timeout_s=float(args.dist_timeout if args.dist_timeout is not None else DIST_TIMEOUT_S),
+        rendezvous_port=args.nccl_port,
+        base_gpu_id=args.base_gpu_id,
+        gpu_id_step=args.gpu_id_step,
+        load_balance_method=_LOAD_BALANCE_METHODS[args.load_balance_method],
+    )
+    if _is_cuda(device):
+        _check_devices(parallel)
+    return parallel
+
+
+def _check_devices(parallel: ParallelConfig) -> None:
+    import torch
+
+    num_visible = torch.accelerator.device_count()
+    num_needed = parallel.base_gpu_id + (parallel.ranks_per_node - 1) * parallel.gpu_id_step + 1
+    if num_needed > num_visible:
+        raise ConfigurationError(
+            f"{parallel.ranks_per_node} ranks on this node (tp_size={parallel.tp_size}, "
+            f"dp_size={parallel.dp_size}, nnodes={parallel.nnodes}) from base_gpu_id={parallel.base_gpu_id} "
+            f"in steps of {parallel.gpu_id_step} need {num_needed} visible GPUs, found {num_visible}"
+        )
 
 
 _OTHER_ATTENTION_BACKENDS = ("fa3", "fa4", "triton", "aiter")

@@ -82,10 +82,31 @@ class ServerArgs(DefaultOnlyArgs, NoEffectArgs):
     dp_size: Annotated[
         int, Arg("Data-parallel replicas.", aliases=("--data-parallel-size", "--dp"), minimum=1)
     ] = 1
-    base_gpu_id: Annotated[int, Arg("Device of rank 0.", minimum=0)] = 0
+    load_balance_method: Annotated[
+        str,
+        Arg(
+            "Which replica takes a generation: in turn, or the one with the fewest tokens to process "
+            "(total_tokens is shortest_queue, the other names are round_robin).",
+            choices=(
+                *("auto", "round_robin", "shortest_queue"),
+                *("follow_bootstrap_room", "total_requests", "total_tokens"),
+            ),
+        ),
+    ] = "auto"
+    nnodes: Annotated[int, Arg("Machines that the ranks are on.", minimum=1)] = 1
+    node_rank: Annotated[int, Arg("Which of them this is; 0 serves.", minimum=0)] = 0
+    dist_init_addr: Annotated[
+        str | None, Arg("host:port of node 0, where several nodes meet; one node needs none.")
+    ] = None
+    dist_timeout: Annotated[
+        int | None, Arg("Seconds in which nodes and ranks must have met (default: 600).", minimum=1)
+    ] = None
+    nccl_port: Annotated[
+        int | None,
+        Arg("Port where ranks of replica 0 meet, on several nodes (default: a free one).", minimum=1),
+    ] = None
+    base_gpu_id: Annotated[int, Arg("Device of a node's first rank.", minimum=0)] = 0
     gpu_id_step: Annotated[int, Arg("Distance between the devices of neighbouring ranks.", minimum=1)] = 1
-    dist_init_addr: Annotated[str | None, Arg("Rendezvous of the engine's own ranks.")] = None
-    nccl_port: Annotated[int | None, Arg("Port of that rendezvous (default: a free one).", minimum=1)] = None
     device: Annotated[str | None, Arg("Device (default: chosen).", choices=("cuda", "cpu"))] = None
     random_seed: Annotated[int | None, Arg("Seed of sampling (default: drawn).")] = None
 

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 from fixtures.servers import ENVIRONMENT, is_alive, wait_until
 
+from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.entrypoints import launcher
 from ebbtide.srt.entrypoints.launcher import EngineProcesses
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.memory_saver import torch_memory_saver_adapter
 
-CONFIG: Any = SimpleNamespace(runtime=SimpleNamespace(log_level="critical"))
+RUNTIME = SimpleNamespace(log_level="critical", random_seed=0)
+CONFIG: Any = SimpleNamespace(runtime=RUNTIME, parallel=ParallelConfig())
 TEST_FOLDER = Path(__file__).parents[1]
 
 
@@ -156,7 +158,7 @@ def test_torch_memory_saver_is_preloaded_where_it_is_asked_for(
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     if mode is not None:
         monkeypatch.setenv("EBBTIDE_TMS_HOOK_MODE", mode)
-    config: Any = SimpleNamespace(runtime=CONFIG.runtime, memory=SimpleNamespace(backend=backend))
+    config: Any = SimpleNamespace(**vars(CONFIG), memory=SimpleNamespace(backend=backend))
     started = EngineProcesses(config, targets(scheduler="report_size", detokenizer="report_nothing"))
     try:
         started.wait_ready()
@@ -205,9 +207,11 @@ def test_a_temporary_folder_too_deep_for_sockets_is_refused(
 SCRIPT = """
 import threading
 from types import SimpleNamespace
+from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.entrypoints.launcher import EngineProcesses
 
-config = SimpleNamespace(runtime=SimpleNamespace(log_level="critical"))
+runtime = SimpleNamespace(log_level="critical", random_seed=0)
+config = SimpleNamespace(runtime=runtime, parallel=ParallelConfig())
 processes = EngineProcesses(config, {"scheduler": "fixtures.scripted_processes:report_size"})
 processes.wait_ready()
 print(processes.pids["scheduler"], flush=True)

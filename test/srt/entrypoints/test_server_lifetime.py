@@ -68,7 +68,8 @@ def test_a_broken_checkpoint_is_one_clear_line(tmp_path: Path, how: str, message
     [
         (["--host", "0.0.0.0"], "--allow-unauthenticated-control"),
         (["--host", "no.such.host.invalid", "--allow-unauthenticated-control"], "no.such.host.invalid"),
-        (["--tp-size", "2"], "tp_size"),
+        (["--tp-size", "3"], "num_attention_heads"),
+        (["--nnodes", "2"], "nnodes"),
     ],
 )
 def test_arguments_that_do_not_do_are_one_clear_line(
@@ -100,11 +101,20 @@ def test_a_port_in_use_is_refused_before_the_model_loads(checkpoint: Path) -> No
 # ---------------------------------------------------------------------------------------------------- deaths
 
 
-@pytest.mark.parametrize("name", ["scheduler", "detokenizer"])
-def test_a_process_that_dies_takes_the_server_down(checkpoint: Path, name: str) -> None:
-    with running_server(checkpoint) as server, ThreadPoolExecutor(2) as pool:
+@pytest.mark.parametrize(
+    ("name", "arguments", "schedulers"),
+    [
+        ("scheduler", [], {"scheduler"}),
+        ("detokenizer", [], {"scheduler"}),
+        ("scheduler-tp1", ["--tp", "2"], {"scheduler-tp0", "scheduler-tp1"}),
+    ],
+)
+def test_a_process_that_dies_takes_the_server_down(
+    checkpoint: Path, name: str, arguments: list[str], schedulers: set[str]
+) -> None:
+    with running_server(checkpoint, *arguments) as server, ThreadPoolExecutor(2) as pool:
         children = server.children()
-        assert set(children) == {"scheduler", "detokenizer"}
+        assert set(children) == {*schedulers, "detokenizer"}
         server.post("/pause_generation", {"mode": "in_place"})
         waiting = pool.submit(server.post, "/generate", WAITING)
         stream = pool.submit(server.post, "/generate", {**WAITING, "stream": True})

@@ -1,209 +1,125 @@
-"""Starting the engine's processes, watching them, and ending them."""
+"""Starting the processes of an engine, watching them, and ending them: here, and with the other nodes."""
 
 from __future__ import annotations
 
-import logging
 import multiprocessing.connection
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import ebbtide
 from ebbtide.srt.config import EngineConfig
+from ebbtide.srt.entrypoints.child_process import ChildProcess
+from ebbtide.srt.entrypoints.early_processes import EarlyProcesses, rank_name, thread_defaults
+from ebbtide.srt.entrypoints.node_link import Ended, NodeLinks, meet
+from ebbtide.srt.entrypoints.placement import local_ranks
 from ebbtide.srt.entrypoints.process import ProcessStart
-from ebbtide.srt.errors import ConfigurationError, EngineError
+from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
 from ebbtide.srt.managers.channel import ChannelAddresses
-
-logger = logging.getLogger(__name__)
 
 # By name: this process need not import what only the others run.
 SCHEDULER = {"scheduler": "ebbtide.srt.managers.scheduler_process:run_scheduler_process"}
 DETOKENIZER = {"detokenizer": "ebbtide.srt.managers.detokenizer_manager:run_detokenizer_process"}
 
-# What the kernel takes as the path of a Unix socket.
-MAX_SOCKET_PATH_BYTES = 107
-# What the libraries under torch read when they are loaded; the user's own settings win.
-LIBRARY_DEFAULTS = {
-    # Threads that spin while they wait for each other stand still where another process needs a core.
-    "OMP_WAIT_POLICY": "passive",
-    # oneDNN keeps what it compiled for each number of rows, by default a thousand. Batches come in all
-    # sizes: that was 10 MB per 1,000 requests.
-    "LRU_CACHE_CAPACITY": "64",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-}
 # How torch_memory_saver gets at allocations, where it is the backend: "torch" (unless given), through torch's
 # allocator in the regions that are asked for; "preload", by a library that is loaded ahead of CUDA's own.
 TMS_HOOK_MODE = "EBBTIDE_TMS_HOOK_MODE"
 TERMINATE_TIMEOUT_S = 5.0
+# A rank that is killed makes the others fail in their collectives, and may be seen to end after them: that
+# long a failure is not taken for the first one.
+CAUSE_TIMEOUT_S = 1.0
 
 
-class ChildProcess:
-    """One process of the engine, and the pipe over which it says how its start went."""
+class NodeProcesses:
+    """The processes of one engine that are on this node: its ranks, and on node 0 the detokenizer.
 
-    def __init__(self, start: ProcessStart) -> None:
-        self.name = start.name
-        self.pipe, theirs = multiprocessing.Pipe()
-        with theirs:
-            self._popen = _spawn(start.name, theirs, _library_environment(start))
-        try:
-            self.pipe.send(sys.path)
-            self.pipe.send(start)
-        except OSError:
-            # It has died already: `receive` says how.
-            logger.debug("%s took no arguments", self.name)
-        self.sentinel = os.pidfd_open(self._popen.pid)
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    def receive_ready(self) -> dict[str, Any]:
-        """What it reports of the engine when it is ready. Blocks.
-
-        Raises:
-            ConfigurationError: it cannot start so.
-            EngineError: it ended without saying why, or by an error of ours.
-        """
-        try:
-            report: dict[str, Any] = self.pipe.recv()
-        except (EOFError, OSError):
-            raise EngineError(f"the start failed: {self.describe_end()}") from None
-        match report.pop("status"):
-            case "ready":
-                return report
-            case "failed":
-                raise ConfigurationError(report["message"])
-            case _:
-                raise EngineError(f"the start of the {self.name} process failed: {report['message']}")
-
-    def describe_end(self) -> str:
-        """How it ended, with its last words if it left any. Waits for the end."""
-        status = self._popen.wait()
-        if status < 0:
-            return f"the {self.name} process was ended by {signal.Signals(-status).name}"
-        return f"the {self.name} process ended with exit code {status}{self._last_words()}"
-
-    def terminate(self) -> None:
-        self._popen.terminate()
-
-    def join(self, deadline_s: float) -> None:
-        """Wait for the end, until `deadline_s` on the monotonic clock; then force it."""
-        try:
-            self._popen.wait(max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            logger.warning("the %s process did not end when asked: it is killed", self.name)
-            self._popen.kill()
-            self._popen.wait()
-
-    def close(self) -> None:
-        self.pipe.close()
-        os.close(self.sentinel)
-
-    def _last_words(self) -> str:
-        try:
-            return f": {self.pipe.recv()['message']}" if self.pipe.poll() else ""
-        except (EOFError, OSError):
-            return ""
-
-
-def _library_environment(start: ProcessStart) -> dict[str, str]:
-    """What one process needs in its environment and the others do not.
-
-    Raises:
-        ConfigurationError: the hook mode is none, or the library is not there.
-    """
-    mode = os.environ.get(TMS_HOOK_MODE, "torch")
-    if mode not in ("torch", "preload"):
-        raise ConfigurationError(f"{TMS_HOOK_MODE}: expected torch or preload, got {mode!r}")
-    if mode == "torch" or start.name not in SCHEDULER or start.config.memory.backend != "torch_memory_saver":
-        return {}
-    # It imports torch, which this process may do without.
-    from ebbtide.srt.memory_saver.torch_memory_saver_adapter import preload_environment
-
-    return preload_environment()
-
-
-def _spawn(name: str, pipe: Connection, extra: dict[str, str]) -> subprocess.Popen[bytes]:
-    environment = LIBRARY_DEFAULTS | os.environ | extra
-    root = str(Path(ebbtide.__file__).parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-    # Ctrl-C while the interpreter starts must not kill it with a traceback: the mask is inherited.
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "ebbtide.srt.entrypoints.process", name, str(pipe.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[pipe.fileno()],
-            env=environment,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-class EngineProcesses:
-    """The processes of one engine and the folder of their sockets. `shutdown` ends all of it.
+    Building it waits for the other nodes, if there are any. `shutdown` ends all of it.
 
     Args:
         targets: name → `module:function`; see `ProcessStart`. None: those that the config asks for.
+            "scheduler" becomes one process per rank.
+        early: processes that are there already.
 
     Attributes:
-        addresses: where each of them, and the API process, listens.
+        replicas: where the processes of each replica, and the API process, listen; by dp_rank.
+
+    Raises:
+        ConfigurationError: the nodes do not find each other, or differ.
+        EngineError: another node has gone.
     """
 
-    def __init__(self, config: EngineConfig, targets: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        targets: Mapping[str, str] | None = None,
+        early: EarlyProcesses | None = None,
+    ) -> None:
         if targets is None:
             targets = SCHEDULER if config.model.skip_tokenizer_init else SCHEDULER | DETOKENIZER
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
+        self._num_ranks = config.parallel.num_ranks
+        self._is_main_node = config.parallel.node_rank == 0
         self._children: list[ChildProcess] = []
+        self._links: NodeLinks | None = None
         self._watcher: threading.Thread | None = None
         self._stop_reader, self._stop_writer = multiprocessing.Pipe(duplex=False)
         self._folder = tempfile.mkdtemp(prefix="ebbtide-")
         try:
-            self.addresses = _addresses(self._folder)
-            for name, target in targets.items():
-                start = ProcessStart(name, target, config, self.addresses, self._owner_pid, self._folder)
-                self._children.append(ChildProcess(start))
-        except BaseException:
+            meeting = meet(config, self._folder)
+            self._links = meeting.links
+            self.replicas = meeting.replicas
+            if not self._is_main_node:
+                config = replace(config, runtime=replace(config.runtime, random_seed=meeting.random_seed))
+            for start in self._starts(config, targets):
+                child = early.take(start.name) if early is not None else None
+                if child is None:
+                    child = _spawn(start)
+                self._children.append(child)
+                child.begin(start)
+        except BaseException as error:
+            self._end_others(error)
             self.shutdown()
             raise
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids by name."""
+        """Process ids by name, of this node."""
         return {child.name: child.pid for child in self._children}
 
     def wait_ready(self) -> dict[str, Any]:
         """Return when all are ready, with what they report of the engine, e.g. `max_total_num_tokens`.
 
+        Of numbers that differ by replica, the smallest: a request may come to any of them.
+
         Raises:
             ConfigurationError: the engine cannot start so; the message of the process that says it.
             EngineError: a process died. In either case none is left.
         """
-        facts: dict[str, Any] = {}
-        starting: dict[Any, ChildProcess] = {child.pipe: child for child in self._children}
         try:
-            while starting:
-                for pipe in multiprocessing.connection.wait(list(starting)):
-                    facts |= starting.pop(pipe).receive_ready()
-        except BaseException:
+            facts = self._gather_facts()
+            if not self._is_main_node:
+                self._open_links.send_ready(facts)
+        except BaseException as error:
+            self._end_others(error)
             self.shutdown()
             raise
-        return facts
+        return _merge(facts)
 
-    def watch(self, on_death: Callable[[str], None]) -> None:
-        """Call `on_death` with what happened, from a thread, as soon as one of them has ended by itself."""
+    def watch(self, on_death: Callable[[str], None], on_stop: Callable[[], None] = lambda: None) -> None:
+        """Call `on_death` with what happened, from a thread, as soon as one of them has ended by itself.
+
+        The others are killed before that: they may be waiting for the one that is gone.
+
+        Args:
+            on_stop: called instead when node 0 was asked to end.
+        """
         self._watcher = threading.Thread(
-            target=self._watch, args=(on_death,), name="engine-watch", daemon=True
+            target=self._watch, args=(on_death, on_stop), name="engine-watch", daemon=True
         )
         self._watcher.start()
 
@@ -216,6 +132,9 @@ class EngineProcesses:
             self._stop_writer.close()
             if self._watcher is not None and self._watcher is not threading.current_thread():
                 self._watcher.join()
+            if self._links is not None:
+                self._links.send_end()
+                self._links.close()
             for child in self._children:
                 child.terminate()
             deadline_s = time.monotonic() + TERMINATE_TIMEOUT_S
@@ -225,18 +144,196 @@ class EngineProcesses:
             self._children = []
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _watch(self, on_death: Callable[[str], None]) -> None:
-        children: dict[Any, ChildProcess] = {child.sentinel: child for child in self._children}
-        # The closing of its other end makes the pipe readable.
-        ended = multiprocessing.connection.wait([*children, self._stop_reader])
-        if self._stop_reader not in ended:
-            on_death(children[ended[0]].describe_end())
+    # ---------------------------------------------------------------------------------------------- the start
+
+    @property
+    def _open_links(self) -> NodeLinks:
+        assert self._links is not None, "the nodes have met"
+        return self._links
+
+    def _starts(self, config: EngineConfig, targets: Mapping[str, str]) -> Iterator[ProcessStart]:
+        """What each process of this node is told."""
+        for name, target in targets.items():
+            if name not in SCHEDULER:
+                if self._is_main_node:
+                    yield ProcessStart(name, target, config, self.replicas[0], self._owner_pid, self._folder)
+                continue
+            for index, (dp_rank, tp_rank) in enumerate(local_ranks(config.parallel)):
+                mine = _config_of_rank(config, index, dp_rank, tp_rank)
+                yield ProcessStart(
+                    rank_name(config.parallel, dp_rank, tp_rank),
+                    target,
+                    mine,
+                    self.replicas[dp_rank],
+                    self._owner_pid,
+                    self._folder,
+                )
+
+    def _gather_facts(self) -> list[dict[str, Any]]:
+        """The facts of every leader among the ranks that this node waits for: its own, on node 0 all."""
+        facts: list[dict[str, Any]] = []
+        starting: dict[Any, ChildProcess] = {child.pipe: child for child in self._children}
+        links = self._open_links.connections
+        unready = set(links) if self._is_main_node else set()
+        while starting or unready:
+            for ready in multiprocessing.connection.wait([*starting, *links]):
+                if ready in starting:
+                    child = starting.pop(ready)
+                    try:
+                        facts.append(child.receive_ready())
+                    except EbbtideError as error:
+                        raise self._first_error(child, error, starting) from None
+                    continue
+                assert isinstance(ready, multiprocessing.connection.Connection)
+                message = self._open_links.receive(ready)
+                if isinstance(message, Ended):
+                    self._open_links.pass_on(message)
+                    raise _error_of(message)
+                facts.extend(message.facts)
+                unready.discard(ready)
+        return facts
+
+    def _first_error(
+        self, child: ChildProcess, error: EbbtideError, starting: Mapping[Any, ChildProcess]
+    ) -> EbbtideError:
+        """What the start failed with, when `error` of `child` was seen first.
+
+        A rank that cannot start so, or is killed, makes those fail that wait for it.
+        """
+        if self._num_ranks == 1 or isinstance(error, ConfigurationError) or child.was_ended_by_signal(0):
+            return error
+        links = self._open_links.connections
+        others = {pipe: one for pipe, one in starting.items() if one.name not in DETOKENIZER}
+        deadline_s = time.monotonic() + CAUSE_TIMEOUT_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            for happened in multiprocessing.connection.wait([*others, *links], left_s):
+                if happened in others:
+                    other = others.pop(happened)
+                    try:
+                        other.receive_ready()
+                    except EbbtideError as cause:
+                        if isinstance(cause, ConfigurationError) or other.was_ended_by_signal(0):
+                            return cause
+                elif isinstance(message := self._open_links.receive(happened), Ended):  # type: ignore[arg-type]
+                    self._open_links.pass_on(message)
+                    return _error_of(message)
+        return error
+
+    def _end_others(self, error: BaseException) -> None:
+        """Tell the other nodes why this one does not start; a signal is no reason, but an end."""
+        if self._links is not None and isinstance(error, EbbtideError):
+            self._links.send_end(str(error), isinstance(error, ConfigurationError))
+
+    # ------------------------------------------------------------------------------------------------ the end
+
+    def _watch(self, on_death: Callable[[str], None], on_stop: Callable[[], None]) -> None:
+        end = self._first_end()
+        if end is None:
+            return
+        for child in self._children:
+            child.kill()
+        if end.reason:
+            on_death(end.reason)
+        else:
+            on_stop()
+
+    def _first_end(self) -> Ended | None:
+        """Wait for the end of a process or a node, and tell the others; None: this node was asked to end."""
+        links = self._open_links
+        running: dict[Any, ChildProcess] = {child.sentinel: child for child in self._children}
+        failed: list[ChildProcess] = []
+        deadline_s: float | None = None
+        while True:
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            # The closing of its other end makes the pipe readable.
+            happened = multiprocessing.connection.wait(
+                [*running, *links.connections, self._stop_reader], left_s
+            )
+            if self._stop_reader in happened:
+                return None
+            failed += [running.pop(one) for one in happened if one in running]
+            killed = [child for child in failed if child.was_ended_by_signal(0)]
+            if not killed:
+                for connection in links.connections:
+                    if connection in happened and isinstance(message := links.receive(connection), Ended):
+                        links.pass_on(message)
+                        return message
+            if killed or not happened or self._num_ranks == 1:
+                reason = (killed or failed)[0].describe_end()
+                links.send_end(reason)
+                return Ended(reason)
+            if deadline_s is None:
+                deadline_s = time.monotonic() + CAUSE_TIMEOUT_S
 
 
-def _addresses(folder: str) -> ChannelAddresses:
-    paths = [os.path.join(folder, name) for name in ("scheduler", "detokenizer", "manager")]
-    if any(len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES for path in paths):
-        raise ConfigurationError(
-            f"TMPDIR is too long for sockets: {folder} leaves no room within {MAX_SOCKET_PATH_BYTES} bytes"
-        )
-    return ChannelAddresses(*(f"ipc://{path}" for path in paths))
+class EngineProcesses(NodeProcesses):
+    """The processes of the engine whose API process this is, on node 0.
+
+    Attributes:
+        addresses: of replica 0.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        targets: Mapping[str, str] | None = None,
+        early: EarlyProcesses | None = None,
+    ) -> None:
+        if config.parallel.node_rank != 0:
+            raise ConfigurationError(
+                f"node_rank={config.parallel.node_rank}: requests come to node 0; the others only lend their "
+                "ranks, by `python -m ebbtide.launch_server`"
+            )
+        super().__init__(config, targets, early)
+        self.addresses: ChannelAddresses = self.replicas[0]
+
+
+def _config_of_rank(config: EngineConfig, index: int, dp_rank: int, tp_rank: int) -> EngineConfig:
+    """The config of the rank that is number `index` on its node."""
+    parallel, runtime = config.parallel, config.runtime
+    if parallel.num_ranks == 1:
+        return config
+    if runtime.device.startswith("cuda"):
+        device = f"cuda:{parallel.base_gpu_id + index * parallel.gpu_id_step}"
+        runtime = replace(runtime, device=device)
+    return replace(config, parallel=replace(parallel, dp_rank=dp_rank, tp_rank=tp_rank), runtime=runtime)
+
+
+def _spawn(start: ProcessStart) -> ChildProcess:
+    is_rank = start.name.startswith("scheduler")
+    return ChildProcess(
+        start.name,
+        thread_defaults(start.config.parallel) if is_rank else {},
+        _library_environment(start.config) if is_rank else {},
+    )
+
+
+def _library_environment(config: EngineConfig) -> dict[str, str]:
+    """What a rank needs in its environment and the others do not.
+
+    Raises:
+        ConfigurationError: the hook mode is none, or the library is not there.
+    """
+    mode = os.environ.get(TMS_HOOK_MODE, "torch")
+    if mode not in ("torch", "preload"):
+        raise ConfigurationError(f"{TMS_HOOK_MODE}: expected torch or preload, got {mode!r}")
+    if mode == "torch" or config.memory.backend != "torch_memory_saver":
+        return {}
+    # It imports torch, which this process may do without.
+    from ebbtide.srt.memory_saver.torch_memory_saver_adapter import preload_environment
+
+    return preload_environment()
+
+
+def _merge(facts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What several replicas report, as one."""
+    merged: dict[str, Any] = {}
+    for name, value in ((name, value) for one in facts for name, value in one.items()):
+        merged[name] = min(merged[name], value) if name in merged else value
+    return merged
+
+
+def _error_of(end: Ended) -> EbbtideError:
+    if end.is_configuration:
+        return ConfigurationError(end.reason)
+    return EngineError(end.reason or "node 0 was stopped")

@@ -7,6 +7,7 @@ Imports of ours wait until the caller's `sys.path` is in place.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import multiprocessing
@@ -58,7 +59,8 @@ def configure_logging(level: str, process_name: str) -> None:
 def child_main(start: ProcessStart, ready: Connection) -> int:
     """Run the target; returns the exit status. What it fails with goes to the parent over `ready`."""
     multiprocessing.current_process().name = start.name
-    Path("/proc/self/comm").write_text(f"ebb-{start.name}"[:15])
+    # Which has room for 15 letters: a rank is "ebb-dp0-tp1".
+    Path("/proc/self/comm").write_text(f"ebb-{start.name.removeprefix('scheduler-')}"[:15])
     _end_with_parent(start.parent_pid, start.socket_folder)
     configure_logging(start.config.runtime.log_level, start.name)
 
@@ -116,6 +118,10 @@ def main() -> int:
     pipe: Connection = Connection(descriptor)
     try:
         sys.path[:] = pipe.recv()
+        for module in pipe.recv():
+            # What cannot be imported says so where it is needed.
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
         start = pipe.recv()
     except EOFError:
         return 1

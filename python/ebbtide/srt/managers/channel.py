@@ -25,11 +25,22 @@ ZERO_COPY_FROM_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class ChannelAddresses:
-    """Where each process listens, as ZMQ addresses (`ipc://...`)."""
+    """Where the processes of one replica listen, as ZMQ addresses (`ipc://...`, `tcp://...`).
+
+    Attributes:
+        scheduler: the replica's leader, the rank with tp_rank 0.
+        detokenizer, manager: of all replicas.
+        ticks: where each rank hears from its leader, by tp_rank; the leader's own place is unused.
+        ranks: where the leader hears from the other ranks.
+        rendezvous: where the ranks meet to form their group: `file:///...` or `tcp://host:port`.
+    """
 
     scheduler: str
     detokenizer: str
     manager: str
+    ticks: tuple[str, ...] = ()
+    ranks: str = ""
+    rendezvous: str = ""
 
 
 class Sender(Generic[T]):
@@ -37,7 +48,7 @@ class Sender(Generic[T]):
 
     def __init__(self, address: str) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._socket = _socket(zmq.PUSH)
+        self._socket = _socket(zmq.PUSH, address)
         self._socket.connect(address)
 
     def send(self, message: T) -> None:
@@ -61,7 +72,7 @@ class Receiver(Generic[T]):
 
     def __init__(self, address: str, union: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
-        self._socket = _socket(zmq.PULL)
+        self._socket = _socket(zmq.PULL, address)
         self._socket.bind(address)
 
     def receive(self, timeout_s: float | None = None) -> list[T]:
@@ -116,9 +127,10 @@ def channel_pair(union: Any) -> tuple[Sender[Any], Receiver[Any]]:
     return Sender(address), receiver
 
 
-def _socket(kind: int) -> zmq.Socket[bytes]:
+def _socket(kind: int, address: str) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.IPV6, address.startswith("tcp://["))
     return socket

@@ -1,0 +1,148 @@
+"""One process of the engine, as the process that starts it sees it."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import ebbtide
+from ebbtide.srt.entrypoints.process import ProcessStart
+from ebbtide.srt.errors import ConfigurationError, EngineError
+
+logger = logging.getLogger(__name__)
+
+# What the libraries under torch read when they are loaded; the user's own settings win.
+LIBRARY_DEFAULTS = {
+    # Threads that spin while they wait for each other stand still where another process needs a core.
+    "OMP_WAIT_POLICY": "passive",
+    # oneDNN keeps what it compiled for each number of rows, by default a thousand. Batches come in all
+    # sizes: that was 10 MB per 1,000 requests.
+    "LRU_CACHE_CAPACITY": "64",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}
+
+
+class ChildProcess:
+    """One process of the engine, and the pipe over which it says how its start went.
+
+    Args:
+        defaults: what its environment holds unless the user's own says otherwise.
+        environment: what its environment holds in any case.
+        preload: modules that it imports while it waits for `begin`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        defaults: Mapping[str, str],
+        environment: Mapping[str, str],
+        preload: Sequence[str] = (),
+    ) -> None:
+        self.name = name
+        self.pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._popen = _spawn(name, theirs, {**LIBRARY_DEFAULTS, **defaults}, environment)
+        self._send(sys.path)
+        self._send(preload)
+        self.sentinel = os.pidfd_open(self._popen.pid)
+
+    def begin(self, start: ProcessStart) -> None:
+        """Tell it what it is."""
+        self._send(start)
+
+    def _send(self, message: object) -> None:
+        try:
+            self.pipe.send(message)
+        except OSError:
+            # It has died already: `receive_ready` says how.
+            logger.debug("%s took no arguments", self.name)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def receive_ready(self) -> dict[str, Any]:
+        """What it reports of the engine when it is ready. Blocks.
+
+        Raises:
+            ConfigurationError: it cannot start so.
+            EngineError: it ended without saying why, or by an error of ours.
+        """
+        try:
+            report: dict[str, Any] = self.pipe.recv()
+        except (EOFError, OSError):
+            raise EngineError(f"the start failed: {self.describe_end()}") from None
+        match report.pop("status"):
+            case "ready":
+                return report
+            case "failed":
+                raise ConfigurationError(report["message"])
+            case _:
+                raise EngineError(f"the start of the {self.name} process failed: {report['message']}")
+
+    def describe_end(self) -> str:
+        """How it ended, with its last words if it left any. Waits for the end."""
+        status = self._popen.wait()
+        if status < 0:
+            return f"the {self.name} process was ended by {signal.Signals(-status).name}"
+        return f"the {self.name} process ended with exit code {status}{self._last_words()}"
+
+    def was_ended_by_signal(self, timeout_s: float) -> bool:
+        """Whether it has ended, or ends within that time, and not by itself."""
+        try:
+            return self._popen.wait(timeout_s) < 0
+        except subprocess.TimeoutExpired:
+            return False
+
+    def terminate(self) -> None:
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def join(self, deadline_s: float) -> None:
+        """Wait for the end, until `deadline_s` on the monotonic clock; then force it."""
+        try:
+            self._popen.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            logger.warning("the %s process did not end when asked: it is killed", self.name)
+            self._popen.kill()
+            self._popen.wait()
+
+    def close(self) -> None:
+        self.pipe.close()
+        os.close(self.sentinel)
+
+    def _last_words(self) -> str:
+        try:
+            return f": {self.pipe.recv()['message']}" if self.pipe.poll() else ""
+        except (EOFError, OSError):
+            return ""
+
+
+def _spawn(
+    name: str, pipe: Connection, defaults: Mapping[str, str], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    whole = {**defaults, **os.environ, **environment}
+    root = str(Path(ebbtide.__file__).parents[1])
+    whole["PYTHONPATH"] = os.pathsep.join(filter(None, [root, whole.get("PYTHONPATH")]))
+    # Ctrl-C while the interpreter starts must not kill it with a traceback: the mask is inherited.
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "ebbtide.srt.entrypoints.process", name, str(pipe.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[pipe.fileno()],
+            env=whole,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

@@ -1,0 +1,82 @@
+"""A node other than node 0: its ranks serve, and nothing listens to clients."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+
+from ebbtide.srt.config import EngineConfig, resolve
+from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.launcher import NodeProcesses
+from ebbtide.srt.entrypoints.process import configure_logging
+from ebbtide.srt.errors import EngineError
+from ebbtide.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+def launch_node(server_args: ServerArgs, early: EarlyProcesses | None = None) -> None:
+    """Lend this node's ranks until node 0 stops or a signal comes; returns then, with no process left.
+
+    Args:
+        early: processes of this node that are there already.
+
+    Raises:
+        ConfigurationError: the engine cannot start so, or node 0 is not found.
+        EngineError: a process, or another node, has ended by itself.
+    """
+    configure_logging(server_args.log_level, f"node-{server_args.node_rank}")
+    serve_node(lambda: resolve(server_args), early=early)
+
+
+def serve_node(
+    configure: Callable[[], EngineConfig],
+    targets: Mapping[str, str] | None = None,
+    early: EarlyProcesses | None = None,
+) -> None:
+    """As `launch_node`, for any configuration; `targets` are the processes, if not the usual ones."""
+    ends: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    try:
+        with _raising_signals():
+            processes = NodeProcesses(configure(), targets, early)
+            try:
+                processes.wait_ready()
+                logger.info("the ranks of this node are ready")
+                processes.watch(ends.put, lambda: ends.put(None))
+                death = ends.get()
+            finally:
+                processes.shutdown()
+    except _Stopped:
+        return
+    if death is not None:
+        raise EngineError(death)
+
+
+class _Stopped(BaseException):
+    """A signal has asked for the end."""
+
+
+@contextmanager
+def _raising_signals() -> Iterator[None]:
+    """Make the first SIGINT or SIGTERM raise `_Stopped`; those behind it must not interrupt the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for one in numbers:
+            signal.signal(one, signal.SIG_IGN)
+        raise _Stopped
+
+    previous = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,159 @@
+"""Which node each rank is on, and where the processes of all nodes listen.
+
+What only one node uses is a Unix socket in that node's private folder. What several nodes use is a TCP port
+of the address by which they reach each other.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+
+from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.managers.channel import ChannelAddresses
+
+# What the kernel takes as the path of a Unix socket.
+MAX_SOCKET_PATH_BYTES = 107
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What a node brings.
+
+    Attributes:
+        host: its address, as the other nodes reach it.
+        folder: for its sockets.
+        ports: free ones at that address, as many as `num_ports` says.
+    """
+
+    host: str
+    folder: str
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Something that listens: its name, its node, and the nodes of those who connect to it."""
+
+    name: str
+    node: int
+    users: frozenset[int]
+
+    @property
+    def is_shared(self) -> bool:
+        return self.users != {self.node}
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplicaPlaces:
+    scheduler: _Place
+    ticks: tuple[_Place, ...]
+    ranks: _Place
+    rendezvous: _Place
+
+    def __iter__(self) -> Iterator[_Place]:
+        return iter((self.scheduler, *self.ticks, self.ranks, self.rendezvous))
+
+
+def node_of(parallel: ParallelConfig, dp_rank: int, tp_rank: int) -> int:
+    """The node that a rank is on."""
+    return (dp_rank * parallel.tp_size + tp_rank) // parallel.ranks_per_node
+
+
+def local_ranks(parallel: ParallelConfig) -> list[tuple[int, int]]:
+    """(dp_rank, tp_rank) of the ranks on this node, in the order of their devices."""
+    first = parallel.node_rank * parallel.ranks_per_node
+    return [divmod(rank, parallel.tp_size) for rank in range(first, first + parallel.ranks_per_node)]
+
+
+def num_ports(parallel: ParallelConfig, node: int) -> int:
+    """How many ports a node needs."""
+    places = chain(_common_places(parallel), *_replica_places(parallel))
+    return sum(place.node == node and place.is_shared for place in places)
+
+
+def place_replicas(parallel: ParallelConfig, nodes: Sequence[Node]) -> list[ChannelAddresses]:
+    """Where each replica listens, by dp_rank; `nodes` is in the order of their ranks.
+
+    Raises:
+        ConfigurationError: the path of a node's folder leaves no room for the names of sockets.
+    """
+    ports = [iter(node.ports) for node in nodes]
+
+    def address(place: _Place, private_scheme: str = "ipc", port: int | None = None) -> str:
+        node = nodes[place.node]
+        if not place.is_shared:
+            return f"{private_scheme}://{_socket_path(node.folder, place.name)}"
+        host = f"[{node.host}]" if ":" in node.host else node.host
+        return f"tcp://{host}:{port if port is not None else next(ports[place.node])}"
+
+    manager, detokenizer = (address(place) for place in _common_places(parallel))
+    return [
+        ChannelAddresses(
+            scheduler=address(replica.scheduler),
+            detokenizer=detokenizer,
+            manager=manager,
+            ticks=tuple(address(place) for place in replica.ticks),
+            ranks=address(replica.ranks),
+            rendezvous=address(
+                replica.rendezvous, "file", parallel.rendezvous_port if dp_rank == 0 else None
+            ),
+        )
+        for dp_rank, replica in enumerate(_replica_places(parallel))
+    ]
+
+
+class ReservedPorts:
+    """Free TCP ports of one address, which nobody else is given until `close`.
+
+    Each is bound and does not listen: whoever binds it by number, as ZMQ and torch's stores do, still can.
+    """
+
+    def __init__(self, host: str, count: int) -> None:
+        self._stack = ExitStack()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        found: list[int] = []
+        for _ in range(count):
+            holder = self._stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind((host, 0))
+            found.append(holder.getsockname()[1])
+        self.ports = tuple(found)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _common_places(parallel: ParallelConfig) -> tuple[_Place, _Place]:
+    leaders = frozenset(node_of(parallel, dp_rank, 0) for dp_rank in range(parallel.dp_size))
+    return _Place("manager", 0, leaders | {0}), _Place("detokenizer", 0, leaders | {0})
+
+
+def _replica_places(parallel: ParallelConfig) -> Iterator[_ReplicaPlaces]:
+    for dp_rank in range(parallel.dp_size):
+        suffix = f"-dp{dp_rank}" if parallel.dp_size > 1 else ""
+        nodes = [node_of(parallel, dp_rank, tp_rank) for tp_rank in range(parallel.tp_size)]
+        leader = nodes[0]
+        yield _ReplicaPlaces(
+            scheduler=_Place(f"scheduler{suffix}", leader, frozenset({leader, 0})),
+            ticks=tuple(
+                _Place(f"ticks{suffix}-tp{tp_rank}", node, frozenset({leader, node}))
+                for tp_rank, node in enumerate(nodes)
+            ),
+            ranks=_Place(f"ranks{suffix}", leader, frozenset(nodes)),
+            rendezvous=_Place(f"rendezvous{suffix}", leader, frozenset(nodes)),
+        )
+
+
+def _socket_path(folder: str, name: str) -> str:
+    path = os.path.join(folder, name)
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigurationError(
+            f"TMPDIR is too long for sockets: {folder} leaves no room within {MAX_SOCKET_PATH_BYTES} bytes"
+        )
+    return path

@@ -1,0 +1,191 @@
+"""Engines of several ranks: they generate, give back and take what one rank would, and die as one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.gpu_device import DEVICE
+from fixtures.references import Reference
+from fixtures.servers import free_port, is_alive, wait_until
+
+from ebbtide import Engine
+from ebbtide.srt.errors import EngineError, RequestRejected
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+# More than one for each replica, of one page and of several.
+PROMPTS = [[3, 1, 4, 1, 5], list(range(40)), [200], list(range(60, 100)), [7] * 20]
+ARGUMENTS: dict[str, Any] = {"max_total_tokens": 4096, "log_level": "error", **DEVICE.server_args}
+DEATH_TIMEOUT_S = 5  # as the contract says
+
+
+def need_devices(tp_size: int = 1, dp_size: int = 1) -> None:
+    """Skip where each rank would need a GPU of its own, and there are fewer."""
+    if DEVICE.is_cuda and torch.accelerator.device_count() < tp_size * dp_size:
+        pytest.skip(f"needs {tp_size * dp_size} GPUs")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[{"tp_size": 2}, {"dp_size": 2}, {"tp_size": 2, "dp_size": 2}],
+    ids=lambda sizes: "-".join(f"{name}{size}" for name, size in sizes.items()),
+)
+def shared_engine(request: pytest.FixtureRequest, checkpoint_a: Path) -> Iterator[Engine]:
+    need_devices(**request.param)
+    with Engine(model_path=str(checkpoint_a), **ARGUMENTS, **request.param) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, checkpoint_a: Path) -> Engine:
+    """With the weights of A, whatever the test before left."""
+    shared_engine.resume_memory_occupation()
+    shared_engine.update_weights_from_disk(str(checkpoint_a), weight_version="a")
+    return shared_engine
+
+
+def assert_serves(engine: Engine, reference: Reference) -> None:
+    """On the CPU: exactly the tokens of the model as a whole. On GPUs: as good ones."""
+    outputs = [out["output_ids"] for out in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
+    if DEVICE.is_cuda:
+        assert all(map(reference.accepts, PROMPTS, outputs))
+    else:
+        assert outputs == [reference.greedy(prompt, GREEDY["max_new_tokens"]) for prompt in PROMPTS]
+
+
+def ranks_of(engine: Engine) -> list[tuple[int, int]]:
+    info = engine.server_info()
+    return [(dp, tp) for dp in range(info["dp_size"]) for tp in range(info["tp_size"])]
+
+
+def test_it_generates_what_one_rank_would(engine: Engine, reference_a: Reference) -> None:
+    assert_serves(engine, reference_a)
+    # Again, from the prefix cache.
+    assert_serves(engine, reference_a)
+
+
+def test_every_rank_gives_its_memory_back_and_takes_it_again(
+    engine: Engine, checkpoint_a: Path, reference_a: Reference
+) -> None:
+    def resident_bytes() -> dict[str, list[int]]:
+        body = engine.memory_occupation()
+        assert [(rank["dp_rank"], rank["tp_rank"]) for rank in body["ranks"]] == ranks_of(engine)
+        assert len({rank["pid"] for rank in body["ranks"]}) == len(body["ranks"])
+        found = {tag: [rank["tags"][tag]["resident_bytes"] for rank in body["ranks"]] for tag in body["tags"]}
+        for tag, of_ranks in found.items():
+            assert body["tags"][tag]["resident_bytes"] == sum(of_ranks)
+        return found
+
+    before = resident_bytes()
+    assert all(num_bytes > 0 for tag in ("weights", "kv_cache") for num_bytes in before[tag])
+    engine.release_memory_occupation(["kv_cache"])
+    assert set(resident_bytes()["kv_cache"]) == {0}
+    assert resident_bytes()["weights"] == before["weights"]
+    engine.release_memory_occupation()
+    assert {num_bytes for of_ranks in resident_bytes().values() for num_bytes in of_ranks} == {0}
+    engine.resume_memory_occupation(["weights"])
+    engine.update_weights_from_disk(str(checkpoint_a))
+    engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
+    assert resident_bytes() == before
+    assert_serves(engine, reference_a)
+
+
+def test_new_weights_reach_every_rank(
+    engine: Engine, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
+) -> None:
+    engine.update_weights_from_disk(str(checkpoint_b), weight_version="b")
+    assert_serves(engine, reference_b)
+    with engine.weight_update(weight_version="a again"):
+        weights = list(reference_a.weights().items())
+        for part in (weights[:5], weights[5:]):
+            engine.update_weights_from_tensor(part)
+        assert_serves(engine, reference_b)
+    assert engine.weight_version == "a again"
+    assert_serves(engine, reference_a)
+    for name, tensor in reference_a.weights().items():
+        assert engine.get_weights_by_name(name, 10**6) == tensor.tolist()
+
+
+def test_a_refused_update_leaves_every_rank_as_it_was(engine: Engine, reference_a: Reference) -> None:
+    weights = {name: 2 * tensor for name, tensor in reference_a.weights().items()}
+    narrow = weights["model.layers.1.self_attn.o_proj.weight"][:, :-1].contiguous()
+    wrong = list({**weights, "model.layers.1.self_attn.o_proj.weight": narrow}.items())
+    with pytest.raises(RequestRejected, match=rf"o_proj.*{narrow.shape[1]}"):
+        engine.update_weights_from_tensor(wrong, weight_version="b")
+    assert engine.weight_version == "a"
+    assert_serves(engine, reference_a)
+
+
+# ---------------------------------------------------------------------------------------------------- deaths
+
+
+@pytest.fixture
+def mortal(checkpoint_a: Path) -> Iterator[Callable[..., tuple[Engine, dict[str, int]]]]:
+    """Starts an engine that a test kills a part of; with its process ids."""
+    engines: list[Engine] = []
+
+    def start(**sizes: int) -> tuple[Engine, dict[str, int]]:
+        need_devices(**sizes)
+        engine = Engine(model_path=str(checkpoint_a), **ARGUMENTS, **sizes)
+        engines.append(engine)
+        return engine, pids_of(engine)
+
+    yield start
+    for engine in engines:
+        engine.shutdown()
+
+
+def pids_of(engine: Engine) -> dict[str, int]:
+    return {
+        f"scheduler-dp{rank['dp_rank']}-tp{rank['tp_rank']}": rank["pid"]
+        for rank in engine.memory_occupation()["ranks"]
+    }
+
+
+def assert_dies_of(said: str, waiting: Future[Any], pids: dict[str, int]) -> None:
+    """What waits fails with the reason, in time, and no process is left."""
+    error = waiting.exception(timeout=DEATH_TIMEOUT_S)
+    assert isinstance(error, EngineError)
+    assert str(error) == said
+    wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "all have gone", DEATH_TIMEOUT_S)
+
+
+def test_a_rank_that_dies_in_mid_decode_ends_the_engine(
+    mortal: Callable[..., tuple[Engine, dict[str, int]]],
+) -> None:
+    engine, pids = mortal(tp_size=2, dp_size=2)
+    chunks = engine.generate(
+        input_ids=[1, 2, 3], sampling_params={**GREEDY, "max_new_tokens": 250}, routed_dp_rank=1, stream=True
+    )
+    victim = "scheduler-dp1-tp1"
+    next(chunks)
+    # The other rank of its replica now waits in a collective.
+    os.kill(pids[victim], signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(list, chunks)
+        os.kill(pids[victim], signal.SIGKILL)
+        assert_dies_of(f"the {victim} process was ended by SIGKILL", waiting, pids)
+    with pytest.raises(EngineError, match=victim):
+        engine.generate(input_ids=[1], sampling_params=GREEDY)
+
+
+def test_a_rank_that_dies_in_mid_update_ends_the_engine(
+    mortal: Callable[..., tuple[Engine, dict[str, int]]], reference_a: Reference
+) -> None:
+    engine, pids = mortal(tp_size=2)
+    engine.begin_weight_update()
+    engine.update_weights_from_tensor(list(reference_a.weights().items())[:5])
+    with ThreadPoolExecutor(1) as pool:
+        # No trainer is there: every rank waits for it.
+        waiting = pool.submit(
+            engine.init_weights_update_group, "127.0.0.1", free_port(), 1, 3, "group", "gloo"
+        )
+        wait_until(lambda: engine.server_info()["weight_update"]["session_open"], "the session is open")
+        os.kill(pids["scheduler-dp0-tp1"], signal.SIGKILL)
+        assert_dies_of("the scheduler-tp1 process was ended by SIGKILL", waiting, pids)

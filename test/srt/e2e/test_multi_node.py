@@ -1,0 +1,122 @@
+"""One engine on two nodes: two launchers of this host, which share nothing but addresses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from fixtures.gpu_device import DEVICE
+from fixtures.references import Reference
+from fixtures.servers import ENVIRONMENT, Server, free_port, is_alive, running_server, wait_until
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
+PROMPTS = [[3, 1, 4, 1, 5], list(range(40)), [200], [7] * 20]
+DEATH_TIMEOUT_S = 5  # as the contract says
+
+
+@dataclass
+class SecondNode:
+    """`python -m ebbtide.launch_server --node-rank 1` in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    def children(self) -> dict[str, int]:
+        """Process ids by name."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return {child.cmdline()[-2]: child.pid for child in found}
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+
+@contextmanager
+def running_nodes(checkpoint: Path, *sizes: str) -> Iterator[tuple[Server, SecondNode]]:
+    """Node 1 is there first; ready when node 0 answers."""
+    if DEVICE.is_cuda and torch.accelerator.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    together = [*sizes, "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
+    command = [sys.executable, "-m", "ebbtide.launch_server", "--model-path", str(checkpoint)]
+    command += ["--max-total-tokens", "4096", *DEVICE.flags, *together, "--node-rank", "1"]
+    # On a real second node this would be device 0 again.
+    command += ["--base-gpu-id", "1"] if DEVICE.is_cuda else []
+    with TemporaryDirectory(prefix="eb-") as folder, open(f"{folder}/log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**ENVIRONMENT, "TMPDIR": folder})
+        try:
+            with running_server(checkpoint, *together) as server:
+                yield server, SecondNode(process, Path(folder))
+        finally:
+            process.kill()
+            process.wait()
+            wait_until(lambda: not list(Path(folder).glob("ebbtide-*")), "the ranks have gone")
+
+
+def assert_serves(server: Server, reference: Reference) -> None:
+    body = {"input_ids": PROMPTS, "sampling_params": GREEDY}
+    outputs = [output["output_ids"] for output in server.post("/generate", body).json()]
+    assert all(map(reference.accepts, PROMPTS, outputs))
+
+
+def test_a_model_on_two_nodes_serves_and_dies_as_one(
+    checkpoint_a: Path, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
+) -> None:
+    with running_nodes(checkpoint_a, "--tp", "2") as (server, other):
+        assert (set(server.children()), set(other.children())) == (
+            {"scheduler-tp0", "detokenizer"},
+            {"scheduler-tp1"},
+        )
+        assert_serves(server, reference_a)
+        assert server.post("/update_weights_from_disk", {"model_path": str(checkpoint_b)}).is_success
+        assert_serves(server, reference_b)
+        children = [*server.children().values(), *other.children().values()]
+        os.kill(other.children()["scheduler-tp1"], signal.SIGKILL)
+        assert server.process.wait(DEATH_TIMEOUT_S) == 1
+        assert other.process.wait(DEATH_TIMEOUT_S) == 1
+        said = "the scheduler-tp1 process was ended by SIGKILL"
+        assert server.log.splitlines()[-1] == f"python -m ebbtide.launch_server: node 1: {said}"
+        assert other.log.splitlines()[-1] == f"python -m ebbtide.launch_server: {said}"
+        assert not any(is_alive(pid) for pid in children)
+
+
+def test_replicas_on_two_nodes_serve_and_stop_as_one(
+    checkpoint_a: Path, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
+) -> None:
+    with running_nodes(checkpoint_a, "--dp", "2") as (server, other):
+        assert (set(server.children()), set(other.children())) == (
+            {"scheduler-dp0-tp0", "detokenizer"},
+            {"scheduler-dp1-tp0"},
+        )
+        assert_serves(server, reference_a)
+        assert server.post("/update_weights_from_disk", {"model_path": str(checkpoint_b)}).is_success
+        assert_serves(server, reference_b)
+        assert server.stop(signal.SIGTERM) == 0
+        assert other.process.wait(DEATH_TIMEOUT_S) == 0
+        assert "Traceback" not in server.log + other.log
+
+
+def test_a_node_that_waits_for_node_0_can_be_stopped(checkpoint_a: Path) -> None:
+    command = [sys.executable, "-m", "ebbtide.launch_server", "--model-path", str(checkpoint_a), "--tp", "2"]
+    command += ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
+    with TemporaryDirectory(prefix="eb-") as folder:
+        environment = {**ENVIRONMENT, "TMPDIR": folder}
+        with subprocess.Popen(
+            command + DEVICE.flags, stderr=subprocess.PIPE, env=environment, text=True
+        ) as process:
+            wait_until(lambda: bool(list(Path(folder).glob("ebbtide-*"))), "it looks for node 0", 120)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+            assert process.stderr is not None
+            assert "Traceback" not in process.stderr.read()
+        assert list(Path(folder).iterdir()) == []

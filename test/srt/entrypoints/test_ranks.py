@@ -1,0 +1,395 @@
+"""Processes of engines with many ranks, on one host and on several nodes: scripts in the place of ranks."""
+
+import os
+import queue
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.servers import free_port, is_alive, wait_until
+
+from ebbtide.srt.config import EngineConfig, ModelConfig, ParallelConfig, resolve_for
+from ebbtide.srt.entrypoints.launcher import EngineProcesses, NodeProcesses
+from ebbtide.srt.entrypoints.node_link import meet
+from ebbtide.srt.entrypoints.placement import Node, local_ranks, num_ports, place_replicas
+from ebbtide.srt.errors import ConfigurationError, EngineError
+from ebbtide.srt.managers.channel import ChannelAddresses, Receiver
+from ebbtide.srt.server_args import ServerArgs
+
+# No process of these tests looks into it.
+MODEL = ModelConfig(
+    **dict.fromkeys(("path", "tokenizer_path", "tokenizer_mode", "architecture", "model_type"), "null"),
+    **dict.fromkeys(("dtype", "load_format", "served_model_name", "weight_version"), "null"),
+    **dict.fromkeys(("context_len", "vocab_size", "num_layers", "num_kv_heads"), 1),
+    num_heads=1,
+    head_dim=1,
+    trust_remote_code=False,
+    architectures=[],
+    hf_config=None,  # type: ignore[arg-type]
+    eos_token_ids=frozenset(),
+    skip_tokenizer_init=True,
+)
+
+
+def config_of(**arguments: Any) -> EngineConfig:
+    return resolve_for(ServerArgs("null", log_level="critical", device="cpu", **arguments), MODEL)
+
+
+def target(function: str) -> dict[str, str]:
+    return {"scheduler": f"fixtures.scripted_processes:{function}"}
+
+
+@contextmanager
+def running(processes: NodeProcesses) -> Iterator[NodeProcesses]:
+    try:
+        yield processes
+    finally:
+        processes.shutdown()
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(line.split("=", 1) for line in lines if line)
+
+
+# ------------------------------------------------------------------------------------------------- placement
+
+
+def test_ranks_are_dealt_out_to_nodes_in_equal_runs() -> None:
+    of_nodes = [
+        local_ranks(ParallelConfig(tp_size=2, dp_size=3, nnodes=2, node_rank=node)) for node in (0, 1)
+    ]
+    assert of_nodes == [[(0, 0), (0, 1), (1, 0)], [(1, 1), (2, 0), (2, 1)]]
+
+
+def addresses_in(replica: ChannelAddresses) -> list[str]:
+    return [replica.scheduler, *replica.ticks, replica.ranks, replica.rendezvous]
+
+
+def test_on_one_host_everything_is_in_the_private_folder() -> None:
+    replicas = place_replicas(ParallelConfig(tp_size=2, dp_size=2), [Node("", "/run/eb", ())])
+    places = [address for replica in replicas for address in addresses_in(replica)]
+    assert len(set(places)) == 10
+    assert all(address.startswith(("ipc:///run/eb/", "file:///run/eb/")) for address in places)
+    assert replicas[0].manager == replicas[1].manager == "ipc:///run/eb/manager"
+
+
+def test_what_nodes_share_is_at_the_port_of_the_node_that_listens() -> None:
+    parallel = ParallelConfig(tp_size=2, dp_size=3, nnodes=2)
+    first_ports, second_ports = (
+        tuple(range(start, start + num_ports(parallel, node))) for node, start in ((0, 100), (1, 200))
+    )
+    nodes = [Node("10.0.0.1", "/run/a", first_ports), Node("fd00::2", "/run/b", second_ports)]
+    first, across, second = place_replicas(parallel, nodes)
+    # Replica 0 is on node 0 alone, but replicas 1 and 2 also talk to the API process and its detokenizer.
+    assert addresses_in(first) == [
+        f"{kind}:///run/a/{name}-dp0{suffix}"
+        for kind, name, suffix in (
+            ("ipc", "scheduler", ""),
+            ("ipc", "ticks", "-tp0"),
+            ("ipc", "ticks", "-tp1"),
+            ("ipc", "ranks", ""),
+            ("file", "rendezvous", ""),
+        )
+    ]
+    assert first.manager == second.manager == "tcp://10.0.0.1:100"
+    assert first.detokenizer == "tcp://10.0.0.1:101"
+    assert (across.scheduler, across.ticks[1]) == ("ipc:///run/a/scheduler-dp1", "tcp://[fd00::2]:200")
+    assert (across.ranks, across.rendezvous) == ("tcp://10.0.0.1:102", "tcp://10.0.0.1:103")
+    assert (second.scheduler, second.ticks[1]) == ("tcp://[fd00::2]:201", "ipc:///run/b/ticks-dp2-tp1")
+
+
+def test_the_port_where_ranks_meet_can_be_chosen() -> None:
+    parallel = ParallelConfig(tp_size=2, nnodes=2, rendezvous_port=29500)
+    nodes = [Node("10.0.0.1", "/a", tuple(range(1, 9))), Node("10.0.0.2", "/b", tuple(range(1, 9)))]
+    [replica] = place_replicas(parallel, nodes)
+    assert replica.rendezvous == "tcp://10.0.0.1:29500"
+
+
+# ------------------------------------------------------------------------------------------------ on one host
+
+
+def test_there_is_a_process_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    processes = EngineProcesses(config_of(tp_size=2, dp_size=2), target("report_rank"))
+    with running(processes):
+        # Of two replicas, a request may come to the smaller.
+        assert processes.wait_ready() == {"max_total_num_tokens": 63}
+        pids = processes.pids
+        assert list(pids) == [f"scheduler-dp{dp}-tp{tp}" for dp in (0, 1) for tp in (0, 1)]
+        names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids.values()]
+        assert names == ["ebb-dp0-tp0", "ebb-dp0-tp1", "ebb-dp1-tp0", "ebb-dp1-tp1"]
+        assert {environment_of(pid)["OMP_NUM_THREADS"] for pid in pids.values()} == {"2"}
+        assert len(processes.replicas) == 2
+        assert processes.addresses == processes.replicas[0]
+    assert not any(is_alive(pid) for pid in pids.values())
+
+
+def test_the_users_number_of_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with running(EngineProcesses(config_of(tp_size=2), target("report_rank"))) as processes:
+        assert {environment_of(pid)["OMP_NUM_THREADS"] for pid in processes.pids.values()} == {"3"}
+
+
+def test_two_engines_of_one_host_share_nothing() -> None:
+    config = config_of(tp_size=2, dp_size=2)
+    with running(EngineProcesses(config, target("converse"))) as one:
+        with running(EngineProcesses(config, target("converse"))) as other:
+            assert set(one.wait_ready()) == {"seed"}
+            assert set(other.wait_ready()) == {"seed"}
+            places = [
+                address
+                for two in (one, other)
+                for replica in two.replicas
+                for address in addresses_in(replica)
+            ]
+            assert len(set(places)) == len(places)
+        assert all(is_alive(pid) for pid in one.pids.values())
+
+
+def test_a_rank_that_dies_takes_the_others_along() -> None:
+    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with running(EngineProcesses(config_of(tp_size=3), target("report_rank"))) as processes:
+        processes.wait_ready()
+        processes.watch(deaths.put)
+        os.kill(processes.pids["scheduler-tp1"], signal.SIGKILL)
+        assert deaths.get(timeout=5) == "the scheduler-tp1 process was ended by SIGKILL"
+        # The others are not asked: in a collective they would not hear it.
+        wait_until(lambda: not any(is_alive(pid) for pid in processes.pids.values()), "all have gone", 5)
+
+
+def test_not_the_rank_that_fails_for_another_is_named() -> None:
+    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with running(EngineProcesses(config_of(tp_size=2), target("fail_after_the_others"))) as processes:
+        processes.wait_ready()
+        os.kill(processes.pids["scheduler-tp1"], signal.SIGKILL)
+        wait_until(lambda: not is_alive(processes.pids["scheduler-tp0"]), "rank 0 has failed, too")
+        processes.watch(deaths.put)
+        assert deaths.get(timeout=5) == "the scheduler-tp1 process was ended by SIGKILL"
+
+
+def test_a_rank_that_fails_by_itself_is_named() -> None:
+    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with running(EngineProcesses(config_of(dp_size=2), target("crash_on_replica_1"))) as processes:
+        processes.wait_ready()
+        processes.watch(deaths.put)
+        said = "the scheduler-dp1-tp0 process ended with exit code 1: ValueError: boom"
+        assert deaths.get(timeout=5) == said
+
+
+def test_a_start_that_one_rank_refuses_leaves_none() -> None:
+    with pytest.raises(ConfigurationError, match=r"^rank 1 has too little memory$"):
+        EngineProcesses(config_of(tp_size=2), target("refuse_on_rank_1")).wait_ready()
+
+
+# ------------------------------------------------------------------------------------------- on several nodes
+
+
+class Nodes:
+    """The nodes of one engine, each with a launcher of its own in a thread."""
+
+    def __init__(self, function: str, **arguments: Any) -> None:
+        # A test that fails must not wait for nodes that do not come.
+        arguments = {"dist_timeout": 60, **arguments}
+        self.config = config_of(dist_init_addr=f"127.0.0.1:{free_port()}", **arguments)
+        self._function = function
+        self._pool = ThreadPoolExecutor(8)
+        self._stack = ExitStack()
+        self.processes: dict[int, NodeProcesses] = {}
+        self.ends: dict[int, queue.SimpleQueue[str]] = {}
+
+    def start(self, node_rank: int, **changes: Any) -> Any:
+        """Begin to start a node; the future has what its `wait_ready` returns."""
+        parallel = replace(self.config.parallel, node_rank=node_rank, **changes)
+        runtime = replace(self.config.runtime, random_seed=node_rank + 5)
+        config = replace(self.config, parallel=parallel, runtime=runtime)
+        return self._pool.submit(self._run, config)
+
+    def _run(self, config: EngineConfig) -> dict[str, Any]:
+        rank = config.parallel.node_rank
+        processes = (EngineProcesses if rank == 0 else NodeProcesses)(config, target(self._function))
+        self._stack.callback(processes.shutdown)
+        facts = processes.wait_ready()
+        ends = self.ends[rank] = queue.SimpleQueue()
+        processes.watch(ends.put, lambda: ends.put("stopped"))
+        self.processes[rank] = processes
+        return facts
+
+    def start_all(self) -> dict[str, Any]:
+        # Node 0 comes last.
+        futures = [self.start(rank) for rank in reversed(range(self.config.parallel.nnodes))]
+        facts: dict[str, Any] = futures[-1].result(60)
+        for future in futures:
+            future.result(60)
+        return facts
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: pid for node in self.processes.values() for name, pid in node.pids.items()}
+
+    def close(self) -> None:
+        self._stack.close()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def nodes() -> Iterator[Callable[..., Nodes]]:
+    with ExitStack() as stack:
+
+        def start(function: str, **arguments: Any) -> Nodes:
+            made = Nodes(function, **arguments)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+def test_ranks_of_two_nodes_hear_each_other(nodes: Callable[..., Nodes]) -> None:
+    both = nodes("converse", tp_size=2, dp_size=3, nnodes=2)
+    facts = both.start_all()
+    # That of node 0, for all.
+    assert facts == {"seed": 5}
+    assert [set(both.processes[rank].pids) for rank in (0, 1)] == [
+        {"scheduler-dp0-tp0", "scheduler-dp0-tp1", "scheduler-dp1-tp0"},
+        {"scheduler-dp1-tp1", "scheduler-dp2-tp0", "scheduler-dp2-tp1"},
+    ]
+    manager: Receiver[str] = Receiver(both.processes[0].replicas[0].manager, str)
+    heard: set[str] = set()
+    while len(heard) < 3:
+        heard |= set(manager.receive(30))
+    manager.close()
+    assert heard == {"replica 0", "replica 1", "replica 2"}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_ends_every_node(nodes: Callable[..., Nodes], victim: int) -> None:
+    all_nodes = nodes("report_rank", tp_size=3, nnodes=3)
+    all_nodes.start_all()
+    pids = all_nodes.pids
+    os.kill(pids[f"scheduler-tp{victim}"], signal.SIGKILL)
+    said = f"the scheduler-tp{victim} process was ended by SIGKILL"
+    for rank in range(3):
+        expected = said if rank == victim else f"node {victim}: {said}"
+        assert all_nodes.ends[rank].get(timeout=5) == expected
+    wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "all have gone", 5)
+
+
+def test_a_stop_of_node_0_stops_the_others(nodes: Callable[..., Nodes]) -> None:
+    both = nodes("report_rank", tp_size=2, nnodes=2)
+    both.start_all()
+    both.processes[0].shutdown()
+    assert both.ends[1].get(timeout=5) == "stopped"
+
+
+def test_a_stop_of_another_node_is_the_end_of_the_engine(nodes: Callable[..., Nodes]) -> None:
+    both = nodes("report_rank", tp_size=2, nnodes=2)
+    both.start_all()
+    both.processes[1].shutdown()
+    assert both.ends[0].get(timeout=5) == "node 1 was stopped"
+
+
+def test_a_node_that_is_lost_without_a_word_is_the_end_of_the_engine(
+    nodes: Callable[..., Nodes], tmp_path: Path
+) -> None:
+    both = nodes("report_rank", tp_size=2, nnodes=2)
+    first = both.start(0)
+    parallel = replace(both.config.parallel, node_rank=1)
+    links = meet(replace(both.config, parallel=parallel), str(tmp_path)).links
+    links.send_ready([])
+    first.result(60)
+    links.close()
+    assert both.ends[0].get(timeout=5) == "node 1 has gone: its connection ended"
+
+
+def test_a_start_that_fails_on_one_node_fails_on_all_with_its_reason(nodes: Callable[..., Nodes]) -> None:
+    both = nodes("refuse_on_rank_1", tp_size=2, nnodes=2)
+    first, second = both.start(0), both.start(1)
+    with pytest.raises(ConfigurationError, match=r"^rank 1 has too little memory$"):
+        second.result(60)
+    with pytest.raises(ConfigurationError, match=r"^node 1: rank 1 has too little memory$"):
+        first.result(60)
+
+
+def test_nodes_that_do_not_come_are_named(nodes: Callable[..., Nodes]) -> None:
+    three = nodes("report_rank", tp_size=3, nnodes=3)
+    first, last = three.start(0, dist_timeout_s=2.0), three.start(2)
+    with pytest.raises(
+        ConfigurationError, match=r"nnodes: node 1 has not come to 127\.0\.0\.1 .* within 2 s"
+    ):
+        first.result(60)
+    with pytest.raises(EngineError, match="node 0 has gone before all nodes had come"):
+        last.result(60)
+
+
+def test_a_node_waits_for_node_0_only_so_long(nodes: Callable[..., Nodes]) -> None:
+    both = nodes("report_rank", tp_size=2, nnodes=2)
+    with pytest.raises(ConfigurationError, match="dist_init_addr: node 0 was not reached at 127"):
+        both.start(1, dist_timeout_s=0.5).result(60)
+
+
+def test_a_node_that_was_started_otherwise_is_refused_and_may_come_again(
+    nodes: Callable[..., Nodes],
+) -> None:
+    both = nodes("report_rank", tp_size=2, nnodes=2)
+    first = both.start(0)
+    different = r"alike: page_size is 8 here and 16 on node 0"
+    cache, both.config = (
+        both.config.cache,
+        replace(both.config, cache=replace(both.config.cache, page_size=8)),
+    )
+    with pytest.raises(ConfigurationError, match=different):
+        both.start(1).result(60)
+    both.config = replace(both.config, cache=cache)
+    assert both.start(1).result(60) == {}
+    assert first.result(60) == {"max_total_num_tokens": 64}
+    with pytest.raises(ConfigurationError, match="dist_init_addr: node 0 was not reached"):
+        # All are there: nobody else is let in.
+        both.start(1, dist_timeout_s=0.5).result(60)
+
+
+def test_strangers_at_the_port_of_node_0_are_turned_away(nodes: Callable[..., Nodes]) -> None:
+    both = nodes("report_rank", tp_size=2, nnodes=2)
+    first = both.start(0)
+    address = both.config.parallel.dist_init_addr
+    assert address is not None
+    host, port = address.split(":")
+
+    def call(data: bytes) -> bytes:
+        with socket.create_connection((host, int(port)), timeout=30) as stranger:
+            stranger.sendall(data)
+            with suppress(ConnectionResetError):
+                return stranger.recv(1)
+        return b""
+
+    wait_until(lambda: is_listening(host, int(port)), "node 0 listens")
+    assert call(b"GET / HTTP/1.1\r\n\r\n") == b""
+    assert call((5).to_bytes(4) + b"\x80\x04N.!") == b""
+    both.start(1).result(60)
+    first.result(60)
+
+
+def is_listening(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_node_0_says_where_it_cannot_listen(nodes: Callable[..., Nodes]) -> None:
+    elsewhere = nodes("report_rank", tp_size=2, nnodes=2)
+    with pytest.raises(ConfigurationError, match=r"dist_init_addr: node 0 cannot listen at 192\.0\.2\.1:5"):
+        elsewhere.start(0, dist_init_addr="192.0.2.1:5").result(60)
+
+
+def test_requests_come_to_node_0() -> None:
+    config = config_of(tp_size=2, nnodes=2, node_rank=1, dist_init_addr="127.0.0.1:5")
+    with pytest.raises(ConfigurationError, match="node_rank=1: requests come to node 0"):
+        EngineProcesses(config)
