@@ -33,10 +33,15 @@ def engines() -> Iterator[Engines]:
         yield engines
 
 
+ONE_RANK = pytest.param({}, id="one-rank")
+FOUR_RANKS = pytest.param({"tp_size": 2, "dp_size": 2, "max_total_tokens": 4096}, id="four-ranks")
+on_one_rank_and_on_four = pytest.mark.parametrize("engine", [ONE_RANK, FOUR_RANKS], indirect=True)
+
+
 @pytest.fixture
-def engine(engines: Engines, checkpoint_a: Path) -> Engine:
+def engine(engines: Engines, checkpoint_a: Path, request: pytest.FixtureRequest) -> Engine:
     """The shared engine with the weights of A and no group, whatever the test before left."""
-    engine = engines(checkpoint_a)
+    engine = engines(checkpoint_a, **getattr(request, "param", {}))
     engine.abort_weight_update()
     for name in ("g", "other"):
         engine.destroy_weights_update_group(name)
@@ -50,14 +55,29 @@ def trainer() -> Iterator[BroadcastingTrainer]:
         yield process
 
 
+def num_ranks(engine: Engine) -> int:
+    return engine.server_args.tp_size * engine.server_args.dp_size
+
+
 def join(engine: Engine, trainer: BroadcastingTrainer, name: str = "g", **fields: Any) -> dict[str, Any]:
-    reply = engine.init_weights_update_group(**trainer.join(name, **fields))
+    reply = engine.init_weights_update_group(
+        **trainer.join(name, **{"world_size": 1 + num_ranks(engine), **fields})
+    )
     trainer.hear()
     return reply
 
 
 def outputs(engine: Engine) -> list[list[int]]:
-    return [output["output_ids"] for output in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
+    """Of every replica, which all say the same."""
+    replicas = [
+        [
+            output["output_ids"]
+            for output in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, routed_dp_rank=dp_rank)
+        ]
+        for dp_rank in range(engine.server_args.dp_size)
+    ]
+    assert all(outputs == replicas[0] for outputs in replicas)
+    return replicas[0]
 
 
 def assert_holds(engine: Engine, folder: Path) -> None:
@@ -79,6 +99,7 @@ def first_half(announced: dict[str, Any]) -> dict[str, Any]:
     return {field: values[:num_tensors] for field, values in announced.items()}
 
 
+@on_one_rank_and_on_four
 @pytest.mark.parametrize(
     ("command", "load_format"), [("plain", None), ("async", None), ("bucket", "flattened_bucket")]
 )
@@ -103,7 +124,11 @@ def test_new_weights_serve_and_old_ones_come_back(
         weights = load_file(folder / WEIGHTS).values()
         assert (reply["committed"], reply["staged"], reply["content"]) == (True, True, "valid")
         assert reply["num_tensors"] == len(weights)
-        assert reply["num_bytes"] == sum(tensor.nbytes for tensor in weights)
+        whole_bytes = engine.server_args.dp_size * sum(tensor.nbytes for tensor in weights)
+        if engine.server_args.tp_size == 1:
+            assert reply["num_bytes"] == whole_bytes
+        else:  # some tensors are whole on every rank
+            assert whole_bytes < reply["num_bytes"] < 1.1 * whole_bytes
         assert reply["weight_version"] == engine.weight_version == version
         assert_serves(engine, folder, reference)
 
@@ -135,6 +160,7 @@ def test_requests_run_on_while_a_group_and_its_broadcasts_are_awaited(
     assert_serves(engine, checkpoint_b, reference_b)
 
 
+@on_one_rank_and_on_four
 def test_what_does_not_fit_is_refused_before_it_is_received(
     engine: Engine, trainer: BroadcastingTrainer, checkpoint_a: Path, checkpoint_b: Path
 ) -> None:
@@ -158,6 +184,7 @@ def test_what_does_not_fit_is_refused_before_it_is_received(
     assert_holds(engine, checkpoint_b)
 
 
+@on_one_rank_and_on_four
 @pytest.mark.parametrize("end", ["freeze", "kill"])
 @pytest.mark.parametrize("in_session", [False, True])
 def test_a_trainer_that_disappears_in_mid_broadcast(
@@ -245,10 +272,23 @@ def test_groups_are_left_by_name_once(
     assert join(engine, trainer, "other")["replaced"] is True
 
 
+@on_one_rank_and_on_four
 def test_a_trainer_that_does_not_come(engine: Engine, trainer: BroadcastingTrainer) -> None:
-    with pytest.raises(RequestRejected, match="was not joined as rank 1 of 3 within 1 s") as refusal:
-        engine.init_weights_update_group(**trainer.join("g", world_size=3), timeout_s=1.0)
+    size = num_ranks(engine) + 2
+    with pytest.raises(RequestRejected, match=rf"was not joined as rank \d of {size} within 1 s") as refusal:
+        engine.init_weights_update_group(**trainer.join("g", world_size=size), timeout_s=1.0)
     assert refusal.value.status == 400
+    assert engine.server_info()["weight_update"]["groups"] == []
+
+
+@pytest.mark.parametrize("engine", [FOUR_RANKS], indirect=True)
+def test_a_group_without_room_for_every_rank_is_refused_at_once(
+    engine: Engine, trainer: BroadcastingTrainer
+) -> None:
+    with pytest.raises(RequestRejected, match="rank_offset") as refusal:
+        engine.init_weights_update_group(**trainer.join("g", world_size=4))
+    assert refusal.value.status == 400
+    assert engine.server_info()["weight_update"]["groups"] == []
 
 
 def test_over_http_with_the_older_fields_too(
@@ -283,13 +323,16 @@ def test_over_http_with_the_older_fields_too(
 
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
-@pytest.mark.skipif(
-    not DEVICE.is_cuda or torch.accelerator.device_count() < 2, reason="needs engines on CUDA, and two GPUs"
-)
-def test_nccl_from_one_gpu_to_another(checkpoint_a: Path, checkpoint_b: Path) -> None:
+@pytest.mark.skipif(not DEVICE.is_cuda, reason="needs engines on CUDA")
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_nccl_from_one_gpu_to_others(checkpoint_a: Path, checkpoint_b: Path, tp_size: int) -> None:
+    if torch.accelerator.device_count() <= tp_size:
+        pytest.skip(f"needs {tp_size + 1} GPUs")
+    device = f"cuda:{tp_size}"
     announced = announcement(checkpoint_b / WEIGHTS)
-    with Engine(model_path=str(checkpoint_a), max_total_tokens=8192, **DEVICE.server_args) as engine:
-        with BroadcastingTrainer("cuda:1") as trainer:
+    arguments = {"max_total_tokens": 8192, "tp_size": tp_size, **DEVICE.server_args}
+    with Engine(model_path=str(checkpoint_a), **arguments) as engine:
+        with BroadcastingTrainer(device) as trainer:
             join(engine, trainer, backend="nccl")
             for command, load_format, folder in (
                 ("plain", None, checkpoint_b),
@@ -304,7 +347,7 @@ def test_nccl_from_one_gpu_to_another(checkpoint_a: Path, checkpoint_b: Path) ->
             with pytest.raises(RequestRejected, match="nothing was written"):
                 engine.update_weights_from_distributed(**announced, group_name="g", timeout_s=2.0)
         assert_holds(engine, checkpoint_b)
-        with BroadcastingTrainer("cuda:1") as trainer:
+        with BroadcastingTrainer(device) as trainer:
             join(engine, trainer, backend="nccl")
             trainer.tell("plain", "g", checkpoint_a / WEIGHTS)
             engine.update_weights_from_distributed(**announced, group_name="g")

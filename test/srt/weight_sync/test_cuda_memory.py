@@ -5,63 +5,23 @@ The GPU is a stand-in here; the counts are kept in a real file, as a sender keep
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
-import struct
 import types
-import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing import reductions
-from torch.storage import TypedStorage
+from fixtures.gpu_memory import OFFSET_BYTES, UUID, Call, Counters, Gpu
 
+from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.cuda_memory import TorchCudaIpc
 from ebbtide.srt.weight_sync.references import CudaStorageRef
-from ebbtide.srt.weight_sync.source import WeightSource
+from ebbtide.srt.weight_sync.source import ONE_RANK, WeightSource
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
-
-UUID = "3c1f9e0a-0000-4000-8000-0123456789ab"
-OFFSET_BYTES = 512
-NUM_COUNTERS = 10_000
-
-
-class Counters:
-    """A sender's file of counters."""
-
-    def __init__(self) -> None:
-        self.name = f"/torch_{os.getpid()}_{id(self)}".encode()
-        self._path = Path("/dev/shm") / self.name.decode()[1:]
-        self._path.write_bytes(bytes(64 + 8 * NUM_COUNTERS))
-        self._file = self._path.open("r+b")
-        self._memory = mmap.mmap(self._file.fileno(), 0)
-        self.num_used = 0
-
-    def take(self) -> int:
-        """A counter that stands at 1."""
-        self.num_used += 1
-        self.add(self.num_used - 1, 1)
-        return self.num_used - 1
-
-    def add(self, index: int, change: int) -> None:
-        at = 64 + 8 * index
-        [value] = struct.unpack_from("=q", self._memory, at)
-        struct.pack_into("=q", self._memory, at, value + change)
-
-    @property
-    def values(self) -> list[int]:
-        return list(struct.unpack_from(f"={self.num_used}q", self._memory, 64))
-
-    def close(self) -> None:
-        self._memory.close()
-        self._file.close()
-        self._path.unlink()
 
 
 @pytest.fixture
@@ -71,86 +31,15 @@ def counters() -> Iterator[Counters]:
     counters.close()
 
 
-class Gpu:
-    """A device, and the other process that has tensors on it.
-
-    Attributes:
-        log: what was done, in order.
-        extents: of the mapped memory, by the address asked about; None: as large as it has to be.
-    """
-
-    index = 0
-    uuid = UUID
-
-    def __init__(self, counters: Counters) -> None:
-        self.log: list[str] = []
-        self.broken: set[bytes] = set()
-        self.extents: Callable[[int], tuple[int, int] | None] = lambda address: (address, 1 << 40)
-        self._counters = counters
-        self._storages: dict[bytes, torch.UntypedStorage] = {}
-
-    def share(self, tensor: torch.Tensor, **changes: Any) -> Call:
-        """What pickles as a reference to a tensor, with some of its arguments changed."""
-        number = len(self._storages)
-        handle = b"\x02c" + f"{number}".encode().ljust(64)
-        self._storages[handle] = tensor.untyped_storage()
-        arguments: dict[str, Any] = {
-            "cls": torch.Tensor,
-            "size": tensor.size(),
-            "stride": tensor.stride(),
-            "offset": tensor.storage_offset(),
-            "storage_cls": TypedStorage,
-            "dtype": tensor.dtype,
-            "device": UUID,
-            "handle": handle,
-            "num_bytes": tensor.untyped_storage().nbytes(),
-            "offset_bytes": OFFSET_BYTES,
-            "requires_grad": False,
-            "counter_file": self._counters.name,
-            "counter_index": self._counters.take(),
-            "event": f"{number}".encode().ljust(64),
-            "must_wait": True,
-        }
-        assert changes.keys() <= arguments.keys()
-        return Call(reductions.rebuild_cuda_tensor, *{**arguments, **changes}.values())
-
-    def open(self, ref: CudaStorageRef) -> torch.UntypedStorage:
-        name = ref.handle[2:].decode().strip()
-        if ref.handle in self.broken:
-            raise RequestRejected(f"memory {name} cannot be opened")
-        self.log.append(f"open {name}")
-        storage = torch.frombuffer(
-            bytearray(bytes(self._storages[ref.handle])), dtype=torch.uint8
-        ).untyped_storage()
-        weakref.finalize(storage, self._free, name, ref.counter_index)
-        return storage
-
-    def _free(self, name: str, counter_index: int) -> None:
-        self.log.append(f"free {name}")
-        self._counters.add(counter_index, -1)
-
-    def extent(self, address: int) -> tuple[int, int] | None:
-        return self.extents(address)
-
-    def wait(self, event: bytes) -> None:
-        self.log.append(f"wait {event.decode().strip()}")
-
-
-class Call:
-    def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
-        self._reduced = (function, arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._reduced
-
-
 @pytest.fixture
 def gpu(counters: Counters) -> Gpu:
     return Gpu(counters)
 
 
-def open_payload(gpu: Gpu | None, value: object, load_format: str | None = None, **rank: int) -> WeightSource:
-    return open_tensor_payload([pickle.dumps(value, 4)], load_format, cuda=gpu, **rank)
+def open_payload(
+    gpu: Gpu | None, value: object, load_format: str | None = None, place: ParallelConfig = ONE_RANK
+) -> WeightSource:
+    return open_tensor_payload([pickle.dumps(value, 4)], load_format, cuda=gpu, place=place)
 
 
 def run(steps: Iterator[None]) -> None:
@@ -280,11 +169,14 @@ def test_an_engine_on_the_cpu_refuses_and_gives_back(gpu: Gpu, counters: Counter
     assert counters.values == [0]
 
 
-def test_a_replica_leaves_the_references_of_another_alone(gpu: Gpu, counters: Counters) -> None:
-    with pytest.raises(RequestRejected, match="one entry per rank"):
-        open_payload(gpu, [("a", gpu.share(TENSORS["a"]))], dp_rank=1, dp_size=2)
+def test_replicas_refuse_to_share_references_all_of_them(gpu: Gpu, counters: Counters) -> None:
+    payload = [("a", gpu.share(TENSORS["a"]))]
+    for dp_rank, count in ((1, 1), (0, 0)):
+        with pytest.raises(RequestRejected, match="one entry per rank"):
+            open_payload(gpu, payload, place=ParallelConfig(dp_rank=dp_rank, dp_size=2))
+        # The first one gives back what was meant for one of them.
+        assert counters.values == [count]
     assert gpu.log == []
-    assert counters.values == [1]
 
 
 def test_what_cannot_be_opened_is_given_back_with_the_rest(gpu: Gpu, counters: Counters) -> None:
@@ -451,3 +343,16 @@ def test_what_torch_cannot_open_is_refused_with_its_reason(monkeypatch: pytest.M
         "CUDA memory counted in /torch_1_2_3[4] cannot be opened (CUDA error: invalid argument): keep the "
         "sending process and its tensors alive until the update is answered"
     )
+
+
+def test_a_gpu_reads_its_own_memory_and_that_of_visible_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = [UUID, UUID.replace("3c", "4d"), UUID.replace("3c", "5e")]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuids[index])
+    )
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: (own, other) == (0, 1))
+    ipc = TorchCudaIpc(0, UUID)
+    assert [ipc.reaches(index) for index in range(4)] == [True, True, False, False]
+    assert [ipc.reaches(uuid.upper()) for uuid in uuids] == [True, True, False]
+    assert not ipc.reaches(UUID.replace("3c", "6f"))

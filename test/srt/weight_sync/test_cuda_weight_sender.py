@@ -81,8 +81,14 @@ def test_a_refused_bucket_leaves_the_old_weights(server: Server, new: dict[str, 
 
 
 @pytest.mark.usefixtures("no_copies")
-def test_an_engine_of_this_process_reads_them_too(checkpoint: Path, new: dict[str, torch.Tensor]) -> None:
-    arguments: dict[str, Any] = {"device": "cuda", "attention_backend": "torch_native"}
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.multi_gpu)])
+def test_an_engine_of_this_process_reads_them_too(
+    checkpoint: Path, new: dict[str, torch.Tensor], tp_size: int
+) -> None:
+    """Its second rank from another GPU."""
+    if tp_size > 1 and not (torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(1, 0)):
+        pytest.skip("needs two GPUs that read each other's memory")
+    arguments: dict[str, Any] = {"device": "cuda", "attention_backend": "torch_native", "tp_size": tp_size}
     with Engine(
         model_path=str(checkpoint), max_total_tokens=4096, skip_tokenizer_init=True, **arguments
     ) as engine:

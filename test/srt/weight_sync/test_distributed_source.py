@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import torch
 from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
 from safetensors.torch import load_file, save_file
 
+from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync import weight_group
 from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
 from ebbtide.srt.weight_sync.weight_group import GroupAddress, WeightGroups
 
@@ -107,6 +111,98 @@ def test_what_a_trainer_broadcasts_arrives_again_and_again(
         assert_holds(source, tensors)
         trainer.hear()
     assert groups.names == ["g"]
+
+
+@pytest.fixture
+def ranks(trainer: BroadcastingTrainer) -> list[WeightGroups]:
+    """Three ranks of an engine that have joined group "g"."""
+    places = [ParallelConfig(tp_rank=rank, tp_size=3) for rank in range(3)]
+    ranks = [WeightGroups(torch.device("cpu"), place) for place in places]
+    fields = trainer.join("g", world_size=4)
+    all_joining = [
+        groups.join(replace(address(fields), rank=1 + rank), ALL) for rank, groups in enumerate(ranks)
+    ]
+    for joining in all_joining:
+        wait_for(joining.poll)
+        joining.close()
+    trainer.hear()
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("command", "load_format"), [("plain", None), ("async", None), ("bucket", "flattened_bucket")]
+)
+def test_every_rank_receives_all_of_it(
+    trainer: BroadcastingTrainer,
+    ranks: list[WeightGroups],
+    tensors: Path,
+    command: str,
+    load_format: str | None,
+) -> None:
+    for _ in range(2):
+        sources = [source_of(groups, tensors, load_format) for groups in ranks]
+        assert not any(source.arrived() for source in sources)
+        trainer.tell(command, "g", tensors)
+        for source in sources:
+            assert_holds(source, tensors)
+        trainer.hear()
+
+
+def test_no_rank_stays_where_the_trainer_or_one_of_them_is_gone(
+    trainer: BroadcastingTrainer, ranks: list[WeightGroups], tensors: Path
+) -> None:
+    sources = [source_of(groups, tensors) for groups in ranks]
+    assert not any(source.arrived() for source in sources)
+    trainer.tell("half", "g", tensors)
+    trainer.kill()
+    refusals: dict[int, str] = {}
+
+    def all_have_failed() -> bool:
+        for rank, source in enumerate(sources):
+            if rank not in refusals:
+                try:
+                    assert not source.arrived()
+                except RequestRejected as refusal:
+                    refusals[rank] = refusal.message
+        return len(refusals) == len(sources)
+
+    # Ranks pass broadcasts on: that one has left reaches those behind it.
+    wait_for(all_have_failed)
+    assert all("nothing was written: the group 'g' was left" in message for message in refusals.values())
+    assert [groups.names for groups in ranks] == [[], [], []]
+
+
+def test_a_rank_that_has_everything_leaves_where_another_has_not(
+    trainer: BroadcastingTrainer, ranks: list[WeightGroups], tensors: Path
+) -> None:
+    sources = [source_of(groups, tensors) for groups in ranks]
+    trainer.tell("plain", "g", tensors)
+    have_arrived = [False] * len(sources)
+
+    def all_have_arrived() -> bool:
+        for rank, source in enumerate(sources):
+            have_arrived[rank] = source.arrived()
+        return all(have_arrived)
+
+    wait_for(all_have_arrived)
+    for groups, source in zip(ranks, sources, strict=True):
+        assert groups.leave("g", "rank 1: the broadcast failed") is not None
+        source.close()
+        with pytest.raises(RequestRejected, match=r"left: rank 1: the broadcast failed"):
+            groups.get("g")
+
+
+def test_a_group_counts_as_left_though_a_peer_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_group, "LEAVE_S", 0.1)
+    never = threading.Event()
+
+    def hang() -> None:
+        never.wait()
+
+    leaving = weight_group.Leaving("g", hang)
+    assert not leaving.is_done
+    wait_for(lambda: leaving.is_done)
+    never.set()
 
 
 def test_two_groups_by_name(trainer: BroadcastingTrainer, groups: WeightGroups, tensors: Path) -> None:
@@ -210,6 +306,7 @@ def test_one_joining_at_a_time_under_a_name(groups: WeightGroups, trainer: Broad
         ({"port": 65536}, "master_port"),
         ({"rank": 0}, r"rank_offset: expected 1\.\.1"),
         ({"rank": 2}, "rank_offset"),
+        ({"world_size": 1}, "rank_offset"),
         ({"backend": "nccl"}, "this engine runs on the CPU"),
     ],
 )
@@ -218,6 +315,15 @@ def test_an_address_that_cannot_be(groups: WeightGroups, changes: dict[str, Any]
     with pytest.raises(RequestRejected, match=message) as refusal:
         groups.join(GroupAddress(**fields), ALL)
     assert refusal.value.status == 400
+
+
+@pytest.mark.parametrize("rank_offset", [0, 2, 4])
+def test_a_group_without_room_for_all_ranks_is_refused_by_each_of_them(rank_offset: int) -> None:
+    for rank in range(4):
+        place = ParallelConfig(tp_size=2, dp_size=2, tp_rank=rank % 2, dp_rank=rank // 2)
+        groups = WeightGroups(torch.device("cpu"), place)
+        with pytest.raises(RequestRejected, match=rf"expected 1\.\.1 .* has 4, .*, got {rank_offset}"):
+            groups.join(GroupAddress("g", "::1", 1, rank_offset + place.rank, 5, "gloo"), ALL)
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])

@@ -2,8 +2,6 @@
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch.multiprocessing import reductions
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.storage import TypedStorage
 
+from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.sender import (
@@ -27,6 +26,7 @@ from ebbtide.srt.weight_sync.sender import (
     serialize_bucket,
     serialize_tensors,
 )
+from ebbtide.srt.weight_sync.source import ONE_RANK
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 
 LeftBehind = Callable[[], set[Path]]
@@ -53,8 +53,10 @@ def named() -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def received(payload: bytes, load_format: str | None = None) -> dict[str, torch.Tensor]:
-    source = open_tensor_payload([payload], load_format)
+def received(
+    *entries: bytes, load_format: str | None = None, place: ParallelConfig = ONE_RANK
+) -> dict[str, torch.Tensor]:
+    source = open_tensor_payload(entries, load_format, place=place)
     tensors = {name: tensor.clone() for name, tensor in source}
     source.close()
     return tensors
@@ -122,7 +124,7 @@ def test_buckets_are_sent_by_reference(left_behind: LeftBehind) -> None:
     bucket = FlattenedTensorBucket(named())
     payload = serialize_bucket(bucket)
     assert len(left_behind()) == 1
-    assert_received(received(payload, "flattened_bucket"))
+    assert_received(received(payload, load_format="flattened_bucket"))
     del bucket
     assert left_behind() == set()
 
@@ -176,29 +178,44 @@ def test_more_than_shared_memory_holds_is_refused_before_it_is_touched(left_behi
     assert left_behind() == set()
 
 
-REMOVED_UNDER_ITS_USERS = """
-import os, pathlib, torch
-from ebbtide.srt.weight_sync.sender import serialize
-from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
-
-tensor = torch.arange(4)
-payload = serialize([("w", tensor)])
-open_tensor_payload([payload], None, dp_rank=0, dp_size=2).close()
-source = open_tensor_payload([payload], None, dp_rank=1, dp_size=2)
-[path] = pathlib.Path("/dev/shm").glob(f"torch_{os.getpid()}_*")
-path.unlink()
-del tensor
-source.close()
-del source
-print("alive", flush=True)
-"""
+def test_a_block_that_was_removed_under_its_receiver_is_read_and_let_go(left_behind: LeftBehind) -> None:
+    with serialize_tensors([("w", torch.arange(4))]) as shared:
+        source = open_tensor_payload([shared.payload], None)
+        [path] = left_behind()
+        path.unlink()
+        [(_, tensor)] = source
+        assert tensor.tolist() == [0, 1, 2, 3]
+        source.close()
 
 
-def test_the_receiver_survives_a_block_that_was_removed_under_it() -> None:
-    finished = subprocess.run(
-        [sys.executable, "-c", REMOVED_UNDER_ITS_USERS], capture_output=True, text=True, timeout=120
-    )
-    assert finished.stdout == "alive\n", finished.stderr
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_each_of_several_ranks_opens_an_entry_of_its_own(
+    order: tuple[int, ...], left_behind: LeftBehind
+) -> None:
+    with serialize_tensors(named(), num_entries=3) as shared:
+        assert len(left_behind()) == 1
+        for rank in order:
+            place = ParallelConfig(tp_rank=rank, tp_size=3)
+            assert_received(received(*shared.entries, place=place))
+        # The sender's own reference is what is left: nobody has dropped another's.
+        assert len(left_behind()) == 1
+    assert left_behind() == set()
+
+
+def test_ranks_that_close_at_the_same_time_drop_each_its_own_reference(left_behind: LeftBehind) -> None:
+    num_ranks = 8
+    block = torch.arange(4)
+    entries = [serialize([(str(index), block) for index in range(50)]) for _ in range(num_ranks)]
+    places = [ParallelConfig(tp_rank=rank, tp_size=num_ranks) for rank in range(num_ranks)]
+    sources = [open_tensor_payload(entries, None, place=place) for place in places]
+    threads = [threading.Thread(target=source.close) for source in sources]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(left_behind()) == 1
+    del block
+    assert left_behind() == set()
 
 
 # ------------------------------------------------------------------------------------ the shorter of two ways

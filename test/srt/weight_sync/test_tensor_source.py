@@ -9,9 +9,11 @@ import safetensors.torch
 import torch
 from fixtures.trainer_process import TrainerProcess, sample_tensors
 
+from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.weight_sync.pickle_reader import finish
 from ebbtide.srt.weight_sync.source import WeightSource
-from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
+from ebbtide.srt.weight_sync.tensor_source import open_by_slices, open_tensor_payload
 
 LeftBehind = Callable[[], set[Path]]
 
@@ -67,7 +69,7 @@ def test_each_rank_opens_its_own_of_locally_serialized_tensors(
 ) -> None:
     entry = trainer.send("two_ranks")
     for rank in (0, 1):
-        source = open_tensor_payload([entry, entry], None, tp_rank=rank, tp_size=2)
+        source = open_tensor_payload([entry, entry], None, place=ParallelConfig(tp_rank=rank, tp_size=2))
         assert_holds(source, [(name, tensor.detach() + rank) for name, tensor in sample_tensors()])
     trainer.drop()
     assert left_behind() == set()
@@ -76,7 +78,7 @@ def test_each_rank_opens_its_own_of_locally_serialized_tensors(
 def test_a_rank_that_was_sent_nothing_is_told(trainer: TrainerProcess) -> None:
     entry = trainer.send("two_ranks")
     with pytest.raises(RequestRejected, match=r"2 ranks.*this is rank 2"):
-        open_tensor_payload([entry] * 3, None, tp_rank=2, tp_size=3)
+        open_tensor_payload([entry] * 3, None, place=ParallelConfig(tp_rank=2, tp_size=3))
 
 
 def test_an_empty_bucket_writes_nothing(trainer: TrainerProcess) -> None:
@@ -111,7 +113,8 @@ def test_replicas_share_an_entry_and_drop_it_once(trainer: TrainerProcess, left_
     entry = trainer.send("named")
     # The replica that drops the reference closes first: the others must still find the memory.
     for dp_rank in range(3):
-        assert_holds(open_tensor_payload([entry], None, dp_rank=dp_rank, dp_size=3), sample_tensors())
+        place = ParallelConfig(dp_rank=dp_rank, dp_size=3)
+        assert_holds(open_tensor_payload([entry], None, place=place), sample_tensors())
     trainer.drop()
     assert left_behind() == set()
 
@@ -153,7 +156,8 @@ def test_one_safetensors_image_serves_all_ranks(as_bytes: bool) -> None:
     image, expected = safetensors_image()
     entry = image if as_bytes else base64.b64encode(image).decode()
     for tp_rank in (0, 1):
-        source = open_tensor_payload([entry], "safetensors", tp_rank=tp_rank, tp_size=2, dp_rank=1, dp_size=3)
+        place = ParallelConfig(tp_rank=tp_rank, tp_size=2, dp_rank=1, dp_size=3)
+        source = open_tensor_payload([entry], "safetensors", place=place)
         assert_holds(source, expected)
     assert {name for name, _ in expected} == {name for name, _ in sample_tensors()}
 
@@ -178,9 +182,9 @@ def test_ranks_find_their_entry_by_index() -> None:
     ]
     for dp_rank in range(2):
         for tp_rank in range(3):
-            position = {"tp_rank": tp_rank, "tp_size": 3, "dp_rank": dp_rank, "dp_size": 2}
-            [(_, own)] = open_tensor_payload(entries, "safetensors", **position)
-            [(_, replicated)] = open_tensor_payload(entries[:3], "safetensors", **position)
+            place = ParallelConfig(tp_rank=tp_rank, tp_size=3, dp_rank=dp_rank, dp_size=2)
+            [(_, own)] = open_tensor_payload(entries, "safetensors", place=place)
+            [(_, replicated)] = open_tensor_payload(entries[:3], "safetensors", place=place)
             assert own.item() == dp_rank * 3 + tp_rank
             assert replicated.item() == tp_rank
 
@@ -191,7 +195,7 @@ def test_ranks_find_their_entry_by_index() -> None:
 )
 def test_another_number_of_entries_is_refused(num_entries: int, load_format: str | None) -> None:
     with pytest.raises(RequestRejected, match=rf"expected 4 .* or 2 .* entries, got {num_entries}"):
-        open_tensor_payload(["AAAA"] * num_entries, load_format, tp_size=2, dp_size=2)
+        open_tensor_payload(["AAAA"] * num_entries, load_format, place=ParallelConfig(tp_size=2, dp_size=2))
 
 
 def test_unknown_load_formats_are_refused_with_the_valid_ones() -> None:
@@ -216,3 +220,20 @@ def test_a_closed_source_says_so() -> None:
     source.close()
     with pytest.raises(EngineError, match="closed"):
         iter(source)
+
+
+def test_decoding_that_is_left_between_two_slices_leaves_nothing_behind(
+    trainer: TrainerProcess, left_behind: LeftBehind
+) -> None:
+    opening = open_by_slices([trainer.send("named")], None)
+    next(opening)
+    opening.close()
+    assert left_behind() != set()
+    trainer.drop()
+    assert left_behind() == set()
+
+
+def test_slices_end_with_the_whole_source(trainer: TrainerProcess) -> None:
+    opening = open_by_slices([trainer.send("named")], None)
+    next(opening)
+    assert_holds(finish(opening), sample_tensors())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,12 +17,14 @@ import httpx
 import pytest
 import torch
 from fixtures.checkpoints import make_checkpoint
-from fixtures.servers import Server, free_port, running_server
+from fixtures.servers import ENVIRONMENT, Server, free_port, is_alive, running_server, wait_until
+from fixtures.sharding_trainer import send_from_two_processes
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ebbtide import Engine
+from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 from ebbtide.srt.weight_sync.weight_sender import SentWeights, WeightSender, WeightSendError
@@ -218,6 +222,84 @@ def test_several_targets_get_the_same_update(engine: Any, server: Server, new: W
     assert serves(server, new, "new")
 
 
+@pytest.fixture(scope="module")
+def many_ranks(checkpoint: Path) -> Iterator[Server]:
+    """Two replicas of two ranks."""
+    flags = ("--device", "cpu", "--skip-tokenizer-init", "--tp-size", "2", "--dp-size", "2")
+    with running_server(checkpoint, *flags) as server:
+        yield server
+
+
+@pytest.mark.parametrize("transport", ["memory", "body"])
+def test_every_rank_of_every_replica_gets_the_weights(
+    many_ranks: Server, new: Weights, old: Weights, transport: Any
+) -> None:
+    sender = sender_to(many_ranks, transport=transport)
+    for weights, version in ((old, "old"), (new, f"by {transport}")):
+        sent = sender.send(weights.items(), version=version)
+        assert (sent.num_tensors, sent.staged) == (len(weights), True)
+        assert serves(many_ranks, weights, version)
+        assert replicas_agree(many_ranks)
+
+
+def test_a_bucket_that_does_not_fit_leaves_the_old_weights_on_every_rank(
+    many_ranks: Server, old: Weights, new: Weights
+) -> None:
+    sender = sender_to(many_ranks)
+    sender.send(old.items(), version="old")
+    with pytest.raises(WeightSendError, match=r"model\.norm\.weight: "):
+        sender.send([*list(new.items())[:9], ("model.norm.weight", torch.zeros(3))], version="bad")
+    assert serves(many_ranks, old, "old")
+    assert replicas_agree(many_ranks)
+
+
+def test_sharded_parameters_of_two_processes_reach_every_rank(
+    many_ranks: Server, checkpoint: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "sent.safetensors"
+    send_from_two_processes(url_of(many_ranks), checkpoint / "model.safetensors", saved)
+    assert serves(many_ranks, load_file(saved), "sharded")
+    assert replicas_agree(many_ranks)
+
+
+def test_an_engine_of_two_ranks_and_servers_get_the_same_update(
+    many_ranks: Server, server: Server, checkpoint: Path, new: Weights
+) -> None:
+    arguments: dict[str, Any] = {"device": "cpu", "max_total_tokens": 4096, "skip_tokenizer_init": True}
+    with Engine(model_path=str(checkpoint), tp_size=2, **arguments) as engine:
+        targets = [engine, url_of(many_ranks), url_of(server)]
+        WeightSender(targets, bucket_bytes=BUCKET_BYTES).send(new.items(), "all")
+        for target in (engine, many_ranks, server):
+            assert serves(target, new, "all")
+
+
+def replicas_agree(server: Server) -> bool:
+    """Whether all replicas say the same, by weights that one version has."""
+    params = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 0}
+    body = {"input_ids": [5, 6], "sampling_params": params}
+    replies = [server.post("/generate", {**body, "routed_dp_rank": rank}).json() for rank in range(2)]
+    return replies[0]["output_ids"] == replies[1]["output_ids"]
+
+
+SENDING = """
+import sys, psutil
+from safetensors.torch import load_file
+from ebbtide.srt.weight_sync.weight_sender import WeightSender
+
+WeightSender(sys.argv[1], bucket_bytes=32 << 10).send(load_file(sys.argv[2]).items(), "x")
+[manager] = [child.pid for child in psutil.Process().children() if child.name().startswith("torch_shm")]
+print(manager, flush=True)
+"""
+
+
+def test_a_trainer_that_has_ended_leaves_no_process_behind(server: Server, checkpoint: Path) -> None:
+    command = [sys.executable, "-c", SENDING, url_of(server), str(checkpoint / "model.safetensors")]
+    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    manager = int(finished.stdout)
+    wait_until(lambda: not is_alive(manager), "torch's manager of shared memory has ended with its trainer")
+
+
 def test_a_trainer_rank_without_a_target_reads_all(new: Weights) -> None:
     reading = iter(new.items())
     sent = WeightSender(None).send(reading, version=3)
@@ -246,7 +328,8 @@ def test_a_server_of_several_ranks_gets_a_payload_for_each(new: Weights) -> None
     def take(fields: dict[str, Any]) -> None:
         entries = fields["serialized_named_tensors"]
         for rank in range(2):
-            source = open_tensor_payload(entries, fields["load_format"], tp_rank=rank, tp_size=2)
+            place = ParallelConfig(tp_rank=rank, tp_size=2)
+            source = open_tensor_payload(entries, fields["load_format"], place=place)
             list(source.open())
             received[rank].update((name, tensor.clone()) for name, tensor in source)
             source.close()
@@ -336,15 +419,15 @@ def test_the_session_of_another_client_stays_as_it_is(target: Any, new: Weights)
     assert info["weight_update"]["session_open"]
 
 
-def test_a_bucket_that_finds_no_session_is_told_of_as_a_mixture(engine: Any, new: Weights) -> None:
-    def gather() -> Iterator[tuple[str, torch.Tensor]]:
-        for index, item in enumerate(new.items()):
-            if index == 10:
-                engine.abort_weight_update()
-            yield item
+def test_a_bucket_that_finds_no_session_is_told_of_as_a_mixture() -> None:
+    engine = FakeEngine()
 
+    def end_session(names: list[str]) -> None:
+        engine.is_open = False
+
+    engine.on_update = end_session
     with pytest.raises(WeightSendError, match="mixture") as caught:
-        sender_to(engine, bucket_bytes=1).send(gather(), version="new")
+        sender_to(engine).send([("a", torch.zeros(2))], version="new")
     assert "no engine serves" not in str(caught.value)
 
 
@@ -369,6 +452,19 @@ def test_a_commit_that_fails_at_one_of_several_says_who_serves_what(engine: Any,
     assert caught.value.committed == ("engine 0",)
     assert "served all the same by engine 0" in str(caught.value)
     assert serves(engine, new, "new")
+
+
+def test_whatever_is_sent_names_its_session(new: Weights) -> None:
+    """So that a bucket that comes too late is refused, rather than served by itself."""
+    named: list[tuple[str, Any]] = []
+    with fake_server(1, on_update=lambda _: None, on_request=lambda *request: named.append(request)) as url:
+        for _ in range(2):
+            WeightSender(url, transport="body").send([("a", torch.zeros(1))])
+    paths = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+    sessions = [(path, fields["session_id"]) for path, fields in named if path in paths]
+    assert [path for path, _ in sessions] == paths * 2
+    assert [len({session for _, session in sessions[start : start + 3]}) for start in (0, 3)] == [1, 1]
+    assert sessions[0][1] != sessions[3][1]
 
 
 def test_nobody_answers() -> None:
@@ -572,18 +668,26 @@ def lossy_proxy(upstream: str, path: str, when: str, times: int = 1) -> Iterator
 
 
 @contextmanager
-def fake_server(num_ranks: int, on_update: Callable[[dict[str, Any]], None]) -> Iterator[str]:
+def fake_server(
+    num_ranks: int,
+    on_update: Callable[[dict[str, Any]], None],
+    on_request: Callable[[str, dict[str, Any]], None] = lambda path, fields: None,
+) -> Iterator[str]:
     """Answers as a server of several ranks."""
 
     class Handler(QuietHandler):
         def do_POST(self) -> None:
-            body = self.body()
+            fields = json.loads(self.body() or b"{}")
+            on_request(self.path, fields)
             answer: dict[str, Any] = {"success": True, "weight_version": "old"}
             match self.path:
                 case "/memory_occupation":
-                    answer["ranks"] = [{"tp_rank": rank, "uuid": None} for rank in range(num_ranks)]
+                    ranks = range(num_ranks)
+                    answer["ranks"] = [{"dp_rank": 0, "tp_rank": rank, "uuid": None} for rank in ranks]
+                case "/server_info":
+                    answer |= {"tp_size": num_ranks, "nnodes": 1}
                 case "/update_weights_from_tensor":
-                    on_update(json.loads(body))
+                    on_update(fields)
                     answer["committed"] = False
             self.reply(200, json.dumps(answer).encode())
 

@@ -36,6 +36,14 @@ class CudaIpc(Protocol):
     index: int
     uuid: str
 
+    def reaches(self, device: int | str) -> bool:
+        """Whether kernels on this device can read that one's memory: it is this one, or a visible peer of it.
+
+        Args:
+            device: index as this process counts devices, or UUID.
+        """
+        ...
+
     def open(self, ref: CudaStorageRef) -> torch.UntypedStorage:
         """Map the sender's allocation. Freeing the storage closes it and takes the reference off the count.
 
@@ -62,33 +70,32 @@ class CudaBlocks:
 
     Args:
         ipc: of the device that the engine runs on; None where that is the CPU.
-        owns_references: False for a replica that was sent another's references, which it may not open.
+        owns_references: whether this rank gives the references back; of several that were sent the same ones
+            exactly one does.
+        may_open: False where several were sent the same ones, since a reference can be opened only once.
     """
 
-    def __init__(self, ipc: CudaIpc | None, owns_references: bool) -> None:
+    def __init__(self, ipc: CudaIpc | None, owns_references: bool, may_open: bool) -> None:
         self._ipc = ipc
         self._owns_references = owns_references
+        self._may_open = may_open
         self._opened: dict[CudaStorageRef, torch.UntypedStorage] = {}
         self._given_back: set[CudaStorageRef] = set()
         self._awaited: set[CudaStorageRef] = set()
 
     def check(self, ref: CudaStorageRef) -> None:
-        """Refuse what is not on this engine's device, without opening it."""
+        """Refuse what this engine's device does not reach, without opening it."""
         if self._ipc is None:
             raise RequestRejected(
                 "the payload refers to memory of a CUDA device, and this engine runs on the CPU: "
                 "send tensor.cpu()"
             )
-        if isinstance(ref.device, int):
-            is_ours = ref.device == self._ipc.index
-        else:
-            is_ours = ref.device.lower() == self._ipc.uuid.lower()
-        if not is_ours:
+        if not self._ipc.reaches(ref.device):
             raise RequestRejected(
                 f"the payload refers to memory of CUDA device {ref.device}, this engine runs on device "
-                f"{self._ipc.index}, UUID {self._ipc.uuid}"
+                f"{self._ipc.index}, UUID {self._ipc.uuid}, and does not reach it"
             )
-        if not self._owns_references:
+        if not self._may_open:
             raise RequestRejected("a CUDA tensor can be opened by one rank only: send one entry per rank")
 
     def open(self, refs: Iterable[CudaStorageRef]) -> Iterator[None]:
@@ -168,6 +175,22 @@ class TorchCudaIpc:
     def __init__(self, index: int, uuid: str) -> None:
         self.index = index
         self.uuid = uuid.removeprefix("GPU-")
+
+    def reaches(self, device: int | str) -> bool:
+        if isinstance(device, str):
+            if device.lower() == self.uuid.lower():
+                return True
+            device = self._visible.get(device.lower(), -1)
+        if device == self.index:
+            return True
+        is_visible = 0 <= device < torch.cuda.device_count()
+        return is_visible and torch.cuda.can_device_access_peer(self.index, device)
+
+    @cached_property
+    def _visible(self) -> dict[str, int]:
+        """Index by UUID."""
+        indices = range(torch.cuda.device_count())
+        return {str(torch.cuda.get_device_properties(index).uuid).lower(): index for index in indices}
 
     @cached_property
     def _driver(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -91,7 +90,7 @@ class BroadcastSource:
 
     def _layout(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         if self._as_bucket and self.entries:
-            return [((sum(_num_bytes(entry) for entry in self.entries),), torch.uint8)]
+            return [((sum(entry.num_bytes for entry in self.entries),), torch.uint8)]
         return [(entry.shape, entry.dtype) for entry in self.entries]
 
 
@@ -132,17 +131,12 @@ def _dtype(name: str, spelled: str) -> torch.dtype:
     return dtype
 
 
-def _num_bytes(entry: TensorHeader) -> int:
-    return math.prod(entry.shape) * entry.dtype.itemsize
-
-
 def _positions(entries: Sequence[TensorHeader]) -> list[FlattenedTensorMetadata]:
     """Where each tensor lies in the bucket: one behind the other, without padding."""
     positions, start = [], 0
     for entry in entries:
-        num_bytes = _num_bytes(entry)
-        end = start + num_bytes
+        end = start + entry.num_bytes
         shape = torch.Size(entry.shape)
-        positions.append(FlattenedTensorMetadata(entry.name, shape, entry.dtype, start, end, num_bytes))
+        positions.append(FlattenedTensorMetadata(entry.name, shape, entry.dtype, start, end, entry.num_bytes))
         start = end
     return positions

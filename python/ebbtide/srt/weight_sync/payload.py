@@ -5,7 +5,7 @@ Source: wire_api section 4.1.
 
 import base64
 import binascii
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ import torch
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.bucket import FlattenedTensorMetadata
-from ebbtide.srt.weight_sync.pickle_reader import Record, read_pickle
+from ebbtide.srt.weight_sync.pickle_reader import Record, read_by_slices, read_pickle
 from ebbtide.srt.weight_sync.references import (
     AnyStorageRef,
     kind_of,
@@ -73,9 +73,14 @@ def decode_payload(data: bytes, note: Callable[[AnyStorageRef], None]) -> object
     return read_pickle(data, recording(note))
 
 
+def decode_by_slices(data: bytes, note: Callable[[AnyStorageRef], None]) -> Generator[None, None, object]:
+    """As `decode_payload`, letting its caller do other things now and then: hundreds of tensors take long."""
+    return read_by_slices(data, recording(note))
+
+
 def as_metadata(value: object) -> FlattenedTensorMetadata:
     """Checks one element of a bucket's metadata: a record or a plain dict with exactly its six fields."""
-    fields = _record_fields(value, "FlattenedTensorMetadata", _METADATA_FIELDS)
+    fields = record_fields(value, "FlattenedTensorMetadata", _METADATA_FIELDS)
     where = "FlattenedTensorMetadata"
     return FlattenedTensorMetadata(
         name=text(fields["name"], f"{where}.name"),
@@ -89,14 +94,15 @@ def as_metadata(value: object) -> FlattenedTensorMetadata:
 
 def as_local_serialized(value: Record) -> LocalSerializedTensor:
     """Checks a `LocalSerializedTensor` record: one field, a list of pickles as bytes."""
-    fields = _record_fields(value, "LocalSerializedTensor", ("values",))
+    fields = record_fields(value, "LocalSerializedTensor", ("values",))
     values = fields["values"]
     if not isinstance(values, list | tuple) or not all(isinstance(item, bytes) for item in values):
         raise RequestRejected("LocalSerializedTensor.values: expected a list of bytes, one per rank")
     return LocalSerializedTensor(values=list(values))
 
 
-def _record_fields(value: object, kind: str, expected: Sequence[str]) -> dict[str, Any]:
+def record_fields(value: object, kind: str, expected: Sequence[str]) -> dict[str, Any]:
+    """The fields of a record of this class or of a plain dictionary, which has to have exactly these."""
     if isinstance(value, Record) and value.name.rpartition(".")[2] == kind:
         fields = value.fields or {}
     elif isinstance(value, dict):

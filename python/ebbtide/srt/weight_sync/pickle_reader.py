@@ -8,9 +8,9 @@ values.
 
 import pickletools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from ebbtide.srt.errors import RequestRejected
 
@@ -18,6 +18,10 @@ from ebbtide.srt.errors import RequestRejected
 # that a payload of nothing but empty containers could ask for.
 MAX_OPCODES: Final = 4_000_000
 MAX_PROTOCOL: Final = 5
+# About half a millisecond of work.
+SLICE_OPCODES: Final = 256
+
+T = TypeVar("T")
 
 _OPCODE_NAMES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 
@@ -52,6 +56,21 @@ def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:
     Raises `RequestRejected` when the pickle is broken, uses an opcode outside the accepted part, or calls
     what may not be called; `resolve` refuses a name in the same way. Source: wire_api section 4.4.
     """
+    return finish(read_by_slices(data, resolve))
+
+
+def finish(work: Generator[None, None, T]) -> T:
+    """Work that comes in slices, all of it at once."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def read_by_slices(data: bytes, resolve: Callable[[str, str], object]) -> Generator[None, None, object]:
+    """As `read_pickle`, letting its caller do other things after every `SLICE_OPCODES` opcodes."""
     return _Reader(data, resolve).read()
 
 
@@ -71,10 +90,12 @@ class _Reader:
         # A dictionary, not an array: an index is the sender's to choose and must not size an allocation.
         self.memo: dict[int, object] = {}
 
-    def read(self) -> object:
+    def read(self) -> Generator[None, None, object]:
         start = 0
         try:
-            for _ in range(MAX_OPCODES):
+            for number in range(MAX_OPCODES):
+                if number % SLICE_OPCODES == SLICE_OPCODES - 1:
+                    yield
                 start = self.position
                 opcode = self.data[start]
                 self.position = start + 1

@@ -22,6 +22,8 @@ _HANDLE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 _COUNTER_FILE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+(?:_[0-9]+)?")
 NUM_COUNTERS: Final = 10_000
 _EVENT_BYTES: Final = 64
+# Of the arguments of rebuild_cuda_tensor.
+_DEVICE_SLOT: Final = 6
 # A handle of the driver, bare or behind two bytes that say so; or a longer list of an expandable segment.
 _DRIVER_HANDLE_BYTES: Final = 64
 _HANDLE_KINDS: Final = (b"c", b"e")
@@ -345,6 +347,33 @@ _GLOBALS: Final[Mapping[tuple[str, str], Global]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class SenderFailure:
+    """The sender's reason to give up, as it put it."""
+
+    message: str
+
+
+def _sender_failure(arguments: tuple[object, ...]) -> SenderFailure:
+    return SenderFailure(", ".join(str(one) for one in arguments if isinstance(one, str | int))[:2000])
+
+
+def offered_tensor(value: object, device: int) -> TensorRef:
+    """A CUDA tensor that is offered as torch's function and its arguments, for them to be put together here.
+
+    Args:
+        device: takes the place of the sender's.
+
+    Raises:
+        RequestRejected: it is something else.
+    """
+    match value:
+        case (Global(name="rebuild_cuda_tensor"), tuple(arguments)):
+            given = [device if slot == _DEVICE_SLOT else one for slot, one in enumerate(arguments)]
+            return _cuda_tensor("rebuild_cuda_tensor", tuple(given))
+    raise RequestRejected(f"expected rebuild_cuda_tensor and its arguments, got {kind_of(value)}")
+
+
 # Those that torch can copy: not the quantized ones, nor those narrower than a byte.
 _FLOATING: Final = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
 _NARROW: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
@@ -368,6 +397,13 @@ def resolve_global(module: str, name: str) -> object:
     raise RequestRejected(
         f"the payload names the global {f'{module}.{name}'[:200]!r}, which weight payloads may not use"
     )
+
+
+def resolve_offer(module: str, name: str) -> object:
+    """As `resolve_global`; also for the error that a sender ends an update with. Source: wire_api 4.5."""
+    if (module, name) == ("builtins", "RuntimeError"):
+        return Global("builtins.RuntimeError", _sender_failure)
+    return resolve_global(module, name)
 
 
 def recording(note: Callable[[AnyStorageRef], None]) -> Callable[[str, str], object]:

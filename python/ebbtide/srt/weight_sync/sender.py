@@ -26,7 +26,7 @@ import io
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any, Final, Self
@@ -46,6 +46,7 @@ _PICKLE_PROTOCOL: Final = 4
 _DEVICE_SLOT: Final = 6
 _HANDLE_SLOT: Final = 7
 _COUNTER_SLOTS: Final = slice(11, 13)
+_EVENT_SYNC_SLOT: Final = 14
 # How torch begins the handle of an expandable segment: a version, and this.
 _EXPANDABLE: Final = b"e"
 
@@ -61,9 +62,7 @@ def serialize(obj: object) -> bytes:
     them. Keep `obj` alive until the update is answered, and send each result once. The sharing strategy of
     the process is neither used nor changed. Raises `RequestRejected` when shared memory is short.
     """
-    buffer = io.BytesIO()
-    _Pickler(buffer, _PICKLE_PROTOCOL).dump(obj)
-    return buffer.getvalue()
+    return _pickle(obj, {})
 
 
 def serialize_bucket(bucket: FlattenedTensorBucket) -> bytes:
@@ -72,10 +71,20 @@ def serialize_bucket(bucket: FlattenedTensorBucket) -> bytes:
 
 
 class Payload(ABC):
-    """A payload, and the memory behind it for as long as it is open: until the update is answered."""
+    """What is sent, and the memory behind it for as long as it is open: until the update is answered.
 
-    def __init__(self, payload: bytes) -> None:
-        self.payload = payload
+    Attributes:
+        entries: of `serialized_named_tensors`.
+    """
+
+    def __init__(self, entries: Sequence[bytes]) -> None:
+        self.entries = list(entries)
+
+    @property
+    def payload(self) -> bytes:
+        """The only entry, for an engine of one rank."""
+        [entry] = self.entries
+        return entry
 
     @abstractmethod
     def close(self) -> None:
@@ -91,15 +100,15 @@ class Payload(ABC):
 
 
 class SharedTensors(Payload):
-    """A payload and the shared memory behind it; close it once the update is answered, whatever it says."""
+    """Entries and the shared memory behind them; close it once the update is answered, whatever it says."""
 
-    def __init__(self, payload: bytes, storage: torch.UntypedStorage, handle: bytes) -> None:
-        super().__init__(payload)
+    def __init__(self, entries: Sequence[bytes], storage: torch.UntypedStorage, handle: bytes) -> None:
+        super().__init__(entries)
         self._storage: torch.UntypedStorage | None = storage
         self._path = object_path(handle)
 
     def close(self) -> None:
-        """Frees the shared memory, also when the payload was never opened. Idempotent."""
+        """Frees the shared memory, also when an entry was never opened. Idempotent."""
         if self._storage is not None:
             self._storage = None
             # What is left now is the reference of a receiver that never took it.
@@ -107,7 +116,7 @@ class SharedTensors(Payload):
 
 
 class LentTensors(Payload):
-    """A payload that refers to the tensors themselves, on a GPU, where the engine reads them.
+    """Entries that refer to the tensors themselves, on a GPU, where the engine reads them.
 
     Left by `RequestRejected` it takes back what the engine was never handed: a refusal says that nothing is
     read any more. Left by anything else, the engine may be reading still, and torch keeps the memory until it
@@ -118,8 +127,10 @@ class LentTensors(Payload):
         counters: the file and the index of each reference that travels.
     """
 
-    def __init__(self, payload: bytes, tensors: object, counters: Iterable[tuple[bytes, int]]) -> None:
-        super().__init__(payload)
+    def __init__(
+        self, entries: Sequence[bytes], tensors: object, counters: Iterable[tuple[bytes, int]]
+    ) -> None:
+        super().__init__(entries)
         self._tensors: object | None = tensors
         self._counters = tuple(counters)
 
@@ -136,17 +147,21 @@ class LentTensors(Payload):
 
 
 class TensorSender:
-    """Sends an engine (name, tensor) pairs by the shorter way.
+    """Sends the ranks of an engine (name, tensor) pairs by the shorter way.
 
-    Tensors on the engine's own GPU are read where they are. All others, and those whose memory torch cannot
-    share, are copied into shared memory; the first time that this is the longer way, the log says why.
+    Tensors on a GPU that every rank reaches are read where they are. All others, and those whose memory torch
+    cannot share, are copied into shared memory, once for all ranks; the first time that this is the longer
+    way, the log says why.
 
     Args:
-        device: the engine's, with its index, as this process counts them.
+        device: the engine's, with its index, as this process counts them; of several ranks, a list of each
+            one's, in the order of the entries: replica by replica.
+        tp_size: ranks of a replica. All replicas read what is in shared memory by the entries of one.
     """
 
-    def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
+    def __init__(self, device: str | Sequence[str], tp_size: int = 1) -> None:
+        self._devices = [torch.device(one) for one in ([device] if isinstance(device, str) else device)]
+        self._tp_size = tp_size
         self._has_explained = False
 
     def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Payload:
@@ -161,13 +176,13 @@ class TensorSender:
         if tensors and all(self._can_lend(tensor) for _, tensor in tensors):
             _finish_work(tensors)
             try:
-                return _lend(tensors)
+                return _lend(tensors, len(self._devices))
             except RuntimeError as error:  # torch's, for memory that it cannot share
                 self._explain(error)
-        return serialize_tensors(tensors)
+        return serialize_tensors(tensors, self._tp_size)
 
     def _can_lend(self, tensor: torch.Tensor) -> bool:
-        if self._device.type != "cuda" or tensor.device != self._device:
+        if not all(_reaches(device, tensor.device) for device in self._devices):
             return False
         # A reference does not say that elements are negated or repeated, nor what a subclass adds to them.
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -180,7 +195,14 @@ class TensorSender:
             logger.warning("new weights are copied by way of the host: torch cannot share them: %s", reason)
 
 
-def _lend(tensors: Sequence[tuple[str, torch.Tensor]]) -> LentTensors:
+def _reaches(reader: torch.device, device: torch.device) -> bool:
+    """Whether kernels on one device can read the memory of the other."""
+    if reader.type != "cuda" or device.type != "cuda":
+        return False
+    return reader == device or torch.cuda.can_device_access_peer(reader, device)
+
+
+def _lend(tensors: Sequence[tuple[str, torch.Tensor]], num_readers: int) -> LentTensors:
     # What is shared collects an event and a counter each time until it is freed. The weights of a trainer
     # never are: so they are shared through storages of their own, which are freed after the update.
     storages: dict[int, torch.UntypedStorage] = {}
@@ -192,16 +214,22 @@ def _lend(tensors: Sequence[tuple[str, torch.Tensor]]) -> LentTensors:
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         view.set_(storages[original._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
         lent.append((name, view))
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer, _PICKLE_PROTOCOL)
     counters: list[tuple[bytes, int]] = []
-    pickler.dispatch_table[torch.Tensor] = _counting(counters)
     try:
-        pickler.dump(lent)
+        # Each reader has counters of its own: a reference is opened, and given back, once.
+        entries = [_pickle(lent, {torch.Tensor: _counting(counters)}) for _ in range(num_readers)]
     except BaseException:
         _take_back(counters)
         raise
-    return LentTensors(buffer.getvalue(), lent, counters)
+    return LentTensors(entries, lent, counters)
+
+
+def _pickle(obj: object, own_reductions: Mapping[type, Callable[[Any], _Reduced]]) -> bytes:
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, _PICKLE_PROTOCOL)
+    pickler.dispatch_table.update(own_reductions)
+    pickler.dump(obj)
+    return buffer.getvalue()
 
 
 def _second_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -231,12 +259,17 @@ def _finish_work(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             torch.cuda.synchronize(device)
 
 
-def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SharedTensors:
-    """Copies tensors, of any device, into one block of shared memory; makes the payload that refers to it.
+def serialize_tensors(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], num_entries: int = 1
+) -> SharedTensors:
+    """Copies tensors, of any device, into one block of shared memory; makes the entries that refer to it.
 
     The caller's tensors stay as they are and may be overwritten at once. The block takes the sum of their
     bytes until it is closed. Raises `RequestRejected` for what is not a plain tensor, and when shared memory
     is short.
+
+    Args:
+        num_entries: how many ranks read the block, each by an entry of its own.
     """
     tensors = list(named_tensors)
     for item in tensors:
@@ -252,7 +285,7 @@ def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Shar
         view.copy_(tensor.detach())
         shared.append((name, view))
         start += size
-    return SharedTensors(serialize(shared), storage, handle)
+    return SharedTensors([serialize(shared) for _ in range(num_entries)], storage, handle)
 
 
 def _check_named_tensor(item: object) -> None:
@@ -340,6 +373,8 @@ def _counting(counters: list[tuple[bytes, int]]) -> Callable[[torch.Tensor], _Re
             counters.append((file, index))
             if arguments[_HANDLE_SLOT][1:2] == _EXPANDABLE:
                 raise RuntimeError("it lies in an expandable segment (PYTORCH_CUDA_ALLOC_CONF)")
+            # All work is done: a reader on another GPU need not open the event of this one.
+            arguments = (*arguments[:_EVENT_SYNC_SLOT], False)
         return rebuild, arguments
 
     return reduce

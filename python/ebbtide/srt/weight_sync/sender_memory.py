@@ -17,16 +17,17 @@ class SenderMemory:
     `close` gives every reference back that was noted.
 
     Args:
-        owns_references: whether this receiver takes over the references that travelled with the payload. When
-            several data-parallel replicas open the same payload, exactly one of them does.
         cuda: for the device that the engine runs on; None where that is the CPU.
+        reader, num_readers: of all ranks that were sent the same references, which one this is. The first one
+            takes the references over. CUDA memory is for a single reader: the others refuse it, and the
+            first one too, so that all of them do the same.
     """
 
-    def __init__(self, owns_references: bool, cuda: CudaIpc | None = None) -> None:
+    def __init__(self, cuda: CudaIpc | None = None, reader: int = 0, num_readers: int = 1) -> None:
         self._noted: list[AnyStorageRef] = []
         self._wanted: list[CudaStorageRef] = []
-        self._blocks = SharedBlocks(owns_references)
-        self._cuda = CudaBlocks(cuda, owns_references)
+        self._blocks = SharedBlocks(owns_references=reader == 0)
+        self._cuda = CudaBlocks(cuda, owns_references=reader == 0, may_open=num_readers == 1)
 
     def note(self, ref: AnyStorageRef) -> None:
         """Take down a reference that the payload makes."""
@@ -36,7 +37,7 @@ class SenderMemory:
         """Check a tensor's memory, and map it if it is the host's.
 
         Raises:
-            RequestRejected: it is not there, or on another device than this engine.
+            RequestRejected: it is not there, or out of reach of this engine's device.
         """
         match ref.storage:
             case StorageRef():

@@ -3,10 +3,16 @@
 A block is a POSIX shared-memory object: a header of 64 bytes that counts references, then the data.
 Serializing adds one reference on the receiver's behalf. The receiver takes it over and drops it when it has
 finished with the tensors; the last one to drop removes the object. Source: wire_api section 4.3.
+
+Blocks are mapped without torch's help. torch would connect this process to the sender's shared-memory
+manager for good: the manager, and what a sender that was killed has left in it, would live as long as we do.
 """
 
+import fcntl
+import mmap
 import os
 import stat
+import struct
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +27,7 @@ from ebbtide.srt.weight_sync.references import StorageRef
 HEADER_BYTES: Final = 64
 SHARED_MEMORY: Final = Path("/dev/shm")
 KEEP_ALIVE: Final = "keep the sending process and its tensors alive until the update is answered"
+_COUNT: Final = struct.Struct("=i")
 
 
 def object_path(handle: bytes) -> Path:
@@ -68,13 +75,8 @@ class SharedBlocks:
                     self.storage(ref)
         while self._blocks:
             handle, block = self._blocks.popitem()
-            if not object_path(handle).exists():
-                # Somebody removed the object under its users. The last user to drop it would try to remove it
-                # again, and torch ends the process when that fails: make sure that it is not this one.
-                block.storage._shared_incref()  # type: ignore[no-untyped-call]
-            elif self._owns_references:
-                for _ in block.references:
-                    block.storage._shared_decref()
+            if self._owns_references:
+                _drop(handle, len(block.references))
 
 
 def _name(ref: StorageRef) -> str:
@@ -83,18 +85,44 @@ def _name(ref: StorageRef) -> str:
 
 def _map(ref: StorageRef) -> torch.UntypedStorage:
     try:
-        found = object_path(ref.handle).lstat()
-        manager = os.lstat(ref.manager)
+        descriptor = _open(ref.handle)
     except OSError as error:
         raise RequestRejected(f"{_name(ref)} cannot be opened ({error.strerror}): {KEEP_ALIVE}") from error
-    if not stat.S_ISREG(found.st_mode) or not stat.S_ISSOCK(manager.st_mode):
-        raise RequestRejected(f"{_name(ref)} or its manager is not what torch makes")
-    # torch would enlarge a smaller object instead of refusing it.
-    if found.st_size < HEADER_BYTES + ref.num_bytes:
-        held = max(found.st_size - HEADER_BYTES, 0)
-        raise RequestRejected(f"{_name(ref)} holds {held} bytes, the payload says {ref.num_bytes}")
     try:
-        return torch.UntypedStorage._new_shared_filename_cpu(ref.manager, ref.handle, ref.num_bytes)
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise RequestRejected(f"{_name(ref)} cannot be opened ({reason}): {KEEP_ALIVE}") from error
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise RequestRejected(f"{_name(ref)} is not what torch makes")
+        if found.st_size < HEADER_BYTES + ref.num_bytes:
+            held = max(found.st_size - HEADER_BYTES, 0)
+            raise RequestRejected(f"{_name(ref)} holds {held} bytes, the payload says {ref.num_bytes}")
+        if ref.num_bytes == 0:
+            return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+        memory = mmap.mmap(descriptor, HEADER_BYTES + ref.num_bytes)
+    except (OSError, ValueError) as error:
+        raise RequestRejected(f"{_name(ref)} cannot be mapped ({error}): {KEEP_ALIVE}") from error
+    finally:
+        os.close(descriptor)
+    # The tensor keeps the mapping: it is undone when the last view of it goes.
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=ref.num_bytes, offset=HEADER_BYTES)
+    return flat.untyped_storage()
+
+
+def _drop(handle: bytes, num_references: int) -> None:
+    """Take references off a block's count, and remove the block with the last of them."""
+    try:
+        descriptor = _open(handle)
+    except OSError:
+        return  # Somebody has removed it.
+    try:
+        # Ranks that drop theirs at the same time take turns. The sender keeps its own until they have.
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        [before] = _COUNT.unpack(os.pread(descriptor, _COUNT.size, 0))
+        os.pwrite(descriptor, _COUNT.pack(before - num_references), 0)
+        if before == num_references:
+            object_path(handle).unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _open(handle: bytes) -> int:
+    return os.open(object_path(handle), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,10 +1,15 @@
 """What every weight source offers: the headers of its tensors first, then the tensors one by one."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
+
+from ebbtide.srt.config import ParallelConfig
+
+ONE_RANK: Final = ParallelConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +19,10 @@ class TensorHeader:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class WeightSource(Protocol):

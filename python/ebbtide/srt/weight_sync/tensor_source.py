@@ -1,26 +1,29 @@
 """Weight sources for `update_weights_from_tensor`. Source: wire_api sections 3.3 and 4."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket, check_bucket
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload import (
     as_local_serialized,
     as_metadata,
+    decode_by_slices,
     decode_payload,
     raw_base64,
     raw_pickle,
 )
-from ebbtide.srt.weight_sync.pickle_reader import Record
+from ebbtide.srt.weight_sync.pickle_reader import Record, finish
 from ebbtide.srt.weight_sync.references import TensorRef, kind_of
 from ebbtide.srt.weight_sync.sender_memory import SenderMemory
-from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
+from ebbtide.srt.weight_sync.source import ONE_RANK, TensorHeader, WeightSource
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -63,10 +66,7 @@ def open_tensor_payload(
     entries: Sequence[bytes | str],
     load_format: str | None,
     *,
-    tp_rank: int = 0,
-    tp_size: int = 1,
-    dp_rank: int = 0,
-    dp_size: int = 1,
+    place: ParallelConfig = ONE_RANK,
     custom_weight_loaders: Sequence[str] = (),
     cuda: CudaIpc | None = None,
 ) -> WeightSource:
@@ -75,46 +75,79 @@ def open_tensor_payload(
     Args:
         entries: base64 text, or raw bytes (a pickle, or a safetensors image). Empty: nothing to write.
         load_format: None, `flattened_bucket`, `direct` or `safetensors`.
+        place: which of the engine's ranks this is.
         custom_weight_loaders: the import paths that the operator allows as `load_format`.
-        cuda: opens tensors on the device that the engine runs on; None where that is the CPU.
+        cuda: opens tensors on the device that this rank runs on; None where that is the CPU.
 
     Raises `RequestRejected` (400) for anything that is wrong with the payload; nothing has been written then,
     and every reference that was decoded has been given back, whether it was opened or not.
     """
-    opener = _OPENERS.get(load_format)
-    if opener is None:
+    opening = open_by_slices(
+        entries, load_format, place=place, custom_weight_loaders=custom_weight_loaders, cuda=cuda
+    )
+    return finish(opening)
+
+
+def open_by_slices(
+    entries: Sequence[bytes | str],
+    load_format: str | None,
+    *,
+    place: ParallelConfig = ONE_RANK,
+    custom_weight_loaders: Sequence[str] = (),
+    cuda: CudaIpc | None = None,
+) -> Generator[None, None, WeightSource]:
+    """As `open_tensor_payload`, letting its caller do other things now and then.
+
+    Ended early, it gives every reference of the payload back.
+    """
+    if load_format not in _OPENERS and load_format != SAFETENSORS:
         raise _refuse_format(load_format, custom_weight_loaders)
-    num_ranks = tp_size * dp_size
     if not entries:
         return TensorSource((), tuple)
-    if len(entries) == num_ranks:
-        return _open(opener, entries[dp_rank * tp_size + tp_rank], tp_rank, SenderMemory(True, cuda))
-    if len(entries) == tp_size:
-        # All replicas open the same references: the first one drops them.
-        return _open(opener, entries[tp_rank], tp_rank, SenderMemory(dp_rank == 0, cuda))
-    if len(entries) == 1 and load_format == "safetensors":
-        return _open(opener, entries[0], tp_rank, SenderMemory(True, cuda))
-    expected = f"{num_ranks} (one per rank)"
-    if dp_size > 1:
-        expected += f" or {tp_size} (for every replica)"
-    raise RequestRejected(f"serialized_named_tensors: expected {expected} entries, got {len(entries)}")
-
-
-_Opener = Callable[[bytes | str, int, SenderMemory], WeightSource]
-
-
-def _open(opener: _Opener, entry: bytes | str, tp_rank: int, memory: SenderMemory) -> WeightSource:
+    entry, memory = _entry_of(place, entries, load_format, cuda)
+    if load_format == SAFETENSORS:
+        return _open_safetensors(entry)
     try:
-        return opener(entry, tp_rank, memory)
+        decoded = yield from _decode(raw_pickle(entry), memory)
+        return _OPENERS[load_format](decoded, place.tp_rank, memory)
     except BaseException:
         memory.close()
         raise
 
 
-def _open_named(
-    entry: bytes | str, tp_rank: int, memory: SenderMemory, *, direct: bool = False
-) -> WeightSource:
-    decoded = decode_payload(raw_pickle(entry), memory.note)
+def _decode(pickled: bytes, memory: SenderMemory) -> Generator[None, None, object]:
+    decoding = decode_by_slices(pickled, memory.note)
+    try:
+        while True:
+            try:
+                next(decoding)
+            except StopIteration as end:
+                return end.value
+            yield
+    except GeneratorExit:
+        # A reference that was not read cannot be given back.
+        with suppress(RequestRejected):
+            finish(decoding)
+        raise
+
+
+def _entry_of(
+    place: ParallelConfig, entries: Sequence[bytes | str], load_format: str | None, cuda: CudaIpc | None
+) -> tuple[bytes | str, SenderMemory]:
+    """This rank's entry, and what lets go of the memory that it refers to."""
+    if len(entries) == place.num_ranks:
+        return entries[place.rank], SenderMemory(cuda)
+    if len(entries) == place.tp_size:
+        return entries[place.tp_rank], SenderMemory(cuda, place.dp_rank, place.dp_size)
+    if len(entries) == 1 and load_format == SAFETENSORS:
+        return entries[0], SenderMemory(cuda)
+    expected = f"{place.num_ranks} (one per rank)"
+    if place.dp_size > 1:
+        expected += f" or {place.tp_size} (for every replica)"
+    raise RequestRejected(f"serialized_named_tensors: expected {expected} entries, got {len(entries)}")
+
+
+def _open_named(decoded: object, tp_rank: int, memory: SenderMemory, *, direct: bool = False) -> WeightSource:
     if not isinstance(decoded, list):
         raise RequestRejected(f"the payload: expected a list of (name, tensor), got {kind_of(decoded)}")
     refs = [_named_ref(item, tp_rank, memory) for item in decoded]
@@ -127,8 +160,8 @@ def _open_named(
     )
 
 
-def _open_direct(entry: bytes | str, tp_rank: int, memory: SenderMemory) -> WeightSource:
-    return _open_named(entry, tp_rank, memory, direct=True)
+def _open_direct(decoded: object, tp_rank: int, memory: SenderMemory) -> WeightSource:
+    return _open_named(decoded, tp_rank, memory, direct=True)
 
 
 def _named_ref(item: object, tp_rank: int, memory: SenderMemory) -> tuple[str, TensorRef]:
@@ -147,8 +180,7 @@ def _named_ref(item: object, tp_rank: int, memory: SenderMemory) -> tuple[str, T
     return name, value
 
 
-def _open_bucket(entry: bytes | str, tp_rank: int, memory: SenderMemory) -> WeightSource:
-    decoded = decode_payload(raw_pickle(entry), memory.note)
+def _open_bucket(decoded: object, tp_rank: int, memory: SenderMemory) -> WeightSource:
     if not isinstance(decoded, dict) or decoded.keys() != {"flattened_tensor", "metadata"}:
         raise RequestRejected('the payload: expected a dictionary of "flattened_tensor" and "metadata"')
     flat_ref, listed = decoded["flattened_tensor"], decoded["metadata"]
@@ -168,7 +200,7 @@ def _open_bucket(entry: bytes | str, tp_rank: int, memory: SenderMemory) -> Weig
     return TensorSource(headers, read, memory=memory)
 
 
-def _open_safetensors(entry: bytes | str, tp_rank: int, memory: SenderMemory) -> WeightSource:
+def _open_safetensors(entry: bytes | str) -> WeightSource:
     image = entry if isinstance(entry, bytes) else raw_base64(entry)
     try:
         tensors = sorted(safetensors.torch.load(image).items())
@@ -178,11 +210,13 @@ def _open_safetensors(entry: bytes | str, tp_rank: int, memory: SenderMemory) ->
     return TensorSource(headers, lambda: tensors)
 
 
-_OPENERS: Final[Mapping[str | None, _Opener]] = {
+SAFETENSORS: Final = "safetensors"
+
+# How what a pickle describes is to be understood, by `load_format`.
+_OPENERS: Final[Mapping[str | None, Callable[[object, int, SenderMemory], WeightSource]]] = {
     None: _open_named,
     "flattened_bucket": _open_bucket,
     "direct": _open_direct,
-    "safetensors": _open_safetensors,
 }
 
 
@@ -191,7 +225,7 @@ def _refuse_format(load_format: str | None, custom_weight_loaders: Sequence[str]
         return RequestRejected(
             f"load_format {load_format!r}: custom weight loaders are not supported yet", status=501
         )
-    valid = "null, " + ", ".join(name for name in _OPENERS if name is not None)
+    valid = "null, " + ", ".join([*(name for name in _OPENERS if name is not None), SAFETENSORS])
     if load_format is not None and "." in load_format:
         return RequestRejected(
             f"load_format: the import path {load_format[:200]!r} is not listed in --custom-weight-loader; "

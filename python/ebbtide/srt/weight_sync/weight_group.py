@@ -1,4 +1,4 @@
-"""Process groups through which a trainer broadcasts weights: rank 0 is the trainer, engines are the others.
+"""Process groups through which a trainer, their rank 0, broadcasts weights to the ranks of engines.
 
 They are made by hand and not by `torch.distributed`'s registry: any number may exist, by name, with a
 default group or without, and each can be torn down alone. Source of the rendezvous: wire_api section 3.3.
@@ -20,7 +20,9 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 import torch.distributed
 
+from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.source import ONE_RANK
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ LOOK_S: Final = 16e-3
 NCCL_TIMEOUT: Final = timedelta(days=1)
 # The trainer's rank.
 SOURCE_RANK: Final = 0
+# Longer than leaving takes, unless a peer does not let go. The thread that leaves outlives that.
+LEAVE_S: Final = 10.0
 
 
 class InThread(Generic[T]):
@@ -56,9 +60,22 @@ class InThread(Generic[T]):
         try:
             result = call()
         except BaseException as error:
-            self._future.set_exception(error)
+            # Not with the frames: they hold a connection that is to end, and others wait for that.
+            self._future.set_exception(error.with_traceback(None))
         else:
             self._future.set_result(result)
+
+
+class Leaving:
+    """A group that is being left; it counts as left after a while, whatever its peers do."""
+
+    def __init__(self, name: str, leave: Callable[[], None]) -> None:
+        self._thread = InThread(f"leave-{name}", leave)
+        self._until_s = time.monotonic() + LEAVE_S
+
+    @property
+    def is_done(self) -> bool:
+        return self._thread.is_done or time.monotonic() > self._until_s
 
 
 @dataclass(frozen=True)
@@ -66,8 +83,8 @@ class GroupAddress:
     """Where and as whom to join.
 
     Attributes:
-        rank: of this engine, from 1.
-        world_size: trainer and engines.
+        rank: of this process: the engine's `rank_offset` and, of several ranks, which one it is.
+        world_size: trainer and all ranks of all engines.
         backend: "gloo" or "nccl".
     """
 
@@ -84,19 +101,27 @@ class GroupAddress:
         return f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
 
 
+@dataclass(frozen=True)
+class Member:
+    """A process's end of a group: torch's backend, and the store through which its members met."""
+
+    backend: Any
+    store: Any
+
+
 class WeightGroup:
     """One group that has been joined.
 
     Args:
-        backend: of torch, e.g. a `ProcessGroupGloo`.
+        member: what `connect` returned.
         device: where what is received goes.
     """
 
-    def __init__(self, name: str, backend: Any, device: torch.device) -> None:
+    def __init__(self, name: str, member: Member, device: torch.device) -> None:
         self.name = name
         self.why_closed = ""
         self._device = device
-        self._backend: Any | None = backend
+        self._member: Member | None = member
         self._closed = threading.Event()
         # Broadcasts must not queue behind forward passes, nor these behind broadcasts.
         self._stream = torch.Stream(device) if device.type != "cpu" else None
@@ -112,34 +137,43 @@ class WeightGroup:
         stream = self._stream
 
         def on_stream() -> list[torch.Tensor]:
+            # A thread begins on the first device, and going back there would take memory on it.
+            torch.accelerator.set_device_index(stream.device)
             with stream:
                 tensors = self._broadcasts(layout, timeout_s)
+                # NCCL takes work that failed for completed; its kernel ends when the group is left.
                 stream.synchronize()
-                return tensors
+            if self.is_closed:
+                raise _Left(self.why_closed)
+            return tensors
 
         return Reception(self, on_stream)
 
-    def close(self, why: str) -> InThread[None]:
-        """Leave the group, whatever is under way in it. Idempotent; the result is there when it is left."""
+    def close(self, why: str) -> Leaving:
+        """Leave the group, whatever is under way in it. Idempotent."""
         if not self.is_closed:
             self.why_closed = why
             self._closed.set()
             logger.info("weight group %s is left: %s", self.name, why)
-        backend, self._backend = self._backend, None
-        # Ending connections may take as long as a peer likes.
-        return InThread(f"leave-{self.name}", lambda: _abort(backend))
+        # Ending connections may take as long as a peer likes. Whoever drops the backend last waits for that:
+        # it must not be this thread.
+        members = [self._member] if self._member is not None else []
+        self._member = None
+        return Leaving(self.name, lambda: _abort(members))
 
     def _broadcasts(
         self, layout: Sequence[tuple[tuple[int, ...], torch.dtype]], timeout_s: float
     ) -> list[torch.Tensor]:
-        backend = self._backend
-        if backend is None:
+        member = self._member
+        if member is None:
             raise _Left(self.why_closed)
+        # NCCL meets the others in the first broadcast.
+        member.store.set_timeout(timedelta(seconds=timeout_s))
         options = _dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SOURCE_RANK, 0
         options.timeout = timedelta(seconds=timeout_s)
         tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in layout]
-        works = [backend.broadcast([tensor], options) for tensor in tensors]
+        works = [member.backend.broadcast([tensor], options) for tensor in tensors]
         for work in works:
             look_s = FIRST_LOOK_S
             while not work.is_completed():
@@ -147,8 +181,6 @@ class WeightGroup:
                     raise _Left(self.why_closed)
                 look_s = min(2 * look_s, LOOK_S)
             work.wait()  # With gloo this raises what the broadcast failed with.
-            if self._stream is not None and (error := work.exception()) is not None:
-                raise error
         if self.is_closed:
             # Of a communicator that was aborted, work may end without an error.
             raise _Left(self.why_closed)
@@ -198,7 +230,7 @@ class Joining:
         self._groups = groups
         self._timeout_s = timeout_s
         self._given_up: str | None = None
-        self._is_taken = False
+        self._group: WeightGroup | None = None
         self._thread = InThread(f"join-{address.name}", self._join)
 
     def poll(self) -> bool:
@@ -212,40 +244,44 @@ class Joining:
         if not self._thread.is_done:
             return False
         try:
-            backend = self._thread.result()
+            member = self._thread.result()
         except Exception as error:
             raise RequestRejected(
                 f"group {self.address.name!r} at {self.address.url} was not joined as rank "
                 f"{self.address.rank} of {self.address.world_size} within {self._timeout_s:g} s: "
                 f"{type(error).__name__}: {error}"[:1000]
             ) from error
-        self._is_taken = True
-        self._groups.add(WeightGroup(self.address.name, backend, self._groups.buffer_device(self.address)))
+        if self._group is None:
+            device = self._groups.buffer_device(self.address)
+            self._group = WeightGroup(self.address.name, member, device)
+            self._groups.add(self._group)
         return True
 
     def close(self, why: str = "the request ended") -> None:
         """Give it up, unless it has been joined. The thread ends when its time is up."""
-        if not self._is_taken and self._given_up is None:
+        if self._group is None and self._given_up is None:
             self._given_up = why
         self._groups.forget(self)
 
-    def _join(self) -> Any:
-        backend = _connect(self.address, self._timeout_s)
+    def _join(self) -> Member:
+        member = connect(self.address, self._timeout_s)
         if self._given_up is not None:
-            _abort(backend)
+            _abort([member])
             raise _Left(self._given_up)
-        return backend
+        return member
 
 
 class WeightGroups:
-    """The groups of this engine, by name.
+    """The groups of this rank, by name.
 
     Args:
-        device: of the engine. With NCCL what is received goes there, with gloo to host memory.
+        device: of this rank. With NCCL what is received goes there, with gloo to host memory.
+        place: which of the engine's ranks this is. All of them join every group.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, place: ParallelConfig = ONE_RANK) -> None:
         self._device = device
+        self._place = place
         self._groups: dict[str, WeightGroup] = {}
         self._joining: dict[str, Joining] = {}
 
@@ -284,14 +320,14 @@ class WeightGroups:
             f"group_name: there is no group {name!r}{why}; known: {known}. init_weights_update_group first"
         )
 
-    def leave(self, name: str, why: str) -> InThread[None] | None:
+    def leave(self, name: str, why: str) -> Leaving | None:
         """Leave the group of that name, or stop joining it; None if there is none."""
         joining = self._joining.get(name)
         if joining is not None:
             joining.close(why)
         group = self._groups.get(name)
         if group is None or group.is_closed:
-            return None if joining is None else InThread(f"leave-{name}", lambda: None)
+            return None if joining is None else Leaving(name, lambda: None)
         return group.close(why)
 
     def add(self, group: WeightGroup) -> None:
@@ -313,10 +349,12 @@ class WeightGroups:
             raise RequestRejected("master_address: expected an address, got an empty one")
         if not 0 < address.port < 1 << 16:
             raise RequestRejected(f"master_port: expected 1..65535, got {address.port}")
-        if not 0 < address.rank < address.world_size:
+        num_ranks = self._place.num_ranks
+        rank_offset = address.rank - self._place.rank
+        if not 0 < rank_offset <= address.world_size - num_ranks:
             raise RequestRejected(
-                f"rank_offset: expected 1..{address.world_size - 1} (rank 0 is the trainer's, world_size is "
-                f"{address.world_size}), got {address.rank}"
+                f"rank_offset: expected 1..{address.world_size - num_ranks} (rank 0 is the trainer's, the "
+                f"engine has {num_ranks}, world_size is {address.world_size}), got {rank_offset}"
             )
         if not timeout_s > 0:
             raise RequestRejected(f"timeout_s: expected more than 0 seconds, got {timeout_s}")
@@ -324,8 +362,12 @@ class WeightGroups:
             raise RequestRejected("backend 'nccl': this engine runs on the CPU, expected 'gloo'")
 
 
-def _connect(address: GroupAddress, timeout_s: float) -> Any:
-    """Meet the others; the same keys and the same steps as torch's helper takes for a named group."""
+def connect(address: GroupAddress, timeout_s: float) -> Member:
+    """Meet the others; the same keys and the same steps as torch's helper takes for a named group.
+
+    The trainer, rank 0, keeps the store at the address. With gloo all have met when this returns; NCCL meets
+    in the first broadcast.
+    """
     deadline_s = time.monotonic() + timeout_s
     rendezvous = _dist.rendezvous(
         address.url, address.rank, address.world_size, timeout=timedelta(seconds=timeout_s)
@@ -335,19 +377,22 @@ def _connect(address: GroupAddress, timeout_s: float) -> Any:
     left = timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3))
     named.set_timeout(left)
     if address.backend == "gloo":
-        return _dist.ProcessGroupGloo(_dist.PrefixStore("cpu/", named), rank, world_size, timeout=left)
-    # What fails in a group is answered by leaving it: NCCL's watchdogs would end the process instead.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+        gloo = _dist.ProcessGroupGloo(_dist.PrefixStore("cpu/", named), rank, world_size, timeout=left)
+        return Member(gloo, named)
+    # What fails in a group is answered by leaving it. torch's watchdogs would end the process or the kernels;
+    # in the second case what was not received would look like what was.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = NCCL_TIMEOUT
     options.is_high_priority_stream = False
     options.group_name = address.name
-    return _dist.ProcessGroupNCCL(_dist.PrefixStore("cuda/", named), rank, world_size, options)
+    nccl = _dist.ProcessGroupNCCL(_dist.PrefixStore("cuda/", named), rank, world_size, options)
+    return Member(nccl, named)
 
 
-def _abort(backend: Any | None) -> None:
+def _abort(members: list[Member]) -> None:
     """End what is under way, with whatever the backend can do; the connections end with its last use."""
-    if backend is not None:
+    while members:
         with suppress(Exception):
-            backend.abort()
+            members.pop().backend.abort()

@@ -1,7 +1,7 @@
 """Where a trainer's weights go: an `Engine` of this process, or a server by its address.
 
-A bucket goes to a server in one of three ways: by reference to this process's GPU memory, where the server's
-only rank is on the same GPU; through shared memory, where the server is on this host; in the body, elsewhere.
+A bucket goes to a server in one of three ways: by reference to this process's GPU memory, where all ranks of
+the server reach it; through shared memory, where the server is on this host; in the body, elsewhere.
 Source: wire_api sections 3.3 and 4.
 """
 
@@ -14,19 +14,17 @@ import json
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, Protocol, get_args
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import psutil
 import safetensors.torch
 import torch
 
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
-from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
-from ebbtide.srt.weight_sync.sender import TensorSender, serialize_bucket
-from ebbtide.srt.weight_sync.shared_memory import object_path
+from ebbtide.srt.weight_sync.sender import TensorSender
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 Transport = Literal["auto", "memory", "body"]
@@ -161,30 +159,27 @@ class ServerTarget:
             self._headers["Authorization"] = f"Bearer {api_key}"
         # Straight to it: what the environment names as a proxy is for other traffic.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._shares_memory = False
-        self._rank_uuids: list[str | None] = []
-        self._senders: dict[torch.device, TensorSender] = {}
+        self._sender: TensorSender | None = None
+        self._session_id: str | None = None
 
     def begin(self, session_timeout_s: float | None) -> None:
-        ranks = self._call("/memory_occupation")["ranks"]
-        self._rank_uuids = [rank["uuid"] for rank in ranks]
-        is_near = self._transport == "auto" and _is_this_host(self._host)
-        self._shares_memory = self._transport == "memory" or is_near
-        self._call("/begin_weight_update", {"timeout_s": session_timeout_s}, STATE_TIMEOUT_S)
+        self._sender = self._find_sender()
+        # What names a session is refused outside of it; without the name it would be served by itself.
+        self._session_id = uuid4().hex
+        fields = {"session_id": self._session_id, "timeout_s": session_timeout_s}
+        self._call("/begin_weight_update", fields, STATE_TIMEOUT_S)
 
     def stage(self, tensors: NamedTensors, timeout_s: float) -> Mapping[str, Any]:
-        if not self._shares_memory:
+        if self._sender is None:
             return self._update([_safetensors_image(tensors)], "safetensors", timeout_s)
-        if len(self._rank_uuids) == 1:
-            with self._sender_for(tensors[0][1].device).send(tensors) as sent:
-                return self._update([sent.payload], None, timeout_s)
-        with _shared_bucket(tensors, len(self._rank_uuids)) as payloads:
-            return self._update(payloads, "flattened_bucket", timeout_s)
+        with self._sender.send(tensors) as sent:
+            return self._update(sent.entries, None, timeout_s)
 
     def end(
         self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
     ) -> Mapping[str, Any]:
         fields = {
+            "session_id": self._session_id,
             "weight_version": version,
             "flush_cache": flush_cache,
             "pause_mode": pause_mode,
@@ -202,16 +197,24 @@ class ServerTarget:
     def serving_version(self) -> str:
         return str(self._call("/model_info")["weight_version"])
 
-    def _sender_for(self, device: torch.device) -> TensorSender:
-        if device not in self._senders:
-            is_shared = device.type == "cuda" and _uuid(device) == _bare(self._rank_uuids[0])
-            self._senders[device] = TensorSender(str(device) if is_shared else "cpu")
-        return self._senders[device]
+    def _find_sender(self) -> TensorSender | None:
+        """What shares memory with all ranks of the server; None where it does not reach all of them."""
+        if self._transport == "body" or (self._transport == "auto" and not _is_this_host(self._host)):
+            return None
+        info = self._call("/server_info")
+        if info["nnodes"] > 1:
+            return None
+        ranks = self._call("/memory_occupation")["ranks"]
+        ranks.sort(key=lambda rank: (rank["dp_rank"], rank["tp_rank"]))
+        own = _own_devices()
+        # A GPU that this process does not see is out of its reach, as the CPU is.
+        return TensorSender([own.get(_bare(rank["uuid"]), "cpu") for rank in ranks], info["tp_size"])
 
     def _update(self, entries: Sequence[bytes], load_format: str | None, timeout_s: float) -> dict[str, Any]:
         fields = {
             "serialized_named_tensors": [base64.b64encode(entry).decode() for entry in entries],
             "load_format": load_format,
+            "session_id": self._session_id,
             "timeout_s": timeout_s,
         }
         body: dict[str, Any] = self._call("/update_weights_from_tensor", fields, timeout_s + MARGIN_S)
@@ -252,23 +255,13 @@ def _safetensors_image(tensors: NamedTensors) -> bytes:
     )
 
 
-@contextmanager
-def _shared_bucket(tensors: NamedTensors, num_ranks: int) -> Iterator[list[bytes]]:
-    """A payload per rank, all of them references to one block of shared memory."""
-    bucket = FlattenedTensorBucket([(name, tensor.detach().cpu()) for name, tensor in tensors])
-    payloads = [serialize_bucket(bucket) for _ in range(num_ranks)]
-    _, handle, _ = bucket.get_flattened_tensor().untyped_storage()._share_filename_cpu_()
-    try:
-        yield payloads
-    finally:
-        # In this order: torch removes it with the last reference, and hangs where it is not there to remove.
-        # What is left then is kept by references that no rank has taken.
-        del bucket
-        object_path(handle).unlink(missing_ok=True)
-
-
-def _uuid(device: torch.device) -> str:
-    return _bare(str(torch.cuda.get_device_properties(device).uuid))
+def _own_devices() -> dict[str, str]:
+    """The GPUs that this process uses, by UUID."""
+    # A trainer on the CPU is not made to set up CUDA.
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    indices = range(torch.cuda.device_count() if is_used else 0)
+    uuids = [_bare(str(torch.cuda.get_device_properties(index).uuid)) for index in indices]
+    return {uuid: f"cuda:{index}" for index, uuid in enumerate(uuids)}
 
 
 def _bare(uuid: str | None) -> str:

@@ -1,0 +1,282 @@
+"""A conversation as checkpoint-engine's sender leads it: a buffer that is filled again and again.
+
+The sender speaks over a real socket, from a thread; the GPU is a stand-in.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from fixtures.gpu_memory import UUID, Call, Counters, Gpu
+from torch.multiprocessing import reductions
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
+
+BUFFER_BYTES = 256
+TENSORS = {
+    "a": torch.arange(6.0).reshape(2, 3),
+    "odd": torch.arange(5, dtype=torch.uint8),
+    "b": torch.arange(7, dtype=torch.bfloat16),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+}
+
+
+@pytest.fixture
+def counters() -> Iterator[Counters]:
+    counters = Counters()
+    yield counters
+    counters.close()
+
+
+@pytest.fixture
+def gpu(counters: Counters) -> Gpu:
+    return Gpu(counters)
+
+
+class Sender:
+    """The other end, as checkpoint-engine has it: it binds, and says something only when it has an answer."""
+
+    def __init__(self, gpu: Gpu, folder: Path) -> None:
+        self.address = f"ipc://{folder}/weights"
+        self.buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8)
+        self._gpu = gpu
+        self._socket = zmq.Context.instance().socket(zmq.REQ)
+        self._socket.bind(self.address)
+
+    def offer(self, **changes: Any) -> tuple[object, tuple[Any, ...]]:
+        """What `reduce_tensor` makes of the buffer: not called, and with the sender's own device."""
+        rebuild, arguments = self._gpu.share(self.buffer, device=5, **changes).__reduce__()
+        return rebuild, arguments
+
+    def fill(self, tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+        listed, offset = [], 0
+        for name, tensor in tensors.items():
+            piece = tensor.reshape(-1).view(torch.uint8)
+            self.buffer[offset : offset + len(piece)] = piece
+            listed.append({"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "offset": offset})
+            offset += len(piece)
+        return listed
+
+    def say(self, said: object) -> None:
+        self._socket.send(said if isinstance(said, bytes) else pickle.dumps(said))
+
+    def hear(self) -> str:
+        assert self._socket.poll(30_000), "no answer came"
+        return self._socket.recv().decode()
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+@pytest.fixture
+def sender(gpu: Gpu) -> Iterator[Sender]:
+    with TemporaryDirectory(prefix="eb-") as folder:  # the path of a Unix socket must be short
+        sender = Sender(gpu, Path(folder))
+        yield sender
+        sender.close()
+
+
+@pytest.fixture
+def conversation(gpu: Gpu, sender: Sender) -> Iterator[IpcConversation]:
+    conversation = open_conversation({"GPU-0": "ipc:///other", f"GPU-{UUID.upper()}": sender.address}, gpu)
+    yield conversation
+    conversation.close()
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline_s, "it took too long"
+        time.sleep(1e-3)
+
+
+def answered(conversation: IpcConversation, sender: Sender, said: object) -> str:
+    """What the engine answers to what it needs nobody for."""
+    sender.say(said)
+    heard: list[str] = []
+    hearing = threading.Thread(target=lambda: heard.append(sender.hear()))
+    hearing.start()
+    while hearing.is_alive():
+        assert conversation.poll() is False
+        hearing.join(1e-3)
+    return heard[0]
+
+
+def refusal(conversation: IpcConversation) -> str:
+    """How the update ends."""
+    with pytest.raises(RequestRejected) as refused:
+        wait_for(conversation.poll)
+    assert refused.value.status == 400
+    return refused.value.message
+
+
+def test_a_buffer_that_is_filled_again_and_again(
+    conversation: IpcConversation, sender: Sender, gpu: Gpu, counters: Counters
+) -> None:
+    assert conversation.poll() is False
+    assert answered(conversation, sender, sender.offer()) == ""
+    assert gpu.log == ["open 0", "wait 0"]
+    for step in range(3):
+        tensors = {name: tensor + step for name, tensor in TENSORS.items()}
+        sender.say(sender.fill(tensors))
+        wait_for(conversation.poll)
+        source = conversation.bucket
+        assert source is not None
+        assert [(entry.name, entry.shape) for entry in source.entries] == [
+            (name, tuple(tensor.shape)) for name, tensor in tensors.items()
+        ]
+        assert list(source.open()) == []
+        for name, tensor in source:
+            assert tensor.dtype == tensors[name].dtype
+            assert torch.equal(tensor, tensors[name]), name
+        del tensor
+        assert list(source.drop()) == []
+        source.close()
+        del source
+        conversation.answer()
+        assert sender.hear() == ""
+    assert answered(conversation, sender, None) == ""
+    assert gpu.log[2:] == ["free 0"]
+    assert counters.values == [0]
+    sender.say(None)
+    wait_for(conversation.poll)
+    assert conversation.bucket is None
+    conversation.answer()  # the commit has been
+    assert sender.hear() == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": 3}, "name: expected a string"),
+        ({"shape": (1 << 40,)}, r"are not within the buffer of 256"),
+        ({"offset": 250}, r"a: bytes 250 to 274 are not within"),
+        ({"offset": -1}, "a: offset: expected an integer from 0"),
+        ({"dtype": "float32"}, r"a: dtype: expected a torch\.dtype"),
+        ({"more": 1}, "expected exactly the fields name, shape, dtype, offset"),
+    ],
+)
+def test_a_bucket_that_cannot_be_is_refused_and_so_is_the_update(
+    conversation: IpcConversation, sender: Sender, changes: dict[str, Any], message: str
+) -> None:
+    answered(conversation, sender, sender.offer())
+    [bucket] = sender.fill({"a": TENSORS["a"]})
+    problem = answered(conversation, sender, [{**bucket, **changes}])
+    assert re.search(message, problem), problem
+    sender.say([bucket])  # the sender may go on, and is told at the end
+    wait_for(conversation.poll)
+    conversation.answer()
+    assert sender.hear() == ""
+    assert answered(conversation, sender, None) == ""
+    sender.say(None)
+    assert problem in refusal(conversation)
+    assert sender.hear() == problem
+
+
+def test_what_the_engine_cannot_write_is_answered_and_ends_the_update(
+    conversation: IpcConversation, sender: Sender
+) -> None:
+    answered(conversation, sender, sender.offer())
+    sender.say(sender.fill(TENSORS))
+    wait_for(conversation.poll)
+    conversation.answer("no parameter of this name: odd")
+    assert sender.hear() == "no parameter of this name: odd"
+    sender.say(RuntimeError("told by the engine"))
+    assert "no parameter of this name: odd" in refusal(conversation)
+    sender.hear()
+
+
+@pytest.mark.parametrize(
+    ("offer", "message"),
+    [
+        (lambda sender: [], "expected rebuild_cuda_tensor and its arguments, got list"),
+        (lambda sender: b"no pickle", "broken pickle|no opcode"),
+        (lambda sender: Call(print, "run"), r"builtins\.print"),
+        (lambda sender: (reductions.rebuild_cuda_tensor, (1,)), "expected 15 arguments, got 1"),
+        (lambda sender: sender.offer(dtype=torch.float32, size=torch.Size([8])), "expected bytes"),
+        (lambda sender: sender.offer(stride=(0,)), "expected bytes|repeats"),
+        (lambda sender: sender.offer(num_bytes=16), "reaches beyond its storage"),
+    ],
+)
+def test_a_buffer_that_cannot_be_is_refused_and_the_sender_has_a_last_word(
+    conversation: IpcConversation,
+    sender: Sender,
+    gpu: Gpu,
+    capfd: pytest.CaptureFixture[str],
+    offer: Callable[[Sender], object],
+    message: str,
+) -> None:
+    problem = answered(conversation, sender, offer(sender))
+    assert re.search(message, problem), problem
+    sender.say(RuntimeError("I see"))
+    assert problem in refusal(conversation)
+    assert sender.hear() == problem
+    conversation.close()
+    assert gpu.log == []
+    assert "run" not in capfd.readouterr().out
+
+
+def test_a_buffer_that_cannot_be_opened_is_given_back(
+    conversation: IpcConversation, sender: Sender, gpu: Gpu, counters: Counters
+) -> None:
+    gpu.broken.add(b"\x02c" + b"0".ljust(64))
+    assert "memory 0 cannot be opened" in answered(conversation, sender, sender.offer())
+    conversation.close()
+    assert counters.values == [0]
+
+
+@pytest.mark.parametrize("said", [RuntimeError("out of memory"), {"a": 1}, "word"])
+def test_a_sender_that_gives_up_ends_the_update(
+    conversation: IpcConversation, sender: Sender, counters: Counters, said: object
+) -> None:
+    answered(conversation, sender, sender.offer())
+    sender.say(said)
+    is_reason = isinstance(said, RuntimeError)
+    expected = "the sender gave up: out of memory" if is_reason else "which was not expected"
+    assert expected in refusal(conversation)
+    conversation.close()
+    assert counters.values == [0]
+
+
+def test_an_update_that_is_given_up_leaves_nobody_waiting(
+    conversation: IpcConversation, sender: Sender, counters: Counters
+) -> None:
+    answered(conversation, sender, sender.offer())
+    sender.say(sender.fill(TENSORS))
+    wait_for(conversation.poll)
+    conversation.close()
+    conversation.close()
+    assert sender.hear() == "the update was given up"
+    assert counters.values == [0]
+
+
+@pytest.mark.parametrize(
+    ("handles", "message"),
+    [
+        ({}, "no address for GPU-.*given: none"),
+        ({"GPU-1": "ipc:///a"}, "no address for GPU-.*given: GPU-1"),
+        ({f"GPU-{UUID}": "tcp://127.0.0.1:80"}, "expected addresses as ipc://PATH"),
+        ({f"GPU-{UUID}": "ipc:///a", "GPU-1": "http://a"}, "expected addresses as ipc://PATH"),
+        ({f"GPU-{UUID}": "ipc://" + "a" * 300}, "cannot be connected to"),
+    ],
+)
+def test_addresses_that_cannot_be(gpu: Gpu, handles: dict[str, str], message: str) -> None:
+    with pytest.raises(RequestRejected, match=message) as refused:
+        open_conversation(handles, gpu)
+    assert refused.value.status == 400
+
+
+def test_an_engine_on_the_cpu_says_what_to_use() -> None:
+    with pytest.raises(RequestRejected, match="runs on the CPU: use update_weights_from_tensor"):
+        open_conversation({f"GPU-{UUID}": "ipc:///a"}, None)
