@@ -9,6 +9,7 @@ import pytest
 
 from ebbtide.srt.entrypoints.http_server import create_app
 from ebbtide.srt.errors import EngineError
+from ebbtide.srt.server_args import ServerArgs
 
 
 class FailingService:
@@ -16,6 +17,7 @@ class FailingService:
 
     def __init__(self, error: Exception, *, is_down: bool) -> None:
         self.is_down = is_down
+        self.config = SimpleNamespace(server_args=ServerArgs(model_path="none"))
         self.manager = SimpleNamespace(prepare=self.fail)
         self._error = error
 

@@ -416,7 +416,7 @@ def test_health_and_the_root_have_empty_bodies(server: Server) -> None:
     [
         ("GET", "/nope", 404),
         ("POST", "/v1/nope", 404),
-        ("GET", "/docs", 404),
+        ("GET", "/redoc", 404),
         ("GET", "/generate", 405),
         ("POST", "/health", 405),
         *(("DELETE", path, 405) for path in CONTROL_ROUTES),

@@ -93,3 +93,19 @@ def test_a_large_body_arrives_whole() -> None:
     body = json.dumps({FIELD: [base64.b64encode(entry).decode()], "weight_version": "7"}).encode()
     fields = asyncio.run(read(body))
     assert fields == {FIELD: [entry], "weight_version": "7"}
+
+
+def test_a_body_that_is_too_long_is_not_read_to_its_end() -> None:
+    read_bytes = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal read_bytes
+        while True:
+            read_bytes += 1 << 10
+            yield b" " * (1 << 10)
+
+    with pytest.raises(RequestRejected, match="at most 10000 bytes") as raised:
+        asyncio.run(read_fields(endless(), max_bytes=10_000))
+    assert raised.value.status == 413
+    assert read_bytes < 12_000
+    assert asyncio.run(read_fields(chunks(b" " * 10_000), max_bytes=10_000)) == {}

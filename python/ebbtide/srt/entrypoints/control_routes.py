@@ -12,22 +12,34 @@ from starlette.datastructures import QueryParams
 from ebbtide.srt.errors import error_body
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
+    AbortReqOutput,
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
     ControlRequest,
     DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     FlushCacheReqInput,
+    FlushCacheReqOutput,
     GetWeightsByNameReqInput,
+    GetWeightsByNameReqOutput,
     InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
+    PauseGenerationReqOutput,
     ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    Reply,
     ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
+    UpdateWeightsReqOutput,
     UpdateWeightVersionReqInput,
+    UpdateWeightVersionReqOutput,
+    WeightSessionReqOutput,
+    WeightsUpdateGroupReqOutput,
 )
 
 POST = ("POST",)
@@ -42,11 +54,13 @@ class ControlRoute:
     """One control endpoint.
 
     Attributes:
+        reply: what it is answered with.
         query_aliases: further names of fields in the query.
         answer: makes the answer of the fields that were sent and the body of the reply.
     """
 
     request: type[ControlRequest]
+    reply: type[Reply]
     methods: tuple[str, ...] = POST
     query_aliases: Mapping[str, str] = field(default_factory=dict)
     answer: Callable[[Mapping[str, Any], Any], Answer] = lambda fields, reply: (200, reply)
@@ -70,24 +84,36 @@ def _flush_answer(fields: Mapping[str, Any], reply: Any) -> Answer:
 
 
 CONTROL_ROUTES: dict[str, ControlRoute] = {
-    "/release_memory_occupation": ControlRoute(ReleaseMemoryOccupationReqInput, POST_OR_GET),
-    "/resume_memory_occupation": ControlRoute(ResumeMemoryOccupationReqInput, POST_OR_GET),
-    "/pause_generation": ControlRoute(PauseGenerationReqInput),
-    "/continue_generation": ControlRoute(ContinueGenerationReqInput),
-    "/abort_request": ControlRoute(AbortReq, answer=_abort_answer),
-    "/flush_cache": ControlRoute(
-        FlushCacheReqInput, POST_OR_GET, query_aliases={"timeout": "timeout_s"}, answer=_flush_answer
+    "/release_memory_occupation": ControlRoute(
+        ReleaseMemoryOccupationReqInput, ReleaseMemoryOccupationReqOutput, POST_OR_GET
     ),
-    "/update_weights_from_disk": ControlRoute(UpdateWeightFromDiskReqInput),
-    "/update_weights_from_tensor": ControlRoute(UpdateWeightsFromTensorReqInput),
-    "/update_weights_from_distributed": ControlRoute(UpdateWeightsFromDistributedReqInput),
-    "/init_weights_update_group": ControlRoute(InitWeightsUpdateGroupReqInput),
-    "/destroy_weights_update_group": ControlRoute(DestroyWeightsUpdateGroupReqInput),
-    "/begin_weight_update": ControlRoute(BeginWeightUpdateReqInput),
-    "/end_weight_update": ControlRoute(EndWeightUpdateReqInput),
-    "/abort_weight_update": ControlRoute(AbortWeightUpdateReqInput),
-    "/update_weight_version": ControlRoute(UpdateWeightVersionReqInput),
-    "/get_weights_by_name": ControlRoute(GetWeightsByNameReqInput, POST_OR_GET),
+    "/resume_memory_occupation": ControlRoute(
+        ResumeMemoryOccupationReqInput, ResumeMemoryOccupationReqOutput, POST_OR_GET
+    ),
+    "/pause_generation": ControlRoute(PauseGenerationReqInput, PauseGenerationReqOutput),
+    "/continue_generation": ControlRoute(ContinueGenerationReqInput, ContinueGenerationReqOutput),
+    "/abort_request": ControlRoute(AbortReq, AbortReqOutput, answer=_abort_answer),
+    "/flush_cache": ControlRoute(
+        FlushCacheReqInput,
+        FlushCacheReqOutput,
+        POST_OR_GET,
+        query_aliases={"timeout": "timeout_s"},
+        answer=_flush_answer,
+    ),
+    "/update_weights_from_disk": ControlRoute(UpdateWeightFromDiskReqInput, UpdateWeightsReqOutput),
+    "/update_weights_from_tensor": ControlRoute(UpdateWeightsFromTensorReqInput, UpdateWeightsReqOutput),
+    "/update_weights_from_distributed": ControlRoute(
+        UpdateWeightsFromDistributedReqInput, UpdateWeightsReqOutput
+    ),
+    "/init_weights_update_group": ControlRoute(InitWeightsUpdateGroupReqInput, WeightsUpdateGroupReqOutput),
+    "/destroy_weights_update_group": ControlRoute(
+        DestroyWeightsUpdateGroupReqInput, WeightsUpdateGroupReqOutput
+    ),
+    "/begin_weight_update": ControlRoute(BeginWeightUpdateReqInput, WeightSessionReqOutput),
+    "/end_weight_update": ControlRoute(EndWeightUpdateReqInput, UpdateWeightsReqOutput),
+    "/abort_weight_update": ControlRoute(AbortWeightUpdateReqInput, WeightSessionReqOutput),
+    "/update_weight_version": ControlRoute(UpdateWeightVersionReqInput, UpdateWeightVersionReqOutput),
+    "/get_weights_by_name": ControlRoute(GetWeightsByNameReqInput, GetWeightsByNameReqOutput, POST_OR_GET),
 }
 
 # Paths that SGLang has and this version does not.

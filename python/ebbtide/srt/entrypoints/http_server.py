@@ -3,48 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import uvicorn
 import uvloop
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
+from ebbtide.srt.entrypoints.auth import KeyCheck, Keys
+from ebbtide.srt.entrypoints.chat_template import read_chat_template
 from ebbtide.srt.entrypoints.control_routes import (
     CONTROL_ROUTES,
     NOT_IMPLEMENTED,
     ControlRoute,
     query_fields,
 )
+from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.http_answers import Json, answer_events, error_answer, while_connected
+from ebbtide.srt.entrypoints.loads import load_summaries, loads_body, loads_of_rank, wanted_sections
+from ebbtide.srt.entrypoints.metrics import Metrics
+from ebbtide.srt.entrypoints.node_server import launch_node
+from ebbtide.srt.entrypoints.openai_api import OpenAIApi
+from ebbtide.srt.entrypoints.openapi import openapi_document
 from ebbtide.srt.entrypoints.process import configure_logging
-from ebbtide.srt.entrypoints.request_body import read_fields
+from ebbtide.srt.entrypoints.request_body import MAX_BODY_BYTES, read_fields
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body
-from ebbtide.srt.managers.generation import Generation
+from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 ALL_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 BACKLOG = 2048
-# A full queue refuses within a turn of the scheduler's loop. That long a stream waits for its first chunk
-# before it answers 200, so that the refusal can still be a status.
-REFUSAL_WAIT_S = 0.5
 # What is still being answered when the server stops has that long.
 STOP_TIMEOUT_S = 2
 
@@ -54,12 +59,17 @@ STOP_TIMEOUT_S = 2
 
 def create_app(service: EngineService) -> FastAPI:
     """The application over an engine whose service is open by the time of the first request."""
-    app = FastAPI(openapi_url=None)
-    endpoints = _Endpoints(service)
+    app = FastAPI(title="Ebbtide", redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+    # In the place of FastAPI's own, which knows nothing of the messages.
+    app.openapi = functools.cache(openapi_document)  # type: ignore[method-assign]
+    metrics = Metrics()
+    endpoints = _Endpoints(service, metrics)
     app.add_route("/", endpoints.root, methods=["GET"])
     app.add_route("/generate", endpoints.generate, methods=["POST", "PUT"])
     for path, endpoint in endpoints.information().items():
         app.add_route(path, endpoint, methods=["GET"])
+    for method, path, endpoint in OpenAIApi(service, metrics).routes():
+        app.add_route(path, endpoint, methods=[method])
     for path, route in CONTROL_ROUTES.items():
         app.add_route(path, endpoints.control(route), methods=list(route.methods))
     app.add_route("/transition", endpoints.transition, methods=["POST"])
@@ -67,30 +77,20 @@ def create_app(service: EngineService) -> FastAPI:
         app.add_route(path, _not_implemented, methods=ALL_METHODS)
     app.add_exception_handler(RequestRejected, _answer_rejection)
     app.add_exception_handler(EngineError, endpoints.answer_failure)
+    app.add_exception_handler(OverflowError, _answer_overflow)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, _answer_bug)
+    app.add_middleware(KeyCheck, keys=lambda: Keys.of(service.config.server_args))
     return app
-
-
-class Json(Response):
-    """A JSON body. Non-finite numbers, which JSON lacks, come out as null."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return msgspec.json.encode(content)
-
-
-def _error(message: str, status: int, **fields: Any) -> Json:
-    return Json(error_body(message, status, **fields), status)
 
 
 class _Endpoints:
     """What is behind each path."""
 
-    def __init__(self, service: EngineService) -> None:
+    def __init__(self, service: EngineService, metrics: Metrics) -> None:
         self._service = service
+        self._metrics = metrics
 
     def information(self) -> dict[str, Endpoint]:
         """The paths that only tell something."""
@@ -98,12 +98,15 @@ class _Endpoints:
             "/health": self._health,
             "/health_generate": self._health_generate,
             "/ready": self._ready,
+            "/metrics": self._metrics_text,
             "/model_info": self._model_info,
             "/get_model_info": self._model_info,
             "/server_info": self._server_info,
             "/get_server_info": self._server_info,
             "/memory_occupation": self._memory_occupation,
             "/get_weight_version": self._weight_version,
+            "/get_load": self._get_load,
+            "/v1/loads": self._loads,
         }
 
     async def root(self, request: Request) -> Response:
@@ -112,21 +115,19 @@ class _Endpoints:
     async def generate(self, request: Request) -> Response:
         fields = await read_fields(request.stream())
         generation = self._service.manager.prepare(fields)
-        if not generation.is_stream:
-            return Json(await _while_connected(request.receive, generation.result()))
-        events = _Events(generation)
-        try:
-            await _while_connected(request.receive, events.wait_for_first(REFUSAL_WAIT_S))
-        except BaseException:
-            generation.close()
-            raise
-        return events
+        if generation.is_stream:
+            chunks = self._metrics.noting(generation.stream())
+            return await answer_events(request.receive, generation, chunks)
+        result = await while_connected(request.receive, generation.result())
+        self._metrics.note(result)
+        return Json(result)
 
     def control(self, route: ControlRoute) -> Endpoint:
         """The endpoint of a control route. A client that disconnects does not end it."""
 
         async def endpoint(request: Request) -> Response:
-            body = await read_fields(request.stream(), route.binary_fields)
+            max_bytes = self._max_weight_bytes() if route.binary_fields else MAX_BODY_BYTES
+            body = await read_fields(request.stream(), route.binary_fields, max_bytes)
             fields = query_fields(route, request.query_params) | body
             status, reply = route.answer(fields, await self._service.control(route.request, fields))
             return Response(status_code=status) if reply is None else Json(reply, status)
@@ -138,7 +139,13 @@ class _Endpoints:
 
     async def answer_failure(self, request: Request, error: Exception) -> Response:
         """500; 503 when the engine is down or going down."""
-        return _error(str(error), 503 if self._service.is_down else 500)
+        return error_answer(str(error), 503 if self._service.is_down else 500)
+
+    def _max_weight_bytes(self) -> int:
+        """What a body with weights may hold: all of them, for each rank, as float32 and in base64."""
+        ranks = self._service.state.ranks
+        weight_bytes = sum(rank.tags[MemoryTag.WEIGHTS].virtual_bytes for rank in ranks)
+        return MAX_BODY_BYTES + 3 * weight_bytes * len(ranks)
 
     async def _health(self, request: Request) -> Response:
         return await _healthy(self._service.check_health())
@@ -148,7 +155,13 @@ class _Endpoints:
 
     async def _ready(self, request: Request) -> Response:
         state = self._service.state
-        return Json({"success": True, "message": ""}) if state.can_run else _error(state.reason, 503)
+        return Json({"success": True, "message": ""}) if state.can_run else error_answer(state.reason, 503)
+
+    async def _metrics_text(self, request: Request) -> Response:
+        if not self._service.config.server_args.enable_metrics:
+            return error_answer("there are no metrics: start the server with --enable-metrics", 404)
+        text = self._metrics.text(self._service.state, await self._service.loads())
+        return Response(text, media_type=self._metrics.content_type)
 
     async def _model_info(self, request: Request) -> Response:
         return Json(self._service.model_info())
@@ -159,6 +172,15 @@ class _Endpoints:
     async def _memory_occupation(self, request: Request) -> Response:
         return Json(await self._service.memory_occupation())
 
+    async def _get_load(self, request: Request) -> Response:
+        return Json(load_summaries(await self._service.loads()))
+
+    async def _loads(self, request: Request) -> Response:
+        query = request.query_params
+        sections = wanted_sections(query.getlist("include"))
+        loads = loads_of_rank(await self._service.loads(), query.get("dp_rank"))
+        return Json(loads_body(loads, sections, self._service.config))
+
     async def _weight_version(self, request: Request) -> Response:
         return Json({"success": True, "message": "", "weight_version": self._service.state.weight_version})
 
@@ -167,17 +189,22 @@ async def _healthy(check: Awaitable[None]) -> Response:
     try:
         await check
     except (EngineError, RequestRejected) as error:
-        return _error(str(error), 503)
+        return error_answer(str(error), 503)
     return Response()
 
 
 async def _not_implemented(request: Request) -> Response:
-    return _error(f"{request.url.path} is not in this version", 501)
+    return error_answer(f"{request.url.path} is not in this version", 501)
 
 
 async def _answer_rejection(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestRejected)
     return Json(error.body, error.status)
+
+
+async def _answer_overflow(request: Request, error: Exception) -> Response:
+    # JSON's integers have no bounds, those of the messages behind a request have.
+    return error_answer("the body: expected integers of at most 64 bits", 400)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
@@ -196,82 +223,7 @@ async def _answer_nobody(request: Request, error: Exception) -> Response:
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
-    return _error(f"{request.url.path} failed: {type(error).__name__}: {error}", 500)
-
-
-# ---------------------------------------------------------------------------- streams and clients that leave
-
-
-class _Events(StreamingResponse):
-    """A generation as server-sent events. It is aborted when the client disconnects."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-        self._chunks = generation.stream()
-        self._first: asyncio.Task[dict[str, Any]] | None = None
-        super().__init__(
-            self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
-
-    async def wait_for_first(self, timeout_s: float) -> None:
-        """Return with the first chunk, or after a while.
-
-        Raises:
-            RequestRejected, EngineError: the generation was refused, or failed, before it began.
-        """
-        self._first = asyncio.ensure_future(anext(self._chunks))
-        await asyncio.wait([self._first], timeout=timeout_s)
-        if self._first.done():
-            self._first.result()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await _while_connected(receive, self.stream_response(send))
-        except ClientDisconnect:
-            logger.debug("the client of a stream has disconnected")
-        finally:
-            if self._first is not None:
-                self._first.cancel()
-            self._generation.close()
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        try:
-            if self._first is not None:
-                yield _event(await self._first)
-            async for chunk in self._chunks:
-                yield _event(chunk)
-        except RequestRejected as error:
-            yield _event({"error": error.body["error"]})
-        except EngineError as error:
-            yield _event({"error": error_body(str(error), 500)["error"]})
-        yield b"data: [DONE]\n\n"
-
-
-def _event(body: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await something for a client; if that leaves, the work is cancelled.
-
-    Raises:
-        ClientDisconnect: it has left.
-    """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return error_answer(f"{request.url.path} failed: {type(error).__name__}: {error}", 500)
 
 
 # ---------------------------------------------------------------------------------------------- the server
@@ -281,40 +233,59 @@ class _Stopped(BaseException):
     """A signal has asked for the end while the engine was starting."""
 
 
-def launch_server(server_args: ServerArgs) -> None:
-    """Serve until SIGINT or SIGTERM; returns then, with no process left.
+def launch_server(server_args: ServerArgs, early: EarlyProcesses | None = None) -> None:
+    """Serve until SIGINT or SIGTERM; returns then, with no process left. Other nodes than 0 lend their ranks.
+
+    Args:
+        early: processes of the engine that are there already.
 
     Raises:
         ConfigurationError: the server cannot start so. Seen before the model loads where that is possible.
         EngineError: a process of the engine died; what was asked of it has been answered with 503.
     """
+    if server_args.node_rank > 0:
+        launch_node(server_args, early)
+        return
     configure_logging(server_args.log_level, "server")
-    serve(lambda: resolve(server_args))
+    serve(lambda: resolve(server_args), early=early)
 
 
-def serve(configure: Callable[[], EngineConfig], targets: Mapping[str, str] | None = None) -> None:
-    """As `launch_server`, for any configuration; `targets` are the processes, if not the usual ones."""
+def serve(
+    configure: Callable[[], EngineConfig],
+    targets: Mapping[str, str] | None = None,
+    early: EarlyProcesses | None = None,
+    application: Callable[[EngineService], ASGIApp] = create_app,
+) -> None:
+    """As `launch_server`, for any configuration.
+
+    Args:
+        targets: the processes, if not the usual ones.
+        application: makes what is served.
+    """
     try:
         with _raising_signals():
             config = configure()
+            read_chat_template(config.server_args.chat_template)  # refused now rather than at the first chat
             listener = _bind(config.http)
-            service = EngineService(config, targets)
+            service = EngineService(config, targets, early)
     except _Stopped:
         return
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            death = runner.run(_serve(service, listener, config))
+            death = runner.run(_serve(service, listener, config, application(service)))
     finally:
         service.shutdown()
     if death is not None:
         raise EngineError(death)
 
 
-async def _serve(service: EngineService, listener: socket.socket, config: EngineConfig) -> str | None:
+async def _serve(
+    service: EngineService, listener: socket.socket, config: EngineConfig, application: ASGIApp
+) -> str | None:
     """Serve until a signal comes (returns None), or the engine dies (returns how)."""
     server = _Server(
         uvicorn.Config(
-            create_app(service),
+            application,
             lifespan="off",
             log_config=None,
             log_level=config.http.log_level,

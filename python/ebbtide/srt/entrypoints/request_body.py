@@ -11,6 +11,8 @@ import msgspec
 
 from ebbtide.srt.errors import RequestRejected
 
+# What one body may hold, but for weights: a batch of prompts of tens of millions of tokens fits.
+MAX_BODY_BYTES = 1 << 28
 # From here on a thread decodes.
 LARGE_BODY_BYTES = 1 << 20
 # Decoding holds the interpreter's lock: base64 goes in pieces, between which the loop has its turn.
@@ -18,18 +20,23 @@ PIECE_CHARACTERS = 1 << 22
 
 
 async def read_fields(
-    chunks: AsyncIterator[bytes], binary_fields: Collection[str] = frozenset()
+    chunks: AsyncIterator[bytes],
+    binary_fields: Collection[str] = frozenset(),
+    max_bytes: int = MAX_BODY_BYTES,
 ) -> dict[str, Any]:
     """The fields of a JSON object; an empty body has none.
 
     Args:
         binary_fields: fields that are lists of base64; they come out as bytes.
+        max_bytes: how long the body may be; it is not read any further.
 
     Raises:
-        RequestRejected: 400, the body is no JSON object.
+        RequestRejected: 400, the body is no JSON object; 413, it is too long.
     """
     body = bytearray()
     async for chunk in chunks:
+        if len(body) + len(chunk) > max_bytes:
+            raise RequestRejected(f"the body: expected at most {max_bytes} bytes", 413)
         body += chunk
     if len(body) < LARGE_BODY_BYTES:
         return decode_fields(body, ())

@@ -1,0 +1,95 @@
+"""Prometheus metrics. Source: wire_api section 3.4."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from ebbtide.srt.managers.io_struct import Load, StateReport
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+PREFIX = "ebbtide:"
+# Seconds: from the first token of a short prompt to a long rollout.
+LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
+# Fields of `Load`, one value per replica.
+LOAD_GAUGES = {
+    "num_running_reqs": "Requests that the next forward pass may contain.",
+    "num_waiting_reqs": "Requests that wait for room.",
+    "num_paused_reqs": "Requests that hold KV while generation is paused.",
+    "num_used_tokens": "Tokens of KV that are held.",
+    "max_total_num_tokens": "Tokens that the KV pool holds.",
+    "token_usage": "The former by the latter.",
+    "gen_throughput": "Tokens per second.",
+    "cache_hit_rate": "Share of prompt tokens from the prefix cache.",
+}
+
+
+class Metrics:
+    """Counts what was answered over HTTP; the state is read when it is asked for.
+
+    Attributes:
+        content_type: of the text.
+    """
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = self._counter("num_requests", "Outputs that have ended.", "finish_reason")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of outputs that have ended.")
+        self._cached_tokens = self._counter("cached_tokens", "Those of them from the prefix cache.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._retractions = self._counter("num_retractions", "Times that an output gave up its KV.")
+        self._e2e_s = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.")
+        self._first_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self._queue_s = self._histogram("queue_time_seconds", "From arrival to the first forward pass.")
+        self._loads = {name: self._gauge(name, text, "dp_rank") for name, text in LOAD_GAUGES.items()}
+        self._can_run = self._gauge("can_run", "1 if a forward pass may run now.")
+        self._stale = self._gauge("weights_stale", "1 if parameters have not been written since a resume.")
+        self._resident = self._gauge("resident_bytes", "Device memory by tag, all ranks.", "tag")
+
+    def note(self, result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Count an answer of `/generate`: one output, or a list of them."""
+        for output in [result] if isinstance(result, Mapping) else result:
+            self._note(output["meta_info"])
+
+    async def noting(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[dict[str, Any]]:
+        """The same chunks; those that end an output are counted."""
+        async for chunk in chunks:
+            if chunk["meta_info"]["finish_reason"] is not None:
+                self._note(chunk["meta_info"])
+            yield chunk
+
+    def text(self, state: StateReport, loads: Sequence[Load]) -> bytes:
+        """All of them in Prometheus' text format."""
+        for load in loads:
+            for name, gauge in self._loads.items():
+                gauge.labels(str(load.dp_rank)).set(getattr(load, name))
+        self._can_run.set(state.can_run)
+        self._stale.set(any(rank.tags[MemoryTag.WEIGHTS].content == "stale" for rank in state.ranks))
+        for tag in MemoryTag:
+            num_bytes = sum(rank.tags[tag].resident_bytes for rank in state.ranks)
+            self._resident.labels(tag.value).set(num_bytes)
+        return generate_latest(self._registry)
+
+    def _note(self, meta: Mapping[str, Any]) -> None:
+        self._requests.labels(meta["finish_reason"]["type"]).inc()
+        self._prompt_tokens.inc(meta["prompt_tokens"])
+        self._cached_tokens.inc(meta["cached_tokens"])
+        self._generation_tokens.inc(meta["completion_tokens"])
+        self._retractions.inc(meta["num_retractions"])
+        self._e2e_s.observe(meta["e2e_latency"])
+        self._first_s.observe(meta["first_token_latency"])
+        self._queue_s.observe(meta["queue_time"])
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, help_text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(PREFIX + name, help_text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, help_text: str) -> Histogram:
+        return Histogram(PREFIX + name, help_text, registry=self._registry, buckets=LATENCY_BUCKETS_S)

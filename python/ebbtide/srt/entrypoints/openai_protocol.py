@@ -1,0 +1,256 @@
+"""Bodies of the OpenAI-compatible endpoints. Source: wire_api section 5.
+
+In requests, None means "not given", and fields that are not here are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+# ------------------------------------------------------------------------------------------------- requests
+
+
+class StreamOptions(Struct, kw_only=True):
+    """`include_usage`: a last chunk without choices tells the tokens of the whole request."""
+
+    include_usage: bool | None = None
+
+
+class OpenAIRequest(Struct, kw_only=True):
+    """What both kinds of completion take: OpenAI's fields, then Ebbtide's, which are those of `/generate`.
+
+    `regex`, `ebnf` and `json_schema` are refused unless they are empty.
+    """
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    user: str | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int | None] | None = None
+    ignore_eos: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
+    rid: str | list[str] | None = None
+    cache_salt: str | list[str | None] | None = None
+    extra_key: str | list[str | None] | None = None
+    routed_dp_rank: int | None = None
+    timeout_s: float | None = None
+    return_token_ids: bool | None = None
+    return_prompt_token_ids: bool | None = None
+
+
+class CompletionRequest(OpenAIRequest, kw_only=True):
+    """`logprobs`: how many of the most likely tokens are told. `best_of`: as `n`, or not given."""
+
+    prompt: str | list[str | int | list[int]]
+    max_tokens: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class TextPart(Struct, kw_only=True):
+    """A part of a message's content. There are no others."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Struct, kw_only=True):
+    """A message; the chat template sees its other fields too."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+
+
+class ChatCompletionRequest(OpenAIRequest, kw_only=True):
+    """`messages`, or `input_ids` in the place of what the chat template makes of them."""
+
+    messages: list[ChatMessage] | None = None
+    input_ids: list[int] | None = None
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    return_meta_info: bool | None = None
+
+
+# -------------------------------------------------------------------------------------------------- answers
+
+FinishReasonName = Literal["stop", "length", "abort"]
+
+
+class PromptTokensDetails(Struct, kw_only=True):
+    cached_tokens: int
+
+
+class Usage(Struct, kw_only=True):
+    """Tokens of a whole request; a prompt counts once, however many samples it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class VersionSpan(Struct, kw_only=True):
+    """Output tokens `start` to `end`, exclusive, were sampled by weights of this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class VersionMetadata(Struct, kw_only=True):
+    """The weights behind a choice; see `/generate`."""
+
+    weight_version: str
+    weight_versions: list[VersionSpan]
+    kv_weight_versions: list[str]
+
+
+class CompletionLogprobs(Struct, kw_only=True):
+    """Per token: its text, its logprob, the most likely ones by their text, and where it begins in the text.
+
+    The logprob of a prompt's first token, which nothing predicts, is null.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct, kw_only=True):
+    """A sample; in a stream, what is new about it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReasonName | None = None
+    matched_stop: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Struct, kw_only=True):
+    """An answer of `/v1/completions`, or a chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    metadata: VersionMetadata | UnsetType = UNSET
+
+
+class TopLogprob(Struct, kw_only=True):
+    """A token by its text. `bytes` are null where the text holds only a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob, kw_only=True):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, kw_only=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(Struct, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Struct, kw_only=True):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReasonName
+    matched_stop: int | str | None = None
+    response_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    meta_info: dict[str, Any] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct, kw_only=True):
+    """An answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    metadata: VersionMetadata
+
+
+class ChatDelta(Struct, kw_only=True):
+    content: str
+    role: Literal["assistant"] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReasonName | None = None
+    matched_stop: int | str | None = None
+    response_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(Struct, kw_only=True):
+    """A chunk of the stream of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    metadata: VersionMetadata | UnsetType = UNSET
+
+
+class ModelCard(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "ebbtide"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

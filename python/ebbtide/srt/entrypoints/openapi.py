@@ -1,0 +1,242 @@
+"""The OpenAPI document, from the types that requests are read with and answers are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ebbtide import __version__
+from ebbtide.srt.entrypoints import openapi_schemas as bodies
+from ebbtide.srt.entrypoints.auth import Access, access_of
+from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, ControlRoute
+from ebbtide.srt.entrypoints.loads import Loads, LoadSummary
+from ebbtide.srt.entrypoints.openai_protocol import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    ModelCard,
+    ModelList,
+)
+from ebbtide.srt.entrypoints.transition import TransitionRequest
+from ebbtide.srt.managers.generate_request import GenerateReqInput
+from ebbtide.srt.managers.io_struct import AbortReqOutput, GetWeightsByNameReqOutput
+from ebbtide.srt.sampling_params import SamplingParams
+
+REF_TEMPLATE = "#/components/schemas/{name}"
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One path.
+
+    Attributes:
+        request: type of the body, or of the query of a GET; None if there is neither.
+        reply: type of the answer with status 200; None if its body is empty.
+        event: type of an event, where a stream may be asked for.
+        media_type: of an answer that is no JSON.
+    """
+
+    path: str
+    methods: tuple[str, ...]
+    tag: str
+    summary: str
+    request: Any = None
+    reply: Any = None
+    event: Any = None
+    media_type: str = "application/json"
+
+
+class LoadsQuery(msgspec.Struct, kw_only=True):
+    """`include`: `core`, `memory`, `queues` or `all`, separated by commas."""
+
+    include: str = "core"
+    dp_rank: int | None = None
+
+
+GET, POST = ("GET",), ("POST",)
+
+_OPERATIONS = (
+    Operation(
+        *("/generate", ("POST", "PUT"), "generation", "Generate from text or token ids."),
+        *(GenerateReqInput, bodies.GenerateOutput | list[bodies.GenerateOutput], bodies.GenerateOutput),
+    ),
+    Operation(
+        *("/v1/completions", POST, "OpenAI", "Complete a prompt."),
+        *(CompletionRequest, Completion, Completion),
+    ),
+    Operation(
+        *("/v1/chat/completions", POST, "OpenAI", "Answer a conversation."),
+        *(ChatCompletionRequest, ChatCompletion, ChatCompletionChunk),
+    ),
+    Operation("/v1/models", GET, "OpenAI", "The model that is served.", None, ModelList),
+    Operation("/v1/models/{model}", GET, "OpenAI", "The model of this name.", None, ModelCard),
+    Operation("/", GET, "information", "Answers."),
+    Operation("/health", GET, "information", "Whether every process lives and turns, asleep or not."),
+    Operation("/health_generate", GET, "information", "As /health; an idle engine also generates a token."),
+    Operation("/ready", GET, "information", "Whether a request would run now.", None, bodies.Reply),
+    Operation(
+        *("/metrics", GET, "information", "Prometheus metrics; needs --enable-metrics.", None, str),
+        media_type="text/plain",
+    ),
+    *(
+        Operation(path, GET, "information", "The model.", None, bodies.ModelInfo)
+        for path in ("/model_info", "/get_model_info")
+    ),
+    *(
+        Operation(path, GET, "information", "Arguments and state of the server.", None, bodies.ServerInfo)
+        for path in ("/server_info", "/get_server_info")
+    ),
+    Operation("/memory_occupation", GET, "information", "Memory by tag.", None, bodies.MemoryOccupation),
+    Operation("/v1/loads", GET, "information", "What every replica has to do.", LoadsQuery, Loads),
+    Operation("/get_load", GET, "information", "The same in short.", None, list[LoadSummary]),
+    Operation("/get_weight_version", GET, "information", "The weights' version.", None, bodies.WeightVersion),
+    Operation(
+        *("/transition", POST, "control", "Several control requests in order; may be sent again."),
+        *(TransitionRequest, bodies.TransitionReply),
+    ),
+)
+
+
+def openapi_document() -> Schema:
+    """The whole document."""
+    operations = [*_OPERATIONS, *(_control_operation(path, route) for path, route in CONTROL_ROUTES.items())]
+    schemas = _Schemas(operations)
+    paths: dict[str, Schema] = {}
+    for operation in operations:
+        paths[operation.path] = {
+            method.lower(): _describe(operation, method, schemas) for method in operation.methods
+        }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Ebbtide", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": schemas.components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _control_operation(path: str, route: ControlRoute) -> Operation:
+    summary = (route.request.__doc__ or "").partition("\n")[0]
+    reply: Any = route.reply
+    if reply is GetWeightsByNameReqOutput:
+        reply = list[Any]
+    elif reply is AbortReqOutput:
+        reply, summary = None, f"{summary} Only with `report` there is a body: `changed`, `num_aborted`."
+    return Operation(path, route.methods, "control", summary, route.request, reply)
+
+
+class _Schemas:
+    """The schemas of all types; `of` refers to them."""
+
+    def __init__(self, operations: Iterable[Operation]) -> None:
+        requests = [operation.request for operation in operations if operation.request is not None]
+        replies = [kind for one in operations for kind in (one.reply, one.event) if kind is not None]
+        requests.append(SamplingParams)
+        known, incoming = _components(requests)
+        answered, outgoing = _components([*replies, bodies.Error])
+        self._known = known | answered
+        for name, schema in incoming.items():
+            _accept_null(schema)
+            _drop_tag(name, schema)
+        for name, schema in outgoing.items():
+            _drop_tag(name, schema)
+        self.components = outgoing | incoming
+        self._refine()
+
+    def of(self, kind: Any) -> Schema:
+        return self._known[repr(kind)]
+
+    def _refine(self) -> None:
+        """What the types alone do not say."""
+        params = self.components[SamplingParams.__name__]
+        params["additionalProperties"] = False
+        one = self.of(SamplingParams)
+        generate = self.components[GenerateReqInput.__name__]["properties"]
+        generate["sampling_params"] = {"anyOf": [one, {"type": "array", "items": one}, {"type": "null"}]}
+
+
+def _components(kinds: Iterable[Any]) -> tuple[dict[str, Schema], dict[str, Schema]]:
+    kinds = list({repr(kind): kind for kind in kinds}.values())
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=REF_TEMPLATE)
+    return {repr(kind): schema for kind, schema in zip(kinds, schemas, strict=True)}, dict(components)
+
+
+def _accept_null(schema: Schema) -> None:
+    """In a request, null means "not given"."""
+    required = schema.get("required", ())
+    for name, field in schema.get("properties", {}).items():
+        takes_null = "anyOf" in field and {"type": "null"} in field["anyOf"]
+        # An empty schema takes anything.
+        if name not in required and field.keys() - {"default"} and not takes_null:
+            default = {"default": field.pop("default")} if "default" in field else {}
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **default}
+
+
+def _drop_tag(name: str, schema: Schema) -> None:
+    """Messages travel with their type as a tag, which is no part of a body."""
+    if schema.get("properties", {}).get("type") == {"enum": [name]}:
+        del schema["properties"]["type"]
+        schema["required"] = [field for field in schema["required"] if field != "type"]
+
+
+def _describe(operation: Operation, method: str, schemas: _Schemas) -> Schema:
+    described: Schema = {
+        "operationId": f"{method.lower()}_{operation.path.strip('/').replace('/', '_') or 'root'}",
+        "tags": [operation.tag],
+        "summary": operation.summary,
+        "responses": {
+            "200": {"description": "Done.", **_content(operation, schemas)},
+            "default": {
+                "description": "Refused, or failed.",
+                "content": {"application/json": {"schema": schemas.of(bodies.Error)}},
+            },
+        },
+    }
+    if access_of(operation.path) is not Access.OPEN:
+        # A server may have been started without keys.
+        described["security"] = [{"key": []}, {}]
+    parameters = (
+        [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        if "{model}" in operation.path
+        else []
+    )
+    if operation.request is not None and method == "GET":
+        parameters += _query(schemas.components[operation.request.__name__])
+    elif operation.request is not None:
+        schema = schemas.of(operation.request)
+        needs_fields = bool(schemas.components[operation.request.__name__].get("required"))
+        described["requestBody"] = {
+            "required": needs_fields,
+            "content": {"application/json": {"schema": schema}},
+        }
+    if parameters:
+        described["parameters"] = parameters
+    return described
+
+
+def _content(operation: Operation, schemas: _Schemas) -> Schema:
+    if operation.reply is None:
+        return {}
+    content: Schema = {operation.media_type: {"schema": schemas.of(operation.reply)}}
+    if operation.event is not None:
+        # OpenAPI 3.1 has no word for the schema of one event.
+        event = f"Each event is `data: ` and a {operation.event.__name__}; the last is `data: [DONE]`."
+        content["text/event-stream"] = {"schema": {"type": "string", "description": event}}
+    return {"content": content}
+
+
+def _query(schema: Mapping[str, Any]) -> list[Schema]:
+    required = schema.get("required", ())
+    return [
+        {"name": name, "in": "query", "required": name in required, "schema": field}
+        for name, field in schema["properties"].items()
+    ]

@@ -1,0 +1,172 @@
+"""Keys: which endpoint needs which, and that nothing is read or done without."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fixtures.servers import running_server
+from starlette.types import Message
+
+from ebbtide.srt.entrypoints.auth import Access, Keys, access_of
+from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENTED
+from ebbtide.srt.entrypoints.http_server import create_app
+from ebbtide.srt.server_args import ServerArgs
+
+OPEN = ["/health", "/health_generate", "/ready", "/metrics"]
+NORMAL = ["/generate", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/loads", "/get_load"]
+NORMAL += ["/model_info", "/get_model_info", "/server_info", "/get_server_info"]
+NORMAL += ["/get_weight_version", "/memory_occupation"]
+CONTROL = [*CONTROL_ROUTES, "/transition", "/", "/nowhere", "/weights_checker"]
+CONTROL += [path for path in NOT_IMPLEMENTED if not path.startswith("/v1/")]
+
+
+class Service:
+    """Stands in for `EngineService`: takes note of what gets through to it."""
+
+    def __init__(self, **keys: str | None) -> None:
+        self.is_down = False
+        self.config = SimpleNamespace(server_args=ServerArgs(model_path="none", **keys))
+        self.asked: list[str] = []
+        self.manager = SimpleNamespace(prepare=lambda fields: self.ask("generate"))
+        self.state = SimpleNamespace(weight_version="7")
+
+    def ask(self, what: str) -> Any:
+        self.asked.append(what)
+        raise ZeroDivisionError
+
+    async def control(self, kind: type, fields: Any) -> Any:
+        self.asked.append(kind.__name__)
+        return {"success": True, "message": ""}
+
+
+def ask(service: Any, method: str, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
+    async def answer() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, headers=headers)
+
+    return asyncio.run(answer())
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def test_every_endpoint_has_the_access_that_it_should_have() -> None:
+    assert {access_of(path) for path in OPEN} == {Access.OPEN}
+    assert {access_of(path) for path in NORMAL} == {Access.NORMAL}
+    assert {access_of(path) for path in CONTROL} == {Access.CONTROL}
+
+
+# (api key, admin key) → per access, the key that is needed.
+TABLE = [
+    (None, None, None, None),
+    ("api", None, "api", "api"),
+    (None, "admin", None, "admin"),
+    ("api", "admin", "api", "admin"),
+]
+PATHS = [("GET", "/get_weight_version", 0), ("POST", "/continue_generation", 1)]
+
+
+@pytest.mark.parametrize(("api", "admin", "normal", "control"), TABLE)
+@pytest.mark.parametrize(("method", "path", "column"), PATHS)
+def test_the_table_of_keys(
+    api: str | None, admin: str | None, normal: str | None, control: str | None,
+    method: str, path: str, column: int,
+) -> None:  # fmt: skip
+    needed = (normal, control)[column]
+    for given in (None, "None", "api", "admin", "wrong"):
+        service = Service(api_key=api, admin_api_key=admin)
+        response = ask(service, method, path, bearer(given))
+        is_let_in = needed is None or given == needed
+        assert response.status_code == (200 if is_let_in else 401), given
+        if not is_let_in:
+            assert service.asked == []
+            assert response.headers["WWW-Authenticate"] == "Bearer"
+            name = "API key" if needed == "api" else "admin key"
+            message = f"{path} needs the {name}: Authorization: Bearer KEY"
+            error = {"message": message, "type": "AuthenticationError", "code": 401}
+            assert response.json() == {"success": False, "message": message, "error": error}
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ("Bearer key", 200),
+        ("bearer key", 200),
+        ("Bearer  key ", 200),
+        ("Bearer kei", 401),
+        ("Bearer key2", 401),
+        ("Bearer ke", 401),
+        ("Bearer", 401),
+        ("Bearer ", 401),
+        ("Basic key", 401),
+        ("key", 401),
+        ("", 401),
+    ],
+)
+def test_the_header_must_be_right_to_the_letter(header: str, status: int) -> None:
+    service = Service(api_key="key")
+    assert ask(service, "GET", "/get_weight_version", {"Authorization": header}).status_code == status
+
+
+def test_a_key_may_have_any_characters() -> None:
+    service = Service(api_key="clé-鍵")
+    transport_text = "clé-鍵".encode().decode("latin-1")
+    headers: Any = [(b"Authorization", f"Bearer {transport_text}".encode("latin-1"))]
+    assert ask(service, "GET", "/get_weight_version", headers).status_code == 200
+    assert ask(service, "GET", "/get_weight_version", bearer("cl")).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/health", "/openapi.json", "/docs"])
+def test_open_endpoints_need_no_key(path: str) -> None:
+    service = Service(api_key="api", admin_api_key="admin")
+    service.check_health = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
+    assert ask(service, "GET", path).status_code == 200
+
+
+def test_without_its_key_a_body_is_not_read() -> None:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        raise AssertionError("the body was asked for")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/pause_generation",
+        "headers": [],
+        "query_string": b"",
+    }
+    service: Any = Service(admin_api_key="admin")
+    asyncio.run(create_app(service)(scope, receive, send))
+    assert sent[0]["status"] == 401
+
+
+def test_keys_are_not_shown() -> None:
+    assert "secret" not in repr(Keys("secret", "secret"))
+
+
+def test_a_server_keeps_its_keys_to_itself(checkpoints: Any) -> None:
+    keys = ("reader-8f3a", "trainer-91cc")
+    flags = ("--api-key", keys[0], "--admin-api-key", keys[1])
+    with running_server(checkpoints.a, *flags) as server:
+        reader, trainer = (bearer(key) for key in keys)
+        assert server.get("/server_info").status_code == 401
+        info = server.get("/server_info", headers=reader)
+        assert (info.json()["api_key"], info.json()["admin_api_key"]) == ("***", "***")
+        assert server.post("/generate", {"text": "a"}, headers=reader).status_code == 200
+        assert server.post("/pause_generation", headers=reader).status_code == 401
+        assert server.get("/memory_occupation", headers=reader).json()["generation"]["state"] == "running"
+        assert server.post("/pause_generation", headers=trainer).status_code == 200
+        assert server.post("/generate", {"text": "a"}, headers=trainer).status_code == 401
+        with openai.OpenAI(base_url=f"{server.client.base_url}/v1", api_key=keys[0]) as client:
+            assert len(client.models.list().data) == 1
+        for text in (info.text, server.log):
+            assert not any(key in text for key in keys)

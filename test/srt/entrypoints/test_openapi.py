@@ -1,0 +1,165 @@
+"""The OpenAPI document: whole, true to what a server answers, and no way to make it answer 500."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import schemathesis
+from fixtures.servers import Server, running_server
+from hypothesis import HealthCheck, Phase, settings
+from jsonschema_rs import validator_for
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
+
+from ebbtide.srt.entrypoints.control_routes import NOT_IMPLEMENTED
+from ebbtide.srt.entrypoints.http_server import create_app
+from ebbtide.srt.entrypoints.openapi import openapi_document
+
+DOCUMENT = openapi_document()
+# Beside the boundary cases of every field, of which there are thousands.
+NUM_EXAMPLES = 6
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: Any) -> Iterator[Server]:
+    # A short context: no example generates for long.
+    with running_server(checkpoints.a, "--context-length", "64", "--enable-metrics") as server:
+        yield server
+
+
+def test_the_document_has_every_endpoint() -> None:
+    app = create_app(Any)  # type: ignore[arg-type]
+    routed = {
+        (re.sub(":path", "", route.path), method)  # type: ignore[attr-defined]
+        for route in app.routes
+        for method in route.methods - {"HEAD"}  # type: ignore[attr-defined]
+    }
+    routed = {(path, method) for path, method in routed if path not in NOT_IMPLEMENTED}
+    described = {(path, method.upper()) for path, item in DOCUMENT["paths"].items() for method in item}
+    assert described == routed - {("/openapi.json", "GET"), ("/docs", "GET")}
+
+
+def test_references_lead_somewhere_and_ids_are_unique() -> None:
+    text = msgspec.json.encode(DOCUMENT).decode()
+    named = set(re.findall(r'"#/components/schemas/(\w+)"', text))
+    assert named <= set(DOCUMENT["components"]["schemas"])
+    ids = [operation["operationId"] for item in DOCUMENT["paths"].values() for operation in item.values()]
+    assert len(set(ids)) == len(ids)
+    # What only messages between processes have is no part of a body.
+    assert "ReqInput" not in {
+        value
+        for schema in DOCUMENT["components"]["schemas"].values()
+        for value in schema.get("properties", {}).get("type", {}).get("enum", ())
+    }
+
+
+def test_the_document_and_its_page_are_served(server: Server) -> None:
+    assert server.get("/openapi.json").json() == msgspec.json.decode(msgspec.json.encode(DOCUMENT))
+    page = server.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "/openapi.json" in page.text
+
+
+def assert_described(server: Server, method: str, path: str, body: Any = None) -> None:
+    """What the server answers is what the document says, with nothing left out."""
+    response = server.client.request(method, path, json=body)
+    assert response.status_code == 200, response.text
+    described = DOCUMENT["paths"][path][method.lower()]["responses"]["200"]
+    if "content" not in described:
+        assert response.content == b""
+        return
+    schema = {**described["content"]["application/json"]["schema"], "components": DOCUMENT["components"]}
+    validator_for(schema).validate(response.json())
+    known = properties(schema)
+    if isinstance(response.json(), dict) and known and path not in ("/server_info", "/get_server_info"):
+        assert response.json().keys() <= known
+
+
+def properties(schema: Any) -> set[str]:
+    """The names of an object's fields, in any of its forms."""
+    if "$ref" in schema:
+        schema = DOCUMENT["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    return set(schema.get("properties", ())).union(*(properties(one) for one in schema.get("anyOf", ())))
+
+
+PARAMS = {"max_new_tokens": 3, "n": 2}
+GENERATE = {"text": "a", "return_logprob": True, "top_logprobs_num": 1, "return_prompt_token_ids": True}
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/generate", GENERATE),
+        ("POST", "/generate", {**GENERATE, "sampling_params": PARAMS, "logprob_start_len": 0}),
+        ("POST", "/v1/completions", {"prompt": "a", "logprobs": 1, "echo": True, "return_token_ids": True}),
+        ("POST", "/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "return_meta_info": True}),
+        ("GET", "/v1/models", None),
+        *(("GET", path, None) for path in ("/", "/health", "/ready", "/model_info", "/server_info")),
+        *(("GET", path, None) for path in ("/memory_occupation", "/get_weight_version")),
+        *(("GET", path, None) for path in ("/v1/loads", "/get_load")),
+        ("POST", "/pause_generation", {"mode": "retract"}),
+        ("POST", "/release_memory_occupation", None),
+        ("GET", "/memory_occupation", None),
+        ("POST", "/resume_memory_occupation", {"tags": None}),
+        ("POST", "/update_weights_from_tensor", {"serialized_named_tensors": []}),
+        ("POST", "/begin_weight_update", None),
+        ("GET", "/server_info", None),
+        ("POST", "/abort_weight_update", None),
+        ("POST", "/update_weight_version", {"new_version": "7"}),
+        ("POST", "/continue_generation", {}),
+        ("POST", "/flush_cache", None),
+        ("POST", "/destroy_weights_update_group", None),
+        ("POST", "/transition", {"steps": [{"op": "pause"}, {"op": "continue"}]}),
+    ],
+)
+def test_the_document_is_true(server: Server, method: str, path: str, body: Any) -> None:
+    assert_described(server, method, path, body)
+
+
+# The weights were released above: without new ones nothing would run.
+def test_a_refusal_is_described_too(server: Server, checkpoints: Any) -> None:
+    assert server.post("/update_weights_from_disk", {"model_path": str(checkpoints.a)}).is_success
+    schema = {"$ref": "#/components/schemas/Error", "components": DOCUMENT["components"]}
+    for response in (server.post("/generate", {}), server.get("/nowhere"), server.post("/health")):
+        validator_for(schema).validate(response.json())
+
+
+# ------------------------------------------------------------------------------------------- schemathesis
+
+# To put is to post.
+SCHEMA = schemathesis.openapi.from_dict(DOCUMENT).exclude(method="PUT")
+# So that no example waits for a trainer that is not there.
+PATIENCE = {"timeout_s": 0.1, "master_address": "127.0.0.1"}
+
+
+def restore(server: Server, checkpoint: Any) -> None:
+    """Leave the server running, resident, with weights and no session."""
+    server.post("/abort_weight_update")
+    server.post("/continue_generation")
+    server.post("/resume_memory_occupation")
+    if server.get("/ready").status_code != 200:
+        assert server.post("/update_weights_from_disk", {"model_path": str(checkpoint)}).is_success
+
+
+@SCHEMA.parametrize()
+@settings(
+    max_examples=NUM_EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+def test_nothing_makes_the_server_fail(case: Any, server: Server, checkpoints: Any) -> None:
+    if case.path == "/init_weights_update_group" and isinstance(case.body, dict):
+        case.body = {**case.body, **PATIENCE}
+    [tag, *_] = next(iter(DOCUMENT["paths"][case.path].values()))["tags"]
+    response = case.call(base_url=str(server.client.base_url), timeout=30)
+    try:
+        assert response.status_code != 500, response.text
+        case.validate_response(response, checks=[response_schema_conformance, content_type_conformance])
+    finally:
+        if tag == "control":
+            restore(server, checkpoints.a)
