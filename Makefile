@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SOURCES := python test bench examples
+SOURCES := python compat test bench examples
 # All, or some: make unit TESTS=test/srt/test_config.py
 TESTS := test
 # How many sequences `make fuzz` tries; about 80 a second on one core.
@@ -62,6 +62,7 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	@echo "mypy --strict"
 	@cd python && $(BIN)/mypy --no-error-summary
+	@cd python && MYPYPATH=../compat $(BIN)/mypy --no-error-summary --strict ../compat/sglang
 
 imports: $(INSTALLED)
 	@echo "lint-imports"

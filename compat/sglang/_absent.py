@@ -1,0 +1,83 @@
+"""What this package does not have: modules of names only, and a clear word for everything else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import distributions
+from types import ModuleType
+from typing import Any, NoReturn
+
+OURS = "+ebbtide"
+
+# Frameworks import these at their start, for features that Ebbtide does not have. Using one says so.
+NAMES_ONLY: Mapping[str, Sequence[str]] = {
+    "sglang.srt.configs": (),
+    "sglang.srt.configs.device_config": ("DeviceConfig",),
+    "sglang.srt.configs.load_config": ("LoadConfig",),
+    "sglang.srt.configs.model_config": ("ModelConfig",),
+    "sglang.srt.distributed": (),
+    "sglang.srt.distributed.parallel_state": ("ParallelismContext", "RankParallelismConfig"),
+    "sglang.srt.entrypoints.openai.encoding_dsv4": (),
+    "sglang.srt.function_call.core_types": ("ToolCallItem",),
+    "sglang.srt.layers": (),
+    "sglang.srt.layers.moe": ("initialize_moe_config",),
+    "sglang.srt.layers.moe.routed_experts_capturer": ("extract_routed_experts_from_meta_info",),
+    "sglang.srt.layers.quantization": (),
+    "sglang.srt.layers.quantization.fp4_utils": ("initialize_fp4_gemm_config",),
+    "sglang.srt.layers.quantization.fp8_utils": ("initialize_fp8_gemm_config",),
+    "sglang.srt.model_loader": ("get_model",),
+    "sglang.srt.model_loader.parameter_mapper": ("ParameterMapper",),
+    "sglang.srt.parser": (),
+    "sglang.srt.parser.reasoning_parser": ("ReasoningParser",),
+}
+
+
+class NamesOnly(MetaPathFinder, Loader):
+    """The last of the finders: it makes the modules of `NAMES_ONLY`, and refuses all others of sglang."""
+
+    @classmethod
+    def install(cls) -> None:
+        """Idempotent."""
+        if not any(isinstance(finder, cls) for finder in sys.meta_path):
+            sys.meta_path.append(cls())
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith("sglang."):
+            return None
+        if fullname in NAMES_ONLY:
+            return ModuleSpec(fullname, self, origin=__file__, is_package=True)
+        raise ModuleNotFoundError(
+            f"{fullname} is not provided: this sglang is Ebbtide's compatibility package", name=fullname
+        )
+
+    def exec_module(self, module: ModuleType) -> None:
+        for name in NAMES_ONLY[module.__name__]:
+            setattr(module, name, _absent(module.__name__, name))
+
+
+def _absent(module: str, name: str) -> type[Any]:
+    """A class that can be named, and subclassed, but not called."""
+
+    def refuse(cls: type[Any], *args: object, **kwargs: object) -> NoReturn:
+        raise NotImplementedError(f"{module}.{name} is not in Ebbtide")
+
+    return type(name, (), {"__new__": refuse, "__module__": module, "__doc__": "A name only."})
+
+
+def refuse_real_sglang() -> None:
+    """Keep this package from hiding a real SGLang: what then runs would depend on the order of folders.
+
+    Raises:
+        ImportError: one is installed beside it.
+    """
+    for found in distributions(name="sglang"):
+        if not found.version.endswith(OURS):
+            raise ImportError(
+                f"sglang {found.version} is installed, and Ebbtide's package of that name would hide it: "
+                "uninstall it, take this folder off PYTHONPATH, or use another environment"
+            )

@@ -1,0 +1,84 @@
+"""Ebbtide's engine in this process, with what SGLang's entry points ask of it beyond `Engine`'s methods."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import ebbtide
+from ebbtide.srt.entrypoints.loop_thread import refuse_in_event_loop
+from ebbtide.srt.errors import EngineError
+from ebbtide.srt.managers import io_struct
+
+T = TypeVar("T")
+
+
+class EngineCore(ebbtide.Engine):
+    """An engine that can be asked by the names of requests, and can serve HTTP in its own loop."""
+
+    async def ask(self, name: str, fields: Mapping[str, Any]) -> Any:
+        """The body of the reply to a control request, named as its class is.
+
+        Raises:
+            RequestRejected, EngineError: as the methods of `Engine`.
+        """
+        kind = getattr(io_struct, name, None)
+        if kind is None:
+            raise EngineError(f"{name} is not in this version")
+        return await self._in_loop(self._service.control(kind, fields))
+
+    def wait(self, work: Coroutine[Any, Any, T], twin: str) -> T:
+        """Run a coroutine to its end; in a running event loop the error names `twin`, which works there."""
+        try:
+            refuse_in_event_loop(twin)
+        except RuntimeError:
+            work.close()
+            raise
+        return self._wait(work)
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine without waiting for it."""
+        self._runner.submit(work)
+
+    def sizes(self) -> dict[str, Any]:
+        """What SGLang's scheduler reports at its start."""
+        info: dict[str, Any] = self._wait(self._service.server_info())
+        return {name: info[name] for name in ("max_total_num_tokens", "max_req_input_len") if name in info}
+
+    def application(self) -> ASGIApp:
+        """The endpoints of this engine, for any event loop."""
+        # Serving takes seconds of imports that an engine alone does without.
+        from ebbtide.srt.entrypoints.http_server import create_app
+
+        inner = create_app(self._service)
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            if self._runner.is_current:
+                await inner(scope, receive, send)
+                return
+            # What belongs to the engine runs in its loop, the connection stays in this one.
+            loop = asyncio.get_running_loop()
+            await self._in_loop(_run(inner, dict(scope), _elsewhere(receive, loop), _elsewhere(send, loop)))
+
+        return serve
+
+
+async def _run(application: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    await application(scope, receive, send)
+
+
+def _elsewhere(
+    function: Callable[..., Awaitable[Any]], loop: asyncio.AbstractEventLoop
+) -> Callable[..., Awaitable[Any]]:
+    """The same coroutine function, run in a loop of another thread."""
+
+    async def there(*arguments: Any) -> Any:
+        return await function(*arguments)
+
+    async def call(*arguments: Any) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(*arguments), loop))
+
+    return call

@@ -1,0 +1,74 @@
+"""Payloads back into objects: what `MultiprocessingSerializer.deserialize` does. wire_api section 4.4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, TorchCudaIpc
+from ebbtide.srt.weight_sync.payload import as_local_serialized, as_metadata, decode_payload, raw_pickle
+from ebbtide.srt.weight_sync.pickle_reader import Record
+from ebbtide.srt.weight_sync.references import AnyStorageRef, CudaStorageRef, TensorRef, kind_of
+from ebbtide.srt.weight_sync.sender_memory import SenderMemory
+from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
+from sglang.srt.utils.patch_torch import device_index
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype)
+
+
+def deserialize(data: bytes | str) -> Any:
+    """The object; its tensors keep the sender's memory mapped for as long as they live."""
+    refs: list[AnyStorageRef] = []
+    memory = SenderMemory()
+    try:
+        described = decode_payload(raw_pickle(data), refs.append)
+        memory = SenderMemory(_ipc_of(refs))
+        # All that can be refused is, before the first tensor is made.
+        _rebuild(described, memory.map)
+        for _ in memory.open():
+            pass
+        return _rebuild(described, memory.tensor)
+    except RecursionError:
+        raise RequestRejected("the payload is nested too deeply") from None
+    finally:
+        for ref in refs:
+            memory.note(ref)
+        # The tensors hold what they need themselves; what was not opened is given back.
+        memory.close()
+
+
+def _rebuild(value: object, tensor: Callable[[TensorRef], object]) -> Any:
+    match value:
+        case TensorRef():
+            return tensor(value)
+        case Record():
+            return _record(value)
+        case list():
+            return [_rebuild(item, tensor) for item in value]
+        case tuple():
+            return tuple(_rebuild(item, tensor) for item in value)
+        case dict():
+            return {key: _rebuild(item, tensor) for key, item in value.items()}
+        case _ if isinstance(value, _PLAIN):
+            return value
+    raise RequestRejected(f"the payload: {kind_of(value)} is not a value")
+
+
+def _record(value: Record) -> object:
+    if value.name.endswith(".LocalSerializedTensor"):
+        return LocalSerializedTensor(values=as_local_serialized(value).values)
+    return FlattenedTensorMetadata(**vars(as_metadata(value)))
+
+
+def _ipc_of(refs: Sequence[AnyStorageRef]) -> CudaIpc | None:
+    """What opens the references to device memory; all of them are on one device."""
+    devices = {ref.device for ref in refs if isinstance(ref, CudaStorageRef)}
+    if not devices:
+        return None
+    index = device_index(devices.pop())
+    uuid = str(torch.get_device_module("cuda").get_device_properties(index).uuid)
+    return TorchCudaIpc(index, uuid)

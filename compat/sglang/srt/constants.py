@@ -1,0 +1,8 @@
+"""Names of memory tags."""
+
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+GPU_MEMORY_TYPE_KV_CACHE = str(MemoryTag.KV_CACHE)
+GPU_MEMORY_TYPE_WEIGHTS = str(MemoryTag.WEIGHTS)
+GPU_MEMORY_TYPE_CUDA_GRAPH = str(MemoryTag.CUDA_GRAPH)
+GPU_MEMORY_ALL_TYPES = [GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS, GPU_MEMORY_TYPE_CUDA_GRAPH]

@@ -1,0 +1,239 @@
+"""SGLang's `Engine`, whose control methods answer with tuples. Source: wire_api section 8."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from types import SimpleNamespace, TracebackType
+from typing import Any, NoReturn, Self, TypeVar
+
+from ebbtide.srt.managers.io_struct import DEFAULT_GROUP
+from sglang._core import EngineCore
+from sglang.srt.entrypoints.EngineBase import EngineBase
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
+    FlushCacheReqOutput,
+    InitWeightsUpdateGroupReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+)
+from sglang.srt.managers.tokenizer_manager import Outcome, TokenizerManager
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+T = TypeVar("T")
+
+# A tokenizer manager, a template manager, the ports, the sizes of the scheduler, a watchdog (Ebbtide's engine
+# has one of its own).
+Started = tuple[TokenizerManager, Any, PortArgs, dict[str, Any], None]
+
+
+def _set_envs_and_config(server_args: ServerArgs) -> None:
+    """Called before an engine starts; clients put another function in its place."""
+
+
+def init_tokenizer_manager(*args: Any, **kwargs: Any) -> NoReturn:
+    """A name that clients pass on. Ebbtide starts what it needs by itself."""
+    raise NotImplementedError("init_tokenizer_manager: an engine is started by Engine._launch_subprocesses")
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> NoReturn:
+    """As `init_tokenizer_manager`."""
+    raise NotImplementedError("run_scheduler_process: an engine is started by Engine._launch_subprocesses")
+
+
+def run_detokenizer_process(*args: Any, **kwargs: Any) -> NoReturn:
+    """As `init_tokenizer_manager`."""
+    raise NotImplementedError("run_detokenizer_process: an engine is started by Engine._launch_subprocesses")
+
+
+def _launch_subprocesses(
+    server_args: ServerArgs, port_args: PortArgs | None = None, **hooks: Any
+) -> tuple[TokenizerManager, Any, dict[str, Any], PortArgs]:
+    """Start an engine, in the older order: tokenizer manager, template manager, sizes, ports."""
+    manager, templates, ports, sizes, _ = Engine._launch_subprocesses(server_args, port_args=port_args)
+    return manager, templates, sizes, ports
+
+
+class Engine(EngineBase):
+    """An engine of this process.
+
+    Updates, and release and resume, answer with `(success, message)`; see `TokenizerManager`. The plain
+    methods work where no event loop runs; elsewhere the coroutines of `tokenizer_manager` do.
+
+    Args:
+        **kwargs: `server_args`, or the fields of `ServerArgs`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        given = kwargs.pop("server_args", None)
+        if given is not None and kwargs:
+            raise TypeError(f"server_args stands for all arguments, also for {', '.join(sorted(kwargs))}")
+        self.server_args = ServerArgs(**{"log_level": "error", **kwargs}) if given is None else given
+        started = self._launch_subprocesses(
+            server_args=self.server_args,
+            init_tokenizer_manager_func=init_tokenizer_manager,
+            run_scheduler_process_func=run_scheduler_process,
+            run_detokenizer_process_func=run_detokenizer_process,
+        )
+        self.tokenizer_manager, self.template_manager, self.port_args, self.scheduler_info, _ = started
+
+    @classmethod
+    def _launch_subprocesses(
+        cls,
+        server_args: ServerArgs,
+        init_tokenizer_manager_func: Any = None,
+        run_scheduler_process_func: Any = None,
+        run_detokenizer_process_func: Any = None,
+        port_args: PortArgs | None = None,
+    ) -> Started:
+        """Start an engine. The functions are accepted and not used: its processes are Ebbtide's own."""
+        _set_envs_and_config(server_args)
+        core = EngineCore(server_args=server_args)
+        ports = PortArgs.init_new(server_args) if port_args is None else port_args
+        return TokenizerManager(core), SimpleNamespace(), ports, core.sizes(), None
+
+    # ------------------------------------------------------------------------------------------ generation
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: Any = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        **fields: Any,
+    ) -> Any:
+        """As `ebbtide.Engine.generate`."""
+        return self._core.generate(prompt, sampling_params, input_ids, **fields)
+
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: Any = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        **fields: Any,
+    ) -> Any:
+        """As `ebbtide.Engine.async_generate`."""
+        return await self._core.async_generate(prompt, sampling_params, input_ids, **fields)
+
+    def flush_cache(self) -> FlushCacheReqOutput:
+        return self._run(self.tokenizer_manager.flush_cache())
+
+    def pause_generation(self, mode: str = "abort") -> dict[str, Any]:
+        return self._core.pause_generation(mode)
+
+    def continue_generation(self) -> dict[str, Any]:
+        return self._core.continue_generation()
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        self.tokenizer_manager.abort_request(rid, abort_all)
+
+    # --------------------------------------------------------------------------------- memory and weights
+
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> Outcome:
+        obj = ReleaseMemoryOccupationReqInput(tags=tags)
+        return self._run(self.tokenizer_manager.release_memory_occupation(obj))
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> Outcome:
+        obj = ResumeMemoryOccupationReqInput(tags=tags)
+        return self._run(self.tokenizer_manager.resume_memory_occupation(obj))
+
+    def update_weights_from_tensor(
+        self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True, **fields: Any
+    ) -> Outcome:
+        """As `ebbtide.Engine.update_weights_from_tensor`: pairs (name, tensor), or serialized entries."""
+
+        async def update() -> dict[str, Any]:
+            return await self._core.async_update_weights_from_tensor(
+                named_tensors, load_format, flush_cache, **fields
+            )
+
+        return self._run(self.tokenizer_manager.outcome_of("update_weights_from_tensor", update))
+
+    def update_weights_from_disk(
+        self, model_path: str, load_format: str | None = None, **fields: Any
+    ) -> tuple[bool, str, int]:
+        obj = UpdateWeightFromDiskReqInput(model_path=model_path, load_format=load_format, **fields)
+        return self._run(self.tokenizer_manager.update_weights_from_disk(obj))
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[Any],
+        shapes: Sequence[Sequence[int]],
+        group_name: str = DEFAULT_GROUP,
+        flush_cache: bool = True,
+        **fields: Any,
+    ) -> Outcome:
+        obj = UpdateWeightsFromDistributedReqInput(
+            names=list(names),
+            dtypes=[str(dtype) for dtype in dtypes],
+            shapes=[list(shape) for shape in shapes],
+            group_name=group_name,
+            flush_cache=flush_cache,
+            **fields,
+        )
+        return self._run(self.tokenizer_manager.update_weights_from_distributed(obj))
+
+    def update_weights_from_ipc(self, zmq_handles: dict[str, str], flush_cache: bool = True) -> Outcome:
+        obj = UpdateWeightsFromIPCReqInput(zmq_handles=zmq_handles, flush_cache=flush_cache)
+        return self._run(self.tokenizer_manager.update_weights_from_ipc(obj))
+
+    def begin_weight_update(self, **fields: Any) -> Outcome:
+        return self._run(self.tokenizer_manager.begin_weight_update(BeginWeightUpdateReqInput(**fields)))
+
+    def end_weight_update(self, **fields: Any) -> Outcome:
+        return self._run(self.tokenizer_manager.end_weight_update(EndWeightUpdateReqInput(**fields)))
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = DEFAULT_GROUP,
+        backend: str = "nccl",
+    ) -> Outcome:
+        obj = InitWeightsUpdateGroupReqInput(
+            master_address=master_address,
+            master_port=master_port,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
+        )
+        return self._run(self.tokenizer_manager.init_weights_update_group(obj))
+
+    def destroy_weights_update_group(self, group_name: str = DEFAULT_GROUP) -> Outcome:
+        obj = DestroyWeightsUpdateGroupReqInput(group_name=group_name)
+        return self._run(self.tokenizer_manager.destroy_weights_update_group(obj))
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+        return self._core.get_weights_by_name(name, truncate_size)
+
+    # ----------------------------------------------------------------------------------------- and the rest
+
+    def get_server_info(self) -> dict[str, Any]:
+        return self._core.server_info()
+
+    def shutdown(self) -> None:
+        """End the engine. Idempotent."""
+        self._core.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    @property
+    def _core(self) -> EngineCore:
+        return self.tokenizer_manager.core
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        # Of the caller's name; a coroutine has it, whatever its type says.
+        return self._core.wait(work, f"tokenizer_manager.{getattr(work, '__name__', '')}")

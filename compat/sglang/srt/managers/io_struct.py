@@ -1,0 +1,127 @@
+"""Requests as SGLang has them: mutable, built by keyword. Their fields are those of Ebbtide's.
+
+Source: wire_api sections 2, 3 and 8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any
+
+import msgspec
+
+from ebbtide.srt.managers import generate_request, io_struct
+
+# Of `/generate`; accepted, and ignored.
+_IGNORED_FIELDS = (
+    "log_metrics",
+    "no_logs",
+    "custom_labels",
+    "routing_key",
+    "session_id",
+    "conversation_id",
+    "background",
+    "require_reasoning",
+    "modalities",
+    "priority",
+    "external_trace_header",
+    "received_time",
+    "use_audio_in_video",
+    "mm_processor_kwargs",
+    "images_config",
+    "max_dynamic_patch",
+)
+
+
+def _mutable(request: type[msgspec.Struct], also: tuple[str, ...] = ()) -> Any:
+    """A mutable twin of a request. `also`: further fields, None unless given."""
+    required, optional = [], []
+    for known in msgspec.structs.fields(request):
+        if known.required:
+            required.append((known.name, Any))
+        elif known.default_factory is not msgspec.NODEFAULT:
+            optional.append((known.name, Any, field(default_factory=known.default_factory)))
+        else:
+            optional.append((known.name, Any, field(default=known.default)))
+    optional += [(name, Any, field(default=None)) for name in also]
+    namespace = {"__module__": __name__, "__doc__": request.__doc__}
+    return make_dataclass(request.__name__, [*required, *optional], namespace=namespace)
+
+
+GenerateReqInput = _mutable(
+    generate_request.GenerateReqInput, (*sorted(generate_request.UNSUPPORTED_FIELDS), *_IGNORED_FIELDS)
+)
+AbortReq = _mutable(io_struct.AbortReq)
+PauseGenerationReqInput = _mutable(io_struct.PauseGenerationReqInput)
+ContinueGenerationReqInput = _mutable(io_struct.ContinueGenerationReqInput)
+ReleaseMemoryOccupationReqInput = _mutable(io_struct.ReleaseMemoryOccupationReqInput)
+ResumeMemoryOccupationReqInput = _mutable(io_struct.ResumeMemoryOccupationReqInput)
+UpdateWeightFromDiskReqInput = _mutable(io_struct.UpdateWeightFromDiskReqInput)
+UpdateWeightsFromTensorReqInput = _mutable(io_struct.UpdateWeightsFromTensorReqInput)
+UpdateWeightsFromDistributedReqInput = _mutable(io_struct.UpdateWeightsFromDistributedReqInput)
+InitWeightsUpdateGroupReqInput = _mutable(io_struct.InitWeightsUpdateGroupReqInput)
+DestroyWeightsUpdateGroupReqInput = _mutable(io_struct.DestroyWeightsUpdateGroupReqInput)
+BeginWeightUpdateReqInput = _mutable(io_struct.BeginWeightUpdateReqInput)
+EndWeightUpdateReqInput = _mutable(io_struct.EndWeightUpdateReqInput)
+UpdateWeightVersionReqInput = _mutable(io_struct.UpdateWeightVersionReqInput)
+GetWeightsByNameReqInput = _mutable(io_struct.GetWeightsByNameReqInput)
+
+
+@dataclass
+class UpdateWeightsFromIPCReqInput:
+    """Weights by checkpoint-engine. wire_api section 4.5."""
+
+    zmq_handles: dict[str, str]
+    flush_cache: bool = True
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+    pause_mode: str | None = None
+    timeout_s: float | None = None
+
+
+@dataclass
+class CheckWeightsReqInput:
+    """Checksums of the weights. wire_api section 3.3."""
+
+    action: str = "checksum"
+    skip_tensor_list: list[str] | None = None
+    allow_quant_error: bool = False
+    selector: str = "all"
+
+
+@dataclass
+class LoadLoRAAdapterFromTensorsReqInput:
+    """A name only: Ebbtide has no LoRA."""
+
+    lora_name: str
+    config_dict: dict[str, Any]
+    serialized_tensors: str
+    pinned: bool = False
+    added_tokens_config: dict[str, Any] | None = None
+    lora_id: str | None = None
+    load_format: str | None = None
+
+
+@dataclass
+class Function:
+    """A function that the model may call."""
+
+    description: str | None = None
+    name: str | None = None
+    parameters: Any = None
+
+
+@dataclass
+class Tool:
+    """A tool of the one kind there is."""
+
+    function: Function
+    type: str | None = "function"
+
+
+@dataclass
+class FlushCacheReqOutput:
+    """The answer to `flush_cache`."""
+
+    success: bool
+    message: str = ""

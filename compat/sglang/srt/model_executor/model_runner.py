@@ -1,0 +1,6 @@
+"""What trainers take from here: the forms in which weights travel."""
+
+from sglang.srt.model_executor.model_runner_components.weight_updater import (
+    LocalSerializedTensor as LocalSerializedTensor,
+)
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket as FlattenedTensorBucket

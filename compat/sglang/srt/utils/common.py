@@ -1,0 +1,141 @@
+"""Helpers that trainers import: serialized tensors, process trees, ports. torch is imported when used."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+import resource
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+MAX_OPEN_FILES = 65535
+# Nothing is sent there: the operating system only says which of its addresses it would send from.
+_OUTSIDE = "8.8.8.8"
+
+
+class MultiprocessingSerializer:
+    """Objects with tensors as pickles that refer to the tensors' memory. Source: wire_api section 4."""
+
+    @staticmethod
+    def serialize(obj: Any, output_str: bool = False) -> Any:
+        """Pickle an object; keep its tensors alive until the update is answered.
+
+        Args:
+            output_str: base64 text in place of bytes.
+        """
+        from ebbtide.srt.weight_sync.sender import serialize
+
+        data = serialize(obj)
+        return base64.b64encode(data).decode("ascii") if output_str else data
+
+    @staticmethod
+    def deserialize(data: bytes | str) -> Any:
+        """The object, with tensors that are views of the sender's memory. Runs nothing that the data names.
+
+        Raises:
+            RequestRejected: it is not what `serialize` makes, or the sender's memory is not there.
+        """
+        from sglang._opened import deserialize
+
+        return deserialize(data)
+
+
+def kill_process_tree(
+    pid: int | None, include_parent: bool = True, skip_pid: int | None = None, wait_timeout: float = 60
+) -> None:
+    """Kill a process and all that descend from it, and wait until they have gone.
+
+    Args:
+        pid: None: what descends from this process. This process itself is left by `sys.exit`.
+        skip_pid: one that stays.
+        wait_timeout: seconds.
+    """
+    own_pid = os.getpid()
+    include_parent = include_parent and pid is not None
+    try:
+        parent = psutil.Process(own_pid if pid is None else pid)
+        doomed = parent.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    if include_parent and parent.pid != own_pid:
+        doomed.append(parent)
+    doomed = [process for process in doomed if process.pid not in (skip_pid, own_pid)]
+    for process in doomed:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    _, alive = psutil.wait_procs(doomed, timeout=wait_timeout)
+    if alive:
+        logger.warning("still there %s s after they were killed: %s", wait_timeout, alive)
+    if include_parent and parent.pid == own_pid and skip_pid != own_pid:
+        sys.exit(0)
+
+
+def is_cuda() -> bool:
+    """Whether there is a CUDA device."""
+    return _has_gpu() and not is_hip()
+
+
+def is_hip() -> bool:
+    """Whether torch was built for ROCm."""
+    import torch
+
+    return torch.version.hip is not None
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device is not None and device.type == "cuda"
+
+
+def get_ip() -> str:
+    """The address by which other machines reach this one; loopback where there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_OUTSIDE, 80))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def get_open_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def set_ulimit(target_soft_limit: int = MAX_OPEN_FILES) -> None:
+    """Allow more open files, as far as the hard limit lets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = target_soft_limit if hard == resource.RLIM_INFINITY else min(target_soft_limit, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def assert_pkg_version(*args: Any, **kwargs: Any) -> None:
+    """Pass: the versions that SGLang needs are not those that Ebbtide needs."""
+
+
+def set_prometheus_multiproc_dir() -> None:
+    """Nothing to do: the metrics are those of one process."""
+
+
+def add_prometheus_middleware(app: Any) -> None:
+    """Nothing to do: `/metrics` is a route of `app`."""
+
+
+def maybe_set_triton_cache_manager() -> None:
+    """Nothing to do."""
+
+
+def suppress_noisy_warnings() -> None:
+    """Nothing to do."""

@@ -1,0 +1,121 @@
+"""What the examples of frameworks share: a tiny model, and a trainer of it in plain torch.
+
+The reward is the share of token ids below `SMALL`: REINFORCE makes those likelier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+# Here, and not in `main`: processes that an example spawns import this module too.
+transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+NUM_ROLLOUTS = 32
+NUM_TOKENS = 16
+PROMPT = [1, 2, 3, 4]
+SMALL = 64
+# How rollouts are sampled, in the words of `/generate`.
+SAMPLING = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1.0}
+GREEDY = {**SAMPLING, "temperature": 0.0}
+# Small engines: the model has no tokenizer, and no context to speak of.
+SERVER_ARGUMENTS: dict[str, Any] = {"skip_tokenizer_init": True, "max_total_tokens": 4096}
+
+
+def make_tiny_model(path: Path) -> Path:
+    """A checkpoint of random weights, small enough to train in a moment."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def policy_loss(model: Any, outputs: Sequence[Sequence[int]]) -> tuple[torch.Tensor, float]:
+    """REINFORCE with a baseline; the loss, and the mean reward."""
+    outputs_RT = torch.tensor(outputs)
+    reward_RT = (outputs_RT < SMALL).float()
+    ids_RT = torch.cat([torch.tensor([PROMPT] * len(outputs)), outputs_RT], dim=1)
+    logits_RTV = model(input_ids=ids_RT).logits[:, len(PROMPT) - 1 : -1]
+    logprob_RT = logits_RTV.log_softmax(-1).gather(-1, outputs_RT[..., None])[..., 0]
+    loss = -((reward_RT - reward_RT.mean()) * logprob_RT).mean()
+    return loss, float(reward_RT.mean())
+
+
+class Trainer:
+    """REINFORCE on its own copy of the model."""
+
+    def __init__(self, model_path: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
+
+    def learn(self, outputs: Sequence[Sequence[int]]) -> float:
+        """One gradient step; returns the mean reward of the outputs."""
+        loss, reward = policy_loss(self.model, outputs)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        return reward
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights under the names of a checkpoint."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    @torch.no_grad()
+    def greedy(self) -> list[int]:
+        """What an engine with these weights answers when nothing is left to chance."""
+        ids = list(PROMPT)
+        for _ in range(NUM_TOKENS):
+            ids.append(int(self.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(PROMPT) :]
+
+
+def buckets(
+    named_tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int = 1 << 16
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The tensors in lists of about so many bytes."""
+    pending: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in named_tensors:
+        pending.append((name, tensor))
+        if sum(each.nbytes for _, each in pending) >= bucket_bytes:
+            yield pending
+            pending = []
+    if pending:
+        yield pending
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main(description: str | None, run: Callable[[Path, int], None]) -> None:
+    """The command line of an example: `run` gets the folder of a model, and a number of steps."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model-path", type=Path, help="a folder like that of make_tiny_model (default: made)"
+    )
+    parser.add_argument("--steps", type=int, default=3)
+    arguments = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        run(arguments.model_path or make_tiny_model(Path(folder) / "model"), arguments.steps)

@@ -1,0 +1,110 @@
+"""Every import path of wire_api section 8, in interpreters of their own, and what is said of all others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from fixtures.compat import COMPAT, IMPORTS, output_of, run_python
+
+LIGHT = """
+import json, psutil, sys, threading
+print(json.dumps({
+    "heavy": sorted({"transformers", "triton", "flashinfer"} & sys.modules.keys()),
+    "threads": threading.active_count(),
+    "children": [child.pid for child in psutil.Process().children()],
+}))
+"""
+
+
+def test_all_paths_are_there_and_importing_them_starts_nothing() -> None:
+    found = json.loads(output_of(IMPORTS + LIGHT))
+    assert found == {"heavy": [], "threads": 1, "children": []}
+
+
+def test_the_version_is_sglangs_or_as_told() -> None:
+    show = "import sglang; print(sglang.__version__)"
+    assert output_of(show) == "0.5.23\n"
+    assert output_of(show, EBBTIDE_SGLANG_VERSION="0.5.7") == "0.5.7\n"
+
+
+@pytest.mark.parametrize(
+    "statement", ["import sglang.srt.managers.scheduler", "from sglang.srt.layers import attention"]
+)
+def test_other_paths_fail_with_one_line(statement: str) -> None:
+    done = run_python(statement)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1
+    assert "Error: " in last
+    assert "sglang" in last
+    caught = output_of(f"try:\n    {statement}\nexcept ImportError as error:\n    print(error)")
+    assert caught.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("sglang.srt.function_call.function_call_parser", "FunctionCallParser"),
+        ("sglang.srt.parser.reasoning_parser", "ReasoningParser"),
+        ("sglang.srt.layers.moe.routed_experts_capturer", "extract_routed_experts_from_meta_info"),
+        ("sglang.srt.model_loader", "get_model"),
+    ],
+)
+def test_what_is_a_name_only_says_so_when_it_is_used(path: str, name: str) -> None:
+    done = run_python(f"from {path} import {name}; {name}(1, a=2)")
+    assert f"NotImplementedError: {path}" in done.stderr
+    assert "is not in Ebbtide" in done.stderr
+
+
+def fake_sglang(folder: Path) -> None:
+    """The traces of a real SGLang."""
+    metadata = folder / "sglang-0.5.9.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.9\n")
+
+
+def test_a_real_sglang_is_not_hidden(tmp_path: Path) -> None:
+    fake_sglang(tmp_path)
+    script = f"import sys; sys.path.append({str(tmp_path)!r})\nimport sglang"
+    done = run_python(script)
+    assert "ImportError: sglang 0.5.9 is installed, and Ebbtide's package" in done.stderr
+
+
+def install(python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-build-isolation"]
+    command += ["--no-deps", "--no-index", "--disable-pip-version-check", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_installed_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    [packages] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    # Ebbtide, torch and the tools that build: those of this environment.
+    ours = [path for path in sys.path if path.endswith("site-packages")]
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in ours]
+    (packages / "ours.pth").write_text("".join(lines))
+    # Building leaves things behind in the folder that is built.
+    ignore = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    source = shutil.copytree(COMPAT, tmp_path / "compat", ignore=ignore)
+    done = install(python, source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    script = IMPORTS + "\nfrom importlib.metadata import version\nprint(sglang.__file__, version('sglang'))"
+    shown = run_python(
+        f"import sglang\n{script}", python=str(python), PYTHONPATH=str(COMPAT.parent / "python")
+    )
+    assert shown.stdout == f"{packages}/sglang/__init__.py 0.5.23+ebbtide\n", shown.stderr
+
+    shutil.rmtree(packages / "sglang")
+    [own] = packages.glob("sglang-*.dist-info")
+    shutil.rmtree(own)
+    fake_sglang(packages)
+    refused = install(python, source)
+    assert refused.returncode != 0
+    assert "sglang 0.5.9 is installed in" in refused.stdout + refused.stderr
+    assert (packages / "sglang-0.5.9.dist-info").exists()

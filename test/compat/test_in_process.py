@@ -1,0 +1,252 @@
+"""An engine in the caller's process, as verl has it: by tokenizer manager, by `Engine`, and behind `app`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import sglang.srt.entrypoints.engine as entrypoint
+from fixtures.checkpoints import make_checkpoint
+from fixtures.servers import is_alive
+from safetensors.torch import load_file
+from sglang.srt.entrypoints.http_server import _GlobalState, app, health_generate, set_global_state
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+
+GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
+PROMPT = [5, 6, 7]
+
+
+class AsyncEngine(entrypoint.Engine):
+    """As verl derives it: coroutines in the place of the plain methods."""
+
+    async def release_memory_occupation(self, tags: list[str] | None = None) -> Any:  # type: ignore[override]
+        obj = ReleaseMemoryOccupationReqInput(tags=tags)
+        return await self.tokenizer_manager.release_memory_occupation(obj, None)
+
+    async def resume_memory_occupation(self, tags: list[str] | None = None) -> Any:  # type: ignore[override]
+        obj = ResumeMemoryOccupationReqInput(tags=tags)
+        return await self.tokenizer_manager.resume_memory_occupation(obj, None)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    first, second = (make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=ord(name)) for name in "ab")
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints: tuple[Path, Path]) -> Iterator[AsyncEngine]:
+    seen = []
+    original = entrypoint._set_envs_and_config
+    # Clients put a function of theirs in the place of this one.
+    entrypoint._set_envs_and_config = seen.append
+    try:
+        with AsyncEngine(
+            model_path=str(checkpoints[0]), skip_tokenizer_init=True, max_total_tokens=4096
+        ) as engine:
+            assert seen == [engine.server_args]
+            yield engine
+    finally:
+        entrypoint._set_envs_and_config = original
+
+
+@pytest.fixture
+def manager(engine: AsyncEngine) -> TokenizerManager:
+    return engine.tokenizer_manager
+
+
+async def generate(manager: TokenizerManager, **fields: Any) -> Any:
+    request = GenerateReqInput(input_ids=PROMPT, image_data=None, **{"sampling_params": GREEDY, **fields})
+    return await manager.generate_request(request, None).__anext__()
+
+
+def weights_of(checkpoint: Path) -> list[tuple[str, Any]]:
+    return list(load_file(checkpoint / "model.safetensors").items())
+
+
+def test_the_order_of_verl(manager: TokenizerManager, checkpoints: tuple[Path, Path]) -> None:
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    async def run() -> None:
+        before = (await generate(manager))["output_ids"]
+        released = ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"])
+        assert await manager.release_memory_occupation(released, None) == (
+            True,
+            "Released weights, kv_cache.",
+        )
+        await manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["weights"]), None)
+        for checkpoint, is_same in ((checkpoints[1], False), (checkpoints[0], True)):
+            tensors = weights_of(checkpoint)
+            entries = [MultiprocessingSerializer.serialize(tensors)]
+            obj = UpdateWeightsFromTensorReqInput(serialized_named_tensors=entries)
+            done, message = await manager.update_weights_from_tensor(obj, None)
+            assert (done, message.startswith(f"Updated {len(tensors)} tensors")) == (True, True)
+            assert (await manager.flush_cache()).success
+            await manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["kv_cache"]), None)
+            assert ((await generate(manager))["output_ids"] == before) is is_same
+
+    asyncio.run(run())
+
+
+def test_refusals_are_told_and_logged(
+    manager: TokenizerManager, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        done, message = await manager.release_memory_occupation(
+            ReleaseMemoryOccupationReqInput(tags=["nothing"]), None
+        )
+        assert not done
+        assert "weights" in message
+        disk = await manager.update_weights_from_disk(
+            UpdateWeightFromDiskReqInput(model_path=str(tmp_path)), None
+        )
+        assert (disk[0], disk[2]) == (False, 0)
+        assert await manager.end_weight_update() == (False, caplog.messages[-1].partition(": ")[2])
+        assert (await generate(manager))["meta_info"]["completion_tokens"] == 6
+
+    asyncio.run(run())
+    assert len(caplog.messages) == 3
+
+
+def test_live_requests_are_listed_and_aborted(manager: TokenizerManager) -> None:
+    long = {**GREEDY, "max_new_tokens": 200}
+
+    async def run() -> None:
+        await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        waiting = [
+            asyncio.create_task(generate(manager, rid=rid, sampling_params=long)) for rid in ("one", "two")
+        ]
+        while len(manager.rid_to_state) < 2:
+            await asyncio.sleep(0.01)
+        assert set(manager.rid_to_state) == {"one", "two"}
+        manager.abort_request(rid="one")
+        first = await waiting[0]
+        assert first["meta_info"]["finish_reason"]["type"] == "abort"
+        assert set(manager.rid_to_state) == {"two"}
+        manager.abort_request(abort_all=True)
+        assert (await waiting[1])["meta_info"]["finish_reason"]["type"] == "abort"
+        await manager.continue_generation(ContinueGenerationReqInput())
+        assert manager.rid_to_state == {}
+
+    asyncio.run(run())
+
+
+def test_streams_and_loops_of_any_thread(manager: TokenizerManager) -> None:
+    chunks: list[Any] = []
+
+    async def stream() -> None:
+        request = GenerateReqInput(input_ids=PROMPT, sampling_params=GREEDY, stream=True)
+        async for chunk in manager.generate_request(request, None):
+            chunks.append(chunk)
+
+    thread = threading.Thread(target=lambda: asyncio.run(stream()))
+    thread.start()
+    thread.join()
+    whole = asyncio.run(generate(manager))
+    assert chunks[-1]["output_ids"] == whole["output_ids"]
+    assert len(chunks) > 1
+
+
+def test_engines_of_clients_answer_with_tuples(engine: AsyncEngine, checkpoints: tuple[Path, Path]) -> None:
+    assert asyncio.run(engine.release_memory_occupation(["kv_cache"]))[0]
+    assert asyncio.run(engine.resume_memory_occupation())[0]
+    assert engine.update_weights_from_tensor(weights_of(checkpoints[1]))[0]
+    assert engine.begin_weight_update()[0]
+    assert engine.begin_weight_update() == (False, engine.begin_weight_update()[1])
+    done, _, num_paused = engine.update_weights_from_disk(str(checkpoints[0]))
+    assert (done, num_paused) == (True, 0)
+    assert engine.end_weight_update(weight_version="9")[0]
+    assert engine.flush_cache().success
+    assert engine.generate(input_ids=PROMPT, sampling_params=GREEDY)["meta_info"]["weight_version"] == "9"
+    assert engine.destroy_weights_update_group()[0]
+
+
+def test_plain_methods_in_a_loop_name_the_coroutine(engine: AsyncEngine) -> None:
+    async def run() -> None:
+        with pytest.raises(RuntimeError, match=r"tokenizer_manager\.flush_cache"):
+            engine.flush_cache()
+
+    asyncio.run(run())
+
+
+def test_the_application_serves_the_engine_of_this_process(manager: TokenizerManager) -> None:
+    routes = list(app.router.routes)
+
+    def of(path: str) -> list[Any]:
+        return [route for route in routes if getattr(route, "path", None) == path]
+
+    async def own_health() -> dict[str, str]:
+        return {"mine": "yes"}
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            assert (await client.get("/health")).status_code == 503
+            set_global_state(
+                _GlobalState(tokenizer_manager=manager, template_manager=None, scheduler_info=None)
+            )
+            manager.server_status = ServerStatus.Up
+            assert (await client.get("/health")).status_code == 200
+            body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+            answer = (await client.post("/generate", json=body)).json()
+            assert answer["output_ids"] == (await generate(manager))["output_ids"]
+            streamed = await client.post("/generate", json={**body, "stream": True})
+            assert streamed.text.endswith("data: [DONE]\n\n")
+            refused = await client.post("/pause_generation", json={"mode": "never"})
+            assert (refused.status_code, refused.json()["success"]) == (400, False)
+            assert (await client.get("/nowhere")).json()["error"]["code"] == 404
+            assert (await client.get("/generate")).status_code == 405
+
+            app.router.routes.remove(of("/health")[0])
+            app.add_api_route("/own_health", own_health, methods=["GET"])
+            app.add_api_route("/own_health_generate", health_generate, methods=["GET"])
+            assert (await client.get("/health")).status_code == 404
+            assert (await client.get("/own_health")).json() == {"mine": "yes"}
+            assert (await client.get("/own_health_generate")).status_code == 200
+
+    assert of("/generate")
+    assert of("/update_weights_from_tensor")
+    try:
+        asyncio.run(run())
+    finally:
+        app.router.routes[:] = routes
+
+
+def test_what_this_version_lacks_is_said(manager: TokenizerManager) -> None:
+    async def run() -> None:
+        with pytest.raises(Exception, match="lora_path"):
+            await generate(manager, lora_path="somewhere")
+
+    asyncio.run(run())
+
+
+def test_nothing_is_left_of_an_engine(checkpoints: tuple[Path, Path]) -> None:
+    manager, _, sizes, ports = entrypoint._launch_subprocesses(
+        entrypoint.ServerArgs(
+            model_path=str(checkpoints[0]),
+            skip_tokenizer_init=True,
+            max_total_tokens=64,
+            log_level="error",
+        )
+    )
+    assert sizes["max_total_num_tokens"] >= 64
+    assert ports.nccl_port > 0
+    pids = manager.core._service.pids.values()
+    assert all(is_alive(pid) for pid in pids)
+    manager.core.shutdown()
+    assert not any(is_alive(pid) for pid in pids)
