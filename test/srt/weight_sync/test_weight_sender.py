@@ -419,6 +419,29 @@ def test_the_session_of_another_client_stays_as_it_is(target: Any, new: Weights)
     assert info["weight_update"]["session_open"]
 
 
+@pytest.mark.parametrize("next_session", [None, "another"])
+def test_a_bucket_whose_session_has_ended_is_refused_and_the_old_weights_serve(
+    target: Any, old: Weights, new: Weights, next_session: str | None
+) -> None:
+    def call(name: str, **fields: Any) -> None:
+        if isinstance(target, Server):
+            target.post(f"/{name}", fields).raise_for_status()
+        else:
+            getattr(target, name)(**fields)
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, item in enumerate(new.items()):
+            if index == 10:
+                call("abort_weight_update")
+                if next_session is not None:
+                    call("begin_weight_update", session_id=next_session)
+            yield item
+
+    with pytest.raises(WeightSendError, match=r"the session '\w+' is not open"):
+        sender_to(target, bucket_bytes=1).send(gather(), version="new")
+    assert serves(target, old, "old")
+
+
 def test_a_bucket_that_finds_no_session_is_told_of_as_a_mixture() -> None:
     engine = FakeEngine()
 
@@ -579,13 +602,17 @@ class FakeEngine:
         self.on_update: Callable[[list[str]], None] = lambda _: None
         self.on_end: Callable[[], None] = lambda: None
 
-    def begin_weight_update(self, *, timeout_s: float | None) -> dict[str, Any]:
+    def begin_weight_update(self, *, timeout_s: float | None, session_id: str | None) -> dict[str, Any]:
         self.log.append("begin")
         self.is_open = True
         return {}
 
     def update_weights_from_tensor(
-        self, named_tensors: list[tuple[str, torch.Tensor]], *, timeout_s: float | None
+        self,
+        named_tensors: list[tuple[str, torch.Tensor]],
+        *,
+        timeout_s: float | None,
+        session_id: str | None,
     ) -> dict[str, Any]:
         self.log.append("update")
         names = [name for name, _ in named_tensors]
@@ -600,6 +627,7 @@ class FakeEngine:
         flush_cache: bool | None,
         pause_mode: str | None,
         timeout_s: float | None,
+        session_id: str | None,
     ) -> dict[str, Any]:
         self.log.append("end")
         self.on_end()

@@ -202,6 +202,7 @@ class Engine:
         pause_mode: str | None = None,
         abort_all_requests: bool = False,
         timeout_s: float | None = None,
+        session_id: str | None = None,
     ) -> dict[str, Any]:
         """Take new weights. wire_api section 3.3.
 
@@ -227,6 +228,7 @@ class Engine:
                 pause_mode=pause_mode,
                 abort_all_requests=abort_all_requests,
                 timeout_s=timeout_s,
+                session_id=session_id,
             )
 
     async def async_update_weights_from_disk(
@@ -306,10 +308,16 @@ class Engine:
         return await self._control(DestroyWeightsUpdateGroupReqInput, group_name=group_name)
 
     async def async_begin_weight_update(
-        self, selector: str = "all", timeout_s: float | None = None
+        self, selector: str = "all", timeout_s: float | None = None, session_id: str | None = None
     ) -> dict[str, Any]:
-        """Open a session: updates are staged until `end_weight_update` commits them all at once."""
-        return await self._control(BeginWeightUpdateReqInput, selector=selector, timeout_s=timeout_s)
+        """Open a session: updates are staged until `end_weight_update` commits them all at once.
+
+        Args:
+            session_id: a name for it; what gives that name is refused once the session is over.
+        """
+        return await self._control(
+            BeginWeightUpdateReqInput, selector=selector, timeout_s=timeout_s, session_id=session_id
+        )
 
     async def async_end_weight_update(
         self,
@@ -317,6 +325,7 @@ class Engine:
         flush_cache: bool | None = None,
         pause_mode: str | None = None,
         timeout_s: float | None = None,
+        session_id: str | None = None,
     ) -> dict[str, Any]:
         """Commit the open session. wire_api section 3.3."""
         return await self._control(
@@ -325,6 +334,7 @@ class Engine:
             flush_cache=flush_cache,
             pause_mode=pause_mode,
             timeout_s=timeout_s,
+            session_id=session_id,
         )
 
     async def async_abort_weight_update(self) -> dict[str, Any]:

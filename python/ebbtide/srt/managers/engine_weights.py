@@ -52,7 +52,7 @@ class EngineWeights:
         self._store = store
         self._config = config
         self._device = device
-        self._groups = WeightGroups(torch.device(device.name))
+        self._groups = WeightGroups(torch.device(device.name), config.parallel)
         self._cuda: CudaIpc | None = None
         if device.uuid is not None:
             _, _, index = device.name.partition(":")

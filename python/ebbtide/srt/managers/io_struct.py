@@ -85,7 +85,10 @@ class FlushCacheReqInput(ControlRequest, frozen=True):
 
 
 class WeightUpdateRequest(ControlRequest, frozen=True, kw_only=True):
-    """The fields of every weight update. Source: wire_api section 3.3."""
+    """The fields of every weight update. Source: wire_api section 3.3.
+
+    `session_id`: refused unless the session that was begun under this name is open.
+    """
 
     flush_cache: bool = True
     abort_all_requests: bool = False
@@ -94,6 +97,7 @@ class WeightUpdateRequest(ControlRequest, frozen=True, kw_only=True):
     timeout_s: float | None = None
     selector: Literal["target", "draft", "all"] = "all"
     torch_empty_cache: bool = False
+    session_id: str | None = None
 
 
 class UpdateWeightFromDiskReqInput(WeightUpdateRequest, frozen=True, kw_only=True):
@@ -152,6 +156,7 @@ class BeginWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
 
     selector: Literal["target", "draft", "all"] = "all"
     timeout_s: float | None = None
+    session_id: str | None = None
 
 
 class EndWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
@@ -161,6 +166,7 @@ class EndWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
     flush_cache: bool | None = None
     pause_mode: PauseMode | None = None
     timeout_s: float | None = None
+    session_id: str | None = None
 
 
 class AbortWeightUpdateReqInput(ControlRequest, frozen=True):

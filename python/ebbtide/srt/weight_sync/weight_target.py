@@ -81,10 +81,14 @@ class Target(Protocol):
 class UpdatableEngine(Protocol):
     """What is asked of an engine in this process: `ebbtide.Engine` has it."""
 
-    def begin_weight_update(self, *, timeout_s: float | None) -> dict[str, Any]: ...
+    def begin_weight_update(self, *, timeout_s: float | None, session_id: str | None) -> dict[str, Any]: ...
 
     def update_weights_from_tensor(
-        self, named_tensors: list[tuple[str, torch.Tensor]], *, timeout_s: float | None
+        self,
+        named_tensors: list[tuple[str, torch.Tensor]],
+        *,
+        timeout_s: float | None,
+        session_id: str | None,
     ) -> dict[str, Any]: ...
 
     def end_weight_update(
@@ -94,6 +98,7 @@ class UpdatableEngine(Protocol):
         flush_cache: bool | None,
         pause_mode: str | None,
         timeout_s: float | None,
+        session_id: str | None,
     ) -> dict[str, Any]: ...
 
     def abort_weight_update(self) -> dict[str, Any]: ...
@@ -110,18 +115,26 @@ class EngineTarget:
     def __init__(self, engine: UpdatableEngine, name: str = "the engine") -> None:
         self.name = name
         self._engine = engine
+        self._session_id: str | None = None
 
     def begin(self, session_timeout_s: float | None) -> None:
-        self._engine.begin_weight_update(timeout_s=session_timeout_s)
+        self._session_id = uuid4().hex
+        self._engine.begin_weight_update(timeout_s=session_timeout_s, session_id=self._session_id)
 
     def stage(self, tensors: NamedTensors, timeout_s: float) -> Mapping[str, Any]:
-        return self._engine.update_weights_from_tensor(list(tensors), timeout_s=timeout_s)
+        return self._engine.update_weights_from_tensor(
+            list(tensors), timeout_s=timeout_s, session_id=self._session_id
+        )
 
     def end(
         self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
     ) -> Mapping[str, Any]:
         return self._engine.end_weight_update(
-            weight_version=version, flush_cache=flush_cache, pause_mode=pause_mode, timeout_s=timeout_s
+            weight_version=version,
+            flush_cache=flush_cache,
+            pause_mode=pause_mode,
+            timeout_s=timeout_s,
+            session_id=self._session_id,
         )
 
     def abort(self) -> None:

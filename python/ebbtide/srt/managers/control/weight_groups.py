@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Final, TypeAlias
 
-from ebbtide.srt.errors import EngineError
+from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.ports import (
     DeadlinePassed,
     HandlerTable,
@@ -58,7 +58,10 @@ class GroupRequests:
     def init(self, request: InitWeightsUpdateGroupReqInput) -> Operation:
         """Join a group; a live one of that name is left first."""
         with ExitStack() as if_refused:
-            replaced = yield from self._on_all_ranks(self._join(request, if_refused))
+            try:
+                replaced = yield from self._on_all_ranks(self._join(request, if_refused))
+            except EngineError as error:
+                raise RequestRejected(f"the group {request.group_name} was not joined: {error}") from error
             if_refused.pop_all()
         message = f"Joined the group {request.group_name}."
         return WeightsUpdateGroupReqOutput(changed=True, replaced=replaced, message=message)

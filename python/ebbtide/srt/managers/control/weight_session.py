@@ -59,15 +59,22 @@ class WeightSession:
 
     Attributes:
         deadline_id: of the deadline at which it is aborted; None for the session of a single request.
+        session_id: what its client calls it.
         names: the checkpoint names that have been written whole.
         is_staged: False once anything was written in place, on all ranks then.
         version, flush_cache, folder: what the updates asked for; `folder` is (model_path, load_format).
     """
 
     def __init__(
-        self, weights: Weights, content: WeightContent, ranks: Ranks, deadline_id: str | None = None
+        self,
+        weights: Weights,
+        content: WeightContent,
+        ranks: Ranks,
+        deadline_id: str | None = None,
+        session_id: str | None = None,
     ) -> None:
         self.deadline_id = deadline_id
+        self.session_id = session_id
         self.opened_at = time.time()
         self.names: frozenset[str] = frozenset()
         self.num_tensors = 0

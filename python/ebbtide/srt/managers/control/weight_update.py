@@ -136,6 +136,7 @@ class WeightUpdates:
         """Commit the open session."""
         check_fields(request)
         self._require_session()
+        self._require_named(request, 409)
         return self._guarded(self._end(request))
 
     def abort(self, request: AbortWeightUpdateReqInput) -> AnyReply:
@@ -214,6 +215,7 @@ class WeightUpdates:
             while not has_come():
                 yield Progress.WAITING
             self._require_resident()
+            self._require_named(request)
             yield from self._receive(incoming)
             if self._session is not None:
                 return (yield from self._stage(self._session, request, incoming))
@@ -237,6 +239,7 @@ class WeightUpdates:
             opened.enter_context(closing(incoming))
             check_fields(request)
             self._require_resident()
+            self._require_named(request)
             refuse_problems(incoming)
             return incoming
 
@@ -289,7 +292,9 @@ class WeightUpdates:
                     yield Progress.WAITING
                 self._refuse_second_session()
                 deadline_id = next(self._session_ids)
-                self._session = WeightSession(self._weights, self._content, self._ranks, deadline_id)
+                self._session = WeightSession(
+                    self._weights, self._content, self._ranks, deadline_id, request.session_id
+                )
         except DeadlinePassed:
             raise RequestRejected(
                 "no session was opened: an earlier update was still waiting at the deadline", 409
@@ -304,6 +309,7 @@ class WeightUpdates:
                 yield Progress.WAITING
             self._require_resident()
             session = self._require_session()
+            self._require_named(request, 409)
             flush_cache = session.flush_cache if request.flush_cache is None else request.flush_cache
             terms = CommitTerms(mode_of(request), flush_cache, version_of(request) or session.version)
             self._check_terms(terms)
@@ -365,6 +371,16 @@ class WeightUpdates:
                 f"no weight update session is open ({self._why_closed}): begin_weight_update first", 409
             )
         return self._session
+
+    def _require_named(
+        self, request: WeightUpdateRequest | EndWeightUpdateReqInput, status: int = 400
+    ) -> None:
+        """Refuse what is for another session than the open one: alone it would be served by itself."""
+        if request.session_id is None:
+            return
+        if self._session is None or self._session.session_id != request.session_id:
+            why = self._why_closed if self._session is None else "another session is open"
+            raise RequestRejected(f"the session {request.session_id[:200]!r} is not open ({why})", status)
 
     def _refuse_second_session(self) -> None:
         if self._session is not None:
