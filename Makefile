@@ -12,6 +12,8 @@ INSTALLED := $(VENV)/.installed
 SOURCES := python compat test bench examples
 # All, or some: make unit TESTS=test/srt/test_config.py
 TESTS := test
+# Much of a test's time is waiting for an engine: two at a time take half as long, on two cores too.
+WORKERS ?= 2
 # How many sequences `make fuzz` tries; about 80 a second on one core.
 FUZZ_SEQUENCES ?= 50000
 # The Python of the GPU targets: that of .venv, or another one that has everything, e.g. GPU_PYTHON=python3
@@ -70,7 +72,8 @@ imports: $(INSTALLED)
 
 unit: $(INSTALLED)
 	@echo "pytest"
-	@$(BIN)/pytest -c python/pyproject.toml --rootdir=. --quiet --durations=10 $(TESTS)
+	@$(BIN)/pytest -c python/pyproject.toml --rootdir=. --quiet --durations=10 -n $(WORKERS) --dist loadfile \
+		$(TESTS)
 
 $(VENV)/.installed-cuda: $(INSTALLED)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable "python[dev,demo,cuda]"

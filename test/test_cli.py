@@ -9,6 +9,7 @@ import pytest
 
 import ebbtide
 from ebbtide import cli, launch_server
+from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.server_args import ServerArgs
 
@@ -21,7 +22,7 @@ def serve_with(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list
     """Put a server in place that notes its arguments and stops at once, as asked or by the error."""
     served: list[ServerArgs] = []
 
-    def serve(args: ServerArgs) -> None:
+    def serve(args: ServerArgs, early: EarlyProcesses) -> None:
         served.append(args)
         if error is not None:
             raise error

@@ -53,6 +53,11 @@ class EarlyProcesses:
         for name in names:
             self._children[name] = ChildProcess(name, thread_defaults(parallel), {}, preload)
 
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name, of those that nobody took."""
+        return {name: child.pid for name, child in self._children.items()}
+
     def take(self, name: str) -> ChildProcess | None:
         """The process of this name, for its new owner; None if there is none."""
         return self._children.pop(name, None)

@@ -78,6 +78,7 @@ class Scheduler:
             self.turn()
 
     def turn(self) -> None:
+        """One turn, which all ranks make with the same messages; or this rank's own work between two."""
         messages = self._inbox.receive(self.demand)
         if messages is not None:
             for message in messages:
@@ -105,6 +106,7 @@ class Scheduler:
 
     @property
     def is_runnable(self) -> bool:
+        """Whether there is anything to do without any further message."""
         return self.demand is not Demand.NOTHING
 
     def _handle(self, message: TurnInput) -> None:
