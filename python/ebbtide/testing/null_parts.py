@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.ports import GroupJoining, IncomingWeights, Slices, Staging
+from ebbtide.srt.managers.control.ports import (
+    Conversation,
+    GroupJoining,
+    IncomingWeights,
+    Slices,
+    Staging,
+)
 from ebbtide.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
     UpdateWeightFromDiskReqInput,
@@ -173,6 +180,8 @@ class NullWeights:
     may hold `names` (parameters to write, all by default), `fail_after` (raise after so many of them), and
     `is_sent` (it arrives through a group).
 
+    An `UpdateWeightsFromIPCReqInput` may have any handles. What its sender says is put into `sender.says`.
+
     Args:
         num_staged: copies that there is room for; with 0 every update is in place.
 
@@ -180,6 +189,7 @@ class NullWeights:
         faults: what this rank fails with, once, at which steps of updates (`STEPS`).
         slowness: slices without bytes ahead of each one with some, and looks before something arrives.
         groups: that were joined.
+        sender: of the updates that come piece by piece.
     """
 
     STEPS = ("open", "stage", "arrive", "map", "write", "complete", "let_go", "give_back", "join", "commit")
@@ -194,6 +204,7 @@ class NullWeights:
         self.faults: dict[str, Exception] = {}
         self.slowness = 0
         self.groups: set[str] = set()
+        self.sender = NullSender()
 
     def fail_at(self, step: str) -> None:
         """Raise what this rank is to fail with at this step, if anything."""
@@ -216,6 +227,12 @@ class NullWeights:
             raise RequestRejected(f"model_path: expected an integer, got {request.model_path!r}")
         self.fail_at("open")
         return _NullIncoming(self, int(request.model_path), request.manifest or {})
+
+    def converse(self, zmq_handles: Mapping[str, str]) -> Conversation:
+        if not zmq_handles:
+            raise RequestRejected("zmq_handles: there is no address for this device")
+        self.fail_at("open")
+        return _NullConversation(self, self.sender)
 
     def stage(self, *, in_place: bool) -> Generator[int, None, Staging]:
         for _ in range(0 if in_place else self.num_staged):
@@ -253,6 +270,61 @@ class NullWeights:
     def lose(self) -> None:
         """The memory behind them was released."""
         self.write(dict.fromkeys(self.names, None))
+
+
+@dataclass
+class NullSender:
+    """Who brings the pieces of an update. The engine hears the next one when it has answered the last.
+
+    Attributes:
+        says: what the engine is still to hear: a piece, as the integer to write and the names to write it
+            to; None, everything has come; a string, why the sender gives up.
+        answers: what the engine has answered, oldest first.
+        is_left: whether the engine has let go.
+    """
+
+    says: deque[tuple[int, Sequence[str]] | str | None] = field(default_factory=deque)
+    answers: list[str] = field(default_factory=list)
+    is_left: bool = False
+
+
+class _NullConversation:
+    def __init__(self, weights: NullWeights, sender: NullSender) -> None:
+        sender.is_left = False
+        self._weights = weights
+        self._sender = sender
+        self._piece: _NullIncoming | None = None
+        self._owes_answer = False
+        self._refused = ""
+
+    def poll(self) -> bool:
+        if self._owes_answer or not self._sender.says:
+            return self._owes_answer
+        said = self._sender.says.popleft()
+        self._owes_answer = True
+        if isinstance(said, str) or (said is None and self._refused):
+            self.answer(self._refused or f"the sender gave up: {said}")
+            raise RequestRejected(f"nothing of the update is served: {self._refused}")
+        if said is not None:
+            value, names = said
+            self._piece = _NullIncoming(self._weights, value, {"names": names})
+        return True
+
+    def piece(self) -> IncomingWeights | None:
+        assert self._owes_answer
+        return self._piece
+
+    def answer(self, problem: str = "") -> None:
+        assert self._owes_answer, "the sender is answered once"
+        self._refused = self._refused or problem
+        self._owes_answer = False
+        self._piece = None
+        self._sender.answers.append(problem)
+
+    def close(self) -> None:
+        if self._owes_answer:
+            self.answer("the update was given up")
+        self._sender.is_left = True
 
 
 class _NullStaging:

@@ -411,3 +411,8 @@ def test_a_script_without_guard_or_shutdown_works_and_leaves_nothing(
     pids, num_tokens = done.stdout.splitlines()
     assert num_tokens == "5"
     assert not any(is_alive(int(pid)) for pid in pids.split())
+
+
+def test_an_ipc_update_on_the_cpu_is_refused(engine: EngineClass) -> None:
+    with pytest.raises(RequestRejected, match="runs on the CPU"):
+        engine.update_weights_from_ipc({"GPU-x": "ipc:///sender"})

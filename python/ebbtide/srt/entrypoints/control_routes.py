@@ -34,6 +34,7 @@ from ebbtide.srt.managers.io_struct import (
     ResumeMemoryOccupationReqOutput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
     UpdateWeightVersionReqInput,
@@ -105,6 +106,7 @@ CONTROL_ROUTES: dict[str, ControlRoute] = {
     "/update_weights_from_distributed": ControlRoute(
         UpdateWeightsFromDistributedReqInput, UpdateWeightsReqOutput
     ),
+    "/update_weights_from_ipc": ControlRoute(UpdateWeightsFromIPCReqInput, UpdateWeightsReqOutput),
     "/init_weights_update_group": ControlRoute(InitWeightsUpdateGroupReqInput, WeightsUpdateGroupReqOutput),
     "/destroy_weights_update_group": ControlRoute(
         DestroyWeightsUpdateGroupReqInput, WeightsUpdateGroupReqOutput

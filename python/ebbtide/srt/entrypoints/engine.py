@@ -33,6 +33,7 @@ from ebbtide.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
 )
@@ -281,6 +282,32 @@ class Engine:
             timeout_s=timeout_s,
         )
 
+    async def async_update_weights_from_ipc(
+        self,
+        zmq_handles: Mapping[str, str],
+        flush_cache: bool = True,
+        weight_version: str | int | None = None,
+        pause_mode: str | None = None,
+        abort_all_requests: bool = False,
+        timeout_s: float | None = None,
+        session_id: str | None = None,
+    ) -> dict[str, Any]:
+        """Take what checkpoint-engine's senders bring, on the engine's own GPUs. wire_api section 4.5.
+
+        Args:
+            zmq_handles: `GPU-<uuid>` of each device → the `ipc://` address where its sender listens.
+        """
+        return await self._control(
+            UpdateWeightsFromIPCReqInput,
+            zmq_handles=dict(zmq_handles),
+            flush_cache=flush_cache,
+            weight_version=weight_version,
+            pause_mode=pause_mode,
+            abort_all_requests=abort_all_requests,
+            timeout_s=timeout_s,
+            session_id=session_id,
+        )
+
     async def async_init_weights_update_group(
         self,
         master_address: str,
@@ -410,6 +437,7 @@ class Engine:
     update_weights_from_tensor = _blocking(async_update_weights_from_tensor)
     update_weights_from_disk = _blocking(async_update_weights_from_disk)
     update_weights_from_distributed = _blocking(async_update_weights_from_distributed)
+    update_weights_from_ipc = _blocking(async_update_weights_from_ipc)
     init_weights_update_group = _blocking(async_init_weights_update_group)
     destroy_weights_update_group = _blocking(async_destroy_weights_update_group)
     begin_weight_update = _blocking(async_begin_weight_update)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from typing import Any, Final, TypeVar
 
@@ -26,6 +26,7 @@ from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
+from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
 from ebbtide.srt.weight_sync.pickle_reader import finish
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices
@@ -61,6 +62,10 @@ class EngineWeights:
     def open(self, request: WeightUpdateRequest) -> Generator[int, None, IncomingWeights]:
         source = yield from self._source(request)
         return _Incoming(source, self._store, self._device, lambda: self._leave_sender(request))
+
+    def converse(self, zmq_handles: Mapping[str, str]) -> _Conversation:
+        conversation = open_conversation(zmq_handles, self._cuda)
+        return _Conversation(conversation, self._store, self._device)
 
     def stage(self, *, in_place: bool) -> Generator[int, None, Staging]:
         if not in_place:
@@ -239,6 +244,22 @@ class _Incoming:
                 raise
             # A refusal would say that nothing was written.
             raise EngineError(f"the update broke off half-way: {error.message}") from error
+
+
+class _Conversation:
+    """A sender's pieces, checked against the model."""
+
+    def __init__(self, conversation: IpcConversation, store: WeightStore, device: Device) -> None:
+        self.poll = conversation.poll
+        self.answer = conversation.answer
+        self.close = conversation.close
+        self._conversation = conversation
+        self._store = store
+        self._device = device
+
+    def piece(self) -> _Incoming | None:
+        bucket = self._conversation.bucket
+        return None if bucket is None else _Incoming(bucket, self._store, self._device, lambda: None)
 
 
 def _announced(request: UpdateWeightsFromDistributedReqInput) -> Announcement:

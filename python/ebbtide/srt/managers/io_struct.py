@@ -132,6 +132,12 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateRequest, frozen=True, kw_
     shape: list[int] | None = None
 
 
+class UpdateWeightsFromIPCReqInput(WeightUpdateRequest, frozen=True, kw_only=True):
+    """Take what checkpoint-engine's senders bring: their addresses by device. wire_api section 4.5."""
+
+    zmq_handles: dict[str, str]
+
+
 class InitWeightsUpdateGroupReqInput(ControlRequest, frozen=True, kw_only=True):
     """Join a process group whose rank 0 is the trainer. wire_api section 3.3. `pp_rank` is ignored."""
 
@@ -205,6 +211,7 @@ AnyControlRequest = (
     | UpdateWeightFromDiskReqInput
     | UpdateWeightsFromTensorReqInput
     | UpdateWeightsFromDistributedReqInput
+    | UpdateWeightsFromIPCReqInput
     | InitWeightsUpdateGroupReqInput
     | DestroyWeightsUpdateGroupReqInput
     | BeginWeightUpdateReqInput

@@ -235,6 +235,30 @@ class IncomingWeights(Protocol):
         ...
 
 
+class Conversation(Protocol):
+    """An update that its sender brings piece by piece, and each of which it wants answered."""
+
+    def poll(self) -> bool:
+        """Whether the next piece has come, or all of them have.
+
+        Raises:
+            RequestRejected: its sender gave up, or a piece was refused and it has come to its end.
+        """
+        ...
+
+    def piece(self) -> IncomingWeights | None:
+        """What has come; None: everything has."""
+        ...
+
+    def answer(self, problem: str = "") -> None:
+        """What has become of it. A piece with a problem ends in a refusal of the whole, at its end."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the sender, wherever the update has got to. Idempotent."""
+        ...
+
+
 class Staging(Protocol):
     """Where an update is written: a copy, while the live weights serve, or the live ones themselves.
 
@@ -297,6 +321,14 @@ class Weights(Protocol):
 
         Raises:
             RequestRejected: 400, the payload, the folder or a field is not what was expected.
+        """
+        ...
+
+    def converse(self, zmq_handles: Mapping[str, str]) -> Conversation:
+        """Meet the sender of this rank's device.
+
+        Raises:
+            RequestRejected: 400, there is none, or no address.
         """
         ...
 

@@ -90,6 +90,11 @@ class WeightSession:
         self._ranks = ranks
         self._staging: Staging | None = None
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tensors that were written, tensors that were ignored, and bytes."""
+        return self.num_tensors, self.num_ignored, self.num_bytes
+
     def make_room(self, incoming: IncomingWeights) -> Work[None]:
         """Find a place for these tensors: a copy, or the live weights where these hold nothing to keep."""
         if self._staging is not None or incoming.num_tensors == 0:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+
+from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Valid
 from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pause import Generation, Paused
-from ebbtide.srt.managers.control.phases import in_turns
 from ebbtide.srt.managers.control.ports import (
     DeadlinePassed,
     HandlerTable,
@@ -33,11 +35,10 @@ from ebbtide.srt.managers.control.update_terms import (
     check_fields,
     folder_of,
     mode_of,
-    refuse_problems,
-    summary_of,
     version_of,
 )
-from ebbtide.srt.managers.control.weight_groups import GroupRequests, Wake, look_until
+from ebbtide.srt.managers.control.weight_arrival import Arrivals, Pieces
+from ebbtide.srt.managers.control.weight_groups import GroupRequests, Wake
 from ebbtide.srt.managers.control.weight_session import WeightSession
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
@@ -50,6 +51,7 @@ from ebbtide.srt.managers.io_struct import (
     SessionReport,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
     UpdateWeightVersionReqInput,
@@ -105,11 +107,12 @@ class WeightUpdates:
         self._why_closed = "none was begun"
         self._session_ids = (f"weight-session-{number}" for number in itertools.count())
         self._turns: list[object] = []
-        self._wake = wake
+        self._arrivals = Arrivals(weights, ranks, wake, self._require_open_for)
         self.handlers: HandlerTable = {
             UpdateWeightFromDiskReqInput: self.update,
             UpdateWeightsFromTensorReqInput: self.update,
             UpdateWeightsFromDistributedReqInput: self.update,
+            UpdateWeightsFromIPCReqInput: self.update_from_senders,
             BeginWeightUpdateReqInput: self.begin,
             EndWeightUpdateReqInput: self.end,
             AbortWeightUpdateReqInput: self.abort,
@@ -125,6 +128,10 @@ class WeightUpdates:
     def update(self, request: WeightUpdateRequest) -> Operation:
         """One update: a session of its own, or a part of the open one."""
         return self._guarded(self._update(request))
+
+    def update_from_senders(self, request: UpdateWeightsFromIPCReqInput) -> Operation:
+        """As `update`, of tensors that come piece by piece."""
+        return self._guarded(self._update_from_senders(request))
 
     def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         """Open a session, behind the updates that came before."""
@@ -208,15 +215,14 @@ class WeightUpdates:
 
     def _update(self, request: WeightUpdateRequest) -> Operation:
         with self._turn() as has_come, ExitStack() as opened:
-            incoming = yield from self._open(request, opened)
+            incoming = yield from self._arrivals.open(request, opened)
             terms = CommitTerms(mode_of(request), request.flush_cache, version_of(request))
             if self._session is None:
                 self._check_terms(terms)
             while not has_come():
                 yield Progress.WAITING
-            self._require_resident()
-            self._require_named(request)
-            yield from self._receive(incoming)
+            self._require_open_for(request)
+            yield from self._arrivals.receive(incoming)
             if self._session is not None:
                 return (yield from self._stage(self._session, request, incoming))
             session = WeightSession(self._weights, self._content, self._ranks)
@@ -230,60 +236,70 @@ class WeightUpdates:
                 yield from self._breathe(session)
                 return reply
 
-    def _open(self, request: WeightUpdateRequest, opened: ExitStack) -> Work[IncomingWeights]:
-        """What comes with the request, fit to be written on every rank."""
+    def _update_from_senders(self, request: UpdateWeightsFromIPCReqInput) -> Operation:
+        with self._turn() as has_come, ExitStack() as opened:
+            pieces = yield from self._arrivals.meet(request, opened)
+            terms = CommitTerms(mode_of(request), request.flush_cache, version_of(request))
+            if self._session is None:
+                self._check_terms(terms)
+            while not has_come():
+                yield Progress.WAITING
+            self._require_open_for(request)
+            if self._session is not None:
+                before = self._session.counts
+                yield from self._take(pieces, self._session, lambda: iter(()))
+                pieces.finish()
+                return self._staged(self._session, request, before)
+            session = opened.enter_context(closing(WeightSession(self._weights, self._content, self._ranks)))
 
-        def checked() -> Work[IncomingWeights]:
-            # Opened before anything is refused: closing it gives the sender's memory back.
-            incoming = yield from in_turns(self._weights.open(request), Progress.COPYING)
-            opened.enter_context(closing(incoming))
-            check_fields(request)
-            self._require_resident()
-            self._require_named(request)
-            refuse_problems(incoming)
-            return incoming
+            def ready_in_place() -> Iterator[Progress]:
+                opened.enter_context(self._draining(terms))
+                return self._ready_to_commit(terms)
 
-        incoming, summaries = yield from self._ranks.survey(Progress.COPYING, checked(), summary_of)
-        if len(set(summaries)) > 1:
-            raise RequestRejected(
-                "nothing was written: every rank must be given the same tensors, or its own parts of them, "
-                f"under the same names. They were given {'; '.join(summaries)}"
-            )
-        return incoming
+            yield from self._take(pieces, session, ready_in_place)
+            with self._draining(terms):
+                reply = yield from self._finish(session, terms)
+                pieces.finish()
+                yield from self._breathe(session)
+                return reply
 
-    def _receive(self, incoming: IncomingWeights) -> Work[None]:
-        """Wait for what others send, before anything is written; forward passes go on meanwhile."""
-        if not incoming.is_sent:
-            return
+    def _take(
+        self, pieces: Pieces, session: WeightSession, ready_in_place: Callable[[], Iterator[Progress]]
+    ) -> Work[None]:
+        """Write pieces as they come. Where there is no copy, what runs is waited for first."""
+        num_before = session.num_tensors
+
+        def write(incoming: IncomingWeights) -> Work[None]:
+            yield from session.make_room(incoming)
+            if not session.is_staged and session.num_tensors == num_before:
+                yield from ready_in_place()
+            yield from session.write(incoming)
+
         try:
-            yield from self._ranks.phase(Progress.WAITING, look_until(incoming.arrived, self._wake))
-        except DeadlinePassed:
-            incoming.abandon()
-            raise RequestRejected(
-                "the update was given up at its deadline, nothing was written: its tensors had not all "
-                "arrived, and their group was left. init_weights_update_group joins a new one"
-            ) from None
-        except BaseException:
-            incoming.abandon()
-            raise
+            yield from pieces.take(write)
+        except RequestRejected as refusal:
+            if session.is_staged or session.num_tensors == num_before:
+                raise
+            # A refusal would say that nothing was written.
+            raise EngineError(f"the update broke off half-way: {refusal.message}") from refusal
 
     def _stage(
         self, session: WeightSession, request: WeightUpdateRequest, incoming: IncomingWeights
     ) -> Operation:
         """Take an update into the open session; nothing of it serves yet."""
-        num_bytes = yield from session.write(incoming)
+        before = session.counts
+        yield from session.write(incoming)
+        return self._staged(session, request, before)
+
+    def _staged(
+        self, session: WeightSession, request: WeightUpdateRequest, before: tuple[int, int, int]
+    ) -> AnyReply:
         session.flush_cache |= request.flush_cache
         session.version = version_of(request) or session.version
         session.folder = folder_of(request) or session.folder
-        return self._reply(
-            f"Staged {incoming.num_tensors} tensors.",
-            is_committed=False,
-            is_staged=session.is_staged,
-            num_tensors=incoming.num_tensors,
-            num_ignored=incoming.num_ignored,
-            num_bytes=num_bytes,
-            stall_ms=session.stall.longest_ms,
-        )
+        num_tensors, num_ignored, num_bytes = map(operator.sub, session.counts, before)
+        counts = (num_tensors, num_ignored, num_bytes)
+        return self._reply(session, f"Staged {num_tensors} tensors.", counts, is_committed=False)
 
     def _begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         try:
@@ -348,18 +364,14 @@ class WeightUpdates:
             session.is_staged,
             session.stall.longest_ms,
         )
-        return self._reply(
-            message,
-            is_committed=True,
-            is_staged=session.is_staged,
-            num_tensors=session.num_tensors,
-            num_ignored=session.num_ignored,
-            num_bytes=session.num_bytes,
-            stall_ms=session.stall.longest_ms,
-            num_paused_requests=num_paused,
-        )
+        reply = self._reply(session, message, session.counts, is_committed=True)
+        return structs.replace(reply, num_paused_requests=num_paused)
 
     # ---------------------------------------------------------------------------------------- conditions
+
+    def _require_open_for(self, request: WeightUpdateRequest) -> None:
+        self._require_resident()
+        self._require_named(request)
 
     def _require_resident(self) -> None:
         if MemoryTag.WEIGHTS in self._memory.released:
@@ -456,27 +468,19 @@ class WeightUpdates:
         )
 
     def _reply(
-        self,
-        message: str,
-        *,
-        is_committed: bool,
-        is_staged: bool,
-        num_tensors: int,
-        num_ignored: int,
-        num_bytes: int,
-        stall_ms: float,
-        num_paused_requests: int = 0,
+        self, session: WeightSession, message: str, counts: tuple[int, int, int], *, is_committed: bool
     ) -> UpdateWeightsReqOutput:
+        num_tensors, num_ignored, num_bytes = counts
         content = self._content.report()
         return UpdateWeightsReqOutput(
             weight_version=self.version,
             committed=is_committed,
-            staged=is_staged,
+            staged=session.is_staged,
             num_tensors=num_tensors,
             num_ignored=num_ignored,
             num_bytes=num_bytes,
-            stall_ms=stall_ms,
-            num_paused_requests=num_paused_requests,
+            stall_ms=session.stall.longest_ms,
+            num_paused_requests=0,
             content=content.content,
             num_missing=content.num_missing,
             message=message,

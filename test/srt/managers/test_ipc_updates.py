@@ -1,0 +1,304 @@
+"""`update_weights_from_ipc` on real weights, from senders over real sockets; the GPU is a stand-in.
+
+A sender does as checkpoint-engine's does: it speaks when it has an answer, and says a last word to a refusal.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from fixtures.checkpoints import make_checkpoint
+from fixtures.gpu_memory import UUID, Counters, Gpu
+from safetensors.torch import load_file
+
+from ebbtide.srt.config import resolve
+from ebbtide.srt.device.choose import open_memory_saver
+from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.managers import engine_weights
+from ebbtide.srt.managers.assembly import SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.io_struct import (
+    AnyControlRequest,
+    AnyReply,
+    BeginWeightUpdateReqInput,
+    ControlCall,
+    ControlReply,
+    EndWeightUpdateReqInput,
+    Refusal,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsReqOutput,
+)
+from ebbtide.srt.managers.replication import Inbox
+from ebbtide.srt.managers.scheduler_process import rank_parts
+from ebbtide.srt.model_executor.builder import build_model_runner
+from ebbtide.srt.server_args import ServerArgs
+
+BUFFER_BYTES = 96 << 10
+LIMIT_S = 30.0
+
+
+class StandInDevice(CpuDevice):
+    """Host memory that is treated as a CUDA device's."""
+
+    name = "cuda:0"
+    uuid = UUID
+
+
+class Sender(threading.Thread):
+    """Brings tensors, a full buffer at a time.
+
+    Attributes:
+        heard: the answers.
+        done_by_the_end: what the device had done when the first word of the end was answered.
+    """
+
+    def __init__(self, gpu: Gpu, folder: Path, tensors: dict[str, torch.Tensor], last: int | None) -> None:
+        super().__init__()
+        self.address = f"ipc://{folder}/weights"
+        self.heard: list[str] = []
+        self.done_by_the_end: list[str] = []
+        self._gpu = gpu
+        self._tensors = tensors
+        self._last = last
+        self._buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8)
+        self._socket = zmq.Context.instance().socket(zmq.REQ)
+        self._socket.bind(self.address)
+
+    def run(self) -> None:
+        try:
+            if self._say(self._gpu.share(self._buffer, device=5).__reduce__()):
+                return
+            for number, (_, listed) in enumerate(self._buckets()):
+                if number == self._last:
+                    self._say(RuntimeError("out of memory"))
+                    return
+                if self._say(listed):
+                    self._say(RuntimeError("told by the engine"))
+                    return
+            self._say(None)
+            self.done_by_the_end = list(self._gpu.log)
+            self._say(None)
+        finally:
+            self._socket.close(linger=0)
+
+    def _say(self, said: object) -> str:
+        self._socket.send(pickle.dumps(said))
+        assert self._socket.poll(int(LIMIT_S * 1e3)), "no answer came"
+        self.heard.append(self._socket.recv().decode())
+        return self.heard[-1]
+
+    def _buckets(self) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        listed: list[dict[str, Any]] = []
+        offset = 0
+        for name, tensor in self._tensors.items():
+            piece = tensor.contiguous().reshape(-1).view(torch.uint8)
+            if offset + len(piece) > BUFFER_BYTES:
+                yield offset, listed
+                listed, offset = [], 0
+            self._buffer[offset : offset + len(piece)] = piece
+            listed.append({"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "offset": offset})
+            offset += len(piece)
+        yield offset, listed
+
+
+class Rank:
+    """A scheduler over a real model, in this process, turned by hand.
+
+    Args:
+        device: what updates take for the device that the weights are on.
+    """
+
+    def __init__(self, checkpoint: Path, device: CpuDevice) -> None:
+        args = ServerArgs(model_path=str(checkpoint), max_total_tokens=256, skip_tokenizer_init=True)
+        config = resolve(args)
+        saver = open_memory_saver(config.memory.backend, CpuDevice())
+        runner = build_model_runner(
+            config.model, config.cache, config.schedule, config.runtime, CpuDevice(), saver
+        )
+        self.store = runner.weight_store
+        self._reply: AnyReply | None = None
+        self._incoming: list[Any] = []
+        parts = rank_parts(config, runner, device, saver)
+        self.scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, Inbox(self, self), self)
+
+    def receive(self, timeout_s: float | None) -> list[Any]:
+        messages, self._incoming = self._incoming, []
+        return messages
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, ControlReply):
+            self._reply = message.reply
+
+    def apply(self, request: AnyControlRequest) -> Any:
+        self._reply = None
+        self._incoming.append(ControlCall(id="call", request=request))
+        deadline_s = time.monotonic() + LIMIT_S
+        while self._reply is None:
+            assert time.monotonic() < deadline_s, "no reply"
+            self.scheduler.turn()
+            time.sleep(1e-4)
+        return self._reply
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        return {name: self.store.read(name, 1 << 30) for name in self.store.names}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    first, second = (
+        make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=seed) for seed, name in enumerate("ab")
+    )
+    return first, second
+
+
+@pytest.fixture
+def new(checkpoints: tuple[Path, Path]) -> dict[str, torch.Tensor]:
+    return load_file(checkpoints[1] / "model.safetensors")
+
+
+@pytest.fixture
+def counters() -> Iterator[Counters]:
+    counters = Counters()
+    yield counters
+    counters.close()
+
+
+@pytest.fixture
+def gpu(counters: Counters) -> Gpu:
+    return Gpu(counters)
+
+
+@pytest.fixture
+def rank(checkpoints: tuple[Path, Path], gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    monkeypatch.setattr(engine_weights, "TorchCudaIpc", lambda index, uuid: gpu)
+    rank = Rank(checkpoints[0], StandInDevice())
+    yield rank
+    rank.store.arena.close()
+
+
+Bring = Callable[..., tuple[Any, Sender]]
+
+
+@pytest.fixture
+def bring(rank: Rank, gpu: Gpu) -> Bring:
+    def bring(tensors: dict[str, torch.Tensor], last: int | None = None, **fields: Any) -> tuple[Any, Sender]:
+        """The reply, and the sender when it has ended.
+
+        Args:
+            last: the sender gives up in place of the bucket of this number.
+        """
+        with TemporaryDirectory(prefix="eb-") as folder:  # the path of a Unix socket must be short
+            sender = Sender(gpu, Path(folder), tensors, last)
+            handles = {"GPU-other": "ipc:///other", f"GPU-{UUID}": sender.address}
+            sender.start()
+            reply = rank.apply(UpdateWeightsFromIPCReqInput(zmq_handles=handles, **fields))
+            sender.join(LIMIT_S)
+            assert not sender.is_alive(), "the sender still waits"
+            return reply, sender
+
+    return bring
+
+
+def assert_serves(rank: Rank, expected: dict[str, torch.Tensor]) -> None:
+    values = rank.values
+    for name, tensor in expected.items():
+        if name in values:
+            assert torch.equal(values[name], tensor.float()), name
+
+
+def test_the_weights_are_those_of_the_sender(
+    rank: Rank, bring: Bring, gpu: Gpu, counters: Counters, new: dict[str, torch.Tensor]
+) -> None:
+    reply, sender = bring(new, weight_version="b")
+    assert isinstance(reply, UpdateWeightsReqOutput), reply
+    assert (reply.weight_version, reply.committed, reply.staged, reply.content) == ("b", True, True, "valid")
+    assert len(sender.heard) > 5, "several buckets came"
+    assert set(sender.heard) == {""}
+    assert_serves(rank, new)
+    assert sender.done_by_the_end == ["open 0", "wait 0", "free 0"], "it was dropped before that was answered"
+    assert counters.values == [0]
+
+
+def test_a_tensor_that_does_not_fit_is_answered_with_its_name(
+    rank: Rank, bring: Bring, counters: Counters, new: dict[str, torch.Tensor]
+) -> None:
+    before = rank.store.checksum()
+    reply, sender = bring({**new, "model.norm.weight": torch.zeros(3)}, weight_version="b")
+    assert isinstance(reply, Refusal)
+    assert reply.status == 400
+    assert [error["name"] for error in reply.fields["errors"]] == ["model.norm.weight"]
+    assert "model.norm.weight" in sender.heard[-2]
+    assert rank.store.checksum() == before
+    assert rank.scheduler.control.updates.version == "default"
+    assert counters.values == [0]
+    assert bring(new, weight_version="b")[0].committed
+    assert_serves(rank, new)
+
+
+def test_a_write_that_fails_is_answered_and_the_old_weights_serve(
+    rank: Rank,
+    bring: Bring,
+    counters: Counters,
+    new: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, write = rank.store.checksum(), rank.store.write_by_slices
+
+    def failing_write(name: str, *rest: Any) -> Iterator[int]:
+        if name == "model.norm.weight":
+            raise RuntimeError("the copy failed")
+        return write(name, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.store, "write_by_slices", failing_write)
+        reply, sender = bring(new)
+    assert isinstance(reply, Refusal)
+    assert "the old weights serve: RuntimeError: the copy failed" in reply.message
+    assert "the copy failed" in sender.heard[-2]
+    assert rank.store.checksum() == before
+    assert counters.values == [0]
+
+
+def test_a_sender_that_gives_up_changes_nothing(
+    rank: Rank, bring: Bring, counters: Counters, new: dict[str, torch.Tensor]
+) -> None:
+    before = rank.store.checksum()
+    reply, _ = bring(new, last=2)
+    assert isinstance(reply, Refusal)
+    assert reply.status == 400
+    assert "the sender gave up: out of memory" in reply.message
+    assert rank.store.checksum() == before
+    assert counters.values == [0]
+
+
+def test_in_a_session_nothing_serves_before_its_end(
+    rank: Rank, bring: Bring, new: dict[str, torch.Tensor]
+) -> None:
+    before = rank.store.checksum()
+    assert rank.apply(BeginWeightUpdateReqInput()).changed
+    half = len(new) // 2
+    for items in (list(new.items())[:half], list(new.items())[half:]):
+        reply, _ = bring(dict(items), weight_version="b")
+        assert reply.committed is False
+    assert rank.store.checksum() == before
+    assert rank.apply(EndWeightUpdateReqInput()).weight_version == "b"
+    assert_serves(rank, new)
+
+
+def test_an_engine_on_the_cpu_says_what_to_use(checkpoints: tuple[Path, Path]) -> None:
+    rank = Rank(checkpoints[0], CpuDevice())
+    reply = rank.apply(UpdateWeightsFromIPCReqInput(zmq_handles={f"GPU-{UUID}": "ipc:///sender"}))
+    rank.store.arena.close()
+    assert isinstance(reply, Refusal)
+    assert reply.status == 400
+    assert "runs on the CPU: use update_weights_from_tensor" in reply.message
