@@ -266,6 +266,7 @@ class Engine:
         pause_mode: str | None = None,
         abort_all_requests: bool = False,
         timeout_s: float | None = None,
+        session_id: str | None = None,
     ) -> dict[str, Any]:
         """Take what the trainer broadcasts in a group; a refusal in mid-broadcast ends that. wire_api 3.3."""
         return await self._control(
@@ -280,6 +281,7 @@ class Engine:
             pause_mode=pause_mode,
             abort_all_requests=abort_all_requests,
             timeout_s=timeout_s,
+            session_id=session_id,
         )
 
     async def async_update_weights_from_ipc(

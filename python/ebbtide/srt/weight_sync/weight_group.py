@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -96,8 +96,12 @@ class GroupAddress:
     backend: str
 
     @property
+    def bare_host(self) -> str:
+        return self.host.removeprefix("[").removesuffix("]")
+
+    @property
     def url(self) -> str:
-        host = self.host.removeprefix("[").removesuffix("]")
+        host = self.bare_host
         return f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
 
 
@@ -132,20 +136,35 @@ class WeightGroup:
 
     def receive(self, layout: Sequence[tuple[tuple[int, ...], torch.dtype]], timeout_s: float) -> Reception:
         """Begin to receive tensors of these shapes and dtypes, one broadcast each, in this order."""
+
+        def empty() -> list[torch.Tensor]:
+            return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in layout]
+
+        return self._start(empty, timeout_s)
+
+    def send(self, tensors: Callable[[torch.device], list[torch.Tensor]], timeout_s: float) -> Reception:
+        """Begin to broadcast tensors, one broadcast each, in this order. For the source's end of a group.
+
+        Args:
+            tensors: makes them in another thread, contiguous and on the given device.
+        """
+        return self._start(lambda: tensors(self._device), timeout_s)
+
+    def _start(self, tensors: Callable[[], list[torch.Tensor]], timeout_s: float) -> Reception:
         if self._stream is None:
-            return Reception(self, lambda: self._broadcasts(layout, timeout_s))
+            return Reception(self, lambda: self._broadcasts(tensors(), timeout_s))
         stream = self._stream
 
         def on_stream() -> list[torch.Tensor]:
             # A thread begins on the first device, and going back there would take memory on it.
             torch.accelerator.set_device_index(stream.device)
             with stream:
-                tensors = self._broadcasts(layout, timeout_s)
+                transferred = self._broadcasts(tensors(), timeout_s)
                 # NCCL takes work that failed for completed; its kernel ends when the group is left.
                 stream.synchronize()
             if self.is_closed:
                 raise _Left(self.why_closed)
-            return tensors
+            return transferred
 
         return Reception(self, on_stream)
 
@@ -161,9 +180,7 @@ class WeightGroup:
         self._member = None
         return Leaving(self.name, lambda: _abort(members))
 
-    def _broadcasts(
-        self, layout: Sequence[tuple[tuple[int, ...], torch.dtype]], timeout_s: float
-    ) -> list[torch.Tensor]:
+    def _broadcasts(self, tensors: list[torch.Tensor], timeout_s: float) -> list[torch.Tensor]:
         member = self._member
         if member is None:
             raise _Left(self.why_closed)
@@ -172,7 +189,6 @@ class WeightGroup:
         options = _dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SOURCE_RANK, 0
         options.timeout = timedelta(seconds=timeout_s)
-        tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in layout]
         works = [member.backend.broadcast([tensor], options) for tensor in tensors]
         for work in works:
             look_s = FIRST_LOOK_S
@@ -194,9 +210,9 @@ class _Left(Exception):
 class Reception:
     """Tensors on their way through a group. Given up half-way the group is out of step, and left."""
 
-    def __init__(self, group: WeightGroup, receive: Callable[[], list[torch.Tensor]]) -> None:
+    def __init__(self, group: WeightGroup, broadcast: Callable[[], list[torch.Tensor]]) -> None:
         self._group = group
-        self._thread = InThread(f"receive-{group.name}", receive)
+        self._thread = InThread(f"broadcast-{group.name}", broadcast)
 
     @property
     def is_done(self) -> bool:
@@ -365,14 +381,15 @@ class WeightGroups:
 def connect(address: GroupAddress, timeout_s: float) -> Member:
     """Meet the others; the same keys and the same steps as torch's helper takes for a named group.
 
-    The trainer, rank 0, keeps the store at the address. With gloo all have met when this returns; NCCL meets
-    in the first broadcast.
+    The trainer, rank 0, keeps the store at the address: `host_store`. With gloo all have met when this
+    returns; NCCL meets in the first broadcast.
     """
     deadline_s = time.monotonic() + timeout_s
-    rendezvous = _dist.rendezvous(
-        address.url, address.rank, address.world_size, timeout=timedelta(seconds=timeout_s)
+    # Not torch's `rendezvous`: of rank 0 that would make the store as well.
+    store = _dist.TCPStore(
+        address.bare_host, address.port, address.world_size, False, timedelta(seconds=timeout_s)
     )
-    store, rank, world_size = next(rendezvous)
+    rank, world_size = address.rank, address.world_size
     named = _dist.PrefixStore(f"{address.name}/", _dist.PrefixStore(address.name, store))
     left = timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3))
     named.set_timeout(left)
@@ -381,14 +398,36 @@ def connect(address: GroupAddress, timeout_s: float) -> Member:
         return Member(gloo, named)
     # What fails in a group is answered by leaving it. torch's watchdogs would end the process or the kernels;
     # in the second case what was not received would look like what was.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+    settings = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = NCCL_TIMEOUT
     options.is_high_priority_stream = False
     options.group_name = address.name
-    nccl = _dist.ProcessGroupNCCL(_dist.PrefixStore("cuda/", named), rank, world_size, options)
+    try:
+        nccl = _dist.ProcessGroupNCCL(_dist.PrefixStore("cuda/", named), rank, world_size, options)
+    finally:
+        if rank == SOURCE_RANK:
+            _restore(before)  # The trainer's own groups keep torch's watchdogs.
     return Member(nccl, named)
+
+
+def host_store(port: int) -> Any:
+    """The store through which a group's members meet, kept by this process while it is referred to.
+
+    Args:
+        port: 0 for a free one; `.port` of what is returned says which.
+    """
+    return _dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+
+
+def _restore(environment: Mapping[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _abort(members: list[Member]) -> None:

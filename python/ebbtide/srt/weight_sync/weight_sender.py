@@ -17,15 +17,17 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar, get_args
 
 import torch
 
 from ebbtide.srt.errors import EbbtideError, RequestRejected
+from ebbtide.srt.weight_sync.gathering import Bucket, gathered_buckets, read_rest
+from ebbtide.srt.weight_sync.weight_broadcast import Backend, Broadcaster, Outcomes, outcome_at
 from ebbtide.srt.weight_sync.weight_target import (
     AnswerLost,
     EngineTarget,
@@ -33,6 +35,7 @@ from ebbtide.srt.weight_sync.weight_target import (
     Target,
     Transport,
     UpdatableEngine,
+    check_transport,
 )
 
 logger = logging.getLogger(__name__)
@@ -100,7 +103,9 @@ class WeightSender:
         retries: how often a request is sent again that was not answered, or refused for what may pass.
         retry_pause_s: how long to wait before that.
         progress: called after each bucket, in the thread of `send`; what it raises ends the update.
-        transport: how tensors get to a server, see `ServerTarget`.
+        transport: how tensors get to a server, see `ServerTarget`. "broadcast" is for engines too: all of
+            their ranks and this process make one group, at the first `send`; `close` ends it.
+        backend, master_address, master_port: of that group, see `Broadcaster`.
         api_key: for servers that ask for one.
     """
 
@@ -117,8 +122,14 @@ class WeightSender:
         retry_pause_s: float = 1.0,
         progress: ProgressCallback | None = None,
         transport: Transport = "auto",
+        backend: Backend | None = None,
+        master_address: str | None = None,
+        master_port: int | None = None,
         api_key: str | None = None,
     ) -> None:
+        check_transport(transport)
+        if backend not in (None, *get_args(Backend)):
+            raise ValueError(f"backend: expected one of {get_args(Backend)}, got {backend!r}")
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes}")
         if retries < 0:
@@ -132,6 +143,9 @@ class WeightSender:
         ]
         self._bucket_bytes = bucket_bytes
         self._progress = progress
+        self._broadcaster: Broadcaster | None = None
+        if transport == "broadcast" and self._targets:
+            self._broadcaster = Broadcaster(self._targets, backend, master_address, master_port)
         self._terms = _Terms(
             pause_mode=pause_mode,
             flush_cache=pause_mode != "in_place" if flush_cache is None else flush_cache,
@@ -140,6 +154,17 @@ class WeightSender:
             retries=retries,
             retry_pause_s=retry_pause_s,
         )
+
+    def close(self) -> None:
+        """End the group of broadcasts, if there is one. What is sent afterwards makes another."""
+        if self._broadcaster is not None:
+            self._broadcaster.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def send(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: str | int | None = None
@@ -162,24 +187,24 @@ class WeightSender:
         """
         started = time.perf_counter()
         wanted = None if version is None else str(version)
-        buckets = _buckets(named_tensors, self._bucket_bytes)
+        buckets = gathered_buckets(named_tensors, self._bucket_bytes)
         if not self._targets:
-            _read_rest(buckets)
+            read_rest(buckets)
             return SentWeights(wanted, 0, 0, time.perf_counter() - started, None, None)
         with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-weights") as pool:
-            update = _Update(self._targets, self._terms, pool, wanted)
+            update = _Update(self._targets, self._terms, pool, wanted, self._broadcaster)
             try:
                 num_tensors, num_bytes = update.stage(buckets, self._progress)
                 replies = update.commit()
             except _Failed as failed:
                 still_open = update.roll_back()
-                _read_rest(buckets)
+                read_rest(buckets)
                 raise _send_error(failed, still_open) from next(iter(failed.failures.values()))
             except BaseException as error:
                 for name, why in update.roll_back().items():
                     error.add_note(f"the weight update could not be discarded at {name}: {why}")
                 if isinstance(error, Exception):
-                    _read_rest(buckets)
+                    read_rest(buckets)
                 raise
         return SentWeights(
             version=wanted,
@@ -201,17 +226,6 @@ class _Terms:
     retry_pause_s: float
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    index: int
-    tensors: list[tuple[str, torch.Tensor]]
-    num_bytes: int
-
-    def __str__(self) -> str:
-        first, last = self.tensors[0][0], self.tensors[-1][0]
-        return f"bucket {self.index} ({len(self.tensors)} tensors, {first} to {last}, {self.num_bytes} bytes)"
-
-
 class _Failed(Exception):
     """What was being done, and by target what went wrong."""
 
@@ -230,23 +244,29 @@ class _Update:
     """One update of all targets."""
 
     def __init__(
-        self, targets: Sequence[Target], terms: _Terms, pool: ThreadPoolExecutor, version: str | None
+        self,
+        targets: Sequence[Target],
+        terms: _Terms,
+        pool: ThreadPoolExecutor,
+        version: str | None,
+        broadcaster: Broadcaster | None,
     ) -> None:
         self._targets = targets
         self._terms = terms
         self._pool = pool
         self._version = version
+        self._broadcaster = broadcaster
         self._open: dict[str, Target] = {}
         self._version_before: dict[str, str] = {}
         self._futures: list[tuple[Target, Future[Any]]] = []
         self._is_over = threading.Event()
 
-    def stage(self, buckets: Iterable[_Bucket], progress: ProgressCallback | None) -> tuple[int, int]:
+    def stage(self, buckets: Iterable[Bucket], progress: ProgressCallback | None) -> tuple[int, int]:
         """Open the sessions and hand over all buckets, each while the next is gathered; tensors and bytes."""
         self._start(self._begin_at)
         self._finish("begin_weight_update")
         num_tensors = num_bytes = 0
-        previous: _Bucket | None = None
+        previous: Bucket | None = None
         for bucket in itertools.chain(buckets, (None,)):
             if previous is not None:
                 self._finish(str(previous))
@@ -255,7 +275,7 @@ class _Update:
                 if progress is not None:
                     progress(num_bytes, num_tensors)
             if bucket is not None:
-                self._start(functools.partial(self._stage_at, bucket=bucket))
+                self._start_bucket(bucket)
             previous = bucket
         return num_tensors, num_bytes
 
@@ -275,6 +295,15 @@ class _Update:
 
     def _start(self, call: Callable[[Target], Any]) -> None:
         self._futures = [(target, self._pool.submit(call, target)) for target in self._targets]
+
+    def _start_bucket(self, bucket: Bucket) -> None:
+        if self._broadcaster is None:
+            self._start(functools.partial(self._stage_at, bucket=bucket))
+            return
+        # In this thread, whose GPU it may be about.
+        device = self._broadcaster.device_for(bucket.tensors[0][1])
+        outcomes = self._pool.submit(self._broadcast, self._broadcaster, bucket, device)
+        self._futures = [(target, outcome_at(target, outcomes)) for target in self._targets]
 
     def _finish(self, what: str) -> list[Any]:
         """Wait for all targets; their results. Raises `_Failed` unless all have one."""
@@ -311,23 +340,60 @@ class _Update:
 
         self._repeat(attempt, f"begin_weight_update at {target.name}")
 
-    def _stage_at(self, target: Target, bucket: _Bucket) -> None:
+    def _stage_at(self, target: Target, bucket: Bucket) -> None:
         is_repeated = False
 
         def attempt() -> None:
             nonlocal is_repeated
             # Time has passed, the server may even be another: without its session it would serve the bucket.
             if is_repeated and not target.has_session():
-                raise RequestRejected("its session has ended in between", 409)
+                raise _session_over()
             is_repeated = True
             if target.stage(bucket.tensors, self._terms.timeout_s)["committed"]:
-                del self._open[target.name]
-                raise _CommittedAlone(
-                    "its session had ended, and the bucket was committed by itself: the weights that it "
-                    "serves are a mixture. Send them all again, with a longer session_timeout_s"
-                )
+                raise self._committed_alone(target.name)
 
         self._repeat(attempt, f"{bucket} at {target.name}")
+
+    def _broadcast(self, broadcaster: Broadcaster, bucket: Bucket, device: torch.device) -> Outcomes:
+        """Send a bucket to all targets at once; again, as long as none may have written a part of it."""
+        timeout_s = self._terms.timeout_s
+        for retries_left in range(self._terms.retries, -1, -1):
+            outcomes = broadcaster.connect(device, timeout_s)
+            is_connected = not outcomes
+            outcomes = outcomes or broadcaster.send(bucket.tensors, timeout_s)
+            failures = {name: error for name, error in outcomes.items() if isinstance(error, EbbtideError)}
+            # An answer that was lost may have said that a part was written.
+            again = RequestRejected if is_connected else (RequestRejected, AnswerLost)
+            may_pass = all(isinstance(error, again) and _may_pass(error) for error in failures.values())
+            if not failures or retries_left == 0 or not may_pass or self._is_over.is_set():
+                break
+            logger.warning("%s failed and is broadcast again: %s", bucket, failures)
+            self._is_over.wait(self._terms.retry_pause_s)
+            without_session = self._without_session()
+            if without_session:
+                return without_session
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, Mapping) and outcome["committed"]:
+                outcomes[name] = self._committed_alone(name)
+        return outcomes
+
+    def _without_session(self) -> Outcomes:
+        """Where a bucket must not be sent again, and why."""
+        found: Outcomes = {}
+        for target in self._targets:
+            try:
+                if not target.has_session():
+                    found[target.name] = _session_over()
+            except EbbtideError as error:
+                found[target.name] = error
+        return found
+
+    def _committed_alone(self, name: str) -> _CommittedAlone:
+        del self._open[name]
+        return _CommittedAlone(
+            "its session had ended, and the bucket was committed by itself: the weights that it "
+            "serves are a mixture. Send them all again, with a longer session_timeout_s"
+        )
 
     def _end_at(self, target: Target) -> Mapping[str, Any]:
         is_lost = False
@@ -366,6 +432,10 @@ class _Update:
         raise ValueError("retries: expected 0 or more")
 
 
+def _session_over() -> RequestRejected:
+    return RequestRejected("its session has ended in between", 409)
+
+
 def _may_pass(error: EbbtideError) -> bool:
     """Whether the same request may succeed later."""
     if not isinstance(error, RequestRejected):
@@ -387,50 +457,6 @@ def _send_error(failed: _Failed, still_open: Mapping[str, Exception]) -> WeightS
     if is_clean and not any(isinstance(error, _CommittedAlone) for error in failed.failures.values()):
         message += ". The update was discarded: no engine serves any of it"
     return WeightSendError(message, failed.failures, failed.committed)
-
-
-def _buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[_Bucket]:
-    """Whole tensors by the bucket, gathered as the bucket is asked for."""
-    names: set[str] = set()
-    pending: list[tuple[str, torch.Tensor]] = []
-    pending_bytes = index = 0
-    for item in named_tensors:
-        name, tensor = _checked(item)
-        if name in names:
-            raise ValueError(f"{name}: the name was given twice")
-        names.add(name)
-        whole = _gathered(tensor)
-        num_bytes = whole.numel() * whole.element_size()
-        if pending and pending_bytes + num_bytes > bucket_bytes:
-            yield _Bucket(index, pending, pending_bytes)
-            pending, pending_bytes, index = [], 0, index + 1
-        pending.append((name, whole))
-        pending_bytes += num_bytes
-    if pending:
-        yield _Bucket(index, pending, pending_bytes)
-
-
-def _checked(item: object) -> tuple[str, torch.Tensor]:
-    match item:
-        case (str(name), torch.Tensor() as tensor):
-            if tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized:
-                return name, tensor
-            raise TypeError(
-                f"{name}: expected a dense tensor with data, got {tensor.layout} on {tensor.device}"
-            )
-    raise TypeError(f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}")
-
-
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor; of a `DTensor`, by a collective of its mesh."""
-    gather = getattr(tensor.detach(), "full_tensor", None)
-    whole: torch.Tensor = tensor.detach() if gather is None else gather()
-    return whole
-
-
-def _read_rest(buckets: Iterator[_Bucket]) -> None:
-    for _ in buckets:
-        pass
 
 
 def _merged(replies: Sequence[Mapping[str, Any]], field: str, merge: Callable[[list[Any]], T]) -> T | None:

@@ -1,7 +1,8 @@
 """Where a trainer's weights go: an `Engine` of this process, or a server by its address.
 
 A bucket goes to a server in one of three ways: by reference to this process's GPU memory, where all ranks of
-the server reach it; through shared memory, where the server is on this host; in the body, elsewhere.
+the server reach it; through shared memory, where the server is on this host; in the body, elsewhere. To an
+engine or a server it may also be broadcast, in a group that all of their ranks join.
 Source: wire_api sections 3.3 and 4.
 """
 
@@ -15,6 +16,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Protocol, get_args
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -24,10 +26,12 @@ import safetensors.torch
 import torch
 
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
+from ebbtide.srt.weight_sync.distributed_source import Announcement
 from ebbtide.srt.weight_sync.sender import TensorSender
+from ebbtide.srt.weight_sync.weight_group import GroupAddress
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
-Transport = Literal["auto", "memory", "body"]
+Transport = Literal["auto", "memory", "body", "broadcast"]
 
 # How much longer than the server's own deadline an answer is awaited: the server's says more.
 MARGIN_S: Final = 30.0
@@ -77,6 +81,35 @@ class Target(Protocol):
         """The version of the weights that serve."""
         ...
 
+    @property
+    def location(self) -> tuple[str, int] | None:
+        """Host and port; None for an engine of this process."""
+        ...
+
+    def size(self) -> EngineSize:
+        """How many ranks take part in a broadcast."""
+        ...
+
+    def join_group(self, address: GroupAddress, timeout_s: float) -> None:
+        """Make all ranks join a group, the first one as `address.rank`; returns when it is complete."""
+        ...
+
+    def leave_group(self, name: str) -> None:
+        """Make all ranks leave a group; what waits for a broadcast in it is refused."""
+        ...
+
+    def take_broadcast(self, announced: Announcement, group: str, timeout_s: float) -> Mapping[str, Any]:
+        """Take what is broadcast at the same time into the session; the body of the reply."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineSize:
+    """Of how many ranks an engine is, and on how many hosts these are."""
+
+    num_ranks: int
+    num_nodes: int
+
 
 class UpdatableEngine(Protocol):
     """What is asked of an engine in this process: `ebbtide.Engine` has it."""
@@ -102,6 +135,32 @@ class UpdatableEngine(Protocol):
     ) -> dict[str, Any]: ...
 
     def abort_weight_update(self) -> dict[str, Any]: ...
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        *,
+        group_name: str,
+        backend: str,
+        timeout_s: float,
+    ) -> dict[str, Any]: ...
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str,
+        load_format: str | None,
+        timeout_s: float | None,
+        session_id: str | None,
+    ) -> dict[str, Any]: ...
+
+    def destroy_weights_update_group(self, group_name: str) -> dict[str, Any]: ...
 
     def server_info(self) -> dict[str, Any]: ...
 
@@ -146,6 +205,30 @@ class EngineTarget:
     def serving_version(self) -> str:
         return self._engine.weight_version
 
+    @property
+    def location(self) -> None:
+        return None
+
+    def size(self) -> EngineSize:
+        return _size_of(self._engine.server_info())
+
+    def join_group(self, address: GroupAddress, timeout_s: float) -> None:
+        self._engine.init_weights_update_group(**_join_fields(address), timeout_s=timeout_s)
+
+    def leave_group(self, name: str) -> None:
+        self._engine.destroy_weights_update_group(name)
+
+    def take_broadcast(self, announced: Announcement, group: str, timeout_s: float) -> Mapping[str, Any]:
+        return self._engine.update_weights_from_distributed(
+            announced.names,
+            announced.dtypes,
+            announced.shapes,
+            group_name=group,
+            load_format=announced.load_format,
+            timeout_s=timeout_s,
+            session_id=self._session_id,
+        )
+
 
 class ServerTarget:
     """A server.
@@ -154,7 +237,7 @@ class ServerTarget:
         url: its address, without a path.
         transport: "memory" refers to memory of this host, "body" sends the data; "auto" takes "memory" where
             the address is one of this host's. Behind such an address a container, or a tunnel, may have
-            memory of its own: then "body".
+            memory of its own: then "body". With "broadcast" there is nothing to `stage`.
         api_key: sent with each request.
     """
 
@@ -162,9 +245,9 @@ class ServerTarget:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ValueError(f"expected a URL as http://HOST:PORT, got {url!r}")
-        if transport not in get_args(Transport):
-            raise ValueError(f"transport: expected one of {get_args(Transport)}, got {transport!r}")
+        check_transport(transport)
         self.name = url.rstrip("/")
+        self.location = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
         self._host = parts.hostname
         self._transport = transport
         self._headers = {"Content-Type": "application/json"}
@@ -210,9 +293,30 @@ class ServerTarget:
     def serving_version(self) -> str:
         return str(self._call("/model_info")["weight_version"])
 
+    def size(self) -> EngineSize:
+        return _size_of(self._call("/server_info"))
+
+    def join_group(self, address: GroupAddress, timeout_s: float) -> None:
+        fields = {**_join_fields(address), "timeout_s": timeout_s}
+        self._call("/init_weights_update_group", fields, timeout_s + MARGIN_S)
+
+    def leave_group(self, name: str) -> None:
+        self._call("/destroy_weights_update_group", {"group_name": name})
+
+    def take_broadcast(self, announced: Announcement, group: str, timeout_s: float) -> Mapping[str, Any]:
+        fields = {
+            **asdict(announced),
+            "group_name": group,
+            "session_id": self._session_id,
+            "timeout_s": timeout_s,
+        }
+        body: Mapping[str, Any] = self._call("/update_weights_from_distributed", fields, timeout_s + MARGIN_S)
+        return body
+
     def _find_sender(self) -> TensorSender | None:
         """What shares memory with all ranks of the server; None where it does not reach all of them."""
-        if self._transport == "body" or (self._transport == "auto" and not _is_this_host(self._host)):
+        is_elsewhere = self._transport == "auto" and not _is_this_host(self._host)
+        if is_elsewhere or self._transport in ("body", "broadcast"):
             return None
         info = self._call("/server_info")
         if info["nnodes"] > 1:
@@ -246,6 +350,27 @@ class ServerTarget:
             raise _as_error(error) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise AnswerLost(f"no answer from {self.name}{path}: {error}") from error
+
+
+def check_transport(transport: str) -> None:
+    """Raises `ValueError` for one that does not exist."""
+    if transport not in get_args(Transport):
+        raise ValueError(f"transport: expected one of {get_args(Transport)}, got {transport!r}")
+
+
+def _size_of(server_info: Mapping[str, Any]) -> EngineSize:
+    return EngineSize(server_info["tp_size"] * server_info["dp_size"], server_info["nnodes"])
+
+
+def _join_fields(address: GroupAddress) -> dict[str, Any]:
+    return {
+        "master_address": address.host,
+        "master_port": address.port,
+        "rank_offset": address.rank,
+        "world_size": address.world_size,
+        "group_name": address.name,
+        "backend": address.backend,
+    }
 
 
 def _as_error(answer: urllib.error.HTTPError) -> EbbtideError:
