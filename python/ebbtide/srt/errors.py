@@ -35,7 +35,16 @@ class RequestRejected(EbbtideError):
 
 
 class EngineError(EbbtideError):
-    """The engine itself failed: a process died, or a handler raised. The message names the rank."""
+    """The engine itself failed: a process died, or a handler raised. The message names the rank.
+
+    Args:
+        message: what failed, and where.
+        **fields: further fields of the error body, e.g. `replicas`: what each of them serves now.
+    """
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.fields = fields
 
 
 class OutOfDeviceMemory(EbbtideError):

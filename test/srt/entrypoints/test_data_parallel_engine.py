@@ -133,8 +133,11 @@ def test_an_update_that_one_replica_refused_is_an_error_that_says_who_serves_wha
     engine: TwoReplicas,
 ) -> None:
     version = refused_by(1)
-    with pytest.raises(EngineError, match=r"replica 1: this replica cannot read.*replica 0: Updated"):
+    with pytest.raises(
+        EngineError, match=r"replica 1: this replica cannot read.*replica 0: Updated"
+    ) as failure:
         engine.update_weights_from_disk("5", weight_version=version)
+    assert [replica["success"] for replica in failure.value.fields["replicas"]] == [True, False]
     assert engine.versions == [version, "default"]
     assert engine.weight_version == f"mixed: {version}, default"
     info = engine.model_info()

@@ -139,7 +139,8 @@ class _Endpoints:
 
     async def answer_failure(self, request: Request, error: Exception) -> Response:
         """500; 503 when the engine is down or going down."""
-        return error_answer(str(error), 503 if self._service.is_down else 500)
+        fields = error.fields if isinstance(error, EngineError) else {}
+        return error_answer(str(error), 503 if self._service.is_down else 500, **fields)
 
     def _max_weight_bytes(self) -> int:
         """What a body with weights may hold: all of them, for each rank, as float32 and in base64."""

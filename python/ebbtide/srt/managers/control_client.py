@@ -80,4 +80,4 @@ def _accepted(reply: AnyReply) -> Reply:
         return reply
     if reply.status < 500:
         raise RequestRejected(reply.message, reply.status, **reply.fields)
-    raise EngineError(reply.message)
+    raise EngineError(reply.message, **reply.fields)
