@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from fixtures.checkpoints import edit_config, make_checkpoint
-from fixtures.servers import Server, exit_of_failed_start, is_alive, running_server, wait_until
+from fixtures.servers import Server, exit_of_failed_start, free_port, is_alive, running_server, wait_until
+
+from ebbtide.srt.config import EngineConfig
+from ebbtide.srt.entrypoints.http_server import serve
+from ebbtide.srt.server_args import ServerArgs
+from ebbtide.testing.null_engine import TARGETS, null_config
 
 WAITING = {"text": "tide", "sampling_params": {"max_new_tokens": 4}}
 
@@ -197,3 +203,19 @@ def test_nobody_is_served_before_the_engine_is_ready(checkpoint: Path) -> None:
             server.get("/health")
         server.wait_ready()
         assert server.get("/health").status_code == 200
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_that_is_lost_in_a_callback_stops_the_start_all_the_same(number: int) -> None:
+    class Noisy:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    def configure() -> EngineConfig:
+        # What its end raises is reported, and goes no further.
+        Noisy()
+        return null_config(ServerArgs(model_path="null", skip_tokenizer_init=True, port=free_port()))
+
+    serve(configure, TARGETS)
+    assert psutil.Process().children() == []

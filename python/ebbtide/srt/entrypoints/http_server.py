@@ -263,6 +263,7 @@ def serve(
         targets: the processes, if not the usual ones.
         application: makes what is served.
     """
+    service: EngineService | None = None
     try:
         with _raising_signals():
             config = configure()
@@ -270,6 +271,8 @@ def serve(
             listener = _bind(config.http)
             service = EngineService(config, targets, early)
     except _Stopped:
+        if service is not None:
+            service.shutdown()
         return
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -334,12 +337,18 @@ def _is_main_thread() -> bool:
 
 @contextmanager
 def _raising_signals() -> Iterator[None]:
-    """Make SIGINT and SIGTERM raise `_Stopped`, so that what has been started is ended on the way out."""
+    """Make SIGINT and SIGTERM raise `_Stopped`, so that what has been started is ended on the way out.
+
+    It is raised at the end if it was lost: in a callback of the interpreter, as imports have them, it is.
+    """
     if not _is_main_thread():
         yield
         return
+    is_asked = False
 
     def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal is_asked
+        is_asked = True
         raise _Stopped
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -348,6 +357,8 @@ def _raising_signals() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+    if is_asked:
+        raise _Stopped
 
 
 def _on_signals(stop: Callable[[], None]) -> None:

@@ -42,7 +42,8 @@ def serve_node(
     """As `launch_node`, for any configuration; `targets` are the processes, if not the usual ones."""
     ends: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     try:
-        with _raising_signals():
+        # In the queue too: what is raised in a callback of the interpreter is lost.
+        with _raising_signals(lambda: ends.put(None)):
             processes = NodeProcesses(configure(), targets, early)
             try:
                 processes.wait_ready()
@@ -62,8 +63,12 @@ class _Stopped(BaseException):
 
 
 @contextmanager
-def _raising_signals() -> Iterator[None]:
-    """Make the first SIGINT or SIGTERM raise `_Stopped`; those behind it must not interrupt the way out."""
+def _raising_signals(note: Callable[[], None]) -> Iterator[None]:
+    """Make the first SIGINT or SIGTERM raise `_Stopped`; those behind it must not interrupt the way out.
+
+    Args:
+        note: called first.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -72,6 +77,7 @@ def _raising_signals() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         for one in numbers:
             signal.signal(one, signal.SIG_IGN)
+        note()
         raise _Stopped
 
     previous = {number: signal.signal(number, stop) for number in numbers}
