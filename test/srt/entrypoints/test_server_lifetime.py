@@ -217,5 +217,7 @@ def test_a_stop_that_is_lost_in_a_callback_stops_the_start_all_the_same(number: 
         Noisy()
         return null_config(ServerArgs(model_path="null", skip_tokenizer_init=True, port=free_port()))
 
+    before = psutil.Process().children()
     serve(configure, TARGETS)
-    assert psutil.Process().children() == []
+    # Other tests of this process may have left torch's helpers.
+    assert set(psutil.Process().children()) <= set(before)
