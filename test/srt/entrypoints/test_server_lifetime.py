@@ -207,7 +207,9 @@ def test_nobody_is_served_before_the_engine_is_ready(checkpoint: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_that_is_lost_in_a_callback_stops_the_start_all_the_same(number: int) -> None:
+def test_a_stop_that_is_lost_in_a_callback_stops_the_start_all_the_same(
+    number: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     class Noisy:
         def __del__(self) -> None:
             signal.raise_signal(number)
@@ -221,3 +223,4 @@ def test_a_stop_that_is_lost_in_a_callback_stops_the_start_all_the_same(number: 
     serve(configure, TARGETS)
     # Other tests of this process may have left torch's helpers.
     assert set(psutil.Process().children()) <= set(before)
+    assert "Traceback" not in capfd.readouterr().err

@@ -7,6 +7,7 @@ import functools
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -351,10 +352,18 @@ def _raising_signals() -> Iterator[None]:
         is_asked = True
         raise _Stopped
 
+    report = sys.unraisablehook
+
+    def report_others(lost: sys.UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, _Stopped):
+            report(lost)
+
+    sys.unraisablehook = report_others
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
+        sys.unraisablehook = report
         for number, handler in previous.items():
             signal.signal(number, handler)
     if is_asked:
