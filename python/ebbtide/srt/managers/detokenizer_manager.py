@@ -6,6 +6,7 @@ from multiprocessing.connection import Connection
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.heap import freeze_heap
 from ebbtide.srt.managers.channel import ChannelAddresses, Receiver, Sender
 from ebbtide.srt.managers.incremental_detokenizer import IncrementalDetokenizer, StopTrimmer
 from ebbtide.srt.managers.io_struct import (
@@ -75,6 +76,7 @@ def run_detokenizer_process(config: EngineConfig, addresses: ChannelAddresses, r
     manager = DetokenizerManager(tokenizer)
     receiver: Receiver[DetokenizerInput] = Receiver(addresses.detokenizer, DetokenizerInput)
     sender: Sender[ManagerInput] = Sender(addresses.manager)
+    freeze_heap()
     ready.send({"status": "ready"})
     while True:
         for message in receiver.receive():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from multiprocessing.connection import Connection
 
 import torch
@@ -11,6 +10,7 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.distributed.parallel_group import join_parallel_group
+from ebbtide.srt.heap import freeze_heap
 from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.channel import ChannelAddresses
 from ebbtide.srt.managers.control.ports import TagMemory
@@ -48,9 +48,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     scheduler = assemble_scheduler(
         SchedulerConfig.of(config), rank_parts(config, runner, device, saver), inbox, outputs
     )
-    # What has been built stays: keep the collector from walking it in the middle of a step.
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     max_total_tokens = runner.kv_pool.num_pages * runner.kv_pool.page_size
     ready.send(
         {
