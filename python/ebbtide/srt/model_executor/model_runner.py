@@ -126,12 +126,15 @@ class ModelRunner:
         batch = ForwardBatch.from_plan(plan, self.page_table.array, self.kv_pool.page_size, self._device)
         self._attention.prepare(batch)
         input_ids_T = resolve_tokens(batch.input_ids_T, batch.rows_T, self._next_tokens)
-        hidden_TD = self.model.forward(input_ids_T, batch.positions_T, self._attention)
+        # Of prompts the last rows are wanted, unless each row's logits are.
+        wants_last = bool(batch.sampled_R) and not plan.is_decode and not batch.prompt_rows
+        rows_S = batch.sampled_rows_S if wants_last else None
+        hidden_TD = self.model.forward(input_ids_T, batch.positions_T, self._attention, rows_S)
         step = LaunchedStep(len(plan.specs), batch.sampled_R)
         for rows in batch.prompt_rows:
             step.prompt_logprobs[rows.request] = self._prompt_logprobs(plan, rows, hidden_TD)
         if batch.sampled_R:
-            hidden_SD = hidden_TD if plan.is_decode else hidden_TD[batch.sampled_rows_S]
+            hidden_SD = hidden_TD if wants_last or plan.is_decode else hidden_TD[batch.sampled_rows_S]
             self._sample(plan, hidden_SD, batch.sampled_page_rows_S, step)
         return step
 

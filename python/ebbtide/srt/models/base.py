@@ -96,8 +96,18 @@ class CausalLM(nn.Module, ABC):
     """A decoder whose parameters are made on the meta device and get their memory from the weight store."""
 
     @abstractmethod
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend) -> Tensor:
-        """Final hidden states [T, D]; `attention` has been prepared for the batch."""
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        attention: AttentionBackend,
+        rows_M: Tensor | None = None,
+    ) -> Tensor:
+        """Final hidden states [T, D]; `attention` has been prepared for the batch.
+
+        Args:
+            rows_M: int64, not empty: the rows that are wanted, [M, D]. The last layer is spared the others.
+        """
 
     @abstractmethod
     def logits(self, hidden_TD: Tensor) -> Tensor:

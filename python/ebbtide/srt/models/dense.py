@@ -137,9 +137,14 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         self.mlp = GatedMLP(config, dtype) if mlp is None else mlp
 
-    def forward(self, x_TD: Tensor, rope: Rope, attention: AttentionBackend) -> Tensor:
-        """Adds to `x_TD` in place: nothing else refers to the residual stream."""
+    def forward(
+        self, x_TD: Tensor, rope: Rope, attention: AttentionBackend, rows_M: Tensor | None = None
+    ) -> Tensor:
+        """Adds to `x_TD` in place: nothing else refers to the residual stream. Returns the rows wanted."""
         self.self_attn.add_(x_TD, self.input_layernorm, rope, attention)
+        if rows_M is not None:
+            # All rows have left their keys and values.
+            x_TD = x_TD[rows_M]
         if isinstance(self.mlp, GatedMLP):
             self.mlp.add_(x_TD, self.post_attention_layernorm)
         else:
@@ -162,11 +167,18 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
 
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        attention: AttentionBackend,
+        rows_M: Tensor | None = None,
+    ) -> Tensor:
         x_TD = self.embed_tokens(input_ids_T)
         rope = self.rotary_emb(positions_T, x_TD.dtype)
-        for layer in self.layers:
-            x_TD = layer(x_TD, rope, attention)
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            x_TD = layer(x_TD, rope, attention, rows_M if number == last else None)
         hidden_TD: Tensor = self.norm(x_TD)
         return hidden_TD
 
@@ -191,9 +203,15 @@ class DenseCausalLM(CausalLM):
             None if config.tied else VocabEmbedding(config.vocab_size, config.hidden_size, dtype=dtype)
         )
 
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor, attention: AttentionBackend) -> Tensor:
-        hidden_TD: Tensor = self.model(input_ids_T, positions_T, attention)
-        return hidden_TD
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        attention: AttentionBackend,
+        rows_M: Tensor | None = None,
+    ) -> Tensor:
+        hidden_MD: Tensor = self.model(input_ids_T, positions_T, attention, rows_M)
+        return hidden_MD
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         return (self.model.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden_TD)
