@@ -1,7 +1,8 @@
 """Seconds from the start of a server's process to its first token, with kernels compiled and cached before.
 
-One start comes first and fills the caches; it is in the JSON, and does not count. Each start ends with a
-request of one token. The lines of the log, with the seconds at which they came, are the phases.
+One start comes first and fills the caches, Python's own for the modules it imports among them; it is in the
+JSON, and does not count. Each start ends with a request of one token. The lines of the log, with the seconds
+at which they came, are the phases.
 
 The limit is what no Python engine on this machine goes below: a process that imports torch and transformers
 and makes a CUDA context, measured in the same run.
@@ -10,6 +11,7 @@ and makes a CUDA context, measured in the same run.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -60,6 +62,8 @@ def floor_s(device: str) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shape", default=MODEL)
+    # Where it is set, every start compiles every module.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     args: argparse.Namespace = parse(parser, argv)
     report = Report("gpu_start", args)
     with report.attempt("start.first_token"), model_folder(args, args.shape) as (_, folder):

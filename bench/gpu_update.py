@@ -7,10 +7,11 @@ figure is the median over the streams. Each run has streams and prompts of its o
 
 - in_place, one call: all tensors by name, `pause_mode=in_place`, `flush_cache=false`;
 - in_place, buckets: a session of flattened buckets of 512 MB, committed the same way;
-- retract: one call with `pause_mode=retract` and `flush_cache=true`. The re-prefill alone is measured with
-  the same streams and no update: pause in mode retract, flush, continue.
+- retract: one call with `pause_mode=retract` and `flush_cache=true`. The re-prefill alone is measured without
+  an update: pause in mode retract, flush, continue. An update takes its time until it retracts, in which the
+  streams grow: the pause comes after as long a time, so that there is as much to prefill.
 
-The client reads bytes and clocks and parses nothing, so that the gaps are the engine's.
+The client reads bytes and clocks, parses nothing and collects no garbage, so that the gaps are the engine's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import gc
 import json
 import statistics
 import time
@@ -88,6 +90,11 @@ class Stream(asyncio.Protocol):
             raise RuntimeError("a stream got nothing in a whole window")
         return max(gaps)
 
+    def longest_gap_start(self, start: float, end: float) -> float:
+        """When the longest of the gaps that ended between these times began."""
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return max((after - before, before) for before, after in pairs if start < after <= end)[1]
+
     def gaps_ms(self, start: float, end: float) -> list[float]:
         pairs = zip(self.times, self.times[1:], strict=False)
         return [(after - before) * 1e3 for before, after in pairs if start < after <= end]
@@ -115,7 +122,11 @@ def check(streams: Sequence[Stream]) -> None:
 
 
 class Bench:
-    """The server under test, its trainer and a client for control requests."""
+    """The server under test, its trainer and a client for control requests.
+
+    Attributes:
+        staging_s: how long an update takes until it retracts.
+    """
 
     def __init__(
         self, args: argparse.Namespace, shape: Shape, server: Server, trainer: Trainer | None
@@ -127,6 +138,7 @@ class Bench:
         self._rng = np.random.default_rng(0)
         self._client = httpx.AsyncClient(base_url=server.url, timeout=300)
         self.num_streams = 4 if args.tiny else NUM_STREAMS
+        self.staging_s = 0.0
 
     async def __aenter__(self) -> Bench:
         return self
@@ -147,10 +159,13 @@ class Bench:
         max_new_tokens = 3000 if self._args.tiny else MAX_NEW_TOKENS
         prompts = self._rng.integers(0, self._shape["vocab_size"], (self.num_streams, PROMPT_LEN)).tolist()
         streams = await open_streams(self._server.url, prompts, max_new_tokens)
+        gc.collect()
+        gc.disable()
         try:
             async with asyncio.timeout(RUN_TIMEOUT_S):
                 return await self._watch(kind, streams, tokens_before, window_s)
         finally:
+            gc.enable()
             for stream in streams:
                 stream.close()
             await self.post("/abort_request", abort_all=True, report=True)
@@ -194,6 +209,9 @@ class Bench:
             "median_gap_ms": statistics.median(usual),
             "worst_stream_ms": max(during),
             "latency_ms": (answered - sent) * 1e3,
+            "gap_begins_ms": statistics.median(
+                (stream.longest_gap_start(sent, end) - sent) * 1e3 for stream in streams
+            ),
             "window_s": sent - before,
             "reply": {
                 key: reply.get(key)
@@ -224,6 +242,7 @@ class Bench:
                 )
 
     async def _retract_and_go_on(self) -> dict[str, Any]:
+        await asyncio.sleep(self.staging_s)
         await self.post("/pause_generation", mode="retract")
         await self.post("/flush_cache")
         return await self.post("/continue_generation")
@@ -249,6 +268,8 @@ async def measure(report: Report, bench: Bench, num_runs: int, kinds: Sequence[s
         with report.attempt(f"update.{kind}" if kind != "re_prefill" else "update.retract"):
             await bench.run(kind)
             runs[kind] = [await bench.run(kind) for _ in range(num_runs)]
+            if kind == "retract":
+                bench.staging_s = statistics.median(run["gap_begins_ms"] for run in runs[kind]) / 1e3
             for run in runs[kind]:
                 print(
                     f"  {kind}: longest gap {run['longest_gap_ms']:.2f} ms, normally "
@@ -285,7 +306,7 @@ def note(report: Report, runs: dict[str, list[dict[str, Any]]], num_bytes: int, 
             "update.retract",
             [run["longest_gap_ms"] / alone_ms for run in runs["retract"]],
             limit=1.0,
-            limit_basis="the re-prefill alone, measured on the same streams",
+            limit_basis="the re-prefill alone, of as many tokens",
             re_prefill_ms=alone_ms,
             all_runs={"retract": runs["retract"], "re_prefill": runs["re_prefill"]},
         )
