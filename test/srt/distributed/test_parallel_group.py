@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from pathlib import Path
+from typing import ClassVar
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -13,6 +16,7 @@ from fixtures.rank_processes import Ranks
 from torch import Tensor
 
 from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.distributed import peer_memory
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup, join_parallel_group
 from ebbtide.srt.errors import EngineError
 
@@ -137,3 +141,75 @@ def test_who_waits_for_a_rank_that_dies_is_told(tmp_path: Path) -> None:
 
         with pytest.raises(AssertionError, match=r"(?s)rank 0: .*RuntimeError"):
             ranks.answer(0)
+
+
+class ScriptedPeerMemory:
+    """Stands for the GPUs' memory: fails on one rank, at one stage."""
+
+    failing: ClassVar[tuple[int, str]]
+    offer = peer_memory.Offer("handle", "bus")
+    num_bytes = 8
+
+    def __init__(self, store: object, rank: int, size: int, device: torch.device) -> None:
+        self._rank = rank
+        self._fail_at("allocate")
+
+    def open(self, offers: list[peer_memory.Offer]) -> None:
+        assert offers == [self.offer] * 2
+        self._fail_at("open")
+
+    def meet(self, timeout_s: float) -> str | None:
+        return "wrong sums" if self.failing == (self._rank, "meet") else None
+
+    def close(self) -> None:
+        """The real one waits for the others here."""
+
+    def _fail_at(self, stage: str) -> None:
+        if self.failing == (self._rank, stage):
+            raise EngineError(f"cannot {stage}\nand why")
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("stage", "problem"),
+    [("allocate", "cannot allocate"), ("open", "cannot open"), ("meet", "wrong sums"), ("host", None)],
+)
+def test_where_one_rank_has_no_peer_memory_none_uses_it(
+    stage: str, problem: str | None, failing_rank: int, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    (has_first, said), (has_second, said_by_second) = two_ranks.run(
+        open_peer_memory, tmp_path / "store", (failing_rank, stage)
+    )
+
+    assert (has_first, has_second) == (False, False)
+    reason = "the ranks are on several hosts" if problem is None else f"rank {failing_rank}: {problem}"
+    assert said == [f"all-reduce by NCCL alone, which takes longer for short messages: {reason}"]
+    assert said_by_second == []
+
+
+def test_peer_memory_is_used_where_every_rank_has_it(two_ranks: Ranks, tmp_path: Path) -> None:
+    opened = two_ranks.run(open_peer_memory, tmp_path / "store", (2, "open"))
+
+    message = "short messages are summed through peer memory: buffer_bytes=8"
+    assert opened == [(True, [message]), (True, [])]
+
+
+def open_peer_memory(group: ParallelGroup, path: Path, failing: tuple[int, str]) -> tuple[bool, list[str]]:
+    """Whether this rank uses it, and what it logs."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    host = f"host {group.rank}" if failing[1] == "host" else "host"
+    peer_memory.logger.addHandler(handler)
+    peer_memory.logger.setLevel(logging.INFO)
+    ScriptedPeerMemory.failing = failing
+    try:
+        with (
+            patch.object(peer_memory, "PeerMemory", ScriptedPeerMemory),
+            patch.object(peer_memory, "_host", lambda: host),
+        ):
+            store = torch.distributed.FileStore(str(path), 2)
+            opened = peer_memory.open_peer_memory(store, group.rank, 2, CPU)
+    finally:
+        peer_memory.logger.removeHandler(handler)
+    return opened is not None, said

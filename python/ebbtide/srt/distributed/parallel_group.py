@@ -21,6 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.distributed.peer_memory import PeerMemory, open_peer_memory
 from ebbtide.srt.errors import EngineError
 
 _dist: Any = torch.distributed  # not all of it has types
@@ -49,6 +50,10 @@ class ParallelGroup(Protocol):
         """
         ...
 
+    def add_reduced_(self, x: Tensor, onto: Tensor) -> None:
+        """onto += the sum of x over all ranks, of the same shape; x may be written over."""
+        ...
+
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """The tensors of all ranks in one, along `dim`, in the ranks' order."""
         ...
@@ -71,6 +76,9 @@ class SoloGroup:
     def all_reduce_(self, x: Tensor) -> Tensor:
         return x
 
+    def add_reduced_(self, x: Tensor, onto: Tensor) -> None:
+        onto += x
+
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return x
 
@@ -87,17 +95,29 @@ class TorchGroup:
     Args:
         backend: `ProcessGroupGloo` or `ProcessGroupNCCL`.
         device: of the tensors.
+
+    Attributes:
+        peers: what sums short messages; None: the backend sums all of them.
     """
 
     def __init__(self, backend: Any, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
         self.size = size
+        self.peers: PeerMemory | None = None
         self._backend: Any | None = backend
         self._device = device
 
     def all_reduce_(self, x: Tensor) -> Tensor:
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers.all_reduce_(x)
         self._all_reduce(x, _c10d.ReduceOp.SUM)
         return x
+
+    def add_reduced_(self, x: Tensor, onto: Tensor) -> None:
+        if self.peers is not None and self.peers.takes(x, onto):
+            self.peers.all_reduce_(x, onto)
+        else:
+            onto += self.all_reduce_(x)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         ranks = x.new_empty(self.size, *x.shape)
@@ -113,9 +133,16 @@ class TorchGroup:
 
     def close(self) -> None:
         backend, self._backend = self._backend, None
+        peers, self.peers = self.peers, None
+        if peers is not None:
+            # The backend frees memory, for which the device waits until every kernel has ended.
+            with suppress(EngineError):
+                peers.let_go()
         if backend is not None:
             with suppress(Exception):
                 backend.abort()
+        if peers is not None:
+            peers.close()
 
     def _all_reduce(self, x: Tensor, operation: Any) -> None:
         options = _c10d.AllreduceOptions()
@@ -130,7 +157,12 @@ class TorchGroup:
 
 
 def join_parallel_group(
-    parallel: ParallelConfig, rendezvous: str, device: torch.device, timeout_s: float
+    parallel: ParallelConfig,
+    rendezvous: str,
+    device: torch.device,
+    timeout_s: float,
+    *,
+    uses_peer_memory: bool = True,
 ) -> ParallelGroup:
     """Meet the other ranks of this replica: by gloo on a CPU, by NCCL on GPUs. A `SoloGroup` for one rank.
 
@@ -139,6 +171,7 @@ def join_parallel_group(
             `tcp://host:port`, an address of rank 0, which listens there.
         device: of this rank.
         timeout_s: how long to wait for the others.
+        uses_peer_memory: whether GPUs sum short messages without NCCL, where the machine lets them.
 
     Raises:
         EngineError: they did not all come in time.
@@ -157,6 +190,9 @@ def join_parallel_group(
         group = TorchGroup(backend, rank, size, device)
         # Connections are made by the first use: here, and not in the first forward pass.
         group.smallest(rank)
+        if device.type == "cuda" and uses_peer_memory:
+            with torch.accelerator.device_index(device.index):
+                group.peers = open_peer_memory(store, rank, size, device)
     except (RuntimeError, OSError) as error:
         # What follows the first line are addresses of torch's functions.
         reason = str(error).partition("\n")[0]

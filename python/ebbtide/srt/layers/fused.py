@@ -44,7 +44,7 @@ def linear_add_(
     """residual += x Wᵀ (+ b), in place. Each rank holds some of the inputs, and all of the bias."""
     if group.size > 1:
         part_TO = norm_linear(x_TD, None, 0.0, weight_OD, bias_O if group.rank == 0 else None)
-        residual_TO += group.all_reduce_(part_TO)
+        group.add_reduced_(part_TO, residual_TO)
     elif (kernels := _small_batch(x_TD)) is not None:
         kernels.linear_add_(x_TD, weight_OD, bias_O, residual_TO)
     else:

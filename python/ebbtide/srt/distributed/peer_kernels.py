@@ -1,0 +1,341 @@
+"""Triton kernels that add up a tensor of all ranks through memory that each rank opens to the others.
+
+A rank's memory has a slot for every (block, parity, source rank), a flag for every (block, source rank), and
+a counter for every block. A kernel's blocks work on their own: block b of one rank meets blocks b of the
+others, and nobody else. An exchange is a step:
+
+- each block pushes its part into its slots at the other ranks, and then its step's number into its flags
+  there; numbers grow by one, over all calls;
+- it waits until its own flags hold that number, and reads what the others have pushed, beside it.
+
+A flag must not come before what it speaks of, and to wait for that takes as long as the way itself. `words`,
+for the shortest messages, has slots of its own, in which every four bytes have the step's number beside them.
+
+Nothing is ever cleared, and nobody says that he has read: steps use the two parities in turn, and who pushes
+for step n+2 has seen everybody's flag of step n+1, which a block sets after it has read what came in step n.
+Blocks of the next call on the same stream run after those of this one, so that holds from call to call.
+
+Everybody adds up in the ranks' order in float32, and rounds once: the bits are the same on every rank.
+
+The names in capitals are compile-time constants. SIZE: ranks. LANES: the power of two that is no less. TILE:
+elements that a slot holds. ADD: out += the sum; else out may be x. OVERLAPPED: launched as a dependent of the
+kernel before.
+"""
+
+# Triton has no types, and a kernel is not Python.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
+
+from typing import Any, Final
+
+import triton
+import triton.language as tl
+
+# How many blocks a kernel may have, and the bytes of a slot: one vector of 16 for each of 512 threads.
+NUM_BLOCKS: Final = 256
+SLOT_BYTES: Final = 8192
+NUM_WARPS: Final = 16
+# How many blocks may send words with their numbers, and the words of 8 bytes in a slot: one for each thread.
+# With several the compiler would deal them out in two ways, and read them twice.
+NUM_WORD_BLOCKS: Final = 64
+SLOT_WORDS: Final = 512
+_NUM_BLOCKS: Any = tl.constexpr(NUM_BLOCKS)
+_NUM_WORD_BLOCKS: Any = tl.constexpr(NUM_WORD_BLOCKS)
+_SLOT_BYTES: Any = tl.constexpr(SLOT_BYTES)
+
+
+def flags_bytes(size: int) -> int:
+    """Of flags and counters, which come first. The slots follow, those for words before the others."""
+    return NUM_BLOCKS * (size + 1) * 8
+
+
+def num_bytes(size: int) -> int:
+    """Of the memory of one of so many ranks."""
+    return flags_bytes(size) + (NUM_WORD_BLOCKS + NUM_BLOCKS) * 2 * size * SLOT_BYTES
+
+
+@triton.jit
+def _await_predecessor(OVERLAPPED: tl.constexpr) -> None:
+    """Let the next kernel's blocks take their places, and wait until the one before has ended."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _slot_number(step, source, SIZE: tl.constexpr):
+    """Of what `source` pushes to this block in this step."""
+    return ((tl.program_id(0) * 2 + (step & 1).to(tl.int32)) * SIZE + source).to(tl.int64)
+
+
+@triton.jit
+def _slot(memory, step, source, type_ptr, SIZE: tl.constexpr):
+    """What `source` pushes to this block in this step, in the memory at that address."""
+    slots = memory + _NUM_BLOCKS * (SIZE + 1) * 8 + _NUM_WORD_BLOCKS * 2 * SIZE * _SLOT_BYTES
+    first = slots + _slot_number(step, source, SIZE) * _SLOT_BYTES
+    return tl.multiple_of(first.to(type_ptr.dtype), 16)
+
+
+@triton.jit
+def _word_slot(memory, step, source, SIZE: tl.constexpr):
+    """The address of the words that `source` pushes to this block in this step."""
+    return memory + _NUM_BLOCKS * (SIZE + 1) * 8 + _slot_number(step, source, SIZE) * _SLOT_BYTES
+
+
+@triton.jit
+def _counter(memories_ptr, rank, SIZE: tl.constexpr):
+    """Of this block: the number of its last step."""
+    mine = tl.load(memories_ptr + rank)
+    return (mine + (_NUM_BLOCKS * SIZE + tl.program_id(0)) * 8).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _flags(memories_ptr, rank, SIZE: tl.constexpr, LANES: tl.constexpr):
+    """Addresses of this block's flags: the own one at each rank, and here that of each rank."""
+    lanes = tl.arange(0, LANES)
+    others = tl.where(lanes < SIZE, lanes, 0)
+    block = tl.program_id(0) * SIZE
+    there = tl.load(memories_ptr + others) + (block + rank) * 8
+    here = tl.load(memories_ptr + rank) + (block + others) * 8
+    return there.to(tl.pointer_type(tl.int64)), here
+
+
+@triton.jit
+def _meet(flags_there, flags_here, step, SIZE: tl.constexpr, LANES: tl.constexpr) -> None:
+    """Say to all ranks that they have everything of this step, and wait until they have said so."""
+    # All threads have pushed before one of them says so.
+    tl.debug_barrier()
+    steps = tl.zeros((LANES,), tl.int64) + step
+    tl.atomic_xchg(flags_there, steps, mask=tl.arange(0, LANES) < SIZE, sem="release", scope="sys")
+    # In assembler: the compiler might move a load of its own out of the loop. Every thread looks.
+    tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b64 seen;
+            .reg .pred has_come;
+        look:
+            ld.acquire.sys.global.b64 seen, [$1];
+            setp.ge.s64 has_come, seen, $2;
+            @!has_come bra look;
+            mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,l",
+        [flags_here, steps],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    # A thread has looked at one rank's flag, and reads what all have pushed.
+    tl.debug_barrier()
+
+
+@triton.jit
+def _pushed(memories_ptr, rank, step, type_ptr, at, inside, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The sum of what all ranks have pushed to this block, in float32."""
+    mine = tl.load(memories_ptr + rank)
+    total = tl.zeros((TILE,), tl.float32)
+    for source in tl.static_range(SIZE):
+        part = _slot(mine, step, source, type_ptr, SIZE)
+        total += tl.load(part + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return total
+
+
+@triton.jit
+def one_shot(
+    x_ptr,
+    out_ptr,
+    memories_ptr,
+    count,
+    rank,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """out = the sum of all ranks' x, both [count]: each pushes all of it to all, and adds it up itself."""
+    at = tl.arange(0, TILE)
+    counter = _counter(memories_ptr, rank, SIZE)
+    flags_there, flags_here = _flags(memories_ptr, rank, SIZE, LANES)
+    _await_predecessor(OVERLAPPED)
+    step = tl.load(counter)
+    first = tl.program_id(0) * TILE
+    while first < count:
+        step += 1
+        here = first + at
+        inside = here < count
+        x = tl.load(x_ptr + here, mask=inside)
+        for other in tl.static_range(SIZE):
+            tl.store(_slot(tl.load(memories_ptr + other), step, rank, x_ptr, SIZE) + at, x, mask=inside)
+        if ADD:
+            before = tl.load(out_ptr + here, mask=inside).to(tl.float32)
+        _meet(flags_there, flags_here, step, SIZE, LANES)
+        total = _pushed(memories_ptr, rank, step, x_ptr, at, inside, SIZE, TILE)
+        if ADD:
+            total += before
+        tl.store(out_ptr + here, total.to(x.dtype), mask=inside)
+        first += tl.num_programs(0) * TILE
+    tl.store(counter, step)
+
+
+@triton.jit
+def two_shot(
+    x_ptr,
+    out_ptr,
+    memories_ptr,
+    part_count,
+    rank,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """out = the sum of all ranks' x, both [SIZE, part_count]: each adds up one row, and pushes it to all."""
+    at = tl.arange(0, TILE)
+    counter = _counter(memories_ptr, rank, SIZE)
+    flags_there, flags_here = _flags(memories_ptr, rank, SIZE, LANES)
+    _await_predecessor(OVERLAPPED)
+    step = tl.load(counter)
+    mine = tl.load(memories_ptr + rank)
+    first = tl.program_id(0) * TILE
+    while first < part_count:
+        step += 1
+        here = first + at
+        inside = here < part_count
+        for other in tl.static_range(SIZE):
+            part = tl.load(x_ptr + other * part_count + here, mask=inside)
+            tl.store(_slot(tl.load(memories_ptr + other), step, rank, x_ptr, SIZE) + at, part, mask=inside)
+        _meet(flags_there, flags_here, step, SIZE, LANES)
+        total = _pushed(memories_ptr, rank, step, x_ptr, at, inside, SIZE, TILE).to(x_ptr.dtype.element_ty)
+        step += 1
+        for other in tl.static_range(SIZE):
+            tl.store(_slot(tl.load(memories_ptr + other), step, rank, x_ptr, SIZE) + at, total, mask=inside)
+        _meet(flags_there, flags_here, step, SIZE, LANES)
+        for source in tl.static_range(SIZE):
+            out = out_ptr + source * part_count + here
+            slot = _slot(mine, step, source, x_ptr, SIZE)
+            whole = tl.load(slot + at, mask=inside, cache_modifier=".cg").to(tl.float32)
+            if ADD:
+                whole += tl.load(out, mask=inside).to(tl.float32)
+            tl.store(out, whole.to(x_ptr.dtype.element_ty), mask=inside)
+        first += tl.num_programs(0) * TILE
+    tl.store(counter, step)
+
+
+@triton.jit
+def _push_words(addresses, words, step) -> None:
+    """Each word of 8 bytes as two of 4, and each of those with the step's number in one store of 8."""
+    tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 low, high;
+            .reg .b64 first, second;
+            mov.b64 {low, high}, $2;
+            mov.b64 first, {low, $3};
+            mov.b64 second, {high, $3};
+            st.relaxed.sys.global.v2.b64 [$1], {first, second};
+            mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,l,r",
+        [addresses, words, step.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _pushed_words(addresses, step, flag):
+    """The words at these addresses, once the step's number is beside both halves.
+
+    Or once the flag at that address is beyond any step, as `PeerMemory.let_go` leaves it.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 low, high, beside_low, beside_high;
+            .reg .b64 first, second, seen;
+            .reg .pred waits;
+        look:
+            ld.relaxed.sys.global.v2.b64 {first, second}, [$1];
+            ld.relaxed.sys.global.b64 seen, [$3];
+            mov.b64 {low, beside_low}, first;
+            mov.b64 {high, beside_high}, second;
+            setp.ne.b32 waits, beside_low, $2;
+            setp.ne.or.b32 waits, beside_high, $2, waits;
+            setp.lt.and.s64 waits, seen, 0x4000000000000000, waits;
+            @waits bra look;
+            mov.b64 $0, {low, high};
+        }
+        """,
+        "=l,l,r,l",
+        [addresses, step.to(tl.int32), flag],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _quarter(words, number: tl.constexpr, type_ptr):
+    """One of the four numbers in each word, in float32."""
+    bits = ((words >> (16 * number)) & 0xFFFF).to(tl.int16)
+    return bits.to(type_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _as_quarter(total, number: tl.constexpr, type_ptr):
+    """The word that has these numbers there, and zeros elsewhere."""
+    bits = total.to(type_ptr.dtype.element_ty).to(tl.int16, bitcast=True)
+    return (bits.to(tl.int64) & 0xFFFF) << (16 * number)
+
+
+@triton.jit
+def words(
+    x_ptr,
+    out_ptr,
+    memories_ptr,
+    count,
+    rank,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """As `one_shot`, for types of two bytes: x and out are [count] words of four numbers each."""
+    at = tl.arange(0, TILE)
+    here = tl.program_id(0) * TILE + at
+    inside = here < count
+    x_words = x_ptr.to(tl.pointer_type(tl.int64)) + here
+    out_words = out_ptr.to(tl.pointer_type(tl.int64)) + here
+    mine = tl.load(memories_ptr + rank)
+    counter = _counter(memories_ptr, rank, SIZE)
+    flag = mine + tl.program_id(0) * SIZE * 8
+    _await_predecessor(OVERLAPPED)
+    step = tl.load(counter) + 1
+    x = tl.load(x_words, mask=inside, other=0)
+    # Behind the end too: the slots are long enough, and everybody does it.
+    for other in tl.static_range(SIZE):
+        _push_words(_word_slot(tl.load(memories_ptr + other), step, rank, SIZE) + at * 16, x, step)
+    total_0 = tl.zeros((TILE,), tl.float32)
+    total_1, total_2, total_3 = total_0, total_0, total_0
+    for source in tl.static_range(SIZE):
+        part = _pushed_words(_word_slot(mine, step, source, SIZE) + at * 16, step, flag)
+        total_0 += _quarter(part, 0, x_ptr)
+        total_1 += _quarter(part, 1, x_ptr)
+        total_2 += _quarter(part, 2, x_ptr)
+        total_3 += _quarter(part, 3, x_ptr)
+    if ADD:
+        before = tl.load(out_words, mask=inside, other=0)
+        total_0 += _quarter(before, 0, x_ptr)
+        total_1 += _quarter(before, 1, x_ptr)
+        total_2 += _quarter(before, 2, x_ptr)
+        total_3 += _quarter(before, 3, x_ptr)
+    low = _as_quarter(total_0, 0, x_ptr) | _as_quarter(total_1, 1, x_ptr)
+    high = _as_quarter(total_2, 2, x_ptr) | _as_quarter(total_3, 3, x_ptr)
+    # All threads have read the counter: those of other warps may still be at the start.
+    tl.debug_barrier()
+    tl.store(out_words, low | high, mask=inside)
+    tl.store(counter, step)

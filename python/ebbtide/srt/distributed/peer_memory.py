@@ -1,0 +1,326 @@
+"""Sums over the GPUs of one host through memory that their ranks open to each other.
+
+A message of a decode step is so small that its way over NVLink takes a few microseconds: one kernel that
+pushes it to the other ranks and adds up theirs, in place of a collective of NCCL. Long messages are NCCL's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ebbtide.srt.errors import EbbtideError, EngineError
+from ebbtide.srt.memory_saver.virtual_memory.cuda_driver import CudaDriver
+
+logger = logging.getLogger(__name__)
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_HANDLE_BYTES: Final = 64
+_BUS_ID_BYTES: Final = 32
+_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+# Measured with two ranks (bench/gpu_all_reduce.py): `words` is the quickest as far as its slots go, one
+# exchange is as quick as two at every size, and both are quicker than NCCL up to 32 MiB, the longest message
+# measured, by a share that falls slowly. Nothing is measured with more ranks: they push as much, or less.
+WORDS_PUSHED_BYTES: Final = 256 << 10
+ONE_SHOT_PUSHED_BYTES: Final = 1 << 20
+MAX_BYTES_OF_TWO: Final = 64 << 20
+MAX_BYTES_OF_MORE: Final = 2 << 20
+# Every rank's part of a message must be whole vectors.
+_VECTOR_ELEMENTS: Final = 16
+_WORD_BYTES: Final = 8
+# Kernels that meet for the first time are compiled first, on each rank in its own time.
+FIRST_MEETING_S: Final = 120.0
+# A rank that is left waits for the others to let go of its memory.
+LEAVE_S: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What another process opens memory by.
+
+    Attributes:
+        handle: of CUDA IPC, in hexadecimal.
+        bus_id: of the device. Opened memory is said to be on the device of who opened it.
+    """
+
+    handle: str
+    bus_id: str
+
+
+class PeerMemory:
+    """The memory of this rank and of all others, and the kernels that add up through it.
+
+    It lies outside torch's allocator and all arenas, and stays where it is: CUDA graphs may hold calls.
+
+    Args:
+        store: through which the ranks of the group meet.
+        rank, size: of the group.
+        device: of this rank; every call is made with it as torch's current device, and all on one stream, or
+            on streams that wait for each other.
+
+    Attributes:
+        num_bytes: of the memory of this rank: 5 MiB for each rank of the group.
+        offer: by which the other ranks open it.
+
+    Raises:
+        EbbtideError: the driver refused, or is not there.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
+        self._kernels = _load_kernels()
+        self._store, self._rank, self._size, self._device = store, rank, size, device
+        self._max_bytes = MAX_BYTES_OF_TWO if size == 2 else MAX_BYTES_OF_MORE
+        self._driver = CudaDriver()
+        self.num_bytes = self._kernels.num_bytes(size)
+        # Torch makes its context the current one of this thread when it first allocates.
+        self._memories = torch.zeros(size, dtype=torch.int64, device=device)
+        self._options = self._launch_options()
+        self._opened: list[int] = []
+        self._mine = int(self._driver.call("cuMemAlloc", self.num_bytes))
+        try:
+            self._driver.call("cuMemsetD8", self._mine, 0, self.num_bytes)
+            handle = self._driver.call("cuIpcGetMemHandle", self._mine)
+            bus_id = self._driver.call("cuDeviceGetPCIBusId", _BUS_ID_BYTES, device.index)
+        except EngineError:
+            self._driver.call("cuMemFree", self._mine)
+            raise
+        self.offer = Offer(
+            ctypes.string_at(handle.getPtr(), _HANDLE_BYTES).hex(), bus_id.partition(b"\0")[0].decode()
+        )
+
+    def open(self, offers: Sequence[Offer]) -> None:
+        """Map the memory of all ranks, given in their order.
+
+        Raises:
+            EngineError: it cannot be mapped, or there is no NVLink between the two devices.
+        """
+        addresses = []
+        for rank, offer in enumerate(offers):
+            addresses.append(self._mine if rank == self._rank else self._open(offer))
+        self._memories.copy_(torch.tensor(addresses, dtype=torch.int64))
+        # The others write here as soon as all have opened it: not before it has been cleared.
+        torch.accelerator.synchronize(self._device)
+
+    def takes(self, x: Tensor, onto: Tensor | None = None) -> bool:
+        """Whether `all_reduce_` sums such tensors. The answer is the same on every rank."""
+        if x.dtype not in _DTYPES or not 0 < x.nbytes <= self._max_bytes or not _is_aligned(x):
+            return False
+        return onto is None or (onto.dtype == x.dtype and onto.shape == x.shape and _is_aligned(onto))
+
+    def all_reduce_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """The sum of x over all ranks, in place; or added to `onto`. `takes` says whether it can be."""
+        pushed_bytes = x.nbytes * (self._size - 1)
+        if x.itemsize == 2 and pushed_bytes <= WORDS_PUSHED_BYTES and x.nbytes % _WORD_BYTES == 0:
+            return self.words_(x, onto)
+        is_short = self._size == 2 or pushed_bytes <= ONE_SHOT_PUSHED_BYTES
+        if is_short or x.numel() % (self._size * _VECTOR_ELEMENTS):
+            return self.one_shot_(x, onto)
+        return self.two_shot_(x, onto)
+
+    def words_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """`all_reduce_` of whole words of 8 bytes, 256 KiB at most, and of types of two bytes."""
+        tile = self._kernels.SLOT_WORDS
+        return self._launch(self._kernels.words, x, onto, x.nbytes // _WORD_BYTES, TILE=tile)
+
+    def one_shot_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """`all_reduce_` in one exchange for each piece of 2 MiB."""
+        return self._launch(self._kernels.one_shot, x, onto, x.numel(), **self._exchange_of(x))
+
+    def two_shot_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """`all_reduce_` in two exchanges for each piece of 2 MiB of a rank's part; the parts are alike."""
+        count = x.numel() // self._size
+        return self._launch(self._kernels.two_shot, x, onto, count, **self._exchange_of(x))
+
+    def let_go(self) -> None:
+        """Kernels of this rank no longer wait for others, now and from here on; their sums are wrong."""
+        flags = self._driver.bindings.CUstream_flags
+        # The default stream may be the one on which a kernel waits.
+        stream = self._driver.call("cuStreamCreate", int(flags.CU_STREAM_NON_BLOCKING))
+        num_bytes = self._kernels.flags_bytes(self._size)
+        self._driver.call("cuMemsetD8Async", self._mine, 0x7F, num_bytes, stream)
+        self._driver.call("cuStreamSynchronize", stream)
+        self._driver.call("cuStreamDestroy", stream)
+
+    def meet(self, timeout_s: float) -> str | None:
+        """Add up numbers with all ranks, who do the same. What is wrong; None: nothing.
+
+        Args:
+            timeout_s: how long to wait for the others.
+        """
+        numbers = torch.arange(self._size * 4096, device=self._device) % 13
+        expected = (numbers * self._size + sum(range(self._size))).to(torch.bfloat16)
+        done = torch.Event(device=self._device)
+        sums = []
+        for _ in range(3):
+            for add in (self.words_, self.one_shot_, self.two_shot_):
+                sums.append(add((numbers + self._rank).to(torch.bfloat16)))
+        done.record()
+        deadline_s = time.monotonic() + timeout_s
+        while not done.query():
+            if time.monotonic() > deadline_s:
+                self.let_go()
+                return f"kernels did not meet those of the other ranks within {timeout_s:g} s"
+            time.sleep(0.001)
+        if not all(torch.equal(each, expected) for each in sums):
+            return "sums through peer memory are wrong"
+        return None
+
+    def close(self) -> None:
+        """Give back the other ranks' memory, and free this one's once they have done the same.
+
+        Kernels end first: those that wait for a rank that does not come need `let_go` before.
+        Where they do not within a second, for they are gone or busy, it is freed when the process ends.
+        """
+        with suppress(EbbtideError, RuntimeError):
+            torch.accelerator.synchronize(self._device)
+            while self._opened:
+                self._driver.call("cuIpcCloseMemHandle", self._opened.pop())
+            _say(self._store, "closed", self._rank, "yes")
+            keys = [_key("closed", rank) for rank in range(self._size)]
+            self._store.wait(keys, timedelta(seconds=LEAVE_S))
+            self._driver.call("cuMemFree", self._mine)
+
+    def _exchange_of(self, x: Tensor) -> dict[str, int]:
+        lanes = 1 << (self._size - 1).bit_length()
+        return {"LANES": lanes, "TILE": self._kernels.SLOT_BYTES // x.itemsize}
+
+    def _launch(self, kernel: Any, x: Tensor, onto: Tensor | None, count: int, **constants: int) -> Tensor:
+        out = x if onto is None else onto
+        num_blocks = min(-(-count // constants["TILE"]), self._kernels.NUM_BLOCKS)
+        kernel[(num_blocks,)](
+            x,
+            out,
+            self._memories,
+            count,
+            self._rank,
+            SIZE=self._size,
+            ADD=onto is not None,
+            num_warps=self._kernels.NUM_WARPS,
+            **constants,
+            **self._options,
+        )
+        return out
+
+    def _launch_options(self) -> dict[str, Any]:
+        """Hopper and later put a kernel's blocks in place before its predecessor on the stream has ended."""
+        attribute = self._driver.bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+        overlapped = int(self._driver.call("cuDeviceGetAttribute", attribute, self._device.index)) >= 9
+        return {"OVERLAPPED": overlapped} | ({"launch_pdl": True} if overlapped else {})
+
+    def _open(self, offer: Offer) -> int:
+        bindings = self._driver.bindings
+        there = int(self._driver.call("cuDeviceGetByPCIBusId", offer.bus_id.encode()))
+        # The flags are set by atomic operations, which go over NVLink and not over PCIe.
+        atomics = bindings.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+        if not int(self._driver.call("cuDeviceGetP2PAttribute", atomics, self._device.index, there)):
+            raise EngineError(f"no NVLink between devices {self._device.index} and {there}")
+        handle = bindings.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), bytes.fromhex(offer.handle), _HANDLE_BYTES)
+        lazily = int(bindings.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        address = int(self._driver.call("cuIpcOpenMemHandle", handle, lazily))
+        self._opened.append(address)
+        return address
+
+
+def open_peer_memory(store: Any, rank: int, size: int, device: torch.device) -> PeerMemory | None:
+    """The memory of all ranks, opened and tried; None, on every rank, where one of them cannot.
+
+    Args:
+        store: through which the ranks meet, and none but they do.
+        device: torch's current one.
+
+    Raises:
+        RuntimeError: a rank did not come in the store's time.
+    """
+    mine: PeerMemory | None = None
+    problem: str | None = None
+    try:
+        mine = PeerMemory(store, rank, size, device)
+    except Exception as error:  # whatever hinders it, NCCL serves
+        problem = _in_a_line(error)
+    offer = None if mine is None else asdict(mine.offer)
+    said = json.dumps({"host": _host(), "offer": offer, "problem": problem})
+    heard = [json.loads(each) for each in _exchange(store, "offer", rank, size, said)]
+    problem = _first_problem([each["problem"] for each in heard])
+    if problem is None and len({each["host"] for each in heard}) > 1:
+        problem = "the ranks are on several hosts"
+    if problem is None and mine is not None:
+        problem = _try(mine, store, rank, size, [Offer(**each["offer"]) for each in heard])
+    if problem is not None:
+        if mine is None:
+            _say(store, "closed", rank, "yes")
+        else:
+            mine.close()
+            mine = None
+    if rank == 0 and mine is None:
+        logger.warning("all-reduce by NCCL alone, which takes longer for short messages: %s", problem)
+    elif rank == 0 and mine is not None:
+        logger.info("short messages are summed through peer memory: buffer_bytes=%d", mine.num_bytes)
+    return mine
+
+
+def _try(mine: PeerMemory, store: Any, rank: int, size: int, offers: list[Offer]) -> str | None:
+    """Map everything and add up once: what hinders a rank, the same on all."""
+
+    def attempt(stage: str, work: Any, *arguments: Any) -> str | None:
+        try:
+            problem = work(*arguments)
+        except Exception as error:  # NCCL serves then
+            problem = _in_a_line(error)
+        answers = _exchange(store, stage, rank, size, json.dumps(problem))
+        return _first_problem([json.loads(answer) for answer in answers])
+
+    problem = attempt("open", mine.open, offers)
+    return problem if problem is not None else attempt("meet", mine.meet, FIRST_MEETING_S)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """In one piece that begins at a multiple of 16 bytes, seen from its storage: alike on all ranks."""
+    return x.is_contiguous() and x.storage_offset() * x.itemsize % 16 == 0
+
+
+def _exchange(store: Any, stage: str, rank: int, size: int, answer: str) -> list[str]:
+    """What every rank says, in their order."""
+    _say(store, stage, rank, answer)
+    return [store.get(_key(stage, other)).decode() for other in range(size)]
+
+
+def _say(store: Any, stage: str, rank: int, answer: str) -> None:
+    store.set(_key(stage, rank), answer)
+
+
+def _first_problem(problems: Sequence[str | None]) -> str | None:
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            return f"rank {rank}: {problem}"
+    return None
+
+
+def _key(stage: str, rank: int) -> str:
+    return f"peer_memory/{stage}/{rank}"
+
+
+def _host() -> str:
+    return _BOOT_ID.read_text().strip()
+
+
+def _in_a_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _load_kernels() -> ModuleType:
+    from ebbtide.srt.distributed import peer_kernels  # triton: where there is a GPU
+
+    return peer_kernels

@@ -1,0 +1,205 @@
+"""The kernels that add up through peer memory, without a GPU: in Triton's interpreter, and compiled.
+
+The interpreter is chosen before triton is imported, and others may have chosen it: both run in a process of
+their own. It knows no assembler, so that is written here once more, and it runs block after block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+NUM_CALLS = 24
+PATIENCE_S = 60.0
+
+
+def in_a_process(what: str, **environment: str) -> str:
+    """What this file prints when it is asked for it."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, __file__, what],
+        env=kept | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return run.stdout
+
+
+def test_ranks_add_up_call_after_call() -> None:
+    pytest.importorskip("triton")
+
+    in_a_process("interpret", TRITON_INTERPRET="1")
+
+
+def interpret() -> None:
+    """Two ranks, and three, each a process with its memory in a file that all map."""
+    from ebbtide.srt.distributed import peer_kernels
+
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    for size in (2, 3):
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [Path(folder, str(rank)) for rank in range(size)]
+            for path in paths:
+                path.write_bytes(bytes(peer_kernels.num_bytes(size)))
+            ranks = [context.Process(target=add_up, args=(rank, paths)) for rank in range(size)]
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join(PATIENCE_S)
+            codes = [process.exitcode for process in ranks]
+            for process in ranks:
+                process.kill()
+        assert codes == [0] * size, codes
+
+
+def add_up(rank: int, paths: Sequence[Path]) -> None:
+    """Sums of numbers of all ranks, by both kernels, of sizes from one number to several blocks."""
+    from triton.runtime import interpreter
+
+    interpreter.InterpreterBuilder.create_inline_asm = assembler
+    maps = [mmap.mmap(os.open(path, os.O_RDWR), 0) for path in paths]
+    places = [(ctypes.c_char * len(each)).from_buffer(each) for each in maps]
+    memories = torch.tensor([ctypes.addressof(place) for place in places])
+    # The same on all ranks, but for their naps.
+    order, naps = random.Random(3), random.Random(rank)
+    size = len(paths)
+    for call in range(NUM_CALLS):
+        kernel, add = order.choice(("words", "one_shot", "two_shot")), order.random() < 0.5
+        # For two bytes to hold them, no numbers beyond 1000.
+        count = order.choice((4, 8, 700, 2048, 2052, 4100)) * size
+        numbers = (torch.arange(count) % 97 + call).to(torch.float16 if kernel == "words" else torch.float32)
+        x, onto = numbers * (rank + 1), torch.full_like(numbers, 0.5)
+        time.sleep(naps.choice((0.0, 0.02)))
+        out = launch(kernel, x, onto if add else x, memories, rank, add)
+        total = numbers * sum(range(1, size + 1))
+        assert torch.equal(out, total + 0.5 if add else total), (call, kernel, count, add)
+
+
+def launch(name: str, x: Tensor, out: Tensor, memories: Tensor, rank: int, add: bool) -> Tensor:
+    """Few blocks: the longest messages take each of them several times."""
+    from ebbtide.srt.distributed import peer_kernels
+
+    size = len(memories)
+    counts = {"words": len(x) // 4, "one_shot": len(x), "two_shot": len(x) // size}
+    constants = {"SIZE": size, "ADD": add, "OVERLAPPED": False}
+    if name == "words":
+        constants |= {"TILE": peer_kernels.SLOT_WORDS}
+    else:
+        constants |= {"TILE": peer_kernels.SLOT_BYTES // 4, "LANES": 1 << (size - 1).bit_length()}
+    num_blocks = -(-counts[name] // constants["TILE"])
+    grid = (num_blocks if name == "words" else min(num_blocks, 2),)
+    getattr(peer_kernels, name)[grid](x, out, memories, counts[name], rank, **constants)
+    return out
+
+
+def assembler(self: Any, asm: str, constraints: str, values: Any, types: Any, *_: Any) -> Any:
+    """What the three pieces of assembler in these kernels do."""
+    from triton import language
+    from triton.runtime.interpreter import TensorHandle
+
+    rows = list(zip(*(value.data.tolist() for value in values), strict=True))
+    if "ld.acquire.sys" in asm:
+        for address, step in rows:
+            wait_until(partial(is_set, address, step))
+    elif "st.relaxed.sys" in asm:
+        for address, value, step in rows:
+            for half in range(2):
+                word(address + 8 * half).value = value >> 32 * half & 0xFFFFFFFF | step << 32
+    else:
+        assert "ld.relaxed.sys" in asm
+        data = np.array([read_word(address, step) for address, step, _ in rows], dtype=np.int64)
+        return SimpleNamespace(get_result=lambda _: TensorHandle(data, language.int64))
+    done = TensorHandle(np.zeros(len(rows), dtype=np.int32), language.int32)
+    return SimpleNamespace(get_result=lambda _: done)
+
+
+def is_set(address: int, step: int) -> bool:
+    return word(address).value >= step
+
+
+def read_word(address: int, step: int) -> int:
+    """What lies in two halves there, once both have the step beside them."""
+    halves = [word(address), word(address + 8)]
+    wait_until(lambda: all(half.value >> 32 == step for half in halves))
+    return sum((half.value & 0xFFFFFFFF) << 32 * index for index, half in enumerate(halves))
+
+
+def word(address: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(address)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, "a rank does not come"
+        time.sleep(0)
+
+
+def test_hopper_has_instructions_of_16_bytes_for_all_of_it() -> None:
+    pytest.importorskip("triton")
+
+    counts = json.loads(in_a_process("compile"))
+
+    # One in each thread to each of three ranks, and from there to the sum, which is half as long in words.
+    assert counts == {"words": 3, "one_shot": 3 + 1, "two_shot": 3 + 3 + 3}
+
+
+def vector_stores() -> dict[str, int]:
+    """How many of them each kernel has, compiled for three ranks."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from ebbtide.srt.distributed import peer_kernels
+
+    tile = peer_kernels.SLOT_BYTES // 2
+    constants = {"SIZE": 3, "LANES": 4, "TILE": tile, "ADD": True, "OVERLAPPED": True}
+    of_words = {"SIZE": 3, "TILE": peer_kernels.SLOT_WORDS, "ADD": True, "OVERLAPPED": True}
+    counts = {}
+    for name, count, own in (
+        ("words", "count", of_words),
+        ("one_shot", "count", constants),
+        ("two_shot", "part_count", constants),
+    ):
+        types = {"x_ptr": "*bf16", "out_ptr": "*bf16", "memories_ptr": "*i64", count: "i32", "rank": "i32"}
+        # The first four are multiples of 16.
+        aligned = {(index,): [["tt.divisibility", 16]] for index in range(4)}
+        source = ASTSource(
+            getattr(peer_kernels, name),
+            types | dict.fromkeys(own, "constexpr"),
+            {(len(types) + index,): value for index, value in enumerate(own.values())},
+            aligned,
+        )
+        options = {"num_warps": peer_kernels.NUM_WARPS, "launch_pdl": True}
+        compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        ptx = compiled.asm["ptx"]
+        counts[name] = ptx.count("st.global.v4") + ptx.count("st.relaxed.sys.global.v2.b64")
+    return counts
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "interpret":
+        interpret()
+    else:
+        print(json.dumps(vector_stores()))
