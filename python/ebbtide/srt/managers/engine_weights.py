@@ -21,9 +21,11 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateRequest,
 )
+from ebbtide.srt.managers.parameter_checker import ParameterChecker
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, TorchCudaIpc
+from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel, import_loaders
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
@@ -46,10 +48,14 @@ class EngineWeights:
     Args:
         store: the live weights.
         device: where they are. On a CUDA device copies run beside forward passes.
+
+    Raises ConfigurationError for a custom weight loader that cannot be imported.
     """
 
     def __init__(self, store: WeightStore, config: EngineConfig, device: Device) -> None:
         self.names = store.names
+        self.parameters = ParameterChecker(store, device, config.parallel)
+        self._loaders = import_loaders(config.update.custom_weight_loaders)
         self._store = store
         self._config = config
         self._device = device
@@ -60,8 +66,9 @@ class EngineWeights:
             self._cuda = TorchCudaIpc(int(index), device.uuid)
 
     def open(self, request: WeightUpdateRequest) -> Generator[int, None, IncomingWeights]:
-        source = yield from self._source(request)
-        return _Incoming(source, self._store, self._device, lambda: self._leave_sender(request))
+        loader = self._loader(request)
+        source = yield from self._source(request, loader)
+        return _Incoming(source, self._store, self._device, lambda: self._leave_sender(request), loader)
 
     def converse(self, zmq_handles: Mapping[str, str]) -> _Conversation:
         conversation = open_conversation(zmq_handles, self._cuda)
@@ -101,7 +108,14 @@ class EngineWeights:
         rows: list[Any] = self._store.read(name, max_rows).tolist()
         return rows
 
-    def _source(self, request: WeightUpdateRequest) -> Generator[int, None, WeightSource]:
+    def _loader(self, request: WeightUpdateRequest) -> CustomLoader | None:
+        if isinstance(request, UpdateWeightsFromTensorReqInput) and request.load_format is not None:
+            return self._loaders.get(request.load_format)
+        return None
+
+    def _source(
+        self, request: WeightUpdateRequest, loader: CustomLoader | None
+    ) -> Generator[int, None, WeightSource]:
         match request:
             case UpdateWeightFromDiskReqInput():
                 architecture = self._config.model.architecture
@@ -109,9 +123,8 @@ class EngineWeights:
             case UpdateWeightsFromTensorReqInput():
                 opening = open_by_slices(
                     request.serialized_named_tensors,
-                    request.load_format,
+                    request.load_format if loader is None else None,
                     place=self._config.parallel,
-                    custom_weight_loaders=self._config.update.custom_weight_loaders,
                     cuda=self._cuda,
                 )
                 if self._device.uuid is None:
@@ -157,6 +170,7 @@ class _Staged:
 
     def __init__(self, store: WeightStore, shadow: Shadow, device: Device) -> None:
         self.shadow = shadow
+        self.is_complete = False
         self._store = store
         self._device = device
 
@@ -164,6 +178,7 @@ class _Staged:
         copies = self._store.complete(self.shadow, written)
         yield from _paced(copies, self._device, self._device.copying)
         yield from _until_copied(self._device)
+        self.is_complete = True
 
     def commit(self) -> None:
         self._device.synchronize()
@@ -181,17 +196,34 @@ class _Incoming:
 
     Args:
         leave_sender: leaves the group through which they are sent, if they are.
+        loader: writes them, to any parameters that it likes: nothing is checked then.
     """
 
     def __init__(
-        self, source: WeightSource, store: WeightStore, device: Device, leave_sender: Callable[[], None]
+        self,
+        source: WeightSource,
+        store: WeightStore,
+        device: Device,
+        leave_sender: Callable[[], None],
+        loader: CustomLoader | None = None,
     ) -> None:
         self.is_sent = isinstance(source, BroadcastSource)
+        self.needs_copy = loader is not None
+        self.num_ignored = 0
+        self.num_tensors = len(source.entries)
+        self.names = store.names if source.entries else frozenset[str]()
         self._source = source
         self._store = store
         self._device = device
         self._leave_sender = leave_sender
+        self._loader = loader
         self._is_read = False
+        self._problems: list[dict[str, str]] = []
+        if loader is None:
+            self._check()
+
+    def _check(self) -> None:
+        source, store = self._source, self._store
         ignored = [entry for entry in source.entries if not source.direct and store.ignored(entry.name)]
         self.num_ignored = len(ignored)
         self.num_tensors = len(source.entries) - len(ignored)
@@ -219,7 +251,8 @@ class _Incoming:
         """Copy the tensors and wait for the copies, in slices."""
         assert isinstance(staging, _InPlace | _Staged)
         self._is_read = True
-        yield from _paced(self._copies(staging), self._device, self._device.copying)
+        work = self._copies(staging) if self._loader is None else self._load(self._loader, staging)
+        yield from _paced(work, self._device, self._device.copying)
         yield from _until_copied(self._device)
         self._is_read = False
 
@@ -244,6 +277,15 @@ class _Incoming:
                 raise
             # A refusal would say that nothing was written.
             raise EngineError(f"the update broke off half-way: {error.message}") from error
+
+    def _load(self, loader: CustomLoader, staging: _InPlace | _Staged) -> Slices:
+        """All of it in one slice: the function cannot be left half-way. It is not called for nothing."""
+        if not self._source.entries:
+            return
+        assert isinstance(staging, _Staged), "a loader is given a copy"
+        assert staging.is_complete, "a loader is given a whole copy"
+        loader.load(StagedModel(self._store, staging.shadow), list(self._source))
+        yield sum(entry.num_bytes for entry in self._source.entries)
 
 
 class _Conversation:

@@ -20,6 +20,8 @@ ALIGNMENT_BYTES = 256
 SLICE_BYTES = 64 << 20
 # At the speed of pageable memory, about what a forward pass can be kept waiting for.
 TRANSFER_BYTES = 16 << 20
+# Of what a message repeats of a sender's names and shapes.
+MAX_TEXT = 200
 # Narrower floating types mean nothing without the scales that belong to them.
 CONVERTIBLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -117,9 +119,9 @@ class WeightStore:
             return None
         expected = self._expected_shape(name, direct)
         if expected is None:
-            return TensorProblem(name, "the model has no parameter of this name")
+            return TensorProblem(name[:MAX_TEXT], "the model has no parameter of this name")
         if tuple(shape) != expected:
-            return TensorProblem(name, f"expected shape {list(expected)}, got {list(shape)}")
+            return TensorProblem(name, f"expected shape {list(expected)}, got {str(list(shape))[:MAX_TEXT]}")
         parameter_dtype = self._slot(name, direct).dtype
         if dtype != parameter_dtype and dtype not in CONVERTIBLE:
             return TensorProblem(
@@ -170,6 +172,15 @@ class WeightStore:
             for piece, room in _row_slices(source, destination, SLICE_BYTES):
                 room.copy_(piece)
                 yield room.nbytes
+
+    def parameters(self, shadow: Shadow | None = None) -> Iterator[tuple[str, Tensor]]:
+        """This rank's own parameters under the names that `direct` means: live, or those of a staged copy."""
+        for name in self._slots:
+            yield name, self._region(name, shadow, direct=True)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of what the model computes with beside its parameters; no checkpoint holds that."""
+        return {name: buffer.clone() for name, buffer in self._model.named_buffers()}
 
     def commit(self, shadow: Shadow) -> None:
         """Make the staged copy live, at the same addresses; the shadow then holds the former weights."""

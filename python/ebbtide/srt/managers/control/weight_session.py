@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import TypeVar
 
+from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
 from ebbtide.srt.managers.control.ports import (
     IncomingWeights,
@@ -85,6 +86,7 @@ class WeightSession:
         self.folder: tuple[str, str] | None = None
         self.is_staged = True
         self.stall = Stall()
+        self._is_spoilt = False
         self._weights = weights
         self._content = content
         self._ranks = ranks
@@ -96,9 +98,21 @@ class WeightSession:
         return self.num_tensors, self.num_ignored, self.num_bytes
 
     def make_room(self, incoming: IncomingWeights) -> Work[None]:
-        """Find a place for these tensors: a copy, or the live weights where these hold nothing to keep."""
-        if self._staging is not None or incoming.num_tensors == 0:
-            return
+        """Find a place for these tensors: a copy, or the live weights where these hold nothing to keep.
+
+        Raises:
+            RequestRejected: they need a copy, and there is none.
+        """
+        if self._staging is None and incoming.num_tensors > 0:
+            yield from self._take_room()
+        if incoming.needs_copy and not self.is_staged:
+            raise RequestRejected(
+                "nothing was written: a custom weight loader changes a copy of the live weights, and there "
+                "is none. Stale weights must first be written whole, by an update without a custom loader; "
+                "where memory for a copy is missing, release kv_cache during the update"
+            )
+
+    def _take_room(self) -> Work[None]:
         is_whole = isinstance(self._content.state, Valid)
         try:
             finding = self._find_room(in_place=not is_whole)
@@ -120,13 +134,22 @@ class WeightSession:
         return self._staging
 
     def write(self, incoming: IncomingWeights) -> Work[int]:
-        """Write one update's tensors; returns their bytes. If it fails, they count as not written."""
+        """Write one update's tensors; returns their bytes. If it fails, they count as not written.
+
+        Raises:
+            RequestRejected: there is no copy although they need one; or what the copy holds is unknown.
+        """
+        self._require_sound()
         yield from self.make_room(incoming)
-        self.names -= incoming.names
+        if incoming.needs_copy and self._staging is not None:
+            yield from self._do(self._staging.complete(self.names), Progress.COPYING)
+        else:
+            self.names -= incoming.names
         num_bytes = 0
         if self._staging is not None:
             num_bytes = yield from self._copy(incoming, self._staging)
         self.names |= incoming.names
+        self._is_spoilt = False
         self.num_tensors += incoming.num_tensors
         self.num_ignored += incoming.num_ignored
         self.num_bytes += num_bytes
@@ -137,6 +160,7 @@ class WeightSession:
             yield from self._do(incoming.open(), Progress.WORKING)
         if not self.is_staged:
             self._lose(incoming)
+        self._is_spoilt = incoming.needs_copy  # Until it is written and let go of, on all ranks.
         kind = Progress.COPYING if self.is_staged else Progress.WORKING
         num_bytes = yield from self._do(incoming.write(staging), kind)
         if self.is_staged:
@@ -154,7 +178,12 @@ class WeightSession:
         self._content.lose(incoming.names)
 
     def complete(self) -> Work[None]:
-        """Fill what was not written with the live weights, so that the copy is whole."""
+        """Fill what was not written with the live weights, so that the copy is whole.
+
+        Raises:
+            RequestRejected: what the copy holds is unknown.
+        """
+        self._require_sound()
         if self._staging is not None and self.is_staged and not self.names >= self._weights.names:
             yield from self._do(self._staging.complete(self.names), Progress.COPYING)
 
@@ -175,6 +204,13 @@ class WeightSession:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
+
+    def _require_sound(self) -> None:
+        if self._is_spoilt:
+            raise RequestRejected(
+                "a custom weight loader failed in this session, and may have left its work half done: "
+                "abort_weight_update, then begin again"
+            )
 
     def _do(self, slices: Slices, kind: Progress) -> Work[int]:
         """One step on every rank; returns the bytes of this one's."""

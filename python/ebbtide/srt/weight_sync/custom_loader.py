@@ -1,0 +1,139 @@
+"""Custom weight loaders: functions of the operator's, named by import path, that write what an update brings.
+
+Source: wire_api sections 3.3 and 4.1.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Final
+
+import torch
+from torch import nn
+
+from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.memory_saver.arena import Shadow
+from ebbtide.srt.model_executor.weight_store import WeightStore
+
+logger = logging.getLogger(__name__)
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+MAX_PROBLEM_CHARS: Final = 1000
+
+
+class StagedModel:
+    """What a custom weight loader is given in the place of a model: the staged copy of this rank's weights.
+
+    The copy starts as the weights that serve, with what an open session has staged. What is written to it
+    serves after the commit, or never.
+    """
+
+    def __init__(self, store: WeightStore, shadow: Shadow) -> None:
+        self._store = store
+        self._shadow = shadow
+        self._parameters = {
+            name: nn.Parameter(tensor, requires_grad=False) for name, tensor in store.parameters(shadow)
+        }
+        self._addresses = {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Write whole tensors under their checkpoint names; each rank keeps its part of them.
+
+        Returns the names. Raises ValueError for a tensor that the model has no place for; those before it
+        are written.
+        """
+        names = set()
+        for name, tensor in weights:
+            problem = self._store.check(name, tensor.shape, tensor.dtype)
+            if problem is not None:
+                raise ValueError(f"{name}: {problem.reason}")
+            self._store.write(name, tensor, self._shadow)
+            names.add(name)
+        return names
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The engine's own parameters: fused, and this rank's part of them. Write into them."""
+        yield from self._parameters.items()
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of what else the model computes with. An update does not change that."""
+        yield from self._store.buffers().items()
+
+    def require_in_place(self) -> None:
+        """Raise ValueError if a parameter was given other memory, which nothing would ever read."""
+        for name, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._addresses[name]:
+                raise ValueError(f"{name}: its data was replaced; write into it, as copy_() does")
+
+
+@dataclass(frozen=True)
+class CustomLoader:
+    """A function that writes an update's tensors, and the import path that it goes by."""
+
+    path: str
+    function: Callable[[StagedModel, NamedTensors], object]
+
+    def load(self, model: StagedModel, named_tensors: NamedTensors) -> None:
+        """Call it. It is given the list for good: afterwards the list is empty.
+
+        Raises:
+            RequestRejected: it raised something. What it has written until then stays in the copy.
+        """
+        problem = None
+        try:
+            with torch.no_grad():
+                self.function(model, named_tensors)
+            model.require_in_place()
+        # What ends a process by itself, sys.exit(), is not to end the engine.
+        except (Exception, SystemExit) as error:
+            logger.error("the custom weight loader %s failed", self.path, exc_info=error)
+            problem = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARS]
+            _let_go(error)
+        finally:
+            named_tensors.clear()
+        if problem is not None:
+            raise RequestRejected(
+                f"the custom weight loader {self.path} failed, the weights are unchanged: {problem}"
+            )
+
+
+def import_loaders(paths: Sequence[str]) -> dict[str, CustomLoader]:
+    """The functions behind import paths `package.module.function`, by path.
+
+    Raises:
+        ConfigurationError: there is no such function.
+    """
+    return {path: CustomLoader(path, _imported(path)) for path in paths}
+
+
+def _imported(path: str) -> Callable[[StagedModel, NamedTensors], object]:
+    module, _, name = path.rpartition(".")
+    if not module or not name:
+        raise ConfigurationError(f"custom_weight_loader: expected package.module.function, got {path!r}")
+    try:
+        function = getattr(import_module(module), name)
+    # Importing runs code that may raise anything.
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(
+            f"custom_weight_loader: {path} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(function):
+        raise ConfigurationError(f"custom_weight_loader: {path} is not a function: {function!r:.200}")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ConfigurationError(f"custom_weight_loader: {path} has to be a plain function: {function!r}")
+    called: Callable[[StagedModel, NamedTensors], object] = function
+    return called
+
+
+def _let_go(error: BaseException) -> None:
+    """Of the sender's memory: the frames that failed may hold tensors."""
+    failed: BaseException | None = error
+    while failed is not None:
+        traceback.clear_frames(failed.__traceback__)
+        failed = failed.__context__

@@ -1,0 +1,200 @@
+"""Updates that a function of the operator's writes: on one rank and on two, alone and in sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.gpu_device import DEVICE
+from fixtures.references import Reference
+
+from ebbtide import Engine
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.sender import serialize
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+PROMPTS = [[3, 1, 4, 1, 5], list(range(40)), [200]]
+LOADERS = {
+    name: f"fixtures.weight_loaders.{name}"
+    for name in ("scale", "strip_prefix", "copy_own", "fail_where_told", "exit_at_once")
+}
+LAYER_0, LAYER_1 = "model.layers.0.", "model.layers.1."
+DOUBLE = [(LAYER_0, torch.tensor(2.0))]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda size: f"tp{size}")
+def shared_engine(request: pytest.FixtureRequest, checkpoint_a: Path) -> Iterator[Engine]:
+    if DEVICE.is_cuda and torch.accelerator.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    with Engine(
+        model_path=str(checkpoint_a),
+        max_total_tokens=4096,
+        tp_size=request.param,
+        custom_weight_loader=list(LOADERS.values()),
+        **DEVICE.server_args,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, checkpoint_a: Path) -> Engine:
+    """With the weights of A, whatever the test before left."""
+    shared_engine.abort_weight_update()
+    shared_engine.resume_memory_occupation()
+    shared_engine.update_weights_from_disk(str(checkpoint_a), weight_version="a")
+    return shared_engine
+
+
+def scaled(weights: Mapping[str, torch.Tensor], factors: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """What `scale` makes of weights."""
+    return {
+        name: tensor * next((factor for begin, factor in factors.items() if name.startswith(begin)), 1.0)
+        for name, tensor in weights.items()
+    }
+
+
+def assert_serves(engine: Engine, weights: Mapping[str, torch.Tensor], version: str) -> None:
+    """Every weight bit for bit on every rank, and what comes of them."""
+    for name, tensor in weights.items():
+        assert engine.get_weights_by_name(name, 10**6) == tensor.tolist(), name
+    assert engine.weight_version == version
+    outputs = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
+    assert [output["meta_info"]["weight_version"] for output in outputs] == [version] * len(PROMPTS)
+
+
+def test_it_changes_the_weights_that_serve(engine: Engine, reference_a: Reference) -> None:
+    tokens_before = [out["output_ids"] for out in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
+    factors = {LAYER_0: 2.0, LAYER_1: -0.5}
+    deltas = [(begin, torch.tensor(factor)) for begin, factor in factors.items()]
+    reply = engine.update_weights_from_tensor(deltas, LOADERS["scale"], weight_version="scaled")
+    assert (reply["success"], reply["committed"], reply["staged"]) == (True, True, True)
+    assert (reply["num_tensors"], reply["num_ignored"], reply["content"]) == (2, 0, "valid")
+    assert reply["num_bytes"] == 8 * engine.server_info()["tp_size"]
+    assert_serves(engine, scaled(reference_a.weights(), factors), "scaled")
+    tokens = [out["output_ids"] for out in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
+    assert tokens != tokens_before
+    back = [(begin, torch.tensor(1 / factor)) for begin, factor in factors.items()]
+    engine.update_weights_from_tensor(back, LOADERS["scale"], weight_version="back")
+    assert_serves(engine, reference_a.weights(), "back")
+    assert [
+        out["output_ids"] for out in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
+    ] == tokens_before
+
+
+def test_whole_tensors_reach_every_ranks_part(engine: Engine, reference_b: Reference) -> None:
+    named = [(f"policy.{name}", tensor) for name, tensor in reference_b.weights().items()]
+    engine.update_weights_from_tensor(named, LOADERS["strip_prefix"], weight_version="b")
+    assert_serves(engine, reference_b.weights(), "b")
+
+
+def test_a_rank_is_given_its_own_entry(engine: Engine, reference_a: Reference) -> None:
+    tp_size = engine.server_info()["tp_size"]
+    name = "model.layers.0.mlp.down_proj.weight"
+    whole = -reference_a.weights()[name]
+    parts = torch.chunk(whole, tp_size, dim=1)
+    entries = [serialize([(name, part.contiguous())]) for part in parts]
+    engine.update_weights_from_tensor(entries, LOADERS["copy_own"], weight_version="own")
+    assert_serves(engine, {**reference_a.weights(), name: whole}, "own")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fail_where_told", "the weights are unchanged: ValueError: only half of it was done"),
+        ("exit_at_once", "the weights are unchanged: SystemExit: 3"),
+    ],
+)
+def test_a_function_that_fails_leaves_the_old_weights(
+    engine: Engine, reference_a: Reference, name: str, message: str
+) -> None:
+    with pytest.raises(RequestRejected) as refused:
+        engine.update_weights_from_tensor(DOUBLE, LOADERS[name], weight_version="new")
+    assert refused.value.status == 400
+    assert refused.value.message == f"the custom weight loader {LOADERS[name]} failed, {message}"
+    assert_serves(engine, reference_a.weights(), "a")
+    engine.update_weights_from_tensor(DOUBLE, LOADERS["scale"], weight_version="double")
+    assert_serves(engine, scaled(reference_a.weights(), {LAYER_0: 2.0}), "double")
+
+
+def test_one_rank_that_fails_fails_all_and_is_named(engine: Engine, reference_a: Reference) -> None:
+    last = engine.server_info()["tp_size"] - 1
+    entries = [serialize([("fails", torch.tensor(rank == last))]) for rank in range(last + 1)]
+    with pytest.raises(RequestRejected, match="only half of it") as refused:
+        engine.update_weights_from_tensor(entries, LOADERS["fail_where_told"], weight_version="new")
+    assert refused.value.message.startswith("rank 1: the custom" if last else "the custom")
+    assert_serves(engine, reference_a.weights(), "a")
+
+
+def test_requests_go_on_with_the_changed_weights(engine: Engine, reference_a: Reference) -> None:
+    chunks = engine.generate(
+        input_ids=PROMPTS[0], sampling_params={**GREEDY, "max_new_tokens": 240}, stream=True
+    )
+    next(chunks)
+    engine.pause_generation("in_place")
+    engine.update_weights_from_tensor(DOUBLE, LOADERS["scale"], flush_cache=False, weight_version="double")
+    engine.continue_generation()
+    *_, last = chunks
+    assert [span["version"] for span in last["meta_info"]["weight_versions"]] == ["a", "double"]
+    assert len(last["output_ids"]) == 240
+    assert_serves(engine, scaled(reference_a.weights(), {LAYER_0: 2.0}), "double")
+
+
+def test_in_a_session_it_goes_on_from_what_was_staged(
+    engine: Engine, reference_a: Reference, reference_b: Reference
+) -> None:
+    of_b = {name: tensor for name, tensor in reference_b.weights().items() if name.startswith(LAYER_0)}
+    norm = torch.full_like(reference_a.weights()["model.norm.weight"], 3.0)
+    with engine.weight_update(weight_version="mixed"):
+        assert engine.update_weights_from_tensor([], LOADERS["fail_where_told"])["num_tensors"] == 0
+        engine.update_weights_from_tensor(of_b.items())
+        for _ in range(2):
+            reply = engine.update_weights_from_tensor(DOUBLE, LOADERS["scale"])
+            assert (reply["committed"], reply["num_tensors"]) == (False, 1)
+        engine.update_weights_from_tensor([("model.norm.weight", norm)])
+        assert_serves(engine, reference_a.weights(), "a")
+    expected = scaled({**reference_a.weights(), **of_b}, {LAYER_0: 4.0})
+    assert_serves(engine, {**expected, "model.norm.weight": norm}, "mixed")
+
+
+def test_a_session_in_which_it_failed_can_only_be_aborted(engine: Engine, reference_a: Reference) -> None:
+    engine.begin_weight_update()
+    engine.update_weights_from_tensor(reference_a.weights().items())
+    with pytest.raises(RequestRejected, match="only half of it"):
+        engine.update_weights_from_tensor(DOUBLE, LOADERS["fail_where_told"])
+    for more in (
+        lambda: engine.update_weights_from_tensor(DOUBLE, LOADERS["scale"]),
+        lambda: engine.update_weights_from_tensor(reference_a.weights().items()),
+        lambda: engine.end_weight_update(weight_version="new"),
+    ):
+        with pytest.raises(RequestRejected, match="abort_weight_update, then begin again"):
+            more()
+    assert_serves(engine, reference_a.weights(), "a")
+    assert engine.abort_weight_update()["changed"]
+    with engine.weight_update(weight_version="double"):
+        engine.update_weights_from_tensor(DOUBLE, LOADERS["scale"])
+    assert_serves(engine, scaled(reference_a.weights(), {LAYER_0: 2.0}), "double")
+
+
+def test_stale_weights_are_nothing_to_change(
+    engine: Engine, checkpoint_a: Path, reference_a: Reference
+) -> None:
+    engine.release_memory_occupation(["weights"])
+    engine.resume_memory_occupation(["weights"])
+    num_missing = engine.memory_occupation()["tags"]["weights"]["num_missing"]
+    with pytest.raises(RequestRejected, match="first be written whole, by an update without a custom loader"):
+        engine.update_weights_from_tensor(DOUBLE, LOADERS["scale"], weight_version="double")
+    assert engine.memory_occupation()["tags"]["weights"]["num_missing"] == num_missing
+    engine.update_weights_from_disk(str(checkpoint_a))
+    engine.update_weights_from_tensor(DOUBLE, LOADERS["scale"], weight_version="double")
+    assert_serves(engine, scaled(reference_a.weights(), {LAYER_0: 2.0}), "double")
+
+
+def test_only_listed_functions_are_called(engine: Engine, reference_a: Reference) -> None:
+    for path in ("fixtures.weight_loaders.replace_data", LOADERS["scale"].upper(), f" {LOADERS['scale']}"):
+        with pytest.raises(RequestRejected, match="not listed in --custom-weight-loader") as refused:
+            engine.update_weights_from_tensor(DOUBLE, path, weight_version="new")
+        assert refused.value.status == 400
+    assert_serves(engine, reference_a.weights(), "a")
