@@ -249,6 +249,21 @@ def test_a_sender_that_gives_up_ends_the_update(
     assert counters.values == [0]
 
 
+def test_a_sender_that_ends_without_a_word_ends_the_update(
+    conversation: IpcConversation, sender: Sender, counters: Counters
+) -> None:
+    answered(conversation, sender, sender.offer())
+    sender.say(sender.fill(TENSORS))
+    wait_for(conversation.poll)
+    sender.close()
+    # What it had said is heard, and it may be answered.
+    assert conversation.poll() is True
+    conversation.answer()
+    assert refusal(conversation) == "nothing of the update is served: the sender has ended"
+    conversation.close()
+    assert counters.values == [0]
+
+
 def test_an_update_that_is_given_up_leaves_nobody_waiting(
     conversation: IpcConversation, sender: Sender, counters: Counters
 ) -> None:

@@ -131,15 +131,17 @@ def checkpoint_files(path: Path, load_format: str) -> tuple[list[Path], dict[str
     for family in wanted:
         stem, suffix = families[family]
         index_file = path / f"{stem}.{suffix}.index.json"
-        if index_file.exists():
+        if index_file.is_file():
             listed = read_index(index_file)
             files = [path / name for name in sorted(set(listed.values()))]
             absent = [str(file) for file in files if not file.is_file()]
             if absent:
                 raise ConfigurationError(f"{index_file} names files that are missing: {summary(absent)}")
             return files, listed
-        if files := sorted(path.glob(f"{stem}*.{suffix}")) or sorted(path.glob(f"*.{suffix}")):
-            return files, {}
+        for pattern in (f"{stem}*.{suffix}", f"*.{suffix}"):
+            # What is no file, like a pipe, might never end or never begin.
+            if files := sorted(file for file in path.glob(pattern) if file.is_file()):
+                return files, {}
     expected = " or ".join(f"{families[family][0]}*.{families[family][1]}" for family in wanted)
     raise ConfigurationError(f"{path} holds no weights; expected {expected}")
 

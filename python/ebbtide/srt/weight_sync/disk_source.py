@@ -60,6 +60,8 @@ def _check_architecture(path: Path, architecture: str) -> None:
     if not path.is_dir():
         raise RequestRejected(f"{path} is not a folder; expected a Hugging Face checkpoint folder")
     file = path / "config.json"
+    if not file.is_file():
+        raise RequestRejected(f"{file} cannot be read: there is no such file")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

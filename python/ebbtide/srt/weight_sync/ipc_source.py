@@ -72,10 +72,12 @@ class IpcConversation:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        # Of a sender that is not there yet it tells nothing.
+        self._ends: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self._close_sockets()
             raise RequestRejected(
                 f"zmq_handles: {address[:200]!r} cannot be connected to: {error}"
             ) from error
@@ -89,8 +91,10 @@ class IpcConversation:
         """Whether a bucket has come, or everything has.
 
         Raises:
-            RequestRejected: 400, the sender gave up, or said what it should not.
+            RequestRejected: 400, the sender gave up, or has ended, or said what it should not.
         """
+        # Ahead of the messages: the end comes behind the last of them.
+        has_ended = bool(self._ends.poll(0))
         while not self._owes_answer and self._socket.poll(0):
             message = self._socket.recv()
             self._owes_answer = True
@@ -100,6 +104,9 @@ class IpcConversation:
                 self.answer(error.message)
             if self._stage is _Stage.FAILED:
                 raise RequestRejected(f"nothing of the update is served: {self._refused}")
+        if has_ended and not self._owes_answer:
+            self._refused = self._refused or "the sender has ended"
+            raise RequestRejected(f"nothing of the update is served: {self._refused}")
         return self._owes_answer
 
     def answer(self, problem: str = "") -> None:
@@ -114,6 +121,12 @@ class IpcConversation:
         if self._owes_answer:
             self.answer("the update was given up")
         self._drop()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._ends.close()
         self._socket.close()
 
     def _take(self, message: bytes) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.bucket import FlattenedTensorMetadata
-from ebbtide.srt.weight_sync.pickle_reader import Record, read_by_slices, read_pickle
+from ebbtide.srt.weight_sync.pickle_reader import Budget, Record, read_by_slices, read_pickle
 from ebbtide.srt.weight_sync.references import (
     AnyStorageRef,
     kind_of,
@@ -73,9 +73,11 @@ def decode_payload(data: bytes, note: Callable[[AnyStorageRef], None]) -> object
     return read_pickle(data, recording(note))
 
 
-def decode_by_slices(data: bytes, note: Callable[[AnyStorageRef], None]) -> Generator[None, None, object]:
+def decode_by_slices(
+    data: bytes, note: Callable[[AnyStorageRef], None], budget: Budget
+) -> Generator[None, None, object]:
     """As `decode_payload`, letting its caller do other things now and then: hundreds of tensors take long."""
-    return read_by_slices(data, recording(note))
+    return read_by_slices(data, recording(note), budget)
 
 
 def as_metadata(value: object) -> FlattenedTensorMetadata:

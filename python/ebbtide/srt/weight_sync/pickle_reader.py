@@ -47,6 +47,13 @@ class Record:
     fields: dict[str, object] | None = None
 
 
+@dataclass(slots=True)
+class Budget:
+    """How many opcodes may still be read; all pickles of a payload share it: some lie in others."""
+
+    num_opcodes: int = MAX_OPCODES
+
+
 def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:
     """Returns the value that `data` describes, without importing or running what it names.
 
@@ -69,9 +76,14 @@ def finish(work: Generator[None, None, T]) -> T:
             return result
 
 
-def read_by_slices(data: bytes, resolve: Callable[[str, str], object]) -> Generator[None, None, object]:
-    """As `read_pickle`, letting its caller do other things after every `SLICE_OPCODES` opcodes."""
-    return _Reader(data, resolve).read()
+def read_by_slices(
+    data: bytes, resolve: Callable[[str, str], object], budget: Budget | None = None
+) -> Generator[None, None, object]:
+    """As `read_pickle`, letting its caller do other things after every `SLICE_OPCODES` opcodes.
+
+    What is read is taken off `budget` (None: one of its own).
+    """
+    return _Reader(data, resolve).read(budget if budget is not None else Budget())
 
 
 class _Stop(Exception):
@@ -90,11 +102,12 @@ class _Reader:
         # A dictionary, not an array: an index is the sender's to choose and must not size an allocation.
         self.memo: dict[int, object] = {}
 
-    def read(self) -> Generator[None, None, object]:
+    def read(self, budget: Budget) -> Generator[None, None, object]:
         start = 0
         try:
-            for number in range(MAX_OPCODES):
-                if number % SLICE_OPCODES == SLICE_OPCODES - 1:
+            while budget.num_opcodes > 0:
+                budget.num_opcodes -= 1
+                if budget.num_opcodes % SLICE_OPCODES == 0:
                     yield
                 start = self.position
                 opcode = self.data[start]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final, TypeGuard
 
 import safetensors.torch
 import torch
@@ -16,11 +16,10 @@ from ebbtide.srt.weight_sync.payload import (
     as_local_serialized,
     as_metadata,
     decode_by_slices,
-    decode_payload,
     raw_base64,
     raw_pickle,
 )
-from ebbtide.srt.weight_sync.pickle_reader import Record, finish
+from ebbtide.srt.weight_sync.pickle_reader import Budget, Record, finish
 from ebbtide.srt.weight_sync.references import TensorRef, kind_of
 from ebbtide.srt.weight_sync.sender_memory import SenderMemory
 from ebbtide.srt.weight_sync.source import ONE_RANK, TensorHeader, WeightSource
@@ -67,7 +66,6 @@ def open_tensor_payload(
     load_format: str | None,
     *,
     place: ParallelConfig = ONE_RANK,
-    custom_weight_loaders: Sequence[str] = (),
     cuda: CudaIpc | None = None,
 ) -> WeightSource:
     """Opens this rank's part of `serialized_named_tensors`.
@@ -76,16 +74,12 @@ def open_tensor_payload(
         entries: base64 text, or raw bytes (a pickle, or a safetensors image). Empty: nothing to write.
         load_format: None, `flattened_bucket`, `direct` or `safetensors`.
         place: which of the engine's ranks this is.
-        custom_weight_loaders: the import paths that the operator allows as `load_format`.
         cuda: opens tensors on the device that this rank runs on; None where that is the CPU.
 
     Raises `RequestRejected` (400) for anything that is wrong with the payload; nothing has been written then,
     and every reference that was decoded has been given back, whether it was opened or not.
     """
-    opening = open_by_slices(
-        entries, load_format, place=place, custom_weight_loaders=custom_weight_loaders, cuda=cuda
-    )
-    return finish(opening)
+    return finish(open_by_slices(entries, load_format, place=place, cuda=cuda))
 
 
 def open_by_slices(
@@ -93,7 +87,6 @@ def open_by_slices(
     load_format: str | None,
     *,
     place: ParallelConfig = ONE_RANK,
-    custom_weight_loaders: Sequence[str] = (),
     cuda: CudaIpc | None = None,
 ) -> Generator[None, None, WeightSource]:
     """As `open_tensor_payload`, letting its caller do other things now and then.
@@ -101,22 +94,22 @@ def open_by_slices(
     Ended early, it gives every reference of the payload back.
     """
     if load_format not in _OPENERS and load_format != SAFETENSORS:
-        raise _refuse_format(load_format, custom_weight_loaders)
+        raise _refuse_format(load_format)
     if not entries:
         return TensorSource((), tuple)
     entry, memory = _entry_of(place, entries, load_format, cuda)
     if load_format == SAFETENSORS:
         return _open_safetensors(entry)
     try:
-        decoded = yield from _decode(raw_pickle(entry), memory)
-        return _OPENERS[load_format](decoded, place.tp_rank, memory)
+        decoded = yield from _decode(raw_pickle(entry), place.tp_rank, memory)
+        return _OPENERS[load_format](decoded, memory)
     except BaseException:
         memory.close()
         raise
 
 
-def _decode(pickled: bytes, memory: SenderMemory) -> Generator[None, None, object]:
-    decoding = decode_by_slices(pickled, memory.note)
+def _decode(pickled: bytes, tp_rank: int, memory: SenderMemory) -> Generator[None, None, object]:
+    decoding = _decode_all(pickled, tp_rank, memory)
     try:
         while True:
             try:
@@ -129,6 +122,29 @@ def _decode(pickled: bytes, memory: SenderMemory) -> Generator[None, None, objec
         with suppress(RequestRejected):
             finish(decoding)
         raise
+
+
+def _decode_all(pickled: bytes, tp_rank: int, memory: SenderMemory) -> Generator[None, None, object]:
+    """What a payload describes, with this rank's tensor in the place of each `LocalSerializedTensor`."""
+    budget = Budget()
+    decoded = yield from decode_by_slices(pickled, memory.note, budget)
+    if not isinstance(decoded, list):
+        return decoded
+    for index, item in enumerate(decoded):
+        if _is_pair(item) and isinstance(item[1], Record):
+            values = as_local_serialized(item[1]).values
+            if tp_rank >= len(values):
+                raise RequestRejected(
+                    f"{item[0][:200]}: {len(values)} ranks' tensors were sent, this is rank {tp_rank}"
+                )
+            # Of the same budget: a short payload can name a long pickle any number of times.
+            value = yield from decode_by_slices(raw_pickle(values[tp_rank]), memory.note, budget)
+            decoded[index] = (item[0], value)
+    return decoded
+
+
+def _is_pair(item: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(item, tuple | list) and len(item) == 2 and type(item[0]) is str
 
 
 def _entry_of(
@@ -147,10 +163,10 @@ def _entry_of(
     raise RequestRejected(f"serialized_named_tensors: expected {expected} entries, got {len(entries)}")
 
 
-def _open_named(decoded: object, tp_rank: int, memory: SenderMemory, *, direct: bool = False) -> WeightSource:
+def _open_named(decoded: object, memory: SenderMemory, *, direct: bool = False) -> WeightSource:
     if not isinstance(decoded, list):
         raise RequestRejected(f"the payload: expected a list of (name, tensor), got {kind_of(decoded)}")
-    refs = [_named_ref(item, tp_rank, memory) for item in decoded]
+    refs = [_named_ref(item) for item in decoded]
     for _, ref in refs:
         memory.map(ref)
     headers = [TensorHeader(name, ref.shape, ref.dtype) for name, ref in refs]
@@ -160,27 +176,20 @@ def _open_named(decoded: object, tp_rank: int, memory: SenderMemory, *, direct: 
     )
 
 
-def _open_direct(decoded: object, tp_rank: int, memory: SenderMemory) -> WeightSource:
-    return _open_named(decoded, tp_rank, memory, direct=True)
+def _open_direct(decoded: object, memory: SenderMemory) -> WeightSource:
+    return _open_named(decoded, memory, direct=True)
 
 
-def _named_ref(item: object, tp_rank: int, memory: SenderMemory) -> tuple[str, TensorRef]:
-    if not isinstance(item, tuple | list) or len(item) != 2 or type(item[0]) is not str:
+def _named_ref(item: object) -> tuple[str, TensorRef]:
+    if not _is_pair(item):
         raise RequestRejected(f"the payload: expected pairs of (name, tensor), got {kind_of(item)}")
     name, value = item
-    if isinstance(value, Record):
-        values = as_local_serialized(value).values
-        if tp_rank >= len(values):
-            raise RequestRejected(
-                f"{name[:200]}: {len(values)} ranks' tensors were sent, this is rank {tp_rank}"
-            )
-        value = decode_payload(raw_pickle(values[tp_rank]), memory.note)
     if not isinstance(value, TensorRef):
         raise RequestRejected(f"{name[:200]}: expected a tensor, got {kind_of(value)}")
     return name, value
 
 
-def _open_bucket(decoded: object, tp_rank: int, memory: SenderMemory) -> WeightSource:
+def _open_bucket(decoded: object, memory: SenderMemory) -> WeightSource:
     if not isinstance(decoded, dict) or decoded.keys() != {"flattened_tensor", "metadata"}:
         raise RequestRejected('the payload: expected a dictionary of "flattened_tensor" and "metadata"')
     flat_ref, listed = decoded["flattened_tensor"], decoded["metadata"]
@@ -202,6 +211,10 @@ def _open_bucket(decoded: object, tp_rank: int, memory: SenderMemory) -> WeightS
 
 def _open_safetensors(entry: bytes | str) -> WeightSource:
     image = entry if isinstance(entry, bytes) else raw_base64(entry)
+    if int.from_bytes(image[:8], "little") > MAX_HEADER_BYTES:
+        raise RequestRejected(
+            f"the payload is not a safetensors image with a header of at most {MAX_HEADER_BYTES} bytes"
+        )
     try:
         tensors = sorted(safetensors.torch.load(image).items())
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
@@ -211,20 +224,18 @@ def _open_safetensors(entry: bytes | str) -> WeightSource:
 
 
 SAFETENSORS: Final = "safetensors"
+# About 80 bytes describe a tensor, so this leaves room for 100,000: reading them takes seconds, in one piece.
+MAX_HEADER_BYTES: Final = 8 << 20
 
 # How what a pickle describes is to be understood, by `load_format`.
-_OPENERS: Final[Mapping[str | None, Callable[[object, int, SenderMemory], WeightSource]]] = {
+_OPENERS: Final[Mapping[str | None, Callable[[object, SenderMemory], WeightSource]]] = {
     None: _open_named,
     "flattened_bucket": _open_bucket,
     "direct": _open_direct,
 }
 
 
-def _refuse_format(load_format: str | None, custom_weight_loaders: Sequence[str]) -> RequestRejected:
-    if load_format in custom_weight_loaders:
-        return RequestRejected(
-            f"load_format {load_format!r}: custom weight loaders are not supported yet", status=501
-        )
+def _refuse_format(load_format: str | None) -> RequestRejected:
     valid = "null, " + ", ".join([*(name for name in _OPENERS if name is not None), SAFETENSORS])
     if load_format is not None and "." in load_format:
         return RequestRejected(
