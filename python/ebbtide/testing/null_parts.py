@@ -22,6 +22,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, StepResult
+from ebbtide.testing.null_parameters import NullParameters
 
 
 class NullRunner:
@@ -177,8 +178,8 @@ class NullWeights:
     """Weights that are one integer per parameter; None where it was lost or is being overwritten.
 
     An update is an `UpdateWeightFromDiskReqInput` whose `model_path` is the integer to write. Its `manifest`
-    may hold `names` (parameters to write, all by default), `fail_after` (raise after so many of them), and
-    `is_sent` (it arrives through a group).
+    may hold `names` (parameters to write, all by default), `fail_after` (raise after so many of them),
+    `is_sent` (it arrives through a group), and `needs_copy` (the integer is added to all parameters).
 
     An `UpdateWeightsFromIPCReqInput` may have any handles. What its sender says is put into `sender.says`.
 
@@ -192,7 +193,19 @@ class NullWeights:
         sender: of the updates that come piece by piece.
     """
 
-    STEPS = ("open", "stage", "arrive", "map", "write", "complete", "let_go", "give_back", "join", "commit")
+    STEPS = (
+        "open",
+        "stage",
+        "arrive",
+        "map",
+        "write",
+        "complete",
+        "let_go",
+        "give_back",
+        "join",
+        "commit",
+        "check",
+    )
 
     BYTES_PER_PARAMETER = 48 << 20
 
@@ -205,6 +218,7 @@ class NullWeights:
         self.slowness = 0
         self.groups: set[str] = set()
         self.sender = NullSender()
+        self.parameters = NullParameters(self)
 
     def fail_at(self, step: str) -> None:
         """Raise what this rank is to fail with at this step, if anything."""
@@ -262,6 +276,7 @@ class NullWeights:
 
     def write(self, values: Mapping[str, int | None]) -> None:
         """Change live weights, for the runner too."""
+        self.parameters.generation += 1
         self.live.update(values)
         live = [value for value in self.live.values() if value is not None]
         is_whole = len(live) == len(self.live)
@@ -333,8 +348,10 @@ class _NullStaging:
         self.values: dict[str, int | None] = {}
         self._weights = weights
 
-    def write(self, name: str, value: int) -> None:
-        self.values[name] = value
+    def write(self, name: str, value: int, *, adds: bool = False) -> None:
+        found = self.values[name] if adds else 0
+        assert found is not None, "what is added to was lost"
+        self.values[name] = found + value
         if not self.is_staged:
             self._weights.write({name: None})
 
@@ -361,7 +378,8 @@ class _NullIncoming:
     def __init__(self, weights: NullWeights, value: int, manifest: Mapping[str, Any]) -> None:
         names: Sequence[str] = manifest.get("names", sorted(weights.names))
         self.is_sent: bool = manifest.get("is_sent", False)
-        self.names = frozenset(names) & weights.names
+        self.needs_copy: bool = manifest.get("needs_copy", False)
+        self.names = weights.names if self.needs_copy and names else frozenset(names) & weights.names
         self.num_tensors = len(names)
         self.num_ignored = 0
         self._unknown = sorted(set(names) - weights.names)
@@ -394,7 +412,7 @@ class _NullIncoming:
         for index, name in enumerate(sorted(self.names)):
             if index == self._fail_after:
                 raise EngineError("this update was told to fail")
-            staging.write(name, self._value)
+            staging.write(name, self._value, adds=self.needs_copy)
             yield from self._weights.slice()
         self._weights.fail_at("write")
 

@@ -13,6 +13,7 @@ from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Wei
 from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import TagMemory, Weights
+from ebbtide.srt.managers.control.weight_checks import WeightChecks
 from ebbtide.srt.managers.control.weight_update import WeightUpdates
 from ebbtide.srt.managers.io_struct import RankReport, StateReport
 from ebbtide.srt.managers.live_requests import LiveRequests, OutputEnd
@@ -147,6 +148,7 @@ def _control_plane(
         load_format=config.load_format,
         timeout_s=config.update_timeout_s,
     )
+    checks = WeightChecks(parts.weights.parameters, memory, inbox.ranks, lambda: updates.is_under_way)
     loads = LoadReports(meter, inbox.dp_rank, lambda: isinstance(generation.state, Paused))
     return ControlPlane(
         generation,
@@ -154,7 +156,7 @@ def _control_plane(
         updates,
         operations,
         inbox.ranks,
-        [CacheFlush(requests).handlers, loads.handlers],
+        [CacheFlush(requests).handlers, checks.handlers, loads.handlers],
         inbox.reply,
         inbox.set_deadline,
     )

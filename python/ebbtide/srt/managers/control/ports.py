@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ebbtide.srt.errors import EngineError
@@ -11,6 +11,7 @@ from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     AnyReply,
     InitWeightsUpdateGroupReqInput,
+    RankChecksums,
     WeightUpdateRequest,
 )
 from ebbtide.srt.managers.rank_messages import Decision
@@ -192,10 +193,13 @@ class IncomingWeights(Protocol):
     Attributes:
         names: the checkpoint names that are valid once everything is written.
         is_sent: whether it comes through a group, rather than out of memory of the sender.
+        needs_copy: whether it is written by changing what is there: it is given a copy that holds everything,
+            and leaves it in an unknown state where it fails.
     """
 
     names: frozenset[str]
     is_sent: bool
+    needs_copy: bool
     num_tensors: int
     num_ignored: int
 
@@ -307,6 +311,45 @@ class GroupJoining(Protocol):
         ...
 
 
+class Snapshot(Protocol):
+    """A copy of this rank's parameters in host memory."""
+
+    def differences(self, skipped: Sequence[str]) -> Generator[int, None, list[dict[str, str]]]:
+        """The live parameters that are not bit for bit those of the copy, as `{"name", "reason"}`."""
+        ...
+
+
+class Parameters(Protocol):
+    """What this rank holds of the model, parameter by parameter.
+
+    The generators yield the bytes of each piece just read. Parameters with any of `skipped` in their names
+    are left out.
+    """
+
+    @property
+    def generation(self) -> int:
+        """Another number whenever something has been written to them."""
+        ...
+
+    def checksums(self, skipped: Sequence[str]) -> Generator[int, None, RankChecksums]: ...
+
+    def snapshot(self) -> Generator[int, None, Snapshot]:
+        """Copy all of them.
+
+        Raises:
+            RequestRejected: 409, there is no room for a copy.
+        """
+        ...
+
+    def sources(self, skipped: Sequence[str]) -> frozenset[str]:
+        """Their checkpoint names."""
+        ...
+
+    def fill(self, skipped: Sequence[str]) -> None:
+        """Write random values to them. These are there when it returns."""
+        ...
+
+
 class Weights(Protocol):
     """The model's weights on this rank.
 
@@ -315,6 +358,11 @@ class Weights(Protocol):
     """
 
     names: frozenset[str]
+
+    @property
+    def parameters(self) -> Parameters:
+        """The same as this rank holds them."""
+        ...
 
     def open(self, request: WeightUpdateRequest) -> Generator[int, None, IncomingWeights]:
         """Decode an update as far as its headers; yields 0 wherever a forward pass may come in between.

@@ -179,6 +179,11 @@ class WeightUpdates:
                 )
         return GetWeightsByNameReqOutput(values=self._weights.read(request.name, request.truncate_size))
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an update is, or waits, or a session is open."""
+        return self._session is not None or bool(self._turns)
+
     def expire(self, deadline_id: str) -> None:
         """The deadline of a session has passed."""
         if self._session is not None and self._session.deadline_id == deadline_id:
@@ -427,9 +432,11 @@ class WeightUpdates:
     def _breathe(self, session: WeightSession) -> Iterator[Progress]:
         """Let forward passes in between the commit and giving the copy's memory back, piece by piece.
 
-        What is committed stays so: no deadline, cancellation or failure changes the reply any more.
+        Where none is waited for it goes in one piece: requests that were retracted have prompts to compute
+        first, and the reply would wait for a long step after each. What is committed stays so: no deadline,
+        cancellation or failure changes the reply any more.
         """
-        if not isinstance(self._generation.state, Paused):
+        if not isinstance(self._generation.state, Paused) and self._requests.num_running > 0:
             with suppress(DeadlinePassed, RequestRejected, EngineError):
                 yield Progress.WORKING
                 yield from session.give_back()

@@ -1,0 +1,172 @@
+"""Telling whether the weights are what they should be: checksums, and a copy to compare them with.
+
+A trainer that doubts its own updates copies the weights, fills them with anything, sends them again and
+compares. Source: wire_api section 3.3, `/weights_checker`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from typing import Final, TypeAlias, TypeVar
+
+import msgspec
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
+from ebbtide.srt.managers.control.phases import in_turns
+from ebbtide.srt.managers.control.ports import (
+    HandlerTable,
+    Operation,
+    Parameters,
+    Progress,
+    Ranks,
+    Snapshot,
+    Work,
+)
+from ebbtide.srt.managers.io_struct import (
+    AnyReply,
+    CheckWeightsReqInput,
+    CheckWeightsReqOutput,
+    RankChecksums,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+T = TypeVar("T")
+
+MAX_ERRORS: Final = 20
+MAX_NAMES: Final = 10
+
+# After reading so much a forward pass may come in between.
+TURN_BYTES: Final = 64 << 20
+
+# Work, as a generator of the bytes of each piece just read; what it returns.
+Pieces: TypeAlias = Generator[int, None, T]
+
+
+class WeightChecks:
+    """Answers `CheckWeightsReqInput`: one answer for all ranks, and a copy on all of them or on none.
+
+    Args:
+        is_updating: whether an update is under way, or a session open.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        memory: MemoryOccupation,
+        ranks: Ranks,
+        is_updating: Callable[[], bool],
+    ) -> None:
+        self._parameters = parameters
+        self._memory = memory
+        self._ranks = ranks
+        self._is_updating = is_updating
+        self._snapshot: Snapshot | None = None
+        self.handlers: HandlerTable = {CheckWeightsReqInput: self.check}
+
+    def check(self, request: CheckWeightsReqInput) -> AnyReply | Operation:
+        """Do what `action` says."""
+        self._require_resident()
+        skipped = request.skip_tensor_list or ()
+        match request.action:
+            case "checksum":
+                return self._checksums(skipped)
+            case "snapshot":
+                return self._take_snapshot()
+            case "compare":
+                return self._compare(skipped)
+            case "reset_tensors":
+                return self._reset(skipped)
+
+    def _checksums(self, skipped: Sequence[str]) -> Operation:
+        self._require_whole()
+        work = self._watched(self._parameters.checksums(skipped))
+        _, facts = yield from self._ranks.survey(Progress.WORKING, work, msgspec.to_builtins)
+        by_rank = msgspec.convert(facts, list[RankChecksums])
+        total = hashlib.sha256("".join(rank.per_gpu_checksum for rank in by_rank).encode()).hexdigest()
+        num_tensors = len(by_rank[0].checksums)
+        return CheckWeightsReqOutput(
+            message=f"Checksums of {num_tensors} parameters.", per_engine_checksum=total, by_rank=by_rank
+        )
+
+    def _take_snapshot(self) -> Operation:
+        self._require_whole()
+        work = self._watched(self._parameters.snapshot())
+        self._snapshot = yield from self._ranks.phase(Progress.WORKING, work)
+        return CheckWeightsReqOutput(message="The parameters were copied to host memory.")
+
+    def _compare(self, skipped: Sequence[str]) -> Operation:
+        snapshot = self._snapshot
+        if snapshot is None:
+            raise RequestRejected("there is no snapshot: take one with action 'snapshot' first", 409)
+        self._require_whole()
+        work = self._watched(_refusing(snapshot.differences(skipped)))
+        yield from self._ranks.phase(Progress.WORKING, work)
+        self._snapshot = None
+        return CheckWeightsReqOutput(message="The parameters are those of the snapshot, which is freed.")
+
+    def _reset(self, skipped: Sequence[str]) -> AnyReply:
+        if self._is_updating():
+            raise RequestRejected(
+                "a weight update is under way or a session is open, which this would spoil: end it first",
+                409,
+            )
+        names = self._parameters.sources(skipped)
+        # Stale first: whatever becomes of the rest, nothing runs on it.
+        if names:
+            self._memory.content.lose(names)
+        self._ranks.certainly(lambda: self._parameters.fill(skipped))
+        return CheckWeightsReqOutput(
+            message=f"{len(names)} tensors hold random values now: nothing runs until they are updated."
+        )
+
+    def _require_resident(self) -> None:
+        if MemoryTag.WEIGHTS in self._memory.released:
+            raise RequestRejected(
+                "the weights are released: resume_memory_occupation(['weights']) first", 409
+            )
+
+    def _require_whole(self) -> None:
+        missing = self._memory.content.missing
+        if missing:
+            raise RequestRejected(
+                f"the weights are stale: {len(missing)} tensors were not written since a resume or a reset "
+                f"({', '.join(sorted(missing)[:MAX_NAMES])}{', ...' if len(missing) > MAX_NAMES else ''}): "
+                "update them first",
+                409,
+            )
+
+    def _watched(self, pieces: Pieces[T]) -> Work[T]:
+        return in_turns(self._while_unchanged(pieces), Progress.WORKING)
+
+    def _while_unchanged(self, pieces: Pieces[T]) -> Generator[None, None, T]:
+        """The work in turns. Control requests in between may change what is read, or take it away."""
+        generation = self._parameters.generation
+        with closing(pieces):
+            while True:
+                is_whole = MemoryTag.WEIGHTS not in self._memory.released and not self._memory.content.missing
+                if self._parameters.generation != generation or not is_whole:
+                    raise RequestRejected("the weights were changed or released meanwhile: ask again", 409)
+                num_bytes = 0
+                while num_bytes < TURN_BYTES:
+                    try:
+                        num_bytes += next(pieces)
+                    except StopIteration as end:
+                        result: T = end.value
+                        return result
+                yield
+
+
+def _refusing(differences: Pieces[list[dict[str, str]]]) -> Pieces[None]:
+    """Refused if there are any."""
+    errors = yield from differences
+    if errors:
+        names = ", ".join(error["name"] for error in errors[:MAX_NAMES])
+        raise RequestRejected(
+            f"{len(errors)} parameters are not those of the snapshot: {names}",
+            400,
+            errors=errors[:MAX_ERRORS],
+            num_errors=len(errors),
+        )

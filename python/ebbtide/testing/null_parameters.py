@@ -1,0 +1,70 @@
+"""Checks of null weights: their checksums, copies of them, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ebbtide.srt.managers.io_struct import RankChecksums
+
+if TYPE_CHECKING:
+    from ebbtide.testing.null_parts import NullWeights
+
+
+class NullParameters:
+    """The parameters of null weights; a checksum is the integer itself."""
+
+    def __init__(self, weights: NullWeights) -> None:
+        self.generation = 0
+        self._weights = weights
+
+    def live(self, skipped: Sequence[str]) -> dict[str, int | None]:
+        return {
+            name: value
+            for name, value in self._weights.live.items()
+            if not any(part in name for part in skipped)
+        }
+
+    def read(self, skipped: Sequence[str]) -> Generator[int, None, dict[str, int]]:
+        """Each integer in a slice of its own."""
+        values: dict[str, int] = {}
+        for name in self.live(skipped):
+            yield from self._weights.slice()
+            value = self._weights.live[name]
+            assert value is not None, "a weight was read that is not whole"
+            values[name] = value
+        return values
+
+    def checksums(self, skipped: Sequence[str]) -> Generator[int, None, RankChecksums]:
+        self._weights.fail_at("check")
+        values = yield from self.read(skipped)
+        checksums = {name: f"{value:016x}" for name, value in values.items()}
+        return RankChecksums(checksums=checksums, per_gpu_checksum=str(values), parallelism_info=[])
+
+    def snapshot(self) -> Generator[int, None, NullSnapshot]:
+        self._weights.fail_at("check")
+        return NullSnapshot(self, (yield from self.read(())))
+
+    def sources(self, skipped: Sequence[str]) -> frozenset[str]:
+        return frozenset(self.live(skipped))
+
+    def fill(self, skipped: Sequence[str]) -> None:
+        self.generation += 1
+        self._weights.write(dict.fromkeys(self.live(skipped), None))
+
+
+@dataclass(frozen=True)
+class NullSnapshot:
+    """What null weights once were."""
+
+    parameters: NullParameters
+    values: Mapping[str, int]
+
+    def differences(self, skipped: Sequence[str]) -> Generator[int, None, list[dict[str, str]]]:
+        now = yield from self.parameters.read(skipped)
+        return [
+            {"name": name, "reason": f"{value} was {self.values[name]}"}
+            for name, value in now.items()
+            if value != self.values[name]
+        ]
