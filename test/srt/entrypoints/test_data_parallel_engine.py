@@ -150,6 +150,23 @@ def test_an_update_that_one_replica_refused_is_an_error_that_says_who_serves_wha
     assert engine.model_info()["weight_versions"] == ["8", "8"]
 
 
+def test_replicas_that_serve_different_weights_have_different_checksums(engine: TwoReplicas) -> None:
+    alike = engine.check_weights()
+    assert len(alike["ranks"]) == 2
+    engine.check_weights("snapshot")
+    with pytest.raises(EngineError):
+        engine.update_weights_from_disk("5", weight_version=refused_by(1))
+    mixed = engine.check_weights()["per_engine_checksum"]
+    assert mixed.startswith("mixed: ")
+    assert mixed.endswith(alike["per_engine_checksum"])
+    with pytest.raises(RequestRejected, match=r"^replica 0: 4 parameters are not those of the snapshot"):
+        engine.check_weights("compare")
+    engine.check_weights("reset_tensors")
+    assert not engine.memory_occupation()["can_run"]
+    engine.update_weights_from_disk("0")
+    assert engine.check_weights() == alike
+
+
 def test_a_session_of_which_one_replica_refused_a_part_is_discarded_on_both(engine: TwoReplicas) -> None:
     engine.begin_weight_update()
     engine.update_weights_from_disk("4")

@@ -83,11 +83,22 @@ def test_what_http_refuses_python_refuses(engine: EngineClass) -> None:
         ({"prompt": ""}, "empty"),
         ({"prompt": "a", "sampling_params": {"temprature": 1}}, "temprature"),
         ({"prompt": "a", "image_data": ["x"]}, "image_data"),
+        ({"prompt": "a", "sampling_params": {"n": 2**40}}, "at most 65536 outputs"),
+        ({"prompt": "a", "timeout_s": float("nan")}, "timeout_s"),
+        ({"input_ids": [10**30]}, "not in the vocabulary"),
     ):
         with pytest.raises(RequestRejected, match=message) as raised:
             engine.generate(**arguments)
         assert raised.value.status == 400
         assert raised.value.body["error"]["code"] == 400
+    for refused in (
+        lambda: engine.get_weights_by_name("model.norm.weight", truncate_size=10**30),
+        lambda: engine.pause_generation("wait", timeout_s=float("inf")),
+        lambda: engine.update_weights_from_tensor([b"neither", b"nor"]),
+    ):
+        with pytest.raises(RequestRejected) as raised:
+            refused()
+        assert raised.value.status == 400
 
 
 def test_a_stream_is_an_iterator_of_chunks(engine: EngineClass) -> None:
@@ -190,6 +201,11 @@ def test_control_methods_return_the_bodies_of_replies(engine: EngineClass) -> No
     )
     assert engine.server_info()["max_total_num_tokens"] == 8192
     assert engine.server_info()["log_level"] == "error"
+    [load] = engine.loads()["loads"]
+    assert (load["num_total_reqs"], load["max_total_num_tokens"]) == (0, 8192)
+    assert "memory" in engine.loads("all", dp_rank=0)["loads"][0]
+    with pytest.raises(RequestRejected, match="dp_rank: expected 0 to 0, got 1"):
+        engine.loads(dp_rank=1)
     with pytest.raises(RequestRejected, match="weights, kv_cache, cuda_graph"):
         engine.release_memory_occupation(["wieghts"])
     with pytest.raises(RequestRejected, match=r"\$\.tags"):

@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from fixtures.checkpoints import VOCAB_SIZE
 from fixtures.servers import Server, wait_until
+from safetensors.torch import save
 
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENTED
 
@@ -128,6 +130,7 @@ def test_a_stream_of_a_batch_says_which_output_a_chunk_is_of(server: Server) -> 
         ({"text": "a", "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
         ({"text": "a", "rid": ""}, "rid"),
         ({"text": "a", "image_data": ["x"]}, "image_data: not supported"),
+        ({"text": "a", "sampling_params": {"n": 2**40}}, "at most 65536 outputs, got 1 prompts"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -371,6 +374,18 @@ def test_a_refused_update_leaves_the_old_weights(server: Server, path: str, body
     assert_error(server.post(f"/update_weights_from_{path}", body), 400, message)
     assert generate(server)["output_ids"] == before
     assert server.get("/get_weight_version").json()["weight_version"] == "default"
+
+
+def test_tensors_that_do_not_fit_are_listed_with_their_rank(server: Server) -> None:
+    image = base64.b64encode(save({"nope": torch.zeros(1), "model.norm.weight": torch.zeros(3)})).decode()
+    body = {"serialized_named_tensors": [image], "load_format": "safetensors"}
+    refused = server.post("/update_weights_from_tensor", body)
+    assert_error(refused, 400, "2 of 2 tensors do not fit the model, nothing was written")
+    assert refused.json()["num_errors"] == 2
+    assert sorted(refused.json()["errors"], key=lambda error: error["name"]) == [
+        {"name": "model.norm.weight", "reason": "expected shape [64], got [3]", "rank": 0},
+        {"name": "nope", "reason": "the model has no parameter of this name", "rank": 0},
+    ]
 
 
 def test_weights_by_name_are_a_bare_list(server: Server) -> None:

@@ -356,7 +356,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"messages": None}, "messages"),
         (CHAT, {"messages": [{"content": "a"}]}, "role"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-         "image_url"),
+         "only parts with text are supported"),
         (CHAT, {"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "cannot be set"),
         (CHAT, {"return_routed_experts": True}, "return_routed_experts"),

@@ -15,6 +15,8 @@ from ebbtide.srt.managers.io_struct import (
     AbortReqOutput,
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
+    CheckWeightsReqInput,
+    CheckWeightsReqOutput,
     ContinueGenerationReqInput,
     ContinueGenerationReqOutput,
     ControlRequest,
@@ -116,6 +118,7 @@ CONTROL_ROUTES: dict[str, ControlRoute] = {
     "/abort_weight_update": ControlRoute(AbortWeightUpdateReqInput, WeightSessionReqOutput),
     "/update_weight_version": ControlRoute(UpdateWeightVersionReqInput, UpdateWeightVersionReqOutput),
     "/get_weights_by_name": ControlRoute(GetWeightsByNameReqInput, GetWeightsByNameReqOutput, POST_OR_GET),
+    "/weights_checker": ControlRoute(CheckWeightsReqInput, CheckWeightsReqOutput, POST_OR_GET),
 }
 
 # Paths that SGLang has and this version does not.
@@ -140,6 +143,7 @@ NOT_IMPLEMENTED = (
     "/get_remote_instance_transfer_engine_info",
     "/send_weights_to_remote_instance",
     "/v1/embeddings",
+    "/v1/rerank",
     "/v1/responses",
 )
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
-import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
-from ebbtide.srt.entrypoints.loop_thread import LoopThread, next_chunk, refuse_in_event_loop
+from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.managers.generation import Generation
 from ebbtide.srt.managers.io_struct import (
@@ -22,6 +19,7 @@ from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
+    CheckWeightsReqInput,
     ContinueGenerationReqInput,
     DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
@@ -44,28 +42,11 @@ from ebbtide.srt.weight_sync.sender import TensorSender
 if TYPE_CHECKING:
     import torch
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 # For (name, tensor) pairs the engine chooses how the bytes travel: these all mean whole tensors under their
 # checkpoint names.
 _WHOLE_TENSOR_FORMATS = (None, "flattened_bucket", "safetensors")
-
-
-def _blocking(
-    method: Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[Engine, P], T]:
-    """The plain twin of a coroutine method, of the same signature. Works where no event loop runs."""
-
-    @functools.wraps(method)
-    def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        refuse_in_event_loop(method.__name__)
-        answer: Any = self._wait(method(self, *args, **kwargs))
-        return self._iterate(answer) if isinstance(answer, AsyncGenerator) else answer  # type: ignore[return-value]
-
-    call.__name__ = method.__name__.removeprefix("async_")
-    call.__qualname__ = f"Engine.{call.__name__}"
-    return call
 
 
 class Engine:
@@ -90,11 +71,13 @@ class Engine:
         if server_args is None:
             server_args = ServerArgs(**{"log_level": "error", **kwargs})
         self.server_args = server_args
-        self._service = self._start(server_args)
+        service = self._service = self._start(server_args)
         self._sender = TensorSender(self._service.rank_devices, server_args.tp_size)
         self._runner = LoopThread()
         # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
-        self._finalizer = weakref.finalize(self, _close, self._service, self._runner, os.getpid())
+        self._finalizer = weakref.finalize(
+            self, self._runner.end, service.close, service.shutdown, os.getpid()
+        )
         try:
             self._wait(self._service.open())
         except BaseException:
@@ -158,7 +141,9 @@ class Engine:
             **fields,
         }
         answer = await self._in_loop(self._start_or_finish(given))
-        return self._chunks(answer) if isinstance(answer, Generation) else answer
+        if isinstance(answer, Generation):
+            return self._runner.stream(answer.stream(), answer.close)
+        return answer
 
     # ----------------------------------------------------------------------------------- memory and pausing
 
@@ -411,6 +396,17 @@ class Engine:
         rows: list[Any] = await self._in_loop(self._service.control(GetWeightsByNameReqInput, fields))
         return rows
 
+    async def async_check_weights(
+        self, action: str = "checksum", skip_tensor_list: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """Checksums of the parameters, or whether they are those of a snapshot. wire_api section 3.3.
+
+        Args:
+            action: checksum, snapshot, reset_tensors or compare.
+            skip_tensor_list: what is in the names of parameters to leave out.
+        """
+        return await self._control(CheckWeightsReqInput, action=action, skip_tensor_list=skip_tensor_list)
+
     @property
     def weight_version(self) -> str:
         """The version of the weights that serve."""
@@ -428,28 +424,34 @@ class Engine:
         """Every argument as passed, and the state of the engine. wire_api section 3.4."""
         return await self._in_loop(self._service.server_info())
 
-    generate = _blocking(async_generate)
-    release_memory_occupation = _blocking(async_release_memory_occupation)
-    resume_memory_occupation = _blocking(async_resume_memory_occupation)
-    memory_occupation = _blocking(async_memory_occupation)
-    pause_generation = _blocking(async_pause_generation)
-    continue_generation = _blocking(async_continue_generation)
-    abort_request = _blocking(async_abort_request)
-    flush_cache = _blocking(async_flush_cache)
-    update_weights_from_tensor = _blocking(async_update_weights_from_tensor)
-    update_weights_from_disk = _blocking(async_update_weights_from_disk)
-    update_weights_from_distributed = _blocking(async_update_weights_from_distributed)
-    update_weights_from_ipc = _blocking(async_update_weights_from_ipc)
-    init_weights_update_group = _blocking(async_init_weights_update_group)
-    destroy_weights_update_group = _blocking(async_destroy_weights_update_group)
-    begin_weight_update = _blocking(async_begin_weight_update)
-    end_weight_update = _blocking(async_end_weight_update)
-    abort_weight_update = _blocking(async_abort_weight_update)
-    update_weight_version = _blocking(async_update_weight_version)
-    transition = _blocking(async_transition)
-    get_weights_by_name = _blocking(async_get_weights_by_name)
-    model_info = _blocking(async_model_info)
-    server_info = _blocking(async_server_info)
+    async def async_loads(self, include: str = "core", dp_rank: int | None = None) -> dict[str, Any]:
+        """What every replica has to do. wire_api section 3.4, `/v1/loads`."""
+        return await self._in_loop(self._service.loads_body([include], dp_rank))
+
+    generate = blocking(async_generate)
+    release_memory_occupation = blocking(async_release_memory_occupation)
+    resume_memory_occupation = blocking(async_resume_memory_occupation)
+    memory_occupation = blocking(async_memory_occupation)
+    pause_generation = blocking(async_pause_generation)
+    continue_generation = blocking(async_continue_generation)
+    abort_request = blocking(async_abort_request)
+    flush_cache = blocking(async_flush_cache)
+    update_weights_from_tensor = blocking(async_update_weights_from_tensor)
+    update_weights_from_disk = blocking(async_update_weights_from_disk)
+    update_weights_from_distributed = blocking(async_update_weights_from_distributed)
+    update_weights_from_ipc = blocking(async_update_weights_from_ipc)
+    init_weights_update_group = blocking(async_init_weights_update_group)
+    destroy_weights_update_group = blocking(async_destroy_weights_update_group)
+    begin_weight_update = blocking(async_begin_weight_update)
+    end_weight_update = blocking(async_end_weight_update)
+    abort_weight_update = blocking(async_abort_weight_update)
+    update_weight_version = blocking(async_update_weight_version)
+    transition = blocking(async_transition)
+    get_weights_by_name = blocking(async_get_weights_by_name)
+    check_weights = blocking(async_check_weights)
+    model_info = blocking(async_model_info)
+    server_info = blocking(async_server_info)
+    loads = blocking(async_loads)
     # SGLang's names for the same.
     async_get_model_info, get_model_info = async_model_info, model_info
     async_get_server_info, get_server_info = async_server_info, server_info
@@ -472,17 +474,13 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.async_shutdown()
 
     # -------------------------------------------------------------------------------------------- internals
@@ -495,47 +493,8 @@ class Engine:
         generation = self._service.manager.prepare(given)
         return generation if generation.is_stream else await generation.result()
 
-    async def _chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
-        """The stream of a generation of the engine's loop, for any loop."""
-        chunks = generation.stream()
-        try:
-            while (chunk := await self._in_loop(next_chunk(chunks))) is not None:
-                yield chunk
-        finally:
-            self._runner.call(generation.close)
-
-    def _iterate(self, chunks: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        try:
-            while (chunk := self._wait(next_chunk(chunks))) is not None:
-                yield chunk
-        finally:
-            self._wait(chunks.aclose())
-
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the engine's loop and wait for it, from a thread without a loop."""
-        future = self._runner.submit(work)
-        try:
-            return future.result()
-        except BaseException:
-            # Ctrl-C ends the wait: what was waited for ends too.
-            future.cancel()
-            raise
+        return self._runner.wait(work)
 
     async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await a coroutine in the engine's loop, from whichever loop this is."""
-        if self._runner.is_current:
-            return await work
-        return await asyncio.wrap_future(self._runner.submit(work))
-
-
-def _close(service: EngineService, runner: LoopThread, owner_pid: int) -> None:
-    """End everything of an engine. Must not refer to the `Engine`, which may be garbage by now."""
-    # In a fork of the owner there is neither the thread nor a process that is ours to end.
-    if os.getpid() != owner_pid:
-        return
-    if runner.is_current:
-        # The garbage collector may run anywhere, in the loop's thread too, which cannot wait for itself.
-        threading.Thread(target=_close, args=(service, runner, owner_pid)).start()
-        return
-    runner.close(service.close())
-    service.shutdown()
+        return await self._runner.run(work)

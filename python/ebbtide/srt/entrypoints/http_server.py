@@ -33,7 +33,7 @@ from ebbtide.srt.entrypoints.control_routes import (
 )
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.http_answers import Json, answer_events, error_answer, while_connected
-from ebbtide.srt.entrypoints.loads import load_summaries, loads_body, loads_of_rank, wanted_sections
+from ebbtide.srt.entrypoints.loads import load_summaries
 from ebbtide.srt.entrypoints.metrics import Metrics
 from ebbtide.srt.entrypoints.node_server import launch_node
 from ebbtide.srt.entrypoints.openai_api import OpenAIApi
@@ -42,6 +42,7 @@ from ebbtide.srt.entrypoints.process import configure_logging
 from ebbtide.srt.entrypoints.request_body import MAX_BODY_BYTES, read_fields
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body
+from ebbtide.srt.heap import freeze_heap
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.server_args import ServerArgs
 
@@ -78,7 +79,6 @@ def create_app(service: EngineService) -> FastAPI:
         app.add_route(path, _not_implemented, methods=ALL_METHODS)
     app.add_exception_handler(RequestRejected, _answer_rejection)
     app.add_exception_handler(EngineError, endpoints.answer_failure)
-    app.add_exception_handler(OverflowError, _answer_overflow)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, _answer_bug)
@@ -179,9 +179,7 @@ class _Endpoints:
 
     async def _loads(self, request: Request) -> Response:
         query = request.query_params
-        sections = wanted_sections(query.getlist("include"))
-        loads = loads_of_rank(await self._service.loads(), query.get("dp_rank"))
-        return Json(loads_body(loads, sections, self._service.config))
+        return Json(await self._service.loads_body(query.getlist("include"), query.get("dp_rank")))
 
     async def _weight_version(self, request: Request) -> Response:
         return Json({"success": True, "message": "", "weight_version": self._service.state.weight_version})
@@ -202,11 +200,6 @@ async def _not_implemented(request: Request) -> Response:
 async def _answer_rejection(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestRejected)
     return Json(error.body, error.status)
-
-
-async def _answer_overflow(request: Request, error: Exception) -> Response:
-    # JSON's integers have no bounds, those of the messages behind a request have.
-    return error_answer("the body: expected integers of at most 64 bits", 400)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
@@ -313,6 +306,7 @@ async def _serve(
         await service.open(note_death)
         if not config.server_args.skip_server_warmup:
             await service.generate_one_token()
+        freeze_heap()
         _listen(listener, config.http)
         logger.info("ready: listening on %s", config.server_args.url())
         await server.serve(sockets=[listener])

@@ -110,13 +110,13 @@ def wanted_sections(given: Sequence[str]) -> frozenset[str]:
     return frozenset(SECTIONS) if "all" in names else names
 
 
-def loads_of_rank(loads: Sequence[Load], dp_rank: str | None) -> list[Load]:
-    """Those of the replica that a query asks for; all if it does not.
+def loads_of_rank(loads: Sequence[Load], dp_rank: int | str | None) -> list[Load]:
+    """Those of the replica that is asked for, as a number or in a query; None for all.
 
     Raises:
         RequestRejected: 400, there is no such replica.
     """
-    chosen = [load for load in loads if dp_rank is None or str(load.dp_rank) == dp_rank]
+    chosen = [load for load in loads if dp_rank is None or str(load.dp_rank) == str(dp_rank)]
     if not chosen:
         raise RequestRejected(f"dp_rank: expected 0 to {len(loads) - 1}, got {dp_rank}")
     return chosen

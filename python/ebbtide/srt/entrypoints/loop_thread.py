@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import uvloop
 
 from ebbtide.srt.errors import EngineError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a daemon thread."""
+    """An event loop in a daemon thread.
+
+    What belongs to it can be asked for from any other loop, and from threads without one.
+    """
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
@@ -42,6 +48,42 @@ class LoopThread:
         work.close()
         raise EngineError("the engine has been shut down")
 
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a coroutine in the loop, from whichever loop this is."""
+        if self.is_current:
+            return await work
+        return await asyncio.wrap_future(self.submit(work))
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and wait for it, from a thread without a loop."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            # Ctrl-C ends the wait: what was waited for ends too.
+            future.cancel()
+            raise
+
+    async def stream(self, chunks: AsyncGenerator[T, None], close: Callable[[], object]) -> AsyncGenerator[T]:
+        """What a generator of the loop yields, for any loop.
+
+        Args:
+            close: called in the loop when nobody reads on.
+        """
+        try:
+            while (chunk := await self.run(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            self.call(close)
+
+    def iterate(self, chunks: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        """What a generator yields, for a thread without a loop."""
+        try:
+            while (chunk := self.wait(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            self.wait(chunks.aclose())
+
     def call(self, function: Callable[[], object]) -> None:
         """Call a function in the loop, unless that has been closed."""
         with self._lock:
@@ -57,12 +99,55 @@ class LoopThread:
         self._thread.join()
         self._loop.close()
 
+    def end(
+        self, last: Callable[[], Coroutine[Any, Any, None]], then: Callable[[], None], owner_pid: int
+    ) -> None:
+        """As `close`, from wherever the garbage collector runs: in this thread too, or in a fork.
+
+        Args:
+            then: called behind it.
+            owner_pid: the process that the thread belongs to. In a fork of it there is nothing to end.
+        """
+        if os.getpid() != owner_pid:
+            return
+        if self.is_current:
+            # It cannot wait for itself.
+            threading.Thread(target=self.end, args=(last, then, owner_pid)).start()
+            return
+        self.close(last())
+        then()
+
 
 async def _run_last(last: Coroutine[Any, Any, None]) -> None:
     await last
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others)
+
+
+class HasLoop(Protocol):
+    """Whose coroutine methods work in any loop."""
+
+    _runner: LoopThread
+
+
+Owner = TypeVar("Owner", bound=HasLoop)
+
+
+def blocking(
+    method: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Owner, P], T]:
+    """The plain twin of a coroutine method, of the same signature. Works where no event loop runs."""
+
+    @functools.wraps(method)
+    def call(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        refuse_in_event_loop(method.__name__)
+        answer: Any = self._runner.wait(method(self, *args, **kwargs))
+        return self._runner.iterate(answer) if isinstance(answer, AsyncGenerator) else answer  # type: ignore[return-value]
+
+    call.__name__ = method.__name__.removeprefix("async_")
+    call.__qualname__ = method.__qualname__.replace(method.__name__, call.__name__)
+    return call
 
 
 def refuse_in_event_loop(twin: str) -> None:
@@ -76,6 +161,6 @@ def refuse_in_event_loop(twin: str) -> None:
     )
 
 
-async def next_chunk(chunks: AsyncGenerator[T, None]) -> T | None:
+async def _next(chunks: AsyncGenerator[T, None]) -> T | None:
     """The next one; None at the end."""
     return await anext(chunks, None)

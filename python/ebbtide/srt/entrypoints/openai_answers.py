@@ -164,6 +164,16 @@ async def write_chunks(writer: Writer, call: OpenAICall, pieces: AsyncIterator[P
         yield writer.last_chunk(counter.usage)
 
 
+def _head(call: OpenAICall) -> dict[str, Any]:
+    """What all answers and chunks begin with."""
+    return {"id": call.id, "created": call.created, "model": call.model}
+
+
+def _usage_of_chunk(call: OpenAICall) -> UnsetType | None:
+    """In a stream the usage comes last; where it was asked for, the other chunks have a null."""
+    return None if call.include_usage else UNSET
+
+
 # ---------------------------------------------------------------------------------------------- completions
 
 
@@ -175,30 +185,16 @@ class CompletionWriter:
         self._offsets: dict[int, int] = {}
 
     def answer(self, pieces: Sequence[Piece], usage: Usage) -> Completion:
-        return self._body([self._choice(piece) for piece in pieces], usage, pieces[0].metadata)
+        choices = [self._choice(piece) for piece in pieces]
+        return Completion(**_head(self._call), choices=choices, usage=usage, metadata=pieces[0].metadata)
 
     def chunk(self, piece: Piece) -> Completion:
-        usage = None if self._call.include_usage else UNSET
-        return self._body([self._choice(piece)], usage, piece.metadata)
+        choices = [self._choice(piece)]
+        usage = _usage_of_chunk(self._call)
+        return Completion(**_head(self._call), choices=choices, usage=usage, metadata=piece.metadata)
 
     def last_chunk(self, usage: Usage) -> Completion:
-        return self._body([], usage, UNSET)
-
-    def _body(
-        self,
-        choices: list[CompletionChoice],
-        usage: Usage | UnsetType | None,
-        metadata: VersionMetadata | UnsetType,
-    ) -> Completion:
-        call = self._call
-        return Completion(
-            id=call.id,
-            created=call.created,
-            model=call.model,
-            choices=choices,
-            usage=usage,
-            metadata=metadata,
-        )
+        return Completion(**_head(self._call), choices=[], usage=usage)
 
     def _choice(self, piece: Piece) -> CompletionChoice:
         call = self._call
@@ -280,17 +276,10 @@ class ChatWriter:
         self._return_meta_info = return_meta_info
 
     def answer(self, pieces: Sequence[Piece], usage: Usage) -> ChatCompletion:
-        call = self._call
         metadata = pieces[0].metadata
         assert not isinstance(metadata, UnsetType), "an answer that is not streamed has ended"
-        return ChatCompletion(
-            id=call.id,
-            created=call.created,
-            model=call.model,
-            choices=[self._choice(piece) for piece in pieces],
-            usage=usage,
-            metadata=metadata,
-        )
+        choices = [self._choice(piece) for piece in pieces]
+        return ChatCompletion(**_head(self._call), choices=choices, usage=usage, metadata=metadata)
 
     def chunk(self, piece: Piece) -> ChatCompletionChunk:
         call = self._call
@@ -303,26 +292,11 @@ class ChatWriter:
             response_token_ids=piece.token_ids if call.return_token_ids else UNSET,
             prompt_token_ids=_prompt_token_ids(call, piece),
         )
-        return self._chunk([choice], None if call.include_usage else UNSET, piece.metadata)
+        usage = _usage_of_chunk(call)
+        return ChatCompletionChunk(**_head(call), choices=[choice], usage=usage, metadata=piece.metadata)
 
     def last_chunk(self, usage: Usage) -> ChatCompletionChunk:
-        return self._chunk([], usage, UNSET)
-
-    def _chunk(
-        self,
-        choices: list[ChatChunkChoice],
-        usage: Usage | UnsetType | None,
-        metadata: VersionMetadata | UnsetType,
-    ) -> ChatCompletionChunk:
-        call = self._call
-        return ChatCompletionChunk(
-            id=call.id,
-            created=call.created,
-            model=call.model,
-            choices=choices,
-            usage=usage,
-            metadata=metadata,
-        )
+        return ChatCompletionChunk(**_head(self._call), choices=[], usage=usage)
 
     def _choice(self, piece: Piece) -> ChatChoice:
         call = self._call

@@ -63,7 +63,9 @@ def parse(kind: type[R], fields: Mapping[str, Any]) -> R:
     try:
         request = msgspec.convert({k: v for k, v in fields.items() if v is not None}, kind)
     except msgspec.ValidationError as error:
-        raise RequestRejected(str(error)) from None
+        is_of_part = ".content[" in str(error)
+        hint = "; in a message, only parts with text are supported" if is_of_part else ""
+        raise RequestRejected(f"{error}{hint}") from None
     wanted = request.response_format
     if wanted is not None and wanted.get("type") != "text":
         raise RequestRejected(f"response_format: not supported in this version, but for text, got {wanted}")

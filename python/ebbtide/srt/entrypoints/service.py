@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from ebbtide import __version__
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.launcher import EngineProcesses
+from ebbtide.srt.entrypoints.loads import loads_body, loads_of_rank, wanted_sections
 from ebbtide.srt.entrypoints.occupation import count_devices_once, num_gpus, occupation_body, total_tags
 from ebbtide.srt.entrypoints.transition import Transitions
 from ebbtide.srt.errors import EngineError
@@ -226,6 +227,23 @@ class EngineService:
         reply = await self.manager.control(GetLoadReqInput(), HEALTH_TIMEOUT_S)
         assert isinstance(reply, GetLoadReqOutput)
         return reply.loads
+
+    async def loads_body(
+        self, include: Sequence[str] = (), dp_rank: int | str | None = None
+    ) -> dict[str, Any]:
+        """The body of `GET /v1/loads`.
+
+        Args:
+            include: sections, see `wanted_sections`.
+            dp_rank: of this replica alone.
+
+        Raises:
+            RequestRejected: 400, there is no such section or replica.
+        """
+        sections = wanted_sections(include)
+        loads = loads_of_rank(await self.loads(), dp_rank)
+        body: dict[str, Any] = msgspec.to_builtins(loads_body(loads, sections, self.config))
+        return body
 
     async def memory_occupation(self) -> dict[str, Any]:
         """The body of `GET /memory_occupation`. Never waits for the engine."""

@@ -78,6 +78,10 @@ class ControlClient:
 def _accepted(reply: AnyReply) -> Reply:
     if not isinstance(reply, Refusal):
         return reply
+    fields = reply.fields
+    if "errors" in fields:
+        # What all ranks of a replica found alike is listed once: it is the first one's.
+        fields = {**fields, "errors": [{"rank": 0, **error} for error in fields["errors"]]}
     if reply.status < 500:
-        raise RequestRejected(reply.message, reply.status, **reply.fields)
-    raise EngineError(reply.message, **reply.fields)
+        raise RequestRejected(reply.message, reply.status, **fields)
+    raise EngineError(reply.message, **fields)

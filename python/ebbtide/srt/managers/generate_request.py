@@ -21,6 +21,8 @@ from ebbtide.srt.sampling_params import SamplingParams
 V = TypeVar("V")
 
 MAX_RID_LENGTH = 256
+# Each is a message and a state of its own: a number that was mistyped must not take all memory.
+MAX_OUTPUTS = 1 << 16
 
 # Fields of features that this version lacks. They would change the tokens, or clients read them back: so a
 # value that asks for one is refused, while null, false and empty values, which clients send anyway, are not.
@@ -185,6 +187,11 @@ class RequestNormalizer:
         prompts, is_batch = self._prompts(request)
         params = self._sampling_params(request.sampling_params, len(prompts))
         num_samples = params[0].n
+        if len(prompts) * num_samples > MAX_OUTPUTS:
+            raise RequestRejected(
+                f"sampling_params.n: a request has at most {MAX_OUTPUTS} outputs, got {len(prompts)} prompts "
+                f"with n = {num_samples}"
+            )
         is_list = is_batch or num_samples > 1
         rids, groups = _rids(request.rid, len(prompts), num_samples, is_list)
         columns = _PerPrompt.split(request, len(prompts))

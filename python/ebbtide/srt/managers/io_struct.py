@@ -10,9 +10,13 @@ from __future__ import annotations
 import enum
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, field
 
 from ebbtide.srt.managers.load_report import Load as Load
+from ebbtide.srt.managers.rank_reports import RankChecksums as RankChecksums
+from ebbtide.srt.managers.rank_reports import RankReport as RankReport
+from ebbtide.srt.managers.rank_reports import SessionReport as SessionReport
+from ebbtide.srt.managers.rank_reports import TagReport as TagReport
 from ebbtide.srt.managers.request_output import FinishReason as FinishReason
 from ebbtide.srt.managers.request_output import RequestOutput as RequestOutput
 from ebbtide.srt.managers.request_output import RequestStart as RequestStart
@@ -105,10 +109,10 @@ class UpdateWeightFromDiskReqInput(WeightUpdateRequest, frozen=True, kw_only=Tru
 
     model_path: str
     load_format: str | None = None
-    is_async: bool | None = None
-    keep_pause: bool | None = None
-    recapture_cuda_graph: bool | None = None
-    token_step: int | None = None
+    is_async: Any = None
+    keep_pause: Any = None
+    recapture_cuda_graph: Any = None
+    token_step: Any = None
     manifest: Any = None
 
 
@@ -193,6 +197,18 @@ class GetWeightsByNameReqInput(ControlRequest, frozen=True, kw_only=True):
     truncate_size: int = 100
 
 
+class CheckWeightsReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Sum up the parameters, keep a copy of them, fill them with anything, or compare them with the copy.
+
+    `skip_tensor_list`: what is in the names of parameters to leave out. The rest is accepted and ignored.
+    """
+
+    action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
+    skip_tensor_list: list[str] | None = None
+    allow_quant_error: Any = None
+    selector: Any = None
+
+
 class GetLoadReqInput(ControlRequest, frozen=True):
     """Ask how much every replica has to do. Changes nothing."""
 
@@ -219,6 +235,7 @@ AnyControlRequest = (
     | AbortWeightUpdateReqInput
     | UpdateWeightVersionReqInput
     | GetWeightsByNameReqInput
+    | CheckWeightsReqInput
     | GetLoadReqInput
     | PingReqInput
 )
@@ -328,6 +345,13 @@ class GetWeightsByNameReqOutput(Reply, frozen=True, kw_only=True):
     values: list[Any]
 
 
+class CheckWeightsReqOutput(Reply, frozen=True, kw_only=True):
+    """Of checksums, those of every rank, and what they come to; replicas with the same weights agree."""
+
+    per_engine_checksum: str | UnsetType = UNSET
+    by_rank: list[RankChecksums] | UnsetType = field(default=UNSET, name="ranks")
+
+
 class GetLoadReqOutput(Reply, frozen=True, kw_only=True):
     """`loads` by dp_rank."""
 
@@ -358,40 +382,13 @@ AnyReply = (
     | WeightSessionReqOutput
     | UpdateWeightVersionReqOutput
     | GetWeightsByNameReqOutput
+    | CheckWeightsReqOutput
     | GetLoadReqOutput
     | PingReqOutput
     | Refusal
 )
 
 # ------------------------------------------------------------------------------------------- state reports
-
-
-class TagReport(Struct, frozen=True, kw_only=True):
-    """One memory tag of one rank. `content` speaks of weights only; wire_api section 3.1."""
-
-    state: Literal["resident", "released"]
-    virtual_bytes: int
-    resident_bytes: int
-    backup_bytes: int
-    content: Literal["valid", "stale"] | None = None
-    num_missing: int | None = None
-    missing: list[str] | None = None
-
-
-class RankReport(Struct, frozen=True, kw_only=True):
-    dp_rank: int
-    tp_rank: int
-    pid: int
-    device: str
-    uuid: str | None
-    tags: dict[MemoryTag, TagReport]
-
-
-class SessionReport(Struct, frozen=True, kw_only=True):
-    """The open weight update session. `opened_at` is seconds since the epoch."""
-
-    opened_at: float
-    num_tensors_staged: int
 
 
 class StateReport(Message, frozen=True, kw_only=True):

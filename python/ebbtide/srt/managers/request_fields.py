@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, Final, TypeVar, get_args
 
 import msgspec
 from msgspec import Struct
@@ -15,27 +16,67 @@ from ebbtide.srt.managers.io_struct import ControlRequest
 
 R = TypeVar("R", bound=ControlRequest)
 
+INT64_MIN: Final = -(2**63)
+INT64_MAX: Final = 2**63 - 1
+# Several times the tensors of the largest checkpoints. Every entry of a list costs each rank some time.
+MAX_ENTRIES: Final = 1 << 18
+# Of what is said again of a request.
+MAX_CHARACTERS: Final = 200
+MAX_IGNORED: Final = 100
+
 
 def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str]]:
     """Build a control request from loose fields: a JSON body, or keyword arguments.
 
-    Null means "not given". Unknown fields are ignored and returned, sorted, for `ignored_fields`.
+    Null means "not given". Unknown fields are ignored; up to a hundred are returned, sorted, for
+    `ignored_fields`.
 
     Raises:
         RequestRejected: 400, with the field's path and what was expected.
     """
     known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
+    try:
+        for name, value in known.items():
+            _check_sizes(kind, f"$.{name}", value)
+    except RecursionError:
+        raise RequestRejected(f"{kind.__name__}: a field is nested too deeply") from None
     given = {name: value for name, value in known.items() if value is not None}
-    ignored = sorted(set(fields) - set(known))
+    ignored = [name[:MAX_CHARACTERS] for name in sorted(set(fields) - set(known))[:MAX_IGNORED]]
     try:
         return msgspec.convert({"type": kind.__name__, **given}, kind), ignored
     except msgspec.ValidationError as error:
         raise RequestRejected(f"{kind.__name__}: {explain(error, kind)}") from None
 
 
+def _check_sizes(kind: type[Struct], path: str, value: Any) -> None:
+    """Refuse numbers that the messages between processes, or JSON, have no room for, and endless lists.
+
+    Neither the types of the fields nor JSON and Python bound an integer.
+    """
+    match value:
+        case bool():
+            return
+        case int() if not INT64_MIN <= value <= INT64_MAX:
+            raise RequestRejected(f"{kind.__name__}: Expected an integer of at most 64 bits - at `{path}`")
+        case float() if not math.isfinite(value):
+            raise RequestRejected(f"{kind.__name__}: Expected a finite number, got {value} - at `{path}`")
+        case Mapping():
+            for name, member in value.items():
+                _check_sizes(kind, f"{path}.{name}", member)
+        case list() | tuple() if len(value) > MAX_ENTRIES:
+            raise RequestRejected(
+                f"{kind.__name__}: Expected at most {MAX_ENTRIES} entries, got {len(value)} - at `{path}`"
+            )
+        case list() | tuple():
+            for index, member in enumerate(value):
+                _check_sizes(kind, f"{path}[{index}]", member)
+
+
 def explain(error: msgspec.ValidationError, kind: type[Struct]) -> str:
     """The validation message, with the valid values where an enumeration was expected."""
     message = str(error)
+    if message.startswith("Invalid base64"):
+        return f"{message}; expected the standard alphabet, with padding"
     field = re.search(r"`\$\.(\w+)", message)
     if field is None or not message.startswith("Invalid enum value"):
         return message
