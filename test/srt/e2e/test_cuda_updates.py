@@ -8,12 +8,14 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
 from fixtures.checkpoints import make_checkpoint
+from fixtures.gpu_checkpoint_engine import NUM_BUCKETS, CheckpointEngine
 from fixtures.trainer_process import TrainerProcess
 from safetensors.torch import load_file
 
@@ -216,7 +218,42 @@ def test_buckets_of_a_session_are_served_from_its_end_on(
     assert_holds(engine, checkpoints[1])
 
 
+def test_what_a_checkpoint_engine_brings(engine: EngineClass, checkpoints: tuple[Path, Path]) -> None:
+    old = output_ids(engine)
+    with TemporaryDirectory(prefix="eb-") as folder:  # the path of a Unix socket must be short
+        address = f"ipc://{folder}/weights"
+        with CheckpointEngine("cuda:0", address, checkpoints[1] / "model.safetensors") as sender:
+            reply = engine.update_weights_from_ipc({own_device(): address}, weight_version="b")
+            # To the buffer, to each of its fillings, and twice to the end.
+            assert sender.answers() == ["taken"] * (NUM_BUCKETS + 3)
+    assert (reply["staged"], reply["committed"], reply["weight_version"]) == (True, True, "b")
+    assert_holds(engine, checkpoints[1])
+    assert output_ids(engine) != old
+
+
+def own_device() -> str:
+    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+
+
 # -------------------------------------------------------------------------------------------------- refused
+
+
+def test_a_checkpoint_engine_that_is_killed_half_way(
+    engine: EngineClass, checkpoints: tuple[Path, Path]
+) -> None:
+    old = output_ids(engine)
+    with TemporaryDirectory(prefix="eb-") as folder, ThreadPoolExecutor(1) as pool:
+        address, file = f"ipc://{folder}/weights", checkpoints[1] / "model.safetensors"
+        with CheckpointEngine("cuda:0", address, file, stops_after=2) as sender:
+            updating = pool.submit(engine.update_weights_from_ipc, {own_device(): address}, timeout_s=20.0)
+            assert [sender.answer() for _ in range(3)] == ["taken"] * 3
+            sender.kill()
+            with pytest.raises(RequestRejected, match=r"nothing of (it|the update) is served") as refused:
+                updating.result()
+    assert refused.value.status == 400
+    assert engine.weight_version == "a"
+    assert output_ids(engine) == old
+    assert_holds(engine, checkpoints[0])
 
 
 def assert_refused(engine: EngineClass, checkpoint: Path, entry: str | bytes, message: str) -> None:

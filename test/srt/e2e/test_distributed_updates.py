@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from ebbtide import Engine
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.weight_sender import WeightSender
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
 PROMPTS = [[3, 1, 4, 1, 5], list(range(40)), [200]]
@@ -53,6 +54,19 @@ def engine(engines: Engines, checkpoint_a: Path, request: pytest.FixtureRequest)
 def trainer() -> Iterator[BroadcastingTrainer]:
     with BroadcastingTrainer() as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def shared_trainer() -> Iterator[BroadcastingTrainer]:
+    with BroadcastingTrainer() as process:
+        yield process
+
+
+@pytest.fixture
+def lasting_trainer(shared_trainer: BroadcastingTrainer) -> Iterator[BroadcastingTrainer]:
+    """The shared trainer, which a test leaves as it was: heard to the end of what it was told."""
+    yield shared_trainer
+    shared_trainer.leave()
 
 
 def num_ranks(engine: Engine) -> int:
@@ -105,7 +119,7 @@ def first_half(announced: dict[str, Any]) -> dict[str, Any]:
 )
 def test_new_weights_serve_and_old_ones_come_back(
     engine: Engine,
-    trainer: BroadcastingTrainer,
+    lasting_trainer: BroadcastingTrainer,
     checkpoint_a: Path,
     checkpoint_b: Path,
     reference_a: Reference,
@@ -113,14 +127,14 @@ def test_new_weights_serve_and_old_ones_come_back(
     command: str,
     load_format: str | None,
 ) -> None:
-    reply = join(engine, trainer)
+    reply = join(engine, lasting_trainer)
     assert (reply["changed"], reply["replaced"]) == (True, False)
     for version, folder, reference in (("b", checkpoint_b, reference_b), ("a2", checkpoint_a, reference_a)):
-        trainer.tell(command, "g", folder / WEIGHTS)
+        lasting_trainer.tell(command, "g", folder / WEIGHTS)
         reply = engine.update_weights_from_distributed(
             **announcement(folder / WEIGHTS), group_name="g", load_format=load_format, weight_version=version
         )
-        trainer.hear()
+        lasting_trainer.hear()
         weights = load_file(folder / WEIGHTS).values()
         assert (reply["committed"], reply["staged"], reply["content"]) == (True, True, "valid")
         assert reply["num_tensors"] == len(weights)
@@ -162,9 +176,9 @@ def test_requests_run_on_while_a_group_and_its_broadcasts_are_awaited(
 
 @on_one_rank_and_on_four
 def test_what_does_not_fit_is_refused_before_it_is_received(
-    engine: Engine, trainer: BroadcastingTrainer, checkpoint_a: Path, checkpoint_b: Path
+    engine: Engine, lasting_trainer: BroadcastingTrainer, checkpoint_a: Path, checkpoint_b: Path
 ) -> None:
-    join(engine, trainer)
+    join(engine, lasting_trainer)
     announced = announcement(checkpoint_b / WEIGHTS)
     wrong = {**announced, "shapes": [[7, 7], *announced["shapes"][1:]]}
     with pytest.raises(RequestRejected) as refusal:
@@ -178,9 +192,9 @@ def test_what_does_not_fit_is_refused_before_it_is_received(
             )
     assert_holds(engine, checkpoint_a)
     # Nothing was broadcast, and nothing was taken: the group is in step.
-    trainer.tell("plain", "g", checkpoint_b / WEIGHTS)
+    lasting_trainer.tell("plain", "g", checkpoint_b / WEIGHTS)
     engine.update_weights_from_distributed(**announced, group_name="g")
-    trainer.hear()
+    lasting_trainer.hear()
     assert_holds(engine, checkpoint_b)
 
 
@@ -190,6 +204,7 @@ def test_what_does_not_fit_is_refused_before_it_is_received(
 def test_a_trainer_that_disappears_in_mid_broadcast(
     engine: Engine,
     trainer: BroadcastingTrainer,
+    lasting_trainer: BroadcastingTrainer,
     checkpoint_a: Path,
     checkpoint_b: Path,
     reference_a: Reference,
@@ -219,15 +234,14 @@ def test_a_trainer_that_disappears_in_mid_broadcast(
     assert engine.weight_version == "a"
     with pytest.raises(RequestRejected, match=r"no group 'g' \(left: .*known: none"):
         engine.update_weights_from_distributed(**announced, group_name="g")
-    with BroadcastingTrainer() as next_trainer:
-        join(engine, next_trainer)
-        next_trainer.tell("plain", "g", checkpoint_b / WEIGHTS)
-        engine.update_weights_from_distributed(**announced, group_name="g")
-        next_trainer.hear()
-        if in_session:
-            assert_holds(engine, checkpoint_a)
-            assert engine.end_weight_update("b")["committed"] is True
-        assert_holds(engine, checkpoint_b)
+    join(engine, lasting_trainer)
+    lasting_trainer.tell("plain", "g", checkpoint_b / WEIGHTS)
+    engine.update_weights_from_distributed(**announced, group_name="g")
+    lasting_trainer.hear()
+    if in_session:
+        assert_holds(engine, checkpoint_a)
+        assert engine.end_weight_update("b")["committed"] is True
+    assert_holds(engine, checkpoint_b)
 
 
 def test_a_session_that_is_aborted_ends_what_it_waits_for(
@@ -252,24 +266,23 @@ def test_a_session_that_is_aborted_ends_what_it_waits_for(
 
 
 def test_groups_are_left_by_name_once(
-    engine: Engine, trainer: BroadcastingTrainer, checkpoint_b: Path
+    engine: Engine, lasting_trainer: BroadcastingTrainer, checkpoint_b: Path
 ) -> None:
     assert engine.destroy_weights_update_group("g")["changed"] is False
-    join(engine, trainer)
-    join(engine, trainer, "other")
+    join(engine, lasting_trainer)
+    join(engine, lasting_trainer, "other")
     assert engine.destroy_weights_update_group("g")["changed"] is True
     assert engine.destroy_weights_update_group("g")["changed"] is False
     announced = announcement(checkpoint_b / WEIGHTS)
     with pytest.raises(RequestRejected, match=r"no group 'g' .*known: 'other'") as refusal:
         engine.update_weights_from_distributed(**announced, group_name="g")
     assert refusal.value.status == 400
-    trainer.tell("plain", "other", checkpoint_b / WEIGHTS)
+    lasting_trainer.tell("plain", "other", checkpoint_b / WEIGHTS)
     engine.update_weights_from_distributed(**announced, group_name="other")
-    trainer.hear()
+    lasting_trainer.hear()
     assert_holds(engine, checkpoint_b)
-    trainer.tell("leave", "other")
-    trainer.hear()
-    assert join(engine, trainer, "other")["replaced"] is True
+    lasting_trainer.leave("other")
+    assert join(engine, lasting_trainer, "other")["replaced"] is True
 
 
 @on_one_rank_and_on_four
@@ -326,29 +339,58 @@ def test_over_http_with_the_older_fields_too(
 @pytest.mark.skipif(not DEVICE.is_cuda, reason="needs engines on CUDA")
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_nccl_from_one_gpu_to_others(checkpoint_a: Path, checkpoint_b: Path, tp_size: int) -> None:
+    """From three trainers, of which two disappear in the middle; the last one is a `WeightSender`."""
     if torch.accelerator.device_count() <= tp_size:
         pytest.skip(f"needs {tp_size + 1} GPUs")
     device = f"cuda:{tp_size}"
     announced = announcement(checkpoint_b / WEIGHTS)
     arguments = {"max_total_tokens": 8192, "tp_size": tp_size, **DEVICE.server_args}
-    with Engine(model_path=str(checkpoint_a), **arguments) as engine:
-        with BroadcastingTrainer(device) as trainer:
-            join(engine, trainer, backend="nccl")
-            for command, load_format, folder in (
-                ("plain", None, checkpoint_b),
-                ("async", None, checkpoint_a),
-                ("bucket", "flattened_bucket", checkpoint_b),
-            ):
-                trainer.tell(command, "g", folder / WEIGHTS)
-                engine.update_weights_from_distributed(**announced, group_name="g", load_format=load_format)
-                trainer.hear()
-                assert_holds(engine, folder)
-            trainer.freeze()
-            with pytest.raises(RequestRejected, match="nothing was written"):
-                engine.update_weights_from_distributed(**announced, group_name="g", timeout_s=2.0)
+    with (
+        BroadcastingTrainer(device) as first,
+        BroadcastingTrainer(device) as second,
+        Engine(model_path=str(checkpoint_a), **arguments) as engine,
+    ):
+        join(engine, first, backend="nccl")
+        for command, load_format, folder in (
+            ("plain", None, checkpoint_b),
+            ("async", None, checkpoint_a),
+            ("bucket", "flattened_bucket", checkpoint_b),
+        ):
+            first.tell(command, "g", folder / WEIGHTS)
+            engine.update_weights_from_distributed(**announced, group_name="g", load_format=load_format)
+            first.hear()
+            assert_holds(engine, folder)
+        assert_refused_without(first.freeze, first, engine, checkpoint_a)
         assert_holds(engine, checkpoint_b)
-        with BroadcastingTrainer(device) as trainer:
-            join(engine, trainer, backend="nccl")
-            trainer.tell("plain", "g", checkpoint_a / WEIGHTS)
-            engine.update_weights_from_distributed(**announced, group_name="g")
-            assert_holds(engine, checkpoint_a)
+        join(engine, second, backend="nccl")
+        second.tell("plain", "g", checkpoint_a / WEIGHTS)
+        engine.update_weights_from_distributed(**announced, group_name="g")
+        second.hear()
+        assert_holds(engine, checkpoint_a)
+        assert_refused_without(second.kill, second, engine, checkpoint_b)
+        assert_holds(engine, checkpoint_a)
+        with WeightSender(engine, transport="broadcast", bucket_bytes=64 << 10, retries=0) as sender:
+            for version, folder in (("b", checkpoint_b), ("a", checkpoint_a)):
+                sender.send(load_file(folder / WEIGHTS, device=device).items(), version=version)
+                assert engine.weight_version == version
+                assert_holds(engine, folder)
+        assert engine.server_info()["weight_update"]["groups"] == []
+
+
+def assert_refused_without(
+    disappear: Callable[[], None], trainer: BroadcastingTrainer, engine: Engine, folder: Path
+) -> None:
+    """Half of these weights come, then nobody is there; the request has its end, and its group."""
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(
+            engine.update_weights_from_distributed,
+            **announcement(folder / WEIGHTS),
+            group_name="g",
+            timeout_s=3.0,
+        )
+        trainer.tell("half", "g", folder / WEIGHTS)
+        trainer.hear()
+        disappear()
+        with pytest.raises(RequestRejected, match="nothing was written"):
+            updating.result(timeout=60)
+    assert engine.server_info()["weight_update"]["groups"] == []

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fixtures.gpu_device import DEVICE
+from fixtures.layouts import FOUR_RANKS, TWO_RANKS
 from fixtures.references import Reference
-from fixtures.servers import free_port, is_alive, wait_until
+from fixtures.servers import address_space_exhausted, free_port, is_alive, wait_until
 
 from ebbtide import Engine
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -21,24 +21,20 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 # More than one for each replica, of one page and of several.
 PROMPTS = [[3, 1, 4, 1, 5], list(range(40)), [200], list(range(60, 100)), [7] * 20]
-ARGUMENTS: dict[str, Any] = {"max_total_tokens": 4096, "log_level": "error", **DEVICE.server_args}
+# 64 MiB of KV for each of four ranks: more than what a rank is left with where it has no memory.
+KV_TOKENS = 1 << 18
+SCANT_BYTES = 16 << 20
+ARGUMENTS: dict[str, Any] = {"max_total_tokens": KV_TOKENS, "log_level": "error", **DEVICE.server_args}
 DEATH_TIMEOUT_S = 5  # as the contract says
 
 
-def need_devices(tp_size: int = 1, dp_size: int = 1) -> None:
-    """Skip where each rank would need a GPU of its own, and there are fewer."""
-    if DEVICE.is_cuda and torch.accelerator.device_count() < tp_size * dp_size:
-        pytest.skip(f"needs {tp_size * dp_size} GPUs")
+# Each half of them is in the contract's sequences.
+LAYOUT = TWO_RANKS if DEVICE.is_cuda else FOUR_RANKS
 
 
-@pytest.fixture(
-    scope="module",
-    params=[{"tp_size": 2}, {"dp_size": 2}, {"tp_size": 2, "dp_size": 2}],
-    ids=lambda sizes: "-".join(f"{name}{size}" for name, size in sizes.items()),
-)
+@pytest.fixture(scope="module", params=[LAYOUT])
 def shared_engine(request: pytest.FixtureRequest, checkpoint_a: Path) -> Iterator[Engine]:
-    need_devices(**request.param)
-    with Engine(model_path=str(checkpoint_a), **ARGUMENTS, **request.param) as engine:
+    with Engine(model_path=str(checkpoint_a), **ARGUMENTS, **request.param.server_args) as engine:
         yield engine
 
 
@@ -96,6 +92,24 @@ def test_every_rank_gives_its_memory_back_and_takes_it_again(
     assert_serves(engine, reference_a)
 
 
+@pytest.mark.skipif(DEVICE.is_cuda, reason="limits a process, not a GPU")
+def test_where_one_rank_has_no_memory_no_replica_resumes(engine: Engine, reference_a: Reference) -> None:
+    def states() -> set[str]:
+        return {rank["tags"]["kv_cache"]["state"] for rank in engine.memory_occupation()["ranks"]}
+
+    engine.release_memory_occupation(["kv_cache"])
+    last = list(pids_of(engine).values())[-1]
+    with address_space_exhausted(last, SCANT_BYTES):
+        refusal = r"^replica 1: rank 1: not enough device memory to resume kv_cache.*Nothing was resumed"
+        with pytest.raises(RequestRejected, match=refusal) as refused:
+            engine.resume_memory_occupation(["kv_cache"])
+        assert refused.value.status == 409
+        assert states() == {"released"}
+    engine.resume_memory_occupation(["kv_cache"])
+    assert states() == {"resident"}
+    assert_serves(engine, reference_a)
+
+
 def test_new_weights_reach_every_rank(
     engine: Engine, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
 ) -> None:
@@ -126,26 +140,19 @@ def test_a_refused_update_leaves_every_rank_as_it_was(engine: Engine, reference_
 
 
 @pytest.fixture
-def mortal(checkpoint_a: Path) -> Iterator[Callable[..., tuple[Engine, dict[str, int]]]]:
-    """Starts an engine that a test kills a part of; with its process ids."""
-    engines: list[Engine] = []
-
-    def start(**sizes: int) -> tuple[Engine, dict[str, int]]:
-        need_devices(**sizes)
-        engine = Engine(model_path=str(checkpoint_a), **ARGUMENTS, **sizes)
-        engines.append(engine)
-        return engine, pids_of(engine)
-
-    yield start
-    for engine in engines:
-        engine.shutdown()
+def mortal(request: pytest.FixtureRequest, checkpoint_a: Path) -> Iterator[Engine]:
+    """An engine that a test kills a part of."""
+    engine = Engine(model_path=str(checkpoint_a), **ARGUMENTS, **request.param.server_args)
+    yield engine
+    engine.shutdown()
 
 
 def pids_of(engine: Engine) -> dict[str, int]:
-    return {
-        f"scheduler-dp{rank['dp_rank']}-tp{rank['tp_rank']}": rank["pid"]
-        for rank in engine.memory_occupation()["ranks"]
-    }
+    """By the names of the processes."""
+    replica = (
+        "scheduler-dp{dp_rank}-tp{tp_rank}" if engine.server_args.dp_size > 1 else "scheduler-tp{tp_rank}"
+    )
+    return {replica.format(**rank): rank["pid"] for rank in engine.memory_occupation()["ranks"]}
 
 
 def assert_dies_of(said: str, waiting: Future[Any], pids: dict[str, int]) -> None:
@@ -156,14 +163,17 @@ def assert_dies_of(said: str, waiting: Future[Any], pids: dict[str, int]) -> Non
     wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "all have gone", DEATH_TIMEOUT_S)
 
 
-def test_a_rank_that_dies_in_mid_decode_ends_the_engine(
-    mortal: Callable[..., tuple[Engine, dict[str, int]]],
-) -> None:
-    engine, pids = mortal(tp_size=2, dp_size=2)
-    chunks = engine.generate(
-        input_ids=[1, 2, 3], sampling_params={**GREEDY, "max_new_tokens": 250}, routed_dp_rank=1, stream=True
+@pytest.mark.parametrize("mortal", [LAYOUT], indirect=True)
+def test_a_rank_that_dies_in_mid_decode_ends_the_engine(mortal: Engine) -> None:
+    pids = pids_of(mortal)
+    last = mortal.server_args.dp_size - 1
+    chunks = mortal.generate(
+        input_ids=[1, 2, 3],
+        sampling_params={**GREEDY, "max_new_tokens": 250},
+        routed_dp_rank=last,
+        stream=True,
     )
-    victim = "scheduler-dp1-tp1"
+    victim = list(pids)[-1]
     next(chunks)
     # The other rank of its replica now waits in a collective.
     os.kill(pids[victim], signal.SIGSTOP)
@@ -172,20 +182,19 @@ def test_a_rank_that_dies_in_mid_decode_ends_the_engine(
         os.kill(pids[victim], signal.SIGKILL)
         assert_dies_of(f"the {victim} process was ended by SIGKILL", waiting, pids)
     with pytest.raises(EngineError, match=victim):
-        engine.generate(input_ids=[1], sampling_params=GREEDY)
+        mortal.generate(input_ids=[1], sampling_params=GREEDY)
 
 
-def test_a_rank_that_dies_in_mid_update_ends_the_engine(
-    mortal: Callable[..., tuple[Engine, dict[str, int]]], reference_a: Reference
-) -> None:
-    engine, pids = mortal(tp_size=2)
-    engine.begin_weight_update()
-    engine.update_weights_from_tensor(list(reference_a.weights().items())[:5])
+@pytest.mark.parametrize("mortal", [TWO_RANKS], indirect=True)
+def test_a_rank_that_dies_in_mid_update_ends_the_engine(mortal: Engine, reference_a: Reference) -> None:
+    pids = pids_of(mortal)
+    mortal.begin_weight_update()
+    mortal.update_weights_from_tensor(list(reference_a.weights().items())[:5])
     with ThreadPoolExecutor(1) as pool:
         # No trainer is there: every rank waits for it.
         waiting = pool.submit(
-            engine.init_weights_update_group, "127.0.0.1", free_port(), 1, 3, "group", "gloo"
+            mortal.init_weights_update_group, "127.0.0.1", free_port(), 1, 3, "group", "gloo"
         )
-        wait_until(lambda: engine.server_info()["weight_update"]["session_open"], "the session is open")
-        os.kill(pids["scheduler-dp0-tp1"], signal.SIGKILL)
+        wait_until(lambda: mortal.server_info()["weight_update"]["session_open"], "the session is open")
+        os.kill(pids["scheduler-tp1"], signal.SIGKILL)
         assert_dies_of("the scheduler-tp1 process was ended by SIGKILL", waiting, pids)

@@ -8,7 +8,7 @@ starts. On a GPU it is what the device has in use, which must be this test's alo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from fixtures.checkpoints import make_checkpoint
 from fixtures.gpu_device import DEVICE, device_memory_exhausted
 from fixtures.rollouts import buckets
+from fixtures.servers import address_space_exhausted
 from safetensors.torch import load_file
 
 from ebbtide import Engine
@@ -40,6 +41,8 @@ TAG_BYTES = {
 SIZE_MARGIN = 0.03 if DEVICE.is_cuda else 0.01
 # What a cycle may leave behind in a heap that grows in steps, far below the least that a tag would leak.
 NOISE_BYTES = (40 if DEVICE.is_cuda else 3) * MIB
+# What torch keeps of an update or of the start, on a GPU, until the next release.
+CACHE_BYTES = (100 if DEVICE.is_cuda else 0) * MIB
 # What is left where there is no room for a tag.
 SCANT_BYTES = (64 if DEVICE.is_cuda else 16) * MIB
 PROMPTS = [list(range(start, start + 40)) for start in (3, 60, 150)]
@@ -128,18 +131,9 @@ def _is_ours(name: str) -> bool:
 
 def memory_exhausted(engine: EngineClass) -> AbstractContextManager[None]:
     """Within, the scheduler gets no more than a few MiB."""
-    return device_memory_exhausted(SCANT_BYTES) if DEVICE.is_cuda else address_space_exhausted(engine)
-
-
-@contextmanager
-def address_space_exhausted(engine: EngineClass) -> Iterator[None]:
-    scheduler = scheduler_of(engine)
-    before = scheduler.rlimit(psutil.RLIMIT_AS)
-    scheduler.rlimit(psutil.RLIMIT_AS, (scheduler.memory_info().vms + SCANT_BYTES, before[1]))
-    try:
-        yield
-    finally:
-        scheduler.rlimit(psutil.RLIMIT_AS, before)
+    if DEVICE.is_cuda:
+        return device_memory_exhausted(SCANT_BYTES)
+    return address_space_exhausted(scheduler_of(engine).pid, SCANT_BYTES)
 
 
 def generate(engine: EngineClass) -> list[list[int]]:
@@ -172,11 +166,12 @@ def test_a_release_gives_the_memory_of_its_tags_back_and_a_resume_takes_it(
     freed = engine.release_memory_occupation(tags)["freed_bytes"]
     assert all(freed[tag] == pytest.approx(TAG_BYTES[tag], rel=SIZE_MARGIN) for tag in tags)
     released = held_bytes(engine)
-    assert 0.95 * expected <= resident - released <= 1.05 * expected
+    # On a GPU torch's cache goes too.
+    assert 0.95 * expected <= resident - released <= 1.05 * expected + CACHE_BYTES
     mapped = engine.resume_memory_occupation(tags)["mapped_bytes"]
     assert mapped == freed
     # Before anything touches it: what a resume says is there is there.
-    assert abs(held_bytes(engine) - resident) <= 0.05 * expected
+    assert -0.05 * expected - CACHE_BYTES <= held_bytes(engine) - resident <= 0.05 * expected
 
 
 def test_a_repeated_release_or_resume_moves_no_byte(engine: EngineClass) -> None:
@@ -202,8 +197,8 @@ def test_a_sleeping_engine_wakes_in_stages_and_serves_the_new_weights(
         engine.update_weights_from_tensor(list(bucket.items()))
     # Written in place, into memory that was there: the update itself takes none.
     assert held_bytes(engine) - asleep == pytest.approx(TAG_BYTES["weights"], rel=0.05)
-    engine.resume_memory_occupation(["kv_cache"])
-    assert abs(held_bytes(engine) - resident) <= NOISE_BYTES
+    engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
+    assert -CACHE_BYTES - NOISE_BYTES <= held_bytes(engine) - resident <= NOISE_BYTES
     assert read_all(engine, trained) == rows_of(trained)
     assert generate(engine) != old
 
@@ -233,7 +228,7 @@ def test_kept_weights_come_back_bit_for_bit(
     with_backup = held_bytes(engine)
     if DEVICE.is_cuda:
         # The copy is in the host's memory.
-        assert abs(with_backup - resident) <= NOISE_BYTES
+        assert -CACHE_BYTES <= with_backup - resident <= NOISE_BYTES
     else:
         assert 0.95 * TAG_BYTES["weights"] <= with_backup - resident <= 1.25 * TAG_BYTES["weights"]
     engine.update_weights_from_tensor(list(trained.items()))
@@ -265,7 +260,7 @@ def test_twenty_cycles_leak_nothing(engine: EngineClass, trained: dict[str, torc
         engine.release_memory_occupation()
         engine.resume_memory_occupation(["weights"])
         engine.update_weights_from_tensor(list(trained.items()), weight_version=number)
-        engine.resume_memory_occupation(["kv_cache"])
+        engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
         # Awake: in a copy, of which the engine fills the rest from the weights that it has.
         assert engine.update_weights_from_tensor(list(part.items()), weight_version=number)["staged"]
 
@@ -277,7 +272,7 @@ def test_twenty_cycles_leak_nothing(engine: EngineClass, trained: dict[str, torc
     for number in range(20):
         cycle(number)
     # Before anything is generated: a batch of a new size makes the linear layers compile one product more.
-    assert abs(held_bytes(engine) - memory) <= NOISE_BYTES
+    assert -CACHE_BYTES - NOISE_BYTES <= held_bytes(engine) - memory <= NOISE_BYTES
     assert handles_held(engine) == handles
     if not DEVICE.is_cuda:  # there the driver reserves addresses as it likes
         assert abs(scheduler_of(engine).memory_info().vms - address_space) <= 16 * MIB

@@ -15,14 +15,15 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from fixtures.gpu_device import DEVICE
+from fixtures.layouts import TWO_RANKS, Layout
 from fixtures.references import Reference
 from fixtures.servers import ENVIRONMENT, Server, free_port, is_alive, running_server, wait_until
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
 PROMPTS = [[3, 1, 4, 1, 5], list(range(40)), [200], [7] * 20]
 DEATH_TIMEOUT_S = 5  # as the contract says
+not_on_gpus = pytest.mark.skipif(DEVICE.is_cuda, reason="is the same on every device")
 
 
 @dataclass
@@ -45,8 +46,6 @@ class SecondNode:
 @contextmanager
 def running_nodes(checkpoint: Path, *sizes: str) -> Iterator[tuple[Server, SecondNode]]:
     """Node 1 is there first; ready when node 0 answers."""
-    if DEVICE.is_cuda and torch.accelerator.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     together = [*sizes, "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
     command = [sys.executable, "-m", "ebbtide.launch_server", "--model-path", str(checkpoint)]
     command += ["--max-total-tokens", "4096", *DEVICE.flags, *together, "--node-rank", "1"]
@@ -69,10 +68,12 @@ def assert_serves(server: Server, reference: Reference) -> None:
     assert all(map(reference.accepts, PROMPTS, outputs))
 
 
+# On GPUs each node has one.
+@pytest.mark.parametrize("layout", [TWO_RANKS])
 def test_a_model_on_two_nodes_serves_and_dies_as_one(
-    checkpoint_a: Path, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
+    layout: Layout, checkpoint_a: Path, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
 ) -> None:
-    with running_nodes(checkpoint_a, "--tp", "2") as (server, other):
+    with running_nodes(checkpoint_a, *layout.flags) as (server, other):
         assert (set(server.children()), set(other.children())) == (
             {"scheduler-tp0", "detokenizer"},
             {"scheduler-tp1"},
@@ -90,6 +91,7 @@ def test_a_model_on_two_nodes_serves_and_dies_as_one(
         assert not any(is_alive(pid) for pid in children)
 
 
+@not_on_gpus
 def test_replicas_on_two_nodes_serve_and_stop_as_one(
     checkpoint_a: Path, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
 ) -> None:
@@ -106,6 +108,7 @@ def test_replicas_on_two_nodes_serve_and_stop_as_one(
         assert "Traceback" not in server.log + other.log
 
 
+@not_on_gpus
 def test_a_node_that_waits_for_node_0_can_be_stopped(checkpoint_a: Path) -> None:
     command = [sys.executable, "-m", "ebbtide.launch_server", "--model-path", str(checkpoint_a), "--tp", "2"]
     command += ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", f"127.0.0.1:{free_port()}"]

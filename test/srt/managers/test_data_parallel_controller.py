@@ -34,7 +34,10 @@ from ebbtide.srt.managers.io_struct import (
     PingReqInput,
     PingReqOutput,
     Refusal,
+    ReleaseMemoryOccupationReqInput,
     RequestOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
     SchedulerInput,
     StateReport,
     TextOutput,
@@ -43,9 +46,11 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
+    WeightsContent,
     WeightSessionReqOutput,
     WeightsUpdateGroupReqOutput,
 )
+from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
 
 STATE = StateReport(
@@ -169,6 +174,18 @@ def ended(rid: str) -> RequestOutput:
 def paused(mode: PauseMode = PauseMode.WAIT, *, changed: bool = True) -> PauseGenerationReqOutput:
     return PauseGenerationReqOutput(
         changed=changed, mode=mode, num_running=1, num_retracted=2, num_aborted=0, num_queued=3
+    )
+
+
+def resumed(**mapped_bytes: int) -> ResumeMemoryOccupationReqOutput:
+    return ResumeMemoryOccupationReqOutput(
+        changed=True,
+        tags=[MemoryTag(tag) for tag in mapped_bytes],
+        mapped_bytes={MemoryTag(tag): num_bytes for tag, num_bytes in mapped_bytes.items()},
+        weights=WeightsContent(content="valid", num_missing=0, missing=[]),
+        device_free_bytes_before=1,
+        device_free_bytes_after=1,
+        duration_ms=1.0,
     )
 
 
@@ -368,6 +385,11 @@ def test_an_update_that_only_some_took_says_so() -> None:
             BeginWeightUpdateReqInput(),
             WeightSessionReqOutput(changed=True),
             AbortWeightUpdateReqInput(),
+        ),
+        (
+            ResumeMemoryOccupationReqInput(),
+            resumed(weights=0, kv_cache=5000),  # the weights were resident before
+            ReleaseMemoryOccupationReqInput(tags=(MemoryTag.KV_CACHE,)),
         ),
         (
             InitWeightsUpdateGroupReqInput(

@@ -16,6 +16,7 @@ from ebbtide.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     ContinueGenerationReqOutput,
+    ControlCall,
     DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     Expire,
@@ -30,11 +31,15 @@ from ebbtide.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqOutput,
     ResumeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqOutput,
+    SchedulerInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
     WeightSessionReqOutput,
     WeightsUpdateGroupReqOutput,
 )
+from ebbtide.srt.managers.rank_messages import Tick
+from ebbtide.srt.managers.replication import Demand, LeaderInbox
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import NullDevice, SchedulerHarness, default_schedule
 
@@ -100,6 +105,57 @@ def test_the_state_has_the_memory_of_every_rank_before_the_reply_is_there(harnes
     assert harness.state is not None
     assert [rank.tp_rank for rank in harness.state.ranks] == list(range(NUM_RANKS))
     assert {rank.tags[MemoryTag.KV_CACHE].resident_bytes for rank in harness.state.ranks} == {0}
+
+
+class Ticks:
+    """A follower's end, of which what is sent is kept."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tick] = []
+
+    def send(self, message: Tick) -> None:
+        self.sent.append(message)
+
+
+class Messages:
+    """What the leader finds when it looks."""
+
+    def __init__(self, *messages: SchedulerInput) -> None:
+        self._messages = list(messages)
+
+    def receive(self, timeout_s: float | None) -> list[SchedulerInput]:
+        messages, self._messages = self._messages, []
+        return messages
+
+
+@pytest.mark.parametrize(
+    ("entries", "shares"),
+    [
+        # For the ranks of one replica, for those of two, one for everybody, and too many.
+        ([b"0", b"1", b"2"], [[b"", b"1", b""], [b"", b"", b"2"]]),
+        (
+            [b"", b"", b"", b"3", b"4", b"5"],
+            [[b"", b"", b"", b"", b"4", b""], [b"", b"", b"", b"", b"", b"5"]],
+        ),
+        ([b"all"], [[b"all"], [b"all"]]),
+        ([b"0", b"1", b"2", b"3"], [[b"0", b"1", b"2", b"3"]] * 2),
+    ],
+)
+def test_a_follower_is_sent_its_own_entry_of_a_payload(
+    entries: list[bytes], shares: list[list[bytes]]
+) -> None:
+    update, ping = UpdateWeightsFromTensorReqInput(serialized_named_tensors=entries), PingReqInput()
+    calls = [ControlCall(id="1", request=update), ControlCall(id="2", request=ping)]
+    followers = [Ticks(), Ticks()]
+    manager: Any = None  # Nothing is answered yet.
+    inbox = LeaderInbox(Messages(*calls), manager, followers, dp_rank=1)
+    assert inbox.receive(Demand.NOTHING) == calls
+    for follower, share in zip(followers, shares, strict=True):
+        [tick] = follower.sent
+        dealt, same = tick.messages
+        assert isinstance(dealt, ControlCall)
+        assert (dealt.id, dealt.request.serialized_named_tensors) == ("1", share)  # type: ignore[union-attr]
+        assert same == calls[1]
 
 
 def test_an_idle_leader_sends_no_ticks(harness: SchedulerHarness) -> None:

@@ -6,7 +6,7 @@ back of a control request is one reply; what a replica reports of its state is p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,8 +28,10 @@ from ebbtide.srt.managers.io_struct import (
     ManagerInput,
     PauseGenerationReqInput,
     PauseMode,
-    PingReqInput,
     Refusal,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
     SchedulerInput,
     StateReport,
     TextOutput,
@@ -39,7 +41,9 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsReqOutput,
     WeightUpdateRequest,
 )
+from ebbtide.srt.managers.rank_messages import dealt
 from ebbtide.srt.managers.reply_merging import merge_refusals, merge_replicas
+from ebbtide.srt.memory_saver.tags import MemoryTag
 
 SHORTEST_QUEUE = "shortest_queue"
 
@@ -82,9 +86,9 @@ class _Call:
 class DataParallelController:
     """Deals generations out, and carries control requests out on every replica.
 
-    Every replica gets the control requests in the same order. Where some refuse a pause, a session, a part of
-    one, or a group that others took, those take it back. For the rest, `merge_replicas` says who has done
-    what.
+    Every replica gets the control requests in the same order. Where some refuse a pause, a resume, a session,
+    a part of one, or a group that others took, those take it back. For the rest, `merge_replicas` says who
+    has done what.
 
     Args:
         replicas: by dp_rank; closed with this.
@@ -183,38 +187,28 @@ class DataParallelController:
     # ------------------------------------------------------------------------------------ control requests
 
     def _call(self, call: ControlCall) -> None:
-        everyone = range(len(self._replicas))
         subject = _subject(call.request)
         if subject is not None and not isinstance(call.request, WeightUpdateRequest):
             self._latest[subject] = call.id
         latest = None if subject is None else self._latest.get(subject)
-        self._calls[call.id] = _Call(call.request, subject, latest, set(everyone))
+        self._calls[call.id] = _Call(call.request, subject, latest, set(range(len(self._replicas))))
         if isinstance(call.request, UpdateWeightsFromTensorReqInput) and self._is_per_rank(call.request):
             self._deal(call.id, call.request)
         else:
-            self._send_call(call, everyone)
+            # Encoded once: payloads of weights may be long.
+            encoded = msgspec.Raw(self._encoder.encode(call))
+            for replica in self._replicas:
+                replica.send(encoded)
 
     def _is_per_rank(self, request: UpdateWeightsFromTensorReqInput) -> bool:
         """Whether there is an entry for every rank of every replica."""
         return len(request.serialized_named_tensors) == len(self._replicas) * self._tp_size
 
     def _deal(self, call_id: str, request: UpdateWeightsFromTensorReqInput) -> None:
-        """Send each replica the entries of its own ranks: all of them to all would be quadratic in bytes.
-
-        The places of the others are kept, and empty.
-        """
-        entries = request.serialized_named_tensors
+        """Send each replica the entries of its own ranks."""
         for dp_rank, replica in enumerate(self._replicas):
             own = range(dp_rank * self._tp_size, (dp_rank + 1) * self._tp_size)
-            share = [entry if rank in own else b"" for rank, entry in enumerate(entries)]
-            dealt = msgspec.structs.replace(request, serialized_named_tensors=share)
-            replica.send(ControlCall(id=call_id, request=dealt))
-
-    def _send_call(self, call: ControlCall, dp_ranks: Iterable[int]) -> None:
-        # Encoded once: payloads of weights may be long.
-        encoded = msgspec.Raw(self._encoder.encode(call))
-        for dp_rank in dp_ranks:
-            self._replicas[dp_rank].send(encoded)
+            replica.send(ControlCall(id=call_id, request=dealt(request, own)))
 
     def _collect(self, message: ControlReply) -> list[ManagerInput]:
         """Take a replica's reply; returns the one reply when all are there."""
@@ -238,16 +232,17 @@ class DataParallelController:
         if not refusals or call.subject is None or self._latest.get(call.subject) != call.latest:
             # All is well, or what came later about the same thing has the last word.
             return False
-        undoing, dp_ranks = _undoing(call)
-        if not dp_ranks:
+        undoing = _undoing(call)
+        if not undoing:
             return False
         refusal = merge_refusals(refusals, len(call.replies), "replica")
         if isinstance(call.request, WeightUpdateRequest):
             message = f"{refusal.message}. The session was discarded, as others had staged this update"
             refusal = msgspec.structs.replace(refusal, message=message)
         call.refusal = refusal
-        call.awaited = set(dp_ranks)
-        self._send_call(ControlCall(id=call_id, request=undoing), dp_ranks)
+        call.awaited = set(undoing)
+        for dp_rank, request in undoing.items():
+            self._replicas[dp_rank].send(ControlCall(id=call_id, request=request))
         return True
 
 
@@ -260,6 +255,8 @@ def _subject(request: AnyControlRequest) -> str | None:
     match request:
         case PauseGenerationReqInput() | ContinueGenerationReqInput():
             return "generation"
+        case ReleaseMemoryOccupationReqInput() | ResumeMemoryOccupationReqInput():
+            return "memory"
         case BeginWeightUpdateReqInput() | EndWeightUpdateReqInput() | AbortWeightUpdateReqInput():
             return "session"
         case WeightUpdateRequest():
@@ -270,23 +267,34 @@ def _subject(request: AnyControlRequest) -> str | None:
             return None
 
 
-def _undoing(call: _Call) -> tuple[AnyControlRequest, list[int]]:
-    """What takes a call back, and on which replicas: none where there is nothing to take back."""
+def _undoing(call: _Call) -> dict[int, AnyControlRequest]:
+    """What takes a call back, by replica: empty where there is nothing to take back."""
     request = call.request
     changed = [rank for rank, reply in sorted(call.replies.items()) if getattr(reply, "changed", False)]
     match request:
         # The other modes are never refused for the state of one replica.
         case PauseGenerationReqInput(mode=PauseMode.WAIT):
-            return ContinueGenerationReqInput(), changed
+            return dict.fromkeys(changed, ContinueGenerationReqInput())
+        case ResumeMemoryOccupationReqInput():
+            resumed = {rank: _resumed_tags(call.replies[rank]) for rank in changed}
+            return {
+                rank: ReleaseMemoryOccupationReqInput(tags=tags) for rank, tags in resumed.items() if tags
+            }
         case BeginWeightUpdateReqInput():
-            return AbortWeightUpdateReqInput(), changed
+            return dict.fromkeys(changed, AbortWeightUpdateReqInput())
         case InitWeightsUpdateGroupReqInput():
-            return DestroyWeightsUpdateGroupReqInput(group_name=request.group_name), changed
+            return dict.fromkeys(changed, DestroyWeightsUpdateGroupReqInput(group_name=request.group_name))
         case WeightUpdateRequest() if any(_is_staged(reply) for reply in call.replies.values()):
             # A part of a session cannot be unstaged, and a commit would bring it to some replicas only.
-            return AbortWeightUpdateReqInput(), sorted(call.replies)
+            return dict.fromkeys(sorted(call.replies), AbortWeightUpdateReqInput())
         case _:
-            return PingReqInput(), []
+            return {}
+
+
+def _resumed_tags(reply: AnyReply) -> tuple[MemoryTag, ...]:
+    """The tags that a resume found released; not those that were resident before it."""
+    assert isinstance(reply, ResumeMemoryOccupationReqOutput)
+    return tuple(tag for tag, num_bytes in reply.mapped_bytes.items() if num_bytes)
 
 
 def _is_staged(reply: AnyReply) -> bool:

@@ -5,10 +5,19 @@ Source: architecture, "Processes and messages".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
-from ebbtide.srt.managers.io_struct import AnyReply, Message, RankReport, Refusal, SchedulerInput
+import msgspec
+
+from ebbtide.srt.managers.io_struct import (
+    AnyReply,
+    Message,
+    RankReport,
+    Refusal,
+    SchedulerInput,
+    UpdateWeightsFromTensorReqInput,
+)
 
 
 class Decision(Message, frozen=True, kw_only=True):
@@ -64,3 +73,13 @@ class RankUpdate(Message, frozen=True, kw_only=True):
 
 
 RankMessage = RankVote | RankReply | RankUpdate
+
+
+def dealt(request: UpdateWeightsFromTensorReqInput, own: Container[int]) -> UpdateWeightsFromTensorReqInput:
+    """The request with the entries of these ranks alone: all of them to all would be quadratic in bytes.
+
+    The places of the others are kept, and empty.
+    """
+    entries = request.serialized_named_tensors
+    share = [entry if index in own else b"" for index, entry in enumerate(entries)]
+    return msgspec.structs.replace(request, serialized_named_tensors=share)

@@ -29,6 +29,7 @@ from ebbtide.srt.managers.io_struct import (
     Refusal,
     SchedulerInput,
     StateReport,
+    UpdateWeightsFromTensorReqInput,
 )
 from ebbtide.srt.managers.rank_messages import (
     Decision,
@@ -38,6 +39,7 @@ from ebbtide.srt.managers.rank_messages import (
     RankVote,
     Tick,
     TurnInput,
+    dealt,
 )
 from ebbtide.srt.managers.reply_merging import merge_ranks, merge_refusals
 
@@ -306,9 +308,8 @@ class LeaderInbox:
         self._send_answers()
         if not turn and demand is not Demand.TURN:
             return None
-        tick = Tick(messages=turn)
-        for end in self._ticks:
-            end.send(tick)
+        for tp_rank, end in enumerate(self._ticks, start=1):
+            end.send(Tick(messages=[self._share(message, tp_rank) for message in turn]))
         return turn
 
     def reply(self, call_id: str, reply: AnyReply) -> None:
@@ -324,6 +325,19 @@ class LeaderInbox:
 
     def wake(self, waits_s: Iterator[float]) -> None:
         self._timer.wake(waits_s)
+
+    def _share(self, message: TurnInput, tp_rank: int) -> TurnInput:
+        """What a follower needs of a message: of a payload with an entry for each rank, its own."""
+        if not isinstance(message, ControlCall):
+            return message
+        request = message.request
+        if not isinstance(request, UpdateWeightsFromTensorReqInput):
+            return message
+        num_entries = len(request.serialized_named_tensors)
+        if num_entries % self._num_ranks:
+            return message  # One for all; or a number that every rank refuses.
+        first = 0 if num_entries == self._num_ranks else self.dp_rank * self._num_ranks
+        return ControlCall(id=message.id, request=dealt(request, (first + tp_rank,)))
 
     def _propose(self, request: AnyControlRequest) -> None:
         now = time.monotonic()

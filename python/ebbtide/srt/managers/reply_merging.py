@@ -48,6 +48,10 @@ def _sum_per_tag(values: list[dict[Any, int]]) -> dict[Any, int]:
     return {tag: sum(value[tag] for value in values) for tag in values[0]}
 
 
+def _joined_if_given(values: list[Any]) -> Any:
+    return UNSET if values[0] is UNSET else _joined(values)
+
+
 Rule = Callable[[list[Any]], Any]
 
 # Of what each rank has a share of its own, and a reply the total.
@@ -74,6 +78,7 @@ OVER_RANKS: dict[str, Rule] = {
     "num_missing": max,
     "weight_version": _agreed,
     "new_version": _agreed,
+    "per_engine_checksum": _agreed,
     **dict.fromkeys(
         (
             "status",
@@ -89,6 +94,7 @@ OVER_RANKS: dict[str, Rule] = {
             "num_ignored",
             "values",
             "loads",
+            "by_rank",
         ),
         _first,
     ),
@@ -101,6 +107,7 @@ OVER_REPLICAS: dict[str, Rule] = {
         sum,
     ),
     "loads": _joined,
+    "by_rank": _joined_if_given,
 }
 # Of the further fields of refusals. What is not here is the first one's.
 REFUSED_OVER_RANKS: dict[str, Rule] = {"needed_bytes": sum, "free_bytes": sum, "num_errors": sum}
