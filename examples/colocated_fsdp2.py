@@ -19,7 +19,6 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 
 from ebbtide import Engine
 
@@ -29,7 +28,7 @@ NUM_RANKS = 2
 def sharded_model(model_path: Path) -> Any:
     """The model of which each rank holds a part."""
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model = tiny_rl.load_model(model_path)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -39,7 +38,8 @@ def gathered(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The whole parameters, one by one. All ranks run through it at the same pace."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        yield name, parameter.detach().full_tensor()
+        sharded: Any = parameter.detach()
+        yield name, sharded.full_tensor()
 
 
 def roll_out(engine: Engine | None, step: int) -> list[list[int]]:
@@ -83,7 +83,7 @@ def train(rank: int, init_method: str, model_path: Path, num_steps: int) -> None
                 engine.release_memory_occupation()
             loss, reward = tiny_rl.policy_loss(model, outputs[rank::NUM_RANKS])
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if engine is not None:
                 engine.resume_memory_occupation(["weights"])
@@ -112,7 +112,7 @@ def check(engine: Engine | None, model: torch.nn.Module, model_path: Path) -> No
 
 def run(model_path: Path, num_steps: int) -> None:
     init_method = f"tcp://127.0.0.1:{tiny_rl.free_port()}"
-    torch.multiprocessing.spawn(  # type: ignore[no-untyped-call]
+    torch.multiprocessing.spawn(  # type: ignore[no-untyped-call, attr-defined]
         train, args=(init_method, model_path, num_steps), nprocs=NUM_RANKS
     )
 

@@ -3,8 +3,8 @@
     PYTHONPATH=compat:python python examples/rl_step_verl.py [--steps 3] [--model-path FOLDER]
 
 Rollouts, sleep and wake-up are calls of `tokenizer_manager`; weights come over HTTP, by
-`sglang.srt.weight_sync.utils.update_weights` on a device mesh. The order: release all, train, resume the
-weights, update, flush, resume the KV cache.
+`sglang.srt.weight_sync.utils.update_weights` on a device mesh. The order: release the KV cache, release the
+weights, train, resume the weights, update, flush, resume the KV cache.
 """
 
 from __future__ import annotations
@@ -78,15 +78,13 @@ class RolloutServer:
         triples = output["meta_info"]["output_token_logprobs"]
         return [token for _, token, _ in triples], [logprob for logprob, _, _ in triples]
 
-    async def sleep(self) -> None:
-        obj = ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"])
+    async def sleep(self, tag: str) -> None:
+        obj = ReleaseMemoryOccupationReqInput(tags=[tag])
         await self.tokenizer_manager.release_memory_occupation(obj, None)
 
-    async def wake_up(self, tags: list[str]) -> None:
-        obj = ResumeMemoryOccupationReqInput(tags=tags)
+    async def wake_up(self, tag: str) -> None:
+        obj = ResumeMemoryOccupationReqInput(tags=[tag])
         await self.tokenizer_manager.resume_memory_occupation(obj, None)
-        if "kv_cache" in tags:
-            await self.tokenizer_manager.flush_cache()
 
     async def shutdown(self) -> None:
         self._http.should_exit = True
@@ -108,13 +106,21 @@ class ServerAdapter(EngineBase):
         response.raise_for_status()
         return response.json()
 
+    async def flush_cache(self) -> None:
+        (await self._http.get("/flush_cache")).raise_for_status()
+
+    async def resident_bytes(self) -> int:
+        """Memory of all tags that the engine holds now (Ebbtide's own endpoint)."""
+        tags = (await self._http.get("/memory_occupation")).json()["tags"]
+        return sum(tag["resident_bytes"] for tag in tags.values())
+
     async def close(self) -> None:
         await self._http.aclose()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    flush_cache = release_memory_occupation = resume_memory_occupation = shutdown = generate
+    release_memory_occupation = resume_memory_occupation = shutdown = generate
 
 
 async def rl_step(
@@ -123,17 +129,24 @@ async def rl_step(
     seeds = range(step * tiny_rl.NUM_ROLLOUTS, (step + 1) * tiny_rl.NUM_ROLLOUTS)
     rollouts = [server.generate({**tiny_rl.SAMPLING, "sampling_seed": seed}) for seed in seeds]
     outputs = [tokens for tokens, _ in await asyncio.gather(*rollouts)]
-    await server.sleep()
+    resident = [await adapter.resident_bytes()]
+    for tag in ("kv_cache", "weights"):
+        await server.sleep(tag)
+        resident.append(await adapter.resident_bytes())
     reward = trainer.learn(outputs)
-    await server.wake_up(["weights"])
+    await server.wake_up("weights")
+    resident.append(await adapter.resident_bytes())
     sent = 0
     for bucket in tiny_rl.buckets(trainer.named_tensors()):
         reply = await update_weights(
             engine=adapter, params_batch=bucket, device_mesh_key="infer_tp", device_mesh=mesh
         )
         sent += reply["num_tensors"]
-    await server.wake_up(["kv_cache"])
+    await adapter.flush_cache()
+    await server.wake_up("kv_cache")
+    resident.append(await adapter.resident_bytes())
     print(f"step {step}: mean reward {reward:.3f}, then {sent} tensors, {reply['content']}", flush=True)
+    print(f"  bytes that the engine held, stage by stage: {resident}", flush=True)
 
 
 async def drive(model_path: Path, num_steps: int) -> None:

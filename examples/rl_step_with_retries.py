@@ -3,8 +3,7 @@
     python examples/rl_step_with_retries.py [--steps 6] [--lose-every 3]
     python examples/rl_step_with_retries.py --url http://127.0.0.1:30000 --model-path FOLDER
 
-Without `--model-path` a tiny Qwen3 of random weights is made; without `--url` a server is started. The
-reward is the share of token ids below `SMALL`: REINFORCE in plain torch makes those likelier.
+Without `--model-path` a tiny Qwen3 of random weights is made; without `--url` a server is started.
 
 What makes every call safe to repeat:
 - A rollout carries its sampling seed, so the same weights answer it with the same tokens.
@@ -19,7 +18,6 @@ import argparse
 import http.client
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -32,19 +30,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging as transformers_logging
+import tiny_rl
 
 ANSWER_TIMEOUT_S = 60.0
 GIVE_UP_S = 300.0
 RETRY_PAUSE_S = 0.5
 MAX_ATTEMPTS = 10
-
-NUM_ROLLOUTS = 32
-NUM_TOKENS = 16
-PROMPT = [1, 2, 3, 4]
-SMALL = 64
 
 
 class Refused(Exception):
@@ -125,11 +116,10 @@ class Client:
 
 def roll_out(client: Client, step: int) -> list[list[int]]:
     """Sampled outputs of the weights of this step."""
-    seeds = range(step * NUM_ROLLOUTS, (step + 1) * NUM_ROLLOUTS)
-    params = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    seeds = range(step * tiny_rl.NUM_ROLLOUTS, (step + 1) * tiny_rl.NUM_ROLLOUTS)
     body = {
-        "input_ids": [PROMPT] * NUM_ROLLOUTS,
-        "sampling_params": [{**params, "sampling_seed": seed} for seed in seeds],
+        "input_ids": [tiny_rl.PROMPT] * len(seeds),
+        "sampling_params": [{**tiny_rl.SAMPLING, "sampling_seed": seed} for seed in seeds],
     }
     outputs = client.call("/generate", body)
     versions = {span["version"] for output in outputs for span in output["meta_info"]["weight_versions"]}
@@ -137,40 +127,14 @@ def roll_out(client: Client, step: int) -> list[list[int]]:
     return [output["output_ids"] for output in outputs]
 
 
-class Trainer:
-    """REINFORCE on its own copy of the model, which it hands over as checkpoint folders."""
-
-    def __init__(self, model_path: Path, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=3e-3)
-        self._folder = folder
-
-    def learn(self, outputs: list[list[int]]) -> float:
-        """One gradient step; returns the mean reward of the outputs."""
-        outputs_RT = torch.tensor(outputs)
-        reward_RT = (outputs_RT < SMALL).float()
-        ids_RT = torch.cat([torch.tensor([PROMPT] * len(outputs)), outputs_RT], dim=1)
-        logits_RTV = self._model(input_ids=ids_RT).logits[:, len(PROMPT) - 1 : -1]
-        logprob_RT = logits_RTV.log_softmax(-1).gather(-1, outputs_RT[..., None])[..., 0]
-        loss = -((reward_RT - reward_RT.mean()) * logprob_RT).mean()
-        self._optimizer.zero_grad()
-        loss.backward()
-        self._optimizer.step()
-        return float(reward_RT.mean())
-
-    def save(self, step: int) -> Path:
-        """The weights as a folder of their own: a retry may still read the one before."""
-        path = self._folder / f"step-{step}"
-        self._model.save_pretrained(path)
-        return path
-
-
-def rl_step(client: Client, trainer: Trainer, step: int) -> float:
+def rl_step(client: Client, trainer: tiny_rl.Trainer, step: int, folder: Path) -> float:
     """Roll out with the weights `step`, train, and leave the engine awake with the weights `step + 1`."""
     outputs = roll_out(client, step)
     client.transition(f"sleep-{step}", {"op": "release"})
     reward = trainer.learn(outputs)
-    path = trainer.save(step + 1)
+    # A folder of its own: a retry may still read the one before.
+    path = folder / f"step-{step + 1}"
+    trainer.model.save_pretrained(path)
     client.transition(
         f"wake-{step}",
         {"op": "resume", "tags": ["weights"]},
@@ -184,9 +148,7 @@ def rl_step(client: Client, trainer: Trainer, step: int) -> float:
 @contextmanager
 def started_server(model_path: Path) -> Iterator[str]:
     """A server of its own; yields its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    url = f"http://127.0.0.1:{tiny_rl.free_port()}"
     command = [sys.executable, "-m", "ebbtide.launch_server", "--model-path", str(model_path)]
     command += ["--port", url.rpartition(":")[2], "--skip-tokenizer-init", "--max-total-tokens", "4096"]
     process = subprocess.Popen([*command, "--log-level", "error"])
@@ -209,23 +171,6 @@ def wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
     raise SystemExit("the server did not start")
 
 
-def make_tiny_model(path: Path) -> Path:
-    """A checkpoint of random weights, small enough to train in a moment."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -235,9 +180,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--lose-every", type=int, default=3, help="throw every so many answers away")
     args = parser.parse_args()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with TemporaryDirectory() as folder:
-        model_path = args.model_path or make_tiny_model(Path(folder) / "model")
+        model_path = args.model_path or tiny_rl.make_tiny_model(Path(folder) / "model")
         if args.url:
             run(args.url, model_path, Path(folder), args.steps, args.lose_every)
         else:
@@ -249,10 +193,10 @@ def run(url: str, model_path: Path, folder: Path, num_steps: int, lose_every: in
     """The loop: the weights that the server starts with are version 0."""
     client = Client(url, lose_every)
     client.call("/update_weight_version", {"new_version": "0"})
-    trainer = Trainer(model_path, folder)
+    trainer = tiny_rl.Trainer(model_path)
     for step in range(num_steps):
         print(f"step {step}", flush=True)
-        print(f"  mean reward {rl_step(client, trainer, step):.3f}", flush=True)
+        print(f"  mean reward {rl_step(client, trainer, step, folder):.3f}", flush=True)
 
 
 if __name__ == "__main__":

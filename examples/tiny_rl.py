@@ -1,4 +1,4 @@
-"""What the examples of frameworks share: a tiny model, and a trainer of it in plain torch.
+"""What the examples share: a tiny model, and a trainer of it in plain torch.
 
 The reward is the share of token ids below `SMALL`: REINFORCE makes those likelier.
 """
@@ -13,11 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging as transformers_logging
-
-# Here, and not in `main`: processes that an example spawns import this module too.
-transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 NUM_ROLLOUTS = 32
 NUM_TOKENS = 16
@@ -26,12 +21,18 @@ SMALL = 64
 # How rollouts are sampled, in the words of `/generate`.
 SAMPLING = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1.0}
 GREEDY = {**SAMPLING, "temperature": 0.0}
+# To learn from where there are no rollouts.
+SOME_OUTPUTS = [list(range(first, 256, 16)) for first in range(16)]
 # Small engines: the model has no tokenizer, and no context to speak of.
 SERVER_ARGUMENTS: dict[str, Any] = {"skip_tokenizer_init": True, "max_total_tokens": 4096}
 
 
 def make_tiny_model(path: Path) -> Path:
     """A checkpoint of random weights, small enough to train in a moment."""
+    # Seconds of imports, which the processes that examples start do without.
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    _quiet()
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=256,
@@ -45,6 +46,21 @@ def make_tiny_model(path: Path) -> Path:
     )
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path
+
+
+def load_model(path: Path) -> Any:
+    """The model of a checkpoint, in transformers, to be trained."""
+    from transformers import AutoModelForCausalLM
+
+    _quiet()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def _quiet() -> None:
+    """Let transformers show no progress: the models are tiny."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def policy_loss(model: Any, outputs: Sequence[Sequence[int]]) -> tuple[torch.Tensor, float]:
@@ -62,16 +78,21 @@ class Trainer:
     """REINFORCE on its own copy of the model."""
 
     def __init__(self, model_path: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self.model = load_model(model_path)
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
 
     def learn(self, outputs: Sequence[Sequence[int]]) -> float:
         """One gradient step; returns the mean reward of the outputs."""
         loss, reward = policy_loss(self.model, outputs)
         self._optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         return reward
+
+    def next_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """Learn something, and return a copy of what has become of the weights."""
+        self.learn(SOME_OUTPUTS)
+        return [(name, tensor.clone()) for name, tensor in self.named_tensors()]
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under the names of a checkpoint."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 
-import pytest
 from fixtures.compat import COMPAT_ENVIRONMENT, ROOT
 
 
@@ -28,15 +28,27 @@ def run_example(name: str, *arguments: str) -> str:
 def test_verl_in_its_own_process() -> None:
     output = run_example("rl_step_verl.py", "--steps", "2")
     assert re.findall(r"then (\d+) tensors, (\w+)", output) == [("25", "valid")] * 2
+    # Memory falls and rises, stage by stage, by the tag's size.
+    for stages in re.findall(r"stage by stage: (\[.*\])", output):
+        at_first, without_kv_cache, asleep, with_weights, at_last = json.loads(stages)
+        assert 0 == asleep < with_weights == without_kv_cache < at_first == at_last
 
 
 def test_slime_colocated() -> None:
     output = run_example("rl_step_slime.py", "--steps", "1")
     assert "of rollouts by weights {'0'}" in output
+    [(freed, weights, num_buckets, rest)] = re.findall(
+        r"slept with (\d+) bytes given back; took (\d+) for the weights, .* in (\d+) buckets, then (\d+)",
+        output,
+    )
+    assert int(freed) == int(weights) + int(rest)
+    assert int(num_buckets) > 1
 
 
 def test_miles_with_rollouts_in_flight() -> None:
     output = run_example("rl_step_miles.py", "--steps", "1")
+    assert "paused with 8 rollouts retracted" in output
+    assert "25 tensors at once: weights 1 serve" in output
     assert "8 rollouts went on: ended by ['length'], weights [('0', '1')]" in output
 
 
@@ -45,7 +57,14 @@ def test_areal_with_rollouts_interrupted() -> None:
     assert "8 rollouts were interrupted, all complete: True" in output
 
 
-@pytest.mark.parametrize("name", ["colocated_fsdp2.py", "plain_python.py"])
-def test_ebbtides_own(name: str) -> None:
-    output = run_example(name, "--steps", "2")
+def test_a_sharded_trainer_beside_an_engine() -> None:
+    output = run_example("colocated_fsdp2.py", "--steps", "2")
     assert re.findall(r"then weights (\d)", output) == ["1", "2"]
+
+
+def test_plain_python_with_a_rollout_that_goes_on() -> None:
+    output = run_example("plain_python.py", "--steps", "2")
+    assert re.findall(r"then weights (\d)", output) == ["1", "2"]
+    spans = re.findall(r"tokens (\d+) to (\d+) by weights (\d)", output)
+    assert [version for _, _, version in spans] == ["0", "1", "1", "2"]
+    assert [end for _, end, _ in spans[1::2]] == ["900", "900"]

@@ -59,34 +59,14 @@ ResumeMemoryOccupationReqInput = _mutable(io_struct.ResumeMemoryOccupationReqInp
 UpdateWeightFromDiskReqInput = _mutable(io_struct.UpdateWeightFromDiskReqInput)
 UpdateWeightsFromTensorReqInput = _mutable(io_struct.UpdateWeightsFromTensorReqInput)
 UpdateWeightsFromDistributedReqInput = _mutable(io_struct.UpdateWeightsFromDistributedReqInput)
+UpdateWeightsFromIPCReqInput = _mutable(io_struct.UpdateWeightsFromIPCReqInput)
 InitWeightsUpdateGroupReqInput = _mutable(io_struct.InitWeightsUpdateGroupReqInput)
 DestroyWeightsUpdateGroupReqInput = _mutable(io_struct.DestroyWeightsUpdateGroupReqInput)
 BeginWeightUpdateReqInput = _mutable(io_struct.BeginWeightUpdateReqInput)
 EndWeightUpdateReqInput = _mutable(io_struct.EndWeightUpdateReqInput)
 UpdateWeightVersionReqInput = _mutable(io_struct.UpdateWeightVersionReqInput)
 GetWeightsByNameReqInput = _mutable(io_struct.GetWeightsByNameReqInput)
-
-
-@dataclass
-class UpdateWeightsFromIPCReqInput:
-    """Weights by checkpoint-engine. wire_api section 4.5."""
-
-    zmq_handles: dict[str, str]
-    flush_cache: bool = True
-    weight_version: str | None = None
-    abort_all_requests: bool = False
-    pause_mode: str | None = None
-    timeout_s: float | None = None
-
-
-@dataclass
-class CheckWeightsReqInput:
-    """Checksums of the weights. wire_api section 3.3."""
-
-    action: str = "checksum"
-    skip_tensor_list: list[str] | None = None
-    allow_quant_error: bool = False
-    selector: str = "all"
+CheckWeightsReqInput = _mutable(io_struct.CheckWeightsReqInput)
 
 
 @dataclass

@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import sys
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -15,9 +16,14 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
+# NeMo-RL's worker looks through this file for an entry of SGLang's allowlist, and would write it here:
+# "nemo_rl.models.policy.torch_reductions_utils."
+# What may be unpickled is decided in ebbtide.srt.weight_sync.references.
+
 MAX_OPEN_FILES = 65535
 # Nothing is sent there: the operating system only says which of its addresses it would send from.
 _OUTSIDE = "8.8.8.8"
+_POLL_S = 0.01
 
 
 class MultiprocessingSerializer:
@@ -70,11 +76,21 @@ def kill_process_tree(
     for process in doomed:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    _, alive = psutil.wait_procs(doomed, timeout=wait_timeout)
+    deadline_s = time.monotonic() + wait_timeout
+    # Not psutil's own wait: it takes the exit status from whoever started a process, or waits for him.
+    while (alive := [process for process in doomed if _runs(process)]) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
     if alive:
         logger.warning("still there %s s after they were killed: %s", wait_timeout, alive)
     if include_parent and parent.pid == own_pid and skip_pid != own_pid:
         sys.exit(0)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def is_cuda() -> bool:

@@ -1,0 +1,333 @@
+"""What each import path provides beyond its names: the column "must provide" of wire_api section 8."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sglang.srt.entrypoints.engine as engine_module
+import sglang.srt.entrypoints.http_server as http_server
+import sglang.srt.managers.io_struct as io_struct
+import sglang.srt.managers.tokenizer_manager as tokenizer_manager
+import torch
+from fastapi import FastAPI
+from fixtures.compat import COMPAT_ENVIRONMENT, PATHS, output_of
+from fixtures.tokenizers import byte_level
+from sglang.srt import constants
+from sglang.srt.debug_utils.dumper import DumperConfig, _get_rank, dumper
+from sglang.srt.entrypoints.EngineBase import EngineBase
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.model_executor.model_runner import LocalSerializedTensor
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, ServerArgs, prepare_server_args
+from sglang.srt.utils import MultiprocessingSerializer, assert_pkg_version, kill_process_tree
+from sglang.srt.utils import common as utils_common
+from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+from sglang.srt.utils.patch_torch import _reduce_tensor_modified, monkey_patch_torch_reductions
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+from starlette.routing import Route
+from torch.multiprocessing import reductions
+
+# Of wire_api section 2.2.
+SAMPLING_KEYS = [
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "n",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
+    "stream_interval",
+    "logit_bias",
+    "sampling_seed",
+    "custom_params",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "stop_regex",
+    "choice",
+    "beam_width",
+    "watermark",
+]
+
+# Of wire_api sections 2.1 and 3, by what frameworks send.
+UPDATE = "flush_cache abort_all_requests weight_version selector torch_empty_cache pause_mode timeout_s"
+FIELDS = {
+    "GenerateReqInput": "text input_ids sampling_params rid stream return_logprob logprob_start_len "
+    "top_logprobs_num token_ids_logprob return_text_in_logprobs return_prompt_token_ids cache_salt extra_key "
+    "routed_dp_rank data_parallel_rank image_data video_data audio_data lora_path return_hidden_states "
+    "return_routed_experts custom_logit_processor input_embeds bootstrap_host bootstrap_port bootstrap_room "
+    "priority log_metrics routing_key session_params modalities mm_hashes",
+    "PauseGenerationReqInput": "mode timeout_s",
+    "ContinueGenerationReqInput": "torch_empty_cache",
+    "ReleaseMemoryOccupationReqInput": "tags",
+    "ResumeMemoryOccupationReqInput": "tags",
+    "UpdateWeightFromDiskReqInput": f"model_path load_format {UPDATE}",
+    "UpdateWeightsFromTensorReqInput": f"serialized_named_tensors load_format {UPDATE}",
+    "UpdateWeightsFromDistributedReqInput": "names dtypes shapes group_name load_format name dtype shape "
+    + UPDATE,
+    "UpdateWeightsFromIPCReqInput": f"zmq_handles {UPDATE}",
+    "InitWeightsUpdateGroupReqInput": "master_address master_port rank_offset world_size group_name backend",
+    "DestroyWeightsUpdateGroupReqInput": "group_name",
+    "BeginWeightUpdateReqInput": "selector timeout_s",
+    "EndWeightUpdateReqInput": "weight_version flush_cache pause_mode timeout_s",
+    "UpdateWeightVersionReqInput": "new_version abort_all_requests",
+    "CheckWeightsReqInput": "action skip_tensor_list allow_quant_error selector",
+    "GetWeightsByNameReqInput": "name truncate_size",
+    "AbortReq": "rid abort_all",
+    "LoadLoRAAdapterFromTensorsReqInput": "lora_name config_dict serialized_tensors",
+    "Function": "description name parameters",
+    "Tool": "function type",
+}
+
+WITH_TWO_ARGUMENTS = [
+    "generate_request",
+    "release_memory_occupation",
+    "resume_memory_occupation",
+    "update_weights_from_disk",
+    "update_weights_from_tensor",
+    "update_weights_from_distributed",
+    "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
+    "init_weights_update_group",
+    "destroy_weights_update_group",
+]
+
+
+PARENT_OF_TWO = """
+import subprocess, sys, time
+sleeper = [sys.executable, "-c", "import time; time.sleep(99)"]
+print(*[subprocess.Popen(sleeper).pid for _ in range(2)], flush=True)
+time.sleep(99)
+"""
+
+
+def test_every_request_is_listed_here() -> None:
+    assert FIELDS.keys() == set(PATHS["sglang.srt.managers.io_struct"])
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_requests_are_built_by_keyword_and_changed(name: str) -> None:
+    request_class = getattr(io_struct, name)
+    assert getattr(tokenizer_manager, name) is request_class
+    fields = dict.fromkeys(FIELDS[name].split(), "given")
+    request = request_class(**fields)
+    assert {field: getattr(request, field) for field in fields} == fields
+    setattr(request, next(iter(fields)), "changed")
+    assert getattr(request, next(iter(fields))) == "changed"
+    assert dataclasses.asdict(request).keys() >= fields.keys()
+
+
+def test_sampling_params_have_every_key() -> None:
+    assert [key for key in SAMPLING_KEYS if not hasattr(SamplingParams(), key)] == []
+
+
+def test_the_tokenizer_manager_has_every_coroutine() -> None:
+    manager = tokenizer_manager.TokenizerManager
+    for name in WITH_TWO_ARGUMENTS:
+        function = getattr(manager, name)
+        assert inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function), name
+        inspect.signature(function).bind("self", "obj", None)
+        inspect.signature(function).bind("self", obj="obj", request=None)
+    for name, arguments in {
+        "pause_generation": ["obj"],
+        "continue_generation": ["obj"],
+        "flush_cache": [],
+        "get_internal_state": [],
+    }.items():
+        assert inspect.iscoroutinefunction(getattr(manager, name)), name
+        inspect.signature(getattr(manager, name)).bind("self", *arguments)
+    inspect.signature(manager.abort_request).bind("self", rid="", abort_all=False)
+    inspect.signature(manager.auto_create_handle_loop).bind("self")
+    assert {status.name for status in tokenizer_manager.ServerStatus} == {"Up", "Starting", "UnHealthy"}
+
+
+def test_a_class_of_arguments_that_tests_can_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr(ServerArgs, "__post_init__", lambda self: built.append(self))
+    arguments = ServerArgs(model_path="somewhere", tp_size=2, dp_size=2)
+    assert built == [arguments]
+    assert {"tp_size", "dp_size", "mem_fraction_static"} <= {
+        field.name for field in dataclasses.fields(ServerArgs)
+    }
+
+
+def test_arguments_of_a_command_line() -> None:
+    arguments = prepare_server_args(
+        ["--model-path", "somewhere", "--tp", "2", "--dp-size", "2", "--nccl-port", "9"]
+    )
+    assert (arguments.model_path, arguments.tp_size, arguments.dp_size) == ("somewhere", 2, 2)
+    assert PortArgs.init_new(arguments).nccl_port == 9
+    assert PortArgs.init_new(ServerArgs(model_path="somewhere")).nccl_port > 0
+    with pytest.raises(SystemExit):
+        prepare_server_args(["--model-path", "somewhere", "--no-such-flag"])
+
+
+def test_the_module_that_is_run_is_the_command_line() -> None:
+    command = [sys.executable, "-m", "sglang.launch_server", "--help"]
+    shown = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True, env=COMPAT_ENVIRONMENT
+    )
+    assert "--model-path" in shown.stdout
+    assert "--enable-weights-cpu-backup" in shown.stdout
+
+
+def test_what_serves_can_be_spawned_and_is_a_fastapi_application() -> None:
+    arguments = ServerArgs(model_path="somewhere")
+    assert pickle.loads(pickle.dumps((http_server.launch_server, arguments))) == (
+        http_server.launch_server,
+        arguments,
+    )
+    multiprocessing.get_context("spawn").Process(target=http_server.launch_server, args=(arguments,))
+    assert isinstance(http_server.app, FastAPI)
+    paths = {route.path for route in http_server.app.routes if isinstance(route, Route)}
+    assert {
+        "/generate",
+        "/health",
+        "/health_generate",
+        "/update_weights_from_tensor",
+        "/flush_cache",
+    } <= paths
+    state = http_server._GlobalState(tokenizer_manager=1, template_manager=2, scheduler_info=3)
+    assert dataclasses.astuple(state) == (1, 2, 3)
+    assert http_server.Engine is engine_module.Engine
+    assert http_server.ServerArgs is ServerArgs
+
+
+def test_adapters_must_say_everything_of_an_engine() -> None:
+    class Half(EngineBase):
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return None
+
+    with pytest.raises(TypeError, match="abstract"):
+        Half()  # type: ignore[abstract]
+    assert issubclass(engine_module.Engine, EngineBase)
+
+
+def test_hooks_that_are_passed_on_say_what_starts_an_engine() -> None:
+    parameters = inspect.signature(engine_module.Engine._launch_subprocesses).parameters
+    for name in ("init_tokenizer_manager", "run_scheduler_process", "run_detokenizer_process"):
+        assert f"{name}_func" in parameters
+        with pytest.raises(NotImplementedError, match="_launch_subprocesses"):
+            getattr(engine_module, name)()
+
+
+def test_both_utils_are_one() -> None:
+    import sglang.srt.utils as utils
+
+    for name in PATHS["sglang.srt.utils"]:
+        assert getattr(utils, name) is getattr(utils_common, name)
+    assert_pkg_version("flashinfer_python", "99.0", "please upgrade")
+    assert 0 < utils_common.get_open_port() < 65536
+    assert utils_common.get_ip().count(".") == 3
+    for nothing in (
+        "set_prometheus_multiproc_dir",
+        "maybe_set_triton_cache_manager",
+        "suppress_noisy_warnings",
+    ):
+        assert getattr(utils, nothing)() is None
+    utils.add_prometheus_middleware(http_server.app)
+
+
+def test_a_tree_of_processes_is_killed_but_for_one() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT_OF_TWO], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    first, second = map(int, parent.stdout.readline().split())
+    kill_process_tree(parent.pid, include_parent=False, skip_pid=second, wait_timeout=30)
+    assert parent.poll() is None
+    assert not _runs(first)
+    assert _runs(second)
+    kill_process_tree(parent.pid)
+    assert parent.wait(30) < 0
+    while _runs(second):
+        time.sleep(0.01)
+    parent.stdout.close()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_buckets_local_tensors_and_the_serializer() -> None:
+    tensors = [("a", torch.arange(3, dtype=torch.float32)), ("b", torch.ones(2, 2, dtype=torch.bfloat16))]
+    assert FlattenedTensorBucket.supports_multi_dtypes is True
+    bucket = FlattenedTensorBucket(named_tensors=tensors)
+    metadata = bucket.get_metadata()
+    assert {type(entry).__module__ for entry in metadata} == {"sglang.srt.weight_sync.tensor_bucket"}
+    assert [(entry.start_idx, entry.end_idx, entry.numel) for entry in metadata] == [(0, 12, 12), (12, 20, 8)]
+    assert all(isinstance(entry, FlattenedTensorMetadata) for entry in metadata)
+    again = FlattenedTensorBucket(flattened_tensor=bucket.get_flattened_tensor(), metadata=metadata)
+    for (name, tensor), (name_again, tensor_again) in zip(tensors, again.reconstruct_tensors(), strict=True):
+        assert name == name_again
+        assert torch.equal(tensor, tensor_again)
+    local = LocalSerializedTensor(
+        values=[MultiprocessingSerializer.serialize(tensor) for _, tensor in tensors]
+    )
+    assert torch.equal(local.get(1), tensors[1][1])
+    text = MultiprocessingSerializer.serialize({"answer": 42}, output_str=True)
+    assert text.startswith("gASV")
+    assert MultiprocessingSerializer.deserialize(text) == {"answer": 42}
+
+
+def test_the_patch_leaves_cpu_tensors_alone_and_may_be_repeated() -> None:
+    before = reductions.reduce_tensor
+    try:
+        monkey_patch_torch_reductions()
+        monkey_patch_torch_reductions()
+        assert reductions.reduce_tensor is _reduce_tensor_modified
+        rebuild, _ = _reduce_tensor_modified(torch.zeros(2))
+        assert rebuild is reductions.rebuild_tensor
+    finally:
+        reductions.reduce_tensor = before
+        reductions.init_reductions()  # type: ignore[no-untyped-call]
+
+
+def test_small_things(tmp_path: Path) -> None:
+    tags = [
+        constants.GPU_MEMORY_TYPE_KV_CACHE,
+        constants.GPU_MEMORY_TYPE_WEIGHTS,
+        constants.GPU_MEMORY_TYPE_CUDA_GRAPH,
+    ]
+    assert tags == ["kv_cache", "weights", "cuda_graph"]
+    assert sorted(constants.GPU_MEMORY_ALL_TYPES) == sorted(tags)
+    assert FunctionCallParser.ToolCallParserEnum == {}
+    assert dumper.configure(enable=True) is None
+    assert dumper.dump("name", torch.zeros(1), layer=3) is None
+    DumperConfig(enable=True)
+    assert _get_rank() == 0
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"function": {"name": "f"}}],
+    }
+    assert ChatCompletionRequest.model_validate(body).messages[0].role == "user"
+    byte_level().hf.save_pretrained(tmp_path)
+    assert get_tokenizer(str(tmp_path), trust_remote_code=True).encode("hello")
+
+
+def test_importing_starts_no_gpu() -> None:
+    script = "import sglang.srt.entrypoints.http_server, sglang.srt.utils, torch"
+    assert output_of(f"{script}; print(torch.cuda.is_initialized())") == "False\n"
