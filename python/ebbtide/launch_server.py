@@ -16,7 +16,13 @@ from ebbtide.srt.server_args import ServerArgs
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m ebbtide.launch_server") -> int:
     """Serve, and return the exit status: 0 stopped as asked, 1 the engine failed, 2 it could not start so."""
-    parser = argparse.ArgumentParser(prog=prog, description="Serve a model over HTTP.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        # There are more than a hundred arguments: listed in full, they bury the message of an error.
+        usage="%(prog)s --model-path MODEL [arguments; --help lists them]",
+        description="Serve a model over HTTP.",
+        allow_abbrev=False,
+    )
     ServerArgs.add_cli_args(parser)
     args = ServerArgs.from_cli_args(parser.parse_args(argv))
     try:

@@ -27,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="ebbtide warmup",
+        usage="%(prog)s --model-path MODEL [further arguments of `ebbtide serve`]",
         description="Compile every kernel that a model needs on this machine's GPU, with the arguments that "
         "it will be served with. The weights are not read, but there must be room for them. Later starts "
         "find the kernels in the caches.",
@@ -83,6 +84,9 @@ class FirstRank:
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         return x
+
+    def add_reduced_(self, x: Tensor, onto: Tensor) -> None:
+        onto += x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         repeats = [1] * x.dim()
