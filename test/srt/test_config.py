@@ -271,11 +271,12 @@ def test_ranks_reach_their_slice(folder: Path) -> None:
         base_gpu_id=4,
         gpu_id_step=2,
         load_balance_method="total_tokens",
+        disable_custom_all_reduce=True,
     ).parallel
     assert (parallel.num_ranks, parallel.ranks_per_node, parallel.node_rank) == (4, 2, 1)
     assert (parallel.dist_init_addr, parallel.rendezvous_port) == ("[fd00::1]:5000", 29500)
     assert (parallel.dist_timeout_s, parallel.base_gpu_id, parallel.gpu_id_step) == (30.0, 4, 2)
-    assert parallel.load_balance_method == "shortest_queue"
+    assert (parallel.load_balance_method, parallel.uses_peer_memory) == ("shortest_queue", False)
     assert resolved(folder).parallel == ParallelConfig()
 
 

@@ -20,7 +20,6 @@ class NoEffectArgs:
     cuda_graph_backend_decode: str | None = None
     disable_cuda_graph_padding: bool = False
     disable_piecewise_cuda_graph: bool = False
-    disable_custom_all_reduce: bool = False
     disable_outlines_disk_cache: bool = False
     enable_nccl_nvls: bool = False
     enable_symm_mem: bool = False

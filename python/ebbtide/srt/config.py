@@ -139,6 +139,7 @@ class ParallelConfig:
         rendezvous_port: where the ranks of replica 0 meet if they are on several nodes; None: a free one.
         base_gpu_id, gpu_id_step: the device of local rank i is `base_gpu_id + i * gpu_id_step`.
         load_balance_method: which replica takes a generation, `round_robin` or `shortest_queue`.
+        uses_peer_memory: whether ranks may add up through each other's memory.
     """
 
     tp_size: int = 1
@@ -153,6 +154,7 @@ class ParallelConfig:
     base_gpu_id: int = 0
     gpu_id_step: int = 1
     load_balance_method: str = "round_robin"
+    uses_peer_memory: bool = True
 
     @property
     def num_ranks(self) -> int:
@@ -385,6 +387,7 @@ def _resolve_parallel(args: ServerArgs, device: str) -> ParallelConfig:
         base_gpu_id=args.base_gpu_id,
         gpu_id_step=args.gpu_id_step,
         load_balance_method=_LOAD_BALANCE_METHODS[args.load_balance_method],
+        uses_peer_memory=not args.disable_custom_all_reduce,
     )
     if _is_cuda(device):
         _check_devices(parallel)

@@ -107,6 +107,9 @@ class ServerArgs(DefaultOnlyArgs, NoEffectArgs):
     ] = None
     base_gpu_id: Annotated[int, Arg("Device of a node's first rank.", minimum=0)] = 0
     gpu_id_step: Annotated[int, Arg("Distance between the devices of neighbouring ranks.", minimum=1)] = 1
+    disable_custom_all_reduce: Annotated[
+        bool, Arg("Ranks add up by NCCL alone, and never through each other's memory.")
+    ] = False
     device: Annotated[str | None, Arg("Device (default: chosen).", choices=("cuda", "cpu"))] = None
     random_seed: Annotated[int | None, Arg("Seed of sampling (default: drawn).")] = None
 

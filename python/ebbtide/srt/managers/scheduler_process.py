@@ -40,7 +40,11 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     inbox, outputs = open_rank_channels(config, addresses)
     saver = open_memory_saver(config.memory.backend, device)
     group = join_parallel_group(
-        config.parallel, addresses.rendezvous, torch.device(device.name), config.parallel.dist_timeout_s
+        config.parallel,
+        addresses.rendezvous,
+        torch.device(device.name),
+        config.parallel.dist_timeout_s,
+        uses_peer_memory=config.parallel.uses_peer_memory,
     )
     runner = build_model_runner(
         config.model, config.cache, config.schedule, config.runtime, device, saver, group

@@ -7,6 +7,7 @@ until the receiver has taken every one off the count: torch does so when an open
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import stat
@@ -220,7 +221,7 @@ class TorchCudaIpc:
 
     def wait(self, event: bytes) -> None:
         handle = self._driver.CUipcEventHandle()
-        handle.reserved = event
+        ctypes.memmove(handle.getPtr(), event, len(event))
         status, opened = self._driver.cuIpcOpenEventHandle(handle)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise RequestRejected(f"an event of the sender cannot be opened ({status.name}): {KEEP_ALIVE}")
