@@ -295,6 +295,24 @@ class Machine:
         product = torch.empty_like(left)
         self._note("matmul", device, 2 * size**3, lambda: torch.mm(left, right, out=product))
 
+    def measure_sustained(self, device: str, *, tiny: bool = False) -> None:
+        """The matrix product again and again, a rate for each half second: power limits lower the clocks."""
+        size, num_windows, window_s = (128, 1, 0.01) if tiny else (8192, 8, 0.5)
+        left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+        product = torch.empty_like(left)
+        for _ in range(num_windows):
+            synchronize(device)
+            started, num_products = time.perf_counter(), 0
+            while time.perf_counter() - started < window_s:
+                for _ in range(20):
+                    torch.mm(left, right, out=product)
+                num_products += 20
+                synchronize(device)
+            rate = num_products * 2 * size**3 / (time.perf_counter() - started)
+            self.runs.setdefault("matmul_sustained", []).append(rate)
+        del left, right, product
+        empty_cache(device)
+
     def _note(self, name: str, device: str, amount: float, action: Callable[[], object]) -> None:
         repeats = 5 if device == "cuda" else 1
         action()

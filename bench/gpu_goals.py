@@ -74,7 +74,7 @@ def _throughput_goals() -> dict[str, Goal]:
     return goals
 
 
-TP_SIZES = {"llama8b": (1, 2), "qwen32b": (1, 2, 4)}
+TP_SIZES = {"llama8b": (1, 2), "qwen32b": (2, 4)}
 """Tensor-parallel sizes, by shape."""
 
 

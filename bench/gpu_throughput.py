@@ -105,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", type=int, default=[], help="batch sizes")
     args = parse(parser, argv)
     machine = Machine.measure(args.device, tiny=args.tiny)
+    machine.measure_sustained(args.device, tiny=args.tiny)
     report = Report("gpu_throughput", args)
     report.facts["machine"] = machine.runs
     for name in args.shapes:
