@@ -113,6 +113,8 @@ GOALS: dict[str, Goal] = {
     "resume_just_freed.kv_cache": Goal(
         "occupation", "resume KV, just freed", "ms", None, sglang="43-183", vllm="52-395"
     ),
+    "resume_idle.weights": Goal("occupation", "resume weights, idle GPU", "ms", None),
+    "resume_idle.kv_cache": Goal("occupation", "resume KV, idle GPU", "ms", None),
     "backup.release_changed": Goal(
         "occupation",
         "backup: release changed weights",

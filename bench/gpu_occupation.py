@@ -2,11 +2,12 @@
 
 A value is the median, over three cycles, of the time from call to reply of `Engine`; `duration_ms`, what the
 scheduler itself needed, is beside it. "Clean pages": 4 s after the release, when the driver has scrubbed what
-was freed; "just freed": at once after it.
+was freed, and in which matrix products keep the GPU busy as a trainer does; "just freed": at once after it;
+"idle": after 4 s in which nobody used the GPU, which then takes its time to wake up.
 
 The limit is what the driver itself needs for the same bytes in chunks of 1 GiB, measured in this process
-before the engine starts: cuMemUnmap and cuMemRelease; cuMemCreate, cuMemMap and cuMemSetAccess, of clean and
-of just freed memory. With a backup, the copy at the rate of pinned memory is added.
+before the engine starts: cuMemUnmap and cuMemRelease; cuMemCreate, cuMemMap and cuMemSetAccess, each under
+the same conditions. With a backup, the copy at the rate of pinned memory is added.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from gpu_common import GIB, Machine, Report, engine_args, model_folder, parse, parser_of, wall_ms
+from gpu_common import (
+    GIB,
+    Machine,
+    Report,
+    engine_args,
+    model_folder,
+    parse,
+    parser_of,
+    synchronize,
+    wall_ms,
+)
 
 from ebbtide import Engine
 
@@ -27,6 +38,17 @@ CHUNK_BYTES = GIB
 SCRUB_S = 4.0
 MODEL = "llama8b"
 TAGS = ("weights", "kv_cache")
+
+
+def train(device: str, seconds: float) -> None:
+    """Keep the device busy for so long."""
+    left = torch.randn(4096, 4096, device=device)
+    product = torch.empty_like(left)
+    until_s = time.perf_counter() + seconds
+    while time.perf_counter() < until_s:
+        for _ in range(10):
+            torch.mm(left, left, out=product)
+        synchronize(device)
 
 
 class DriverProbe:
@@ -54,7 +76,7 @@ class DriverProbe:
         return values[0] if values else None
 
     def measure(self, num_bytes: int) -> dict[str, float]:
-        """Milliseconds to release, and to resume just freed and clean pages."""
+        """Milliseconds to release, and to resume just freed and clean pages, on a busy and on an idle GPU."""
         num_chunks = -(-num_bytes // CHUNK_BYTES)
         address = int(self._call("cuMemAddressReserve", num_chunks * CHUNK_BYTES, 0, 0, 0))
         try:
@@ -62,13 +84,21 @@ class DriverProbe:
             _, release_ms = wall_ms(lambda: self._give(address, handles))
             handles, just_freed_ms = wall_ms(lambda: self._take(address, num_chunks))
             self._give(address, handles)
-            time.sleep(SCRUB_S)
+            train("cuda", SCRUB_S)
             handles, clean_ms = wall_ms(lambda: self._take(address, num_chunks))
+            self._give(address, handles)
+            time.sleep(SCRUB_S)
+            handles, idle_ms = wall_ms(lambda: self._take(address, num_chunks))
             self._give(address, handles)
         finally:
             self._call("cuMemAddressFree", address, num_chunks * CHUNK_BYTES)
-        time.sleep(SCRUB_S)
-        return {"release": release_ms, "resume_just_freed": just_freed_ms, "resume": clean_ms}
+        train("cuda", SCRUB_S)
+        return {
+            "release": release_ms,
+            "resume_just_freed": just_freed_ms,
+            "resume": clean_ms,
+            "resume_idle": idle_ms,
+        }
 
     def _take(self, address: int, num_chunks: int) -> list[Any]:
         handles = []
@@ -132,7 +162,8 @@ def note(
 
 
 def measure_tags(report: Report, args: argparse.Namespace) -> None:
-    keys = [f"{what}.{tag}" for tag in TAGS for what in ("release", "resume", "resume_just_freed")]
+    kinds = ("release", "resume", "resume_just_freed", "resume_idle")
+    keys = [f"{what}.{tag}" for tag in TAGS for what in kinds]
     with report.attempt(*keys), model_folder(args, MODEL) as (shape, folder):
         kv_bytes = (1 << 22) if args.tiny else KV_BYTES
         num_tokens = kv_bytes // shape.kv_bytes_per_token
@@ -152,13 +183,17 @@ def measure_tag(
     pause_s = 0.0 if args.tiny else SCRUB_S
     release(engine, tag)
     resume(engine, tag)
-    runs: dict[str, list[dict[str, float]]] = {"release": [], "resume": [], "resume_just_freed": []}
+    waits: dict[str, Callable[[], None]] = {
+        "resume_just_freed": lambda: None,
+        "resume": lambda: train(args.device, pause_s),
+        "resume_idle": lambda: time.sleep(pause_s),
+    }
+    runs: dict[str, list[dict[str, float]]] = {"release": [], **{what: [] for what in waits}}
     for _ in range(args.runs):
-        runs["release"].append(release(engine, tag))
-        runs["resume_just_freed"].append(resume(engine, tag))
-        runs["release"].append(release(engine, tag))
-        time.sleep(pause_s)
-        runs["resume"].append(resume(engine, tag))
+        for what, wait in waits.items():
+            runs["release"].append(release(engine, tag))
+            wait()
+            runs[what].append(resume(engine, tag))
     for what, those in runs.items():
         note(report, f"{what}.{tag}", those, limits.get(what), "the driver's own calls for the same bytes")
 
@@ -183,7 +218,7 @@ def measure_backup(report: Report, args: argparse.Namespace, machine: Machine) -
                 engine.update_weights_from_tensor([("model.norm.weight", norm + number / 8)])
                 for releases in (changed, unchanged):
                     releases.append(release(engine, "weights"))
-                    time.sleep(0.0 if args.tiny else SCRUB_S)
+                    train(args.device, 0.0 if args.tiny else SCRUB_S)
                     resumed.append(resume(engine, "weights"))
             report.facts["backup_first_release"] = first
             num_bytes = changed[0]["bytes"]
