@@ -7,9 +7,9 @@ figure is the median over the streams. Each run has streams and prompts of its o
 
 - in_place, one call: all tensors by name, `pause_mode=in_place`, `flush_cache=false`;
 - in_place, buckets: a session of flattened buckets of 512 MB, committed the same way;
-- retract: one call with `pause_mode=retract` and `flush_cache=true`. The re-prefill alone is measured without
-  an update: pause in mode retract, flush, continue. An update takes its time until it retracts, in which the
-  streams grow: the pause comes after as long a time, so that there is as much to prefill.
+- retract: one call with `pause_mode=retract` and `flush_cache=true`. The re-prefill alone is measured by such
+  a call without any tensors. An update takes its time until it retracts, in which the streams grow: that call
+  comes after as long a time, so that there is as much to prefill.
 
 The client reads bytes and clocks, parses nothing and collects no garbage, so that the gaps are the engine's.
 """
@@ -41,6 +41,8 @@ from gpu_common import (
     running_server,
 )
 from gpu_trainer import Trainer
+
+from ebbtide.srt.weight_sync.sender import serialize
 
 MODEL = "llama8b"
 NUM_STREAMS = 64
@@ -228,7 +230,7 @@ class Bench:
         """What is then timed. A trainer has its payload ready when it sends it."""
         match kind:
             case "re_prefill":
-                return self._retract_and_go_on
+                return self._update_nothing
             case "in_place_buckets":
                 return self._session
             case _:
@@ -241,11 +243,14 @@ class Bench:
                     flush_cache=flush,
                 )
 
-    async def _retract_and_go_on(self) -> dict[str, Any]:
+    async def _update_nothing(self) -> dict[str, Any]:
         await asyncio.sleep(self.staging_s)
-        await self.post("/pause_generation", mode="retract")
-        await self.post("/flush_cache")
-        return await self.post("/continue_generation")
+        return await self.post(
+            "/update_weights_from_tensor",
+            serialized_named_tensors=[base64.b64encode(serialize([])).decode()],
+            pause_mode="retract",
+            flush_cache=True,
+        )
 
     async def _session(self) -> dict[str, Any]:
         count = await asyncio.to_thread(self.trainer.num_buckets, BUCKET_BYTES)

@@ -293,16 +293,11 @@ def test_buckets_local_tensors_and_the_serializer() -> None:
 
 
 def test_the_patch_leaves_cpu_tensors_alone_and_may_be_repeated() -> None:
-    before = reductions.reduce_tensor
-    try:
-        monkey_patch_torch_reductions()
-        monkey_patch_torch_reductions()
-        assert reductions.reduce_tensor is _reduce_tensor_modified
-        rebuild, _ = _reduce_tensor_modified(torch.zeros(2))
-        assert rebuild is reductions.rebuild_tensor
-    finally:
-        reductions.reduce_tensor = before
-        reductions.init_reductions()  # type: ignore[no-untyped-call]
+    monkey_patch_torch_reductions()
+    monkey_patch_torch_reductions()
+    assert reductions.reduce_tensor is _reduce_tensor_modified
+    rebuild, _ = _reduce_tensor_modified(torch.zeros(2))
+    assert rebuild is reductions.rebuild_tensor
 
 
 def test_small_things(tmp_path: Path) -> None:

@@ -121,6 +121,17 @@ def refusal(conversation: IpcConversation) -> str:
     return refused.value.message
 
 
+def test_a_buffer_whose_reference_a_framework_has_patched(
+    conversation: IpcConversation, sender: Sender
+) -> None:
+    # Protocol 3 writes names as text, which another may take the place of.
+    offer = pickle.dumps(sender.offer(), protocol=3)
+    torchs = b"torch.multiprocessing.reductions\nrebuild_cuda_tensor\n"
+    assert torchs in offer
+    patched = offer.replace(torchs, b"sglang.srt.utils.patch_torch\n_rebuild_cuda_tensor_modified\n")
+    assert answered(conversation, sender, patched) == ""
+
+
 def test_a_buffer_that_is_filled_again_and_again(
     conversation: IpcConversation, sender: Sender, gpu: Gpu, counters: Counters
 ) -> None:

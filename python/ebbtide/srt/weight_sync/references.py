@@ -323,6 +323,10 @@ _PATCHED_CUDA_SENDERS: Final = (
     "nemo_rl.models.generation.sglang.utils.train_utils",
     "roll.utils.send_recv_utils",
 )
+_CUDA_REBUILDERS: Final = (
+    "rebuild_cuda_tensor",
+    *(f"{module}._rebuild_cuda_tensor_modified" for module in _PATCHED_CUDA_SENDERS),
+)
 _RECORDS: Final = ("FlattenedTensorMetadata", "LocalSerializedTensor")
 
 _GLOBALS: Final[Mapping[tuple[str, str], Global]] = {
@@ -368,7 +372,7 @@ def offered_tensor(value: object, device: int) -> TensorRef:
         RequestRejected: it is something else.
     """
     match value:
-        case (Global(name="rebuild_cuda_tensor"), tuple(arguments)):
+        case (Global(name=name), tuple(arguments)) if name in _CUDA_REBUILDERS:
             given = [device if slot == _DEVICE_SLOT else one for slot, one in enumerate(arguments)]
             return _cuda_tensor("rebuild_cuda_tensor", tuple(given))
     raise RequestRejected(f"expected rebuild_cuda_tensor and its arguments, got {kind_of(value)}")
