@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from common import write_result
-from gpu_common import Machine
+from gpu_machine import Machine
 from torch import Tensor, nn
 
 from ebbtide.srt.layers.kernels import fused_moe

@@ -19,17 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from gpu_common import (
-    GIB,
-    Machine,
-    Report,
-    engine_args,
-    model_folder,
-    parse,
-    parser_of,
-    synchronize,
-    wall_ms,
-)
+from gpu_common import Report, engine_args, model_folder, parse, parser_of, wall_ms
+from gpu_machine import GIB, Machine, synchronize
 
 from ebbtide import Engine
 

@@ -24,21 +24,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_common import (
-    GB,
-    GIB,
-    Machine,
-    Report,
-    Server,
-    Shape,
-    engine_args,
-    model_folder,
-    parse,
-    parser_of,
-    running_server,
-    synchronize,
-)
+from gpu_common import Report, Server, Shape, engine_args, model_folder, parse, parser_of, running_server
 from gpu_goals import TP_SIZES, WORKLOADS
+from gpu_machine import GB, GIB, Machine, synchronize
 from gpu_throughput import TINY_WORKLOADS, least_seconds, tokens_per_s
 from gpu_trainer import Trainer
 from gpu_update import NUM_STREAMS, Bench

@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
-from gpu_common import GB, GIB, Report, engine_args, model_folder, parse, parser_of, wall_ms
+from gpu_common import Report, engine_args, model_folder, parse, parser_of, wall_ms
+from gpu_machine import GB, GIB
 from gpu_trainer import Trainer
 
 from ebbtide import Engine

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import write_result
-from gpu_common import Machine
+from gpu_machine import Machine
 from torch import Tensor
 
 from ebbtide.srt.layers.small_batch import multiply

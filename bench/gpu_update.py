@@ -29,17 +29,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
-from gpu_common import (
-    Machine,
-    Report,
-    Server,
-    Shape,
-    engine_args,
-    model_folder,
-    parse,
-    parser_of,
-    running_server,
-)
+from gpu_common import Report, Server, Shape, engine_args, model_folder, parse, parser_of, running_server
+from gpu_machine import Machine
 from gpu_trainer import Trainer
 
 from ebbtide.srt.weight_sync.sender import serialize
