@@ -82,7 +82,8 @@ def failing_rank(engine: ServedEngine, trainer: tiny_rl.Trainer) -> None:
     names = [name for name, _ in weights]
     entries = [MultiprocessingSerializer.serialize(weights, output_str=True) for _ in range(engine.num_ranks)]
     body = {"serialized_named_tensors": [*entries[:-1], entry_of_the_dead(weights)], "weight_version": "2"}
-    rank = f"rank {engine.num_ranks - 1}" if engine.num_ranks > 1 else ""
+    tp_size = engine.get("/server_info")["tp_size"]
+    rank = f"rank {tp_size - 1}" if tp_size > 1 else ""
     expect_refused(engine, names, lambda: engine.post("/update_weights_from_tensor", body), rank)
     body["serialized_named_tensors"] = entries
     expect_updated(engine, engine.post("/update_weights_from_tensor", body), trainer, "2")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,6 +189,7 @@ class NullWeights:
     Attributes:
         faults: what this rank fails with, once, at which steps of updates (`STEPS`).
         slowness: slices without bytes ahead of each one with some, and looks before something arrives.
+        lateness: further looks before tensors arrive.
         groups: that were joined.
         sender: of the updates that come piece by piece.
     """
@@ -216,6 +217,7 @@ class NullWeights:
         self.runner = runner
         self.faults: dict[str, Exception] = {}
         self.slowness = 0
+        self.lateness = 0
         self.groups: set[str] = set()
         self.sender = NullSender()
         self.parameters = NullParameters(self)
@@ -355,6 +357,13 @@ class _NullStaging:
         if not self.is_staged:
             self._weights.write({name: None})
 
+    def spoil(self, names: Iterable[str]) -> None:
+        """They are being received."""
+        if self.is_staged:
+            self.values |= dict.fromkeys(names, None)
+        else:
+            self._weights.write(dict.fromkeys(names, None))
+
     def complete(self, written: frozenset[str]) -> Slices:
         self._weights.fail_at("complete")
         for name in sorted(self._weights.names - written):
@@ -386,10 +395,15 @@ class _NullIncoming:
         self._weights = weights
         self._value = value
         self._fail_after: int | None = manifest.get("fail_after")
-        self._num_looks = weights.slowness
+        self._num_looks = weights.slowness + weights.lateness
 
     def problems(self) -> list[dict[str, str]]:
         return [{"name": name, "reason": "the model has no parameter of this name"} for name in self._unknown]
+
+    def receive_into(self, staging: Staging) -> bool:
+        assert isinstance(staging, _NullStaging)
+        staging.spoil(self.names)
+        return True
 
     def arrived(self) -> bool:
         self._weights.fail_at("arrive")

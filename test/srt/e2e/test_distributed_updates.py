@@ -227,7 +227,7 @@ def test_a_trainer_that_disappears_in_mid_broadcast(
         trainer.tell("half", "g", checkpoint_b / WEIGHTS)
         trainer.hear()
         getattr(trainer, end)()
-        with pytest.raises(RequestRejected, match="nothing was written") as refusal:
+        with pytest.raises(RequestRejected, match=r"nothing of (it|the update) is served") as refusal:
             updating.result(timeout=60)
         assert refusal.value.status == 400
     assert_serves(engine, checkpoint_a, reference_a)
@@ -241,6 +241,104 @@ def test_a_trainer_that_disappears_in_mid_broadcast(
     if in_session:
         assert_holds(engine, checkpoint_a)
         assert engine.end_weight_update("b")["committed"] is True
+    assert_holds(engine, checkpoint_b)
+
+
+@on_one_rank_and_on_four
+def test_what_a_failed_update_took_from_its_session_is_the_old_again(
+    engine: Engine, trainer: BroadcastingTrainer, checkpoint_a: Path, checkpoint_b: Path
+) -> None:
+    """Parameters that only other updates of the session wrote are the new."""
+    join(engine, trainer)
+    announced = announcement(checkpoint_b / WEIGHTS)
+    old, new = load_file(checkpoint_a / WEIGHTS), load_file(checkpoint_b / WEIGHTS)
+    *failing, last = announced["names"]
+    engine.begin_weight_update()
+    engine.update_weights_from_tensor([(failing[0], new[failing[0]]), (last, new[last])])
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(
+            engine.update_weights_from_distributed,
+            **{field: values[:-1] for field, values in announced.items()},
+            group_name="g",
+            timeout_s=250.0,
+        )
+        trainer.tell("half", "g", checkpoint_b / WEIGHTS)
+        trainer.hear()
+        trainer.kill()
+        with pytest.raises(RequestRejected, match=r"\b1 of its parameters had been written in this session"):
+            updating.result(timeout=60)
+    assert_holds(engine, checkpoint_a)
+    assert engine.end_weight_update("mixed")["committed"] is True
+    assert {name: engine.get_weights_by_name(name, ALL_ROWS) for name in old} == {
+        name: (new if name == last else old)[name].tolist() for name in old
+    }
+
+
+@on_one_rank_and_on_four
+def test_stale_weights_stay_stale_where_half_of_the_new_ones_came(
+    engine: Engine,
+    trainer: BroadcastingTrainer,
+    lasting_trainer: BroadcastingTrainer,
+    checkpoint_b: Path,
+    reference_b: Reference,
+) -> None:
+    join(engine, trainer)
+    announced = announcement(checkpoint_b / WEIGHTS)
+    engine.release_memory_occupation(["weights"])
+    engine.resume_memory_occupation(["weights"])
+    num_missing = engine.memory_occupation()["tags"]["weights"]["num_missing"]
+    first = announced["names"][0]
+    reply = engine.update_weights_from_tensor([(first, load_file(checkpoint_b / WEIGHTS)[first])])
+    assert (reply["staged"], reply["num_missing"]) == (False, num_missing - 1)
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(
+            engine.update_weights_from_distributed, **announced, group_name="g", timeout_s=2.0
+        )
+        trainer.tell("half", "g", checkpoint_b / WEIGHTS)
+        trainer.hear()
+        trainer.freeze()
+        with pytest.raises(RequestRejected, match="at its deadline, nothing of it is served"):
+            updating.result(timeout=60)
+    assert engine.memory_occupation()["tags"]["weights"]["num_missing"] == num_missing
+    with pytest.raises(RequestRejected, match="stale"):
+        engine.get_weights_by_name(first)
+    join(engine, lasting_trainer)
+    lasting_trainer.tell("plain", "g", checkpoint_b / WEIGHTS)
+    reply = engine.update_weights_from_distributed(**announced, group_name="g", weight_version="b")
+    lasting_trainer.hear()
+    assert (reply["committed"], reply["staged"], reply["content"]) == (True, False, "valid")
+    assert_serves(engine, checkpoint_b, reference_b)
+
+
+def test_a_new_trainer_takes_the_place_of_one_that_is_waited_for(
+    engine: Engine,
+    trainer: BroadcastingTrainer,
+    lasting_trainer: BroadcastingTrainer,
+    checkpoint_a: Path,
+    checkpoint_b: Path,
+) -> None:
+    join(engine, trainer)
+    announced = announcement(checkpoint_b / WEIGHTS)
+
+    async def update_and_join() -> None:
+        updating = asyncio.create_task(
+            engine.async_update_weights_from_distributed(**announced, group_name="g")
+        )
+        await asyncio.sleep(0)  # It is on its way: the new group comes behind it.
+        trainer.tell("half", "g", checkpoint_b / WEIGHTS)
+        trainer.hear()
+        trainer.freeze()
+        joined = await engine.async_init_weights_update_group(**lasting_trainer.join("g"))
+        assert joined["replaced"] is True
+        with pytest.raises(RequestRejected, match="another group of that name"):
+            await updating
+
+    asyncio.run(asyncio.wait_for(update_and_join(), 60))
+    lasting_trainer.hear()
+    assert_holds(engine, checkpoint_a)
+    lasting_trainer.tell("plain", "g", checkpoint_b / WEIGHTS)
+    engine.update_weights_from_distributed(**announced, group_name="g")
+    lasting_trainer.hear()
     assert_holds(engine, checkpoint_b)
 
 
@@ -288,7 +386,9 @@ def test_groups_are_left_by_name_once(
 @on_one_rank_and_on_four
 def test_a_trainer_that_does_not_come(engine: Engine, trainer: BroadcastingTrainer) -> None:
     size = num_ranks(engine) + 2
-    with pytest.raises(RequestRejected, match=rf"was not joined as rank \d of {size} within 1 s") as refusal:
+    # Torch may look for the others a little longer than it was told: then the request's deadline comes first.
+    late = rf"not joined(: not every rank was done| as rank \d of {size} within 1 s)"
+    with pytest.raises(RequestRejected, match=late) as refusal:
         engine.init_weights_update_group(**trainer.join("g", world_size=size), timeout_s=1.0)
     assert refusal.value.status == 400
     assert engine.server_info()["weight_update"]["groups"] == []
@@ -391,6 +491,6 @@ def assert_refused_without(
         trainer.tell("half", "g", folder / WEIGHTS)
         trainer.hear()
         disappear()
-        with pytest.raises(RequestRejected, match="nothing was written"):
+        with pytest.raises(RequestRejected, match=r"nothing of (it|the update) is served"):
             updating.result(timeout=60)
     assert engine.server_info()["weight_update"]["groups"] == []

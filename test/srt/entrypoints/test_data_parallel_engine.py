@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fixtures.uneven_replicas import TARGETS, refused_by
+from fixtures.uneven_replicas import TARGETS, held_up_by, misread_by, refused_by
 
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -129,37 +129,64 @@ def test_an_update_that_all_refuse_is_refused_as_one(engine: TwoReplicas) -> Non
     assert engine.versions == ["default", "default"]
 
 
-def test_an_update_that_one_replica_refused_is_an_error_that_says_who_serves_what(
-    engine: TwoReplicas,
-) -> None:
-    version = refused_by(1)
-    with pytest.raises(
-        EngineError, match=r"replica 1: this replica cannot read.*replica 0: Updated"
-    ) as failure:
-        engine.update_weights_from_disk("5", weight_version=version)
-    assert [replica["success"] for replica in failure.value.fields["replicas"]] == [True, False]
-    assert engine.versions == [version, "default"]
-    assert engine.weight_version == f"mixed: {version}, default"
-    info = engine.model_info()
-    assert info["weight_version"] == engine.weight_version
-    assert info["weight_versions"] == engine.versions
-    batch = engine.generate(input_ids=[[1], [2]], sampling_params=SHORT)
-    assert {answer["meta_info"]["weight_version"] for answer in batch} == {version, "default"}
-    engine.update_weights_from_disk("6", weight_version="8")
-    assert engine.weight_version == "8"
+def test_an_update_that_one_replica_refuses_changes_none(engine: TwoReplicas) -> None:
+    chunks = engine.generate(input_ids=[1], sampling_params=LONG, stream=True, routed_dp_rank=0)
+    next(chunks)
+    with pytest.raises(RequestRejected, match=r"^replica 1: this replica cannot read the folder$") as caught:
+        engine.update_weights_from_disk("5", weight_version=refused_by(1), pause_mode="retract")
+    assert caught.value.status == 400
+    assert engine.versions == ["default", "default"]
+    assert engine.get_weights_by_name("layer.0") == [0.0]
+    next(chunks)
+    chunks.close()
+    engine.update_weights_from_disk("6", weight_version="8", pause_mode="retract")
+    assert engine.versions == ["8", "8"]
     assert engine.model_info()["weight_versions"] == ["8", "8"]
+    batch = engine.generate(input_ids=[[1], [2]], sampling_params=SHORT)
+    assert [answer["meta_info"]["weight_version"] for answer in batch] == ["8", "8"]
 
 
-def test_replicas_that_serve_different_weights_have_different_checksums(engine: TwoReplicas) -> None:
+def test_no_replica_serves_an_update_that_another_is_still_reading(engine: TwoReplicas) -> None:
+    version = held_up_by(1, seconds=1.0)
+
+    def served_by(dp_rank: int) -> str:
+        answer = engine.generate(input_ids=[1], sampling_params=SHORT, routed_dp_rank=dp_rank)
+        return str(answer["meta_info"]["weight_version"])
+
+    with ThreadPoolExecutor(1) as pool:
+        terms = {"weight_version": version, "pause_mode": "in_place", "flush_cache": False}
+        updating = pool.submit(engine.update_weights_from_disk, "5", **terms)
+        served = [served_by(0)]
+        while served[-1] != version:
+            served.append(served_by(0))
+        # Both were told to commit before anybody could see that one has.
+        assert served_by(1) == version
+        assert updating.result()["weight_version"] == version
+    assert served[0] == "default"
+    assert engine.versions == [version, version]
+
+
+def test_an_update_whose_deadline_one_replica_misses_changes_none(engine: TwoReplicas) -> None:
+    chunks = engine.generate(input_ids=[1], sampling_params=LONG, stream=True, routed_dp_rank=1)
+    next(chunks)
+    with pytest.raises(RequestRejected, match=r"^replica 1: the update was given up at its deadline"):
+        engine.update_weights_from_disk("5", weight_version="7", timeout_s=0.2)
+    next(chunks)
+    chunks.close()
+    assert engine.versions == ["default", "default"]
+    engine.update_weights_from_disk("6", weight_version="8")
+    assert engine.versions == ["8", "8"]
+
+
+def test_replicas_that_hold_different_weights_have_different_checksums(engine: TwoReplicas) -> None:
     alike = engine.check_weights()
     assert len(alike["ranks"]) == 2
     engine.check_weights("snapshot")
-    with pytest.raises(EngineError):
-        engine.update_weights_from_disk("5", weight_version=refused_by(1))
+    # The same values to the first, others to the second.
+    engine.update_weights_from_disk("0", weight_version=misread_by(1))
     mixed = engine.check_weights()["per_engine_checksum"]
-    assert mixed.startswith("mixed: ")
-    assert mixed.endswith(alike["per_engine_checksum"])
-    with pytest.raises(RequestRejected, match=r"^replica 0: 4 parameters are not those of the snapshot"):
+    assert mixed.startswith(f"mixed: {alike['per_engine_checksum']}, ")
+    with pytest.raises(RequestRejected, match=r"^replica 1: 4 parameters are not those of the snapshot"):
         engine.check_weights("compare")
     engine.check_weights("reset_tensors")
     assert not engine.memory_occupation()["can_run"]

@@ -26,6 +26,7 @@ from ebbtide.srt.managers.io_struct import (
     ControlReply,
     DestroyWeightsUpdateGroupReqInput,
     FinishReason,
+    GivenUp,
     InitWeightsUpdateGroupReqInput,
     ManagerInput,
     PauseGenerationReqInput,
@@ -33,6 +34,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseMode,
     PingReqInput,
     PingReqOutput,
+    Prepared,
     Refusal,
     ReleaseMemoryOccupationReqInput,
     RequestOutput,
@@ -46,6 +48,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
+    Verdict,
     WeightsContent,
     WeightSessionReqOutput,
     WeightsUpdateGroupReqOutput,
@@ -75,6 +78,10 @@ class Replica:
     @property
     def calls(self) -> list[ControlCall]:
         return [message for message in self.received if isinstance(message, ControlCall)]
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return [message for message in self.received if isinstance(message, Verdict)]
 
     @property
     def rids(self) -> list[str]:
@@ -366,13 +373,71 @@ def test_one_replica_s_failure_is_the_engine_s() -> None:
     run(script)
 
 
-def test_an_update_that_only_some_took_says_so() -> None:
+def test_an_update_is_committed_when_all_are_prepared() -> None:
     async def script(setup: Setup) -> None:
         task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
+        [call_id] = {replica.calls[0].id for replica in setup.replicas}
+        assert all(replica.calls[0].is_joint for replica in setup.replicas)
+        await setup.answer(1, Prepared())
+        assert all(replica.verdicts == [] for replica in setup.replicas)
+        await setup.answer(0, Prepared())
+        assert all(replica.verdicts == [Verdict(id=call_id)] for replica in setup.replicas)
+        for dp_rank in range(2):
+            assert not task.done()
+            await setup.answer(dp_rank, updated(is_committed=True))
+        assert (await task).num_bytes == 2
+
+    run(script)
+
+
+def test_an_update_that_one_refuses_is_given_up_by_the_others() -> None:
+    async def script(setup: Setup) -> None:
+        task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
+        await setup.answer(0, Prepared())
         await setup.answer(1, Refusal(status=400, message="the folder cannot be read"))
-        await setup.answer(0, updated(is_committed=True))
-        with pytest.raises(EngineError, match=r"replica 1: the folder cannot be read.*different weights"):
+        assert [len(replica.verdicts) for replica in setup.replicas] == [1, 0, 1]
+        assert all(verdict.refusal for replica in setup.replicas for verdict in replica.verdicts)
+        # One gives up as it is told to, and one had refused by itself.
+        await setup.answer(0, GivenUp(status=400, message="others have refused"))
+        await setup.answer(2, Refusal(status=400, message="is too large"))
+        with pytest.raises(RequestRejected, match=r"^replica 1: the folder.*read; replica 2: is too large$"):
             await task
+
+    run(script, 3)
+
+
+def test_an_update_that_only_some_committed_says_so() -> None:
+    async def script(setup: Setup) -> None:
+        task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
+        for dp_rank in range(2):
+            await setup.answer(dp_rank, Prepared())
+        await setup.answer(1, Refusal(status=400, message="the verdict came too late"))
+        await setup.answer(0, updated(is_committed=True))
+        with pytest.raises(EngineError, match=r"replica 1: the verdict came too late.*different weights"):
+            await task
+
+    run(script)
+
+
+@pytest.mark.parametrize(
+    ("request_", "ends"),
+    [
+        (ReleaseMemoryOccupationReqInput(), True),
+        (ReleaseMemoryOccupationReqInput(tags=(MemoryTag.WEIGHTS,)), True),
+        (ReleaseMemoryOccupationReqInput(tags=(MemoryTag.KV_CACHE,)), False),
+        (AbortWeightUpdateReqInput(), False),
+        (PauseGenerationReqInput(), False),
+    ],
+)
+def test_what_a_release_of_the_weights_ends_is_not_committed(request_: AnyControlRequest, ends: bool) -> None:
+    async def script(setup: Setup) -> None:
+        updating = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
+        await setup.answer(0, Prepared())
+        between = await setup.call(request_)
+        await setup.answer(1, Prepared(), 0)
+        assert [bool(verdict.refusal) for verdict in setup.replicas[1].verdicts] == [ends]
+        for task in (updating, between):
+            task.cancel()
 
     run(script)
 

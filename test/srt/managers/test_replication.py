@@ -248,11 +248,11 @@ class TestUpdates:
     def test_tensors_arrive_when_they_do_and_nobody_waits_for_the_dead(
         self, harness: SchedulerHarness
     ) -> None:
-        harness.ranks[0].weights.slowness = 10_000
+        harness.ranks[0].weights.lateness = 10_000
         harness.ranks[1].weights.faults["arrive"] = RequestRejected("its sender has gone")
         refusal = answered(harness, update(7, manifest={"is_sent": True}))
         assert refusal.message == "rank 1: its sender has gone"
-        harness.ranks[0].weights.slowness, harness.ranks[2].weights.slowness = 3, 11
+        harness.ranks[0].weights.lateness, harness.ranks[2].weights.slowness = 3, 11
         assert answered(harness, update(8, manifest={"is_sent": True})).success
         assert contents(harness) == [{8}] * NUM_RANKS
 

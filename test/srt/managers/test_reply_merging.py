@@ -12,6 +12,7 @@ from ebbtide.srt.managers.io_struct import (
     AbortReqOutput,
     AnyReply,
     FlushCacheReqOutput,
+    GivenUp,
     PauseMode,
     PingReqOutput,
     RankReport,
@@ -87,7 +88,7 @@ def test_every_field_of_every_reply_has_a_rule() -> None:
     fields = {
         name
         for kind in get_args(AnyReply)
-        if kind is not Refusal
+        if not issubclass(kind, Refusal)
         for name in kind.__struct_fields__
         if name not in ("message", "ranks")
     }
@@ -248,14 +249,20 @@ def test_what_leaves_the_weights_alike_keeps_the_status_of_the_refusal(done: Any
     assert merged.status == status
 
 
-def test_an_update_that_some_committed_and_others_staged_is_a_failure() -> None:
-    merged = merge_replicas(
-        [updated(), updated(committed=False, weight_version="7", message="Staged 3 tensors.")]
-    )
+def test_those_that_gave_up_for_others_tell_what_they_have_left_behind_and_no_more() -> None:
+    refused = Refusal(status=400, message="cannot be read")
+    gave_up = GivenUp(status=400, message="others have refused")
+    stale = GivenUp(status=500, message="others have refused", left="4 parameters are stale")
+    merged = merge_replicas([gave_up, refused, gave_up])
+    assert isinstance(merged, Refusal)
+    assert (merged.status, merged.message) == (400, "replica 1: cannot be read")
+    merged = merge_replicas([stale, refused, gave_up])
     assert isinstance(merged, Refusal)
     assert merged.status == 500
-    assert "replica 1: Staged 3 tensors." in merged.message
-    assert [entry["weight_version"] for entry in merged.fields["replicas"]] == ["8", "7"]
+    assert merged.message == "replica 1: cannot be read; replica 0: 4 parameters are stale"
+    merged = merge_replicas([gave_up, gave_up])
+    assert isinstance(merged, Refusal)
+    assert merged.message == "others have refused"
 
 
 def report(dp_rank: int, **fields: Any) -> StateReport:

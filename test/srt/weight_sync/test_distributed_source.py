@@ -18,7 +18,8 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync import weight_group
 from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
-from ebbtide.srt.weight_sync.weight_group import GroupAddress, WeightGroups
+from ebbtide.srt.weight_sync.weight_group import GroupAddress
+from ebbtide.srt.weight_sync.weight_groups import WeightGroups
 
 ALL = 60.0
 
@@ -168,7 +169,9 @@ def test_no_rank_stays_where_the_trainer_or_one_of_them_is_gone(
 
     # Ranks pass broadcasts on: that one has left reaches those behind it.
     wait_for(all_have_failed)
-    assert all("nothing was written: the group 'g' was left" in message for message in refusals.values())
+    assert all(
+        "nothing of the update is served: the group 'g' was left" in message for message in refusals.values()
+    )
     assert [groups.names for groups in ranks] == [[], [], []]
 
 
@@ -245,7 +248,7 @@ def test_a_trainer_that_ends_half_way(
     assert source.arrived() is False
     trainer.hear()
     trainer.kill()
-    with pytest.raises(RequestRejected, match="nothing was written: the group 'g' was left"):
+    with pytest.raises(RequestRejected, match="nothing of the update is served: the group 'g' was left"):
         wait_for(source.arrived)
     source.close()
     assert groups.names == []

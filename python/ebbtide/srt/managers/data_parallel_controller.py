@@ -28,6 +28,7 @@ from ebbtide.srt.managers.io_struct import (
     ManagerInput,
     PauseGenerationReqInput,
     PauseMode,
+    Prepared,
     Refusal,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
@@ -39,10 +40,11 @@ from ebbtide.srt.managers.io_struct import (
     TokenOutput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
+    Verdict,
     WeightUpdateRequest,
 )
 from ebbtide.srt.managers.rank_messages import dealt
-from ebbtide.srt.managers.reply_merging import merge_refusals, merge_replicas
+from ebbtide.srt.managers.reply_merging import merge_replica_refusals, merge_replicas
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 SHORTEST_QUEUE = "shortest_queue"
@@ -72,6 +74,8 @@ class _Call:
         subject: what it is about, if it can be taken back, or is about the same as one that can.
         latest: the call that had changed that last when this one was sent; maybe this one.
         awaited: the replicas that have not answered.
+        is_open: whether replicas wait for a verdict, or will.
+        prepared: the replicas that can commit.
         refusal: the answer once it is decided, while what some replicas did is taken back.
     """
 
@@ -79,6 +83,8 @@ class _Call:
     subject: str | None
     latest: str | None
     awaited: set[int]
+    is_open: bool
+    prepared: set[int] = field(default_factory=set)
     replies: dict[int, AnyReply] = field(default_factory=dict)
     refusal: Refusal | None = None
 
@@ -86,9 +92,10 @@ class _Call:
 class DataParallelController:
     """Deals generations out, and carries control requests out on every replica.
 
-    Every replica gets the control requests in the same order. Where some refuse a pause, a resume, a session,
-    a part of one, or a group that others took, those take it back. For the rest, `merge_replicas` says who
-    has done what.
+    Every replica gets the control requests in the same order. An update is committed by all of them or by
+    none: each says when it is prepared, and is then sent the verdict. Where some refuse a pause, a resume, a
+    session, a part of one, or a group that others took, those take it back. For the rest, `merge_replicas`
+    says who has done what.
 
     Args:
         replicas: by dp_rank; closed with this.
@@ -112,6 +119,7 @@ class DataParallelController:
         self._calls: dict[str, _Call] = {}
         # By subject: the last call that was to change it.
         self._latest: dict[str, str] = {}
+        self._has_session = [False] * len(replicas)
         self._encoder = msgspec.msgpack.Encoder()
 
     def place(self, outputs: Sequence[TokenizedGenerateReqInput]) -> list[TokenizedGenerateReqInput]:
@@ -146,8 +154,8 @@ class DataParallelController:
                     self._replicas[self._placed[message.rid][0]].send(message)
             case ControlCall():
                 self._call(message)
-            case Expire():
-                raise AssertionError("deadlines are the schedulers' own")
+            case Expire() | Verdict():
+                raise AssertionError("deadlines are the schedulers' own, and verdicts are made here")
 
     async def receive_async(self) -> list[ManagerInput]:
         """What there is for the manager, after waiting for it. Cancelling it loses nothing."""
@@ -158,6 +166,7 @@ class DataParallelController:
                     case ControlReply():
                         messages += self._collect(message)
                     case StateReport():
+                        self._has_session[message.dp_rank] = message.session is not None
                         messages.append(message)
                     case TextOutput() | TokenOutput():
                         self._note_ended(message)
@@ -188,34 +197,50 @@ class DataParallelController:
 
     def _call(self, call: ControlCall) -> None:
         subject = _subject(call.request)
-        if subject is not None and not isinstance(call.request, WeightUpdateRequest):
+        is_joint = isinstance(call.request, WeightUpdateRequest | EndWeightUpdateReqInput)
+        # A second session is refused while one is open: only what discards one makes way for another.
+        if subject is not None and not is_joint and not isinstance(call.request, BeginWeightUpdateReqInput):
             self._latest[subject] = call.id
         latest = None if subject is None else self._latest.get(subject)
-        self._calls[call.id] = _Call(call.request, subject, latest, set(range(len(self._replicas))))
+        everyone = set(range(len(self._replicas)))
+        self._calls[call.id] = _Call(call.request, subject, latest, everyone, is_open=is_joint)
+        call = msgspec.structs.replace(call, is_joint=is_joint)
         if isinstance(call.request, UpdateWeightsFromTensorReqInput) and self._is_per_rank(call.request):
-            self._deal(call.id, call.request)
+            self._deal(call, call.request)
         else:
             # Encoded once: payloads of weights may be long.
             encoded = msgspec.Raw(self._encoder.encode(call))
             for replica in self._replicas:
                 replica.send(encoded)
+        self._give_up_before(call.request)
 
     def _is_per_rank(self, request: UpdateWeightsFromTensorReqInput) -> bool:
         """Whether there is an entry for every rank of every replica."""
         return len(request.serialized_named_tensors) == len(self._replicas) * self._tp_size
 
-    def _deal(self, call_id: str, request: UpdateWeightsFromTensorReqInput) -> None:
+    def _deal(self, call: ControlCall, request: UpdateWeightsFromTensorReqInput) -> None:
         """Send each replica the entries of its own ranks."""
         for dp_rank, replica in enumerate(self._replicas):
             own = range(dp_rank * self._tp_size, (dp_rank + 1) * self._tp_size)
-            replica.send(ControlCall(id=call_id, request=dealt(request, own)))
+            replica.send(msgspec.structs.replace(call, request=dealt(request, own)))
+
+    def _give_up_before(self, request: AnyControlRequest) -> None:
+        """Commit no more what this request ends: it may do so on some replicas, and fail on others."""
+        for call_id, call in self._calls.items():
+            if call.is_open and _ends(request, call.request):
+                self._decide(call_id, call, "nothing was committed: a request that ends it came in between")
 
     def _collect(self, message: ControlReply) -> list[ManagerInput]:
         """Take a replica's reply; returns the one reply when all are there."""
         call = self._calls[message.id]
-        call.awaited.discard(message.dp_rank)
-        if call.refusal is None:
-            call.replies[message.dp_rank] = message.reply
+        if isinstance(message.reply, Prepared):
+            call.prepared.add(message.dp_rank)
+        else:
+            call.awaited.discard(message.dp_rank)
+            if call.refusal is None:
+                call.replies[message.dp_rank] = message.reply
+        if call.is_open:
+            self._weigh(message.id, call)
         if call.awaited:
             return []
         if call.refusal is None and self._take_back(message.id, call):
@@ -226,23 +251,39 @@ class DataParallelController:
         replies = [call.replies[dp_rank] for dp_rank in range(len(self._replicas))]
         return [ControlReply(id=message.id, reply=merge_replicas(replies))]
 
+    def _weigh(self, call_id: str, call: _Call) -> None:
+        """Make the verdict as soon as it can only be this one."""
+        if any(isinstance(reply, Refusal) for reply in call.replies.values()):
+            self._decide(call_id, call, "other replicas have refused this")
+        elif call.prepared and call.replies:
+            self._decide(call_id, call, "nothing was committed: a session was open on some replicas only")
+        elif len(call.prepared) == len(self._replicas):
+            self._decide(call_id, call, None)
+
+    def _decide(self, call_id: str, call: _Call, refusal: str | None) -> None:
+        call.is_open = False
+        for dp_rank in sorted(call.awaited):
+            self._replicas[dp_rank].send(Verdict(id=call_id, refusal=refusal))
+
     def _take_back(self, call_id: str, call: _Call) -> bool:
         """Undo what only some replicas did, if that can be undone; returns whether the reply waits for it."""
-        refusals = {rank: reply for rank, reply in call.replies.items() if isinstance(reply, Refusal)}
-        if not refusals or call.subject is None or self._latest.get(call.subject) != call.latest:
+        refused = {rank: reply for rank, reply in call.replies.items() if isinstance(reply, Refusal)}
+        if not refused or call.subject is None or self._latest.get(call.subject) != call.latest:
             # All is well, or what came later about the same thing has the last word.
             return False
-        undoing = _undoing(call)
+        undoing = _undoing(call, self._has_session)
         if not undoing:
             return False
-        refusal = merge_refusals(refusals, len(call.replies), "replica")
-        if isinstance(call.request, WeightUpdateRequest):
-            message = f"{refusal.message}. The session was discarded, as others had staged this update"
+        refusal = merge_replica_refusals(refused, len(self._replicas))
+        if isinstance(call.request, WeightUpdateRequest | EndWeightUpdateReqInput):
+            others = "had staged this update" if isinstance(call.request, WeightUpdateRequest) else "have it"
+            message = f"{refusal.message}. The session was discarded, as others {others}"
             refusal = msgspec.structs.replace(refusal, message=message)
         call.refusal = refusal
         call.awaited = set(undoing)
         for dp_rank, request in undoing.items():
             self._replicas[dp_rank].send(ControlCall(id=call_id, request=request))
+            self._give_up_before(request)
         return True
 
 
@@ -267,8 +308,23 @@ def _subject(request: AnyControlRequest) -> str | None:
             return None
 
 
-def _undoing(call: _Call) -> dict[int, AnyControlRequest]:
-    """What takes a call back, by replica: empty where there is nothing to take back."""
+def _ends(request: AnyControlRequest, update: AnyControlRequest) -> bool:
+    """Whether a request refuses an update that is not committed."""
+    match request:
+        case ReleaseMemoryOccupationReqInput():
+            return not request.tags or MemoryTag.WEIGHTS in request.tags
+        case AbortWeightUpdateReqInput():
+            return isinstance(update, EndWeightUpdateReqInput)
+        case _:
+            return False
+
+
+def _undoing(call: _Call, has_session: Sequence[bool]) -> dict[int, AnyControlRequest]:
+    """What takes a call back, by replica: empty where there is nothing to take back.
+
+    Args:
+        has_session: of every replica, whether a session is open there.
+    """
     request = call.request
     changed = [rank for rank, reply in sorted(call.replies.items()) if getattr(reply, "changed", False)]
     match request:
@@ -287,6 +343,9 @@ def _undoing(call: _Call) -> dict[int, AnyControlRequest]:
         case WeightUpdateRequest() if any(_is_staged(reply) for reply in call.replies.values()):
             # A part of a session cannot be unstaged, and a commit would bring it to some replicas only.
             return dict.fromkeys(sorted(call.replies), AbortWeightUpdateReqInput())
+        case EndWeightUpdateReqInput() if not all(has_session):
+            # What is gone on one replica can never be committed on all.
+            return {rank: AbortWeightUpdateReqInput() for rank, is_open in enumerate(has_session) if is_open}
         case _:
             return {}
 

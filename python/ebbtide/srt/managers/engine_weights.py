@@ -12,7 +12,7 @@ import torch
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.ports import IncomingWeights, Slices, Staging
+from ebbtide.srt.managers.control.ports import IncomingWeights, OutOfStep, Slices, Staging
 from ebbtide.srt.managers.control.weight_session import SLICE_BYTES
 from ebbtide.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
@@ -23,7 +23,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.parameter_checker import ParameterChecker
 from ebbtide.srt.memory_saver.arena import Shadow
-from ebbtide.srt.model_executor.weight_store import WeightStore
+from ebbtide.srt.model_executor.weight_store import Destination, WeightStore
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel, import_loaders
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
@@ -32,7 +32,8 @@ from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversatio
 from ebbtide.srt.weight_sync.pickle_reader import finish
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices
-from ebbtide.srt.weight_sync.weight_group import GroupAddress, Joining, WeightGroups
+from ebbtide.srt.weight_sync.weight_group import GroupAddress
+from ebbtide.srt.weight_sync.weight_groups import Joining, WeightGroups
 
 # What one turn of the loop may launch on a CUDA device: copies that delay the next forward pass by about a
 # millisecond, or what takes the host that long, whichever comes first.
@@ -68,7 +69,7 @@ class EngineWeights:
     def open(self, request: WeightUpdateRequest) -> Generator[int, None, IncomingWeights]:
         loader = self._loader(request)
         source = yield from self._source(request, loader)
-        return _Incoming(source, self._store, self._device, lambda: self._leave_sender(request), loader)
+        return _Incoming(source, self._store, self._device, loader)
 
     def converse(self, zmq_handles: Mapping[str, str]) -> _Conversation:
         conversation = open_conversation(zmq_handles, self._cuda)
@@ -99,10 +100,6 @@ class EngineWeights:
     def leave_group(self, name: str) -> Callable[[], bool] | None:
         leaving = self._groups.leave(name, "destroy_weights_update_group")
         return None if leaving is None else lambda: leaving.is_done
-
-    def _leave_sender(self, request: WeightUpdateRequest) -> None:
-        if isinstance(request, UpdateWeightsFromDistributedReqInput):
-            self._groups.leave(request.group_name, "an update ended before all of its broadcasts had arrived")
 
     def read(self, name: str, max_rows: int) -> list[Any]:
         rows: list[Any] = self._store.read(name, max_rows).tolist()
@@ -195,7 +192,6 @@ class _Incoming:
     """One update's tensors, checked against the model by their headers.
 
     Args:
-        leave_sender: leaves the group through which they are sent, if they are.
         loader: writes them, to any parameters that it likes: nothing is checked then.
     """
 
@@ -204,7 +200,6 @@ class _Incoming:
         source: WeightSource,
         store: WeightStore,
         device: Device,
-        leave_sender: Callable[[], None],
         loader: CustomLoader | None = None,
     ) -> None:
         self.is_sent = isinstance(source, BroadcastSource)
@@ -215,9 +210,10 @@ class _Incoming:
         self._source = source
         self._store = store
         self._device = device
-        self._leave_sender = leave_sender
         self._loader = loader
         self._is_read = False
+        self._lands_in_place = False
+        self._landed_bytes: int | None = None
         self._problems: list[dict[str, str]] = []
         if loader is None:
             self._check()
@@ -238,18 +234,47 @@ class _Incoming:
     def problems(self) -> list[dict[str, str]]:
         return self._problems
 
+    def receive_into(self, staging: Staging) -> bool:
+        assert isinstance(staging, _InPlace | _Staged)
+        source, store = self._source, self._store
+        if not isinstance(source, BroadcastSource) or not source.can_land(store.device):
+            return False
+
+        def destinations() -> list[Destination | None]:
+            made = [store.destination(entry.name, staging.shadow) for entry in source.entries]
+            self._landed_bytes = sum(place.region.nbytes for place in made if place is not None)
+            return made
+
+        self._lands_in_place = staging.shadow is None
+        self._note_landing()
+        source.land(destinations)
+        return True
+
     def arrived(self) -> bool:
         return not isinstance(self._source, BroadcastSource) or self._source.arrived()
 
     def abandon(self) -> None:
-        self._leave_sender()
+        if isinstance(self._source, BroadcastSource) and not self._source.abandon():
+            raise OutOfStep(
+                "the group of a weight update was left, and its broadcasts do not end: memory that they may "
+                "still write to cannot be given back"
+            )
+        self._note_landing()
+
+    def _note_landing(self) -> None:
+        if self._lands_in_place:
+            self._store.note_write()
 
     def open(self) -> Slices:
         return _paced(_steps(self._source.open()), self._device)
 
     def write(self, staging: Staging) -> Slices:
-        """Copy the tensors and wait for the copies, in slices."""
+        """Copy the tensors and wait for the copies, in slices; what was received there is there."""
         assert isinstance(staging, _InPlace | _Staged)
+        if self._landed_bytes is not None:
+            self._note_landing()
+            yield self._landed_bytes
+            return
         self._is_read = True
         work = self._copies(staging) if self._loader is None else self._load(self._loader, staging)
         yield from _paced(work, self._device, self._device.copying)
@@ -301,7 +326,7 @@ class _Conversation:
 
     def piece(self) -> _Incoming | None:
         bucket = self._conversation.bucket
-        return None if bucket is None else _Incoming(bucket, self._store, self._device, lambda: None)
+        return None if bucket is None else _Incoming(bucket, self._store, self._device)
 
 
 def _announced(request: UpdateWeightsFromDistributedReqInput) -> Announcement:

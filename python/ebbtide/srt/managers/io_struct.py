@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
+from ebbtide.srt.managers.commit_messages import GivenUp as GivenUp
+from ebbtide.srt.managers.commit_messages import Prepared as Prepared
+from ebbtide.srt.managers.commit_messages import Verdict as Verdict
 from ebbtide.srt.managers.load_report import Load as Load
+from ebbtide.srt.managers.message import Message as Message
+from ebbtide.srt.managers.message import Refusal as Refusal
+from ebbtide.srt.managers.message import Reply as Reply
+from ebbtide.srt.managers.message import TotalsReply as TotalsReply
 from ebbtide.srt.managers.rank_reports import RankChecksums as RankChecksums
 from ebbtide.srt.managers.rank_reports import RankReport as RankReport
 from ebbtide.srt.managers.rank_reports import SessionReport as SessionReport
@@ -23,11 +30,6 @@ from ebbtide.srt.managers.request_output import RequestStart as RequestStart
 from ebbtide.srt.managers.request_output import TokenLogprobs as TokenLogprobs
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
-
-
-class Message(Struct, frozen=True, kw_only=True, tag=True):
-    """A message on a channel: its type travels as a tag, and a bad field fails at decode with its path."""
-
 
 # Of groups that weights are broadcast in.
 DEFAULT_GROUP = "weight_update_group"
@@ -243,19 +245,6 @@ AnyControlRequest = (
 # ----------------------------------------------------------------------------------------- control replies
 
 
-class Reply(Message, frozen=True, kw_only=True):
-    """The body of a reply. The defaults are those of a request that had nothing to do."""
-
-    success: bool = True
-    message: str = ""
-
-
-class TotalsReply(Reply, frozen=True, kw_only=True):
-    """A reply with totals. `ranks`: of several ranks, what each adds, with its `dp_rank` and `tp_rank`."""
-
-    ranks: list[dict[str, Any]] | UnsetType = UNSET
-
-
 class WeightsContent(Struct, frozen=True, kw_only=True):
     """Whether the parameters hold a whole set of weights. `missing` names up to ten that are not written."""
 
@@ -362,14 +351,6 @@ class PingReqOutput(Reply, frozen=True, kw_only=True):
     pass
 
 
-class Refusal(Reply, frozen=True, kw_only=True):
-    """A request that was refused or failed: becomes `RequestRejected`, or `EngineError` for 500."""
-
-    success: bool = False
-    status: int
-    fields: dict[str, Any] = {}
-
-
 AnyReply = (
     ReleaseMemoryOccupationReqOutput
     | ResumeMemoryOccupationReqOutput
@@ -385,6 +366,8 @@ AnyReply = (
     | CheckWeightsReqOutput
     | GetLoadReqOutput
     | PingReqOutput
+    | Prepared
+    | GivenUp
     | Refusal
 )
 
@@ -406,7 +389,7 @@ class StateReport(Message, frozen=True, kw_only=True):
     model_path: str
     load_format: str
     session: SessionReport | None = None
-    weight_groups: list[str] = []
+    weight_groups: list[str] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------------------------------------- generation
@@ -446,11 +429,15 @@ class AbortGeneration(Message, frozen=True, kw_only=True):
     message: str
 
 
-class ControlCall(Message, frozen=True, kw_only=True):
-    """A control request with the id that its reply will carry."""
+class ControlCall(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A control request with the id that its reply will carry.
+
+    `is_joint`: several replicas commit it together, so each waits for a `Verdict`.
+    """
 
     id: str
     request: AnyControlRequest
+    is_joint: bool = False
 
 
 class Expire(Message, frozen=True, kw_only=True):
@@ -477,7 +464,7 @@ class TextOutput(Message, frozen=True, kw_only=True):
     texts: list[str]
 
 
-SchedulerInput = TokenizedGenerateReqInput | AbortGeneration | ControlCall | Expire
+SchedulerInput = TokenizedGenerateReqInput | AbortGeneration | ControlCall | Verdict | Expire
 DetokenizerInput = TokenOutput
 
 

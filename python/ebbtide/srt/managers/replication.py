@@ -25,6 +25,7 @@ from ebbtide.srt.managers.io_struct import (
     ControlReply,
     Expire,
     ManagerInput,
+    Prepared,
     RankReport,
     Refusal,
     SchedulerInput,
@@ -129,6 +130,10 @@ class Alarms:
 
     def set(self, what: str, after_s: float) -> None:
         heapq.heappush(self._at, (time.monotonic() + after_s, what))
+
+    def is_set(self, what: str) -> bool:
+        """Whether there is one for this that has not come."""
+        return any(other == what for _, other in self._at)
 
     @property
     def left_s(self) -> float | None:
@@ -337,7 +342,7 @@ class LeaderInbox:
         if num_entries % self._num_ranks:
             return message  # One for all; or a number that every rank refuses.
         first = 0 if num_entries == self._num_ranks else self.dp_rank * self._num_ranks
-        return ControlCall(id=message.id, request=dealt(request, (first + tp_rank,)))
+        return msgspec.structs.replace(message, request=dealt(request, (first + tp_rank,)))
 
     def _propose(self, request: AnyControlRequest) -> None:
         now = time.monotonic()
@@ -347,8 +352,10 @@ class LeaderInbox:
             self._proposed.append(ControlCall(id=f"{PROPOSAL}{self._num_proposals}", request=request))
 
     def _collect(self, call_id: str, tp_rank: int, reply: AnyReply) -> None:
+        if isinstance(reply, Prepared):
+            self._send(call_id, reply)
         # Unknown is one that was answered at its limit already.
-        if call_id in self._replies:
+        elif call_id in self._replies:
             self._replies[call_id][tp_rank] = reply
 
     def _send_answers(self) -> None:
@@ -365,7 +372,7 @@ class LeaderInbox:
             replies = self._replies.pop(call_id)
             self._send(call_id, merge_ranks([replies[rank] for rank in range(self._num_ranks)]))
         for call_id in self._answer_limits.take_due():
-            if call_id in self._replies:
+            if call_id in self._replies and not self._answer_limits.is_set(call_id):
                 self._send(call_id, self._unanswered(self._replies.pop(call_id)))
 
     def _send(self, call_id: str, reply: AnyReply) -> None:
@@ -423,7 +430,9 @@ class FollowerInbox:
         return self._ticks.popleft().messages if self._ticks else None
 
     def reply(self, call_id: str, reply: AnyReply) -> None:
-        self._replies.append(RankReply(tp_rank=self.tp_rank, id=call_id, reply=reply))
+        # It is the same on all ranks, in the same turn: there the leader says so.
+        if not isinstance(reply, Prepared):
+            self._replies.append(RankReply(tp_rank=self.tp_rank, id=call_id, reply=reply))
 
     def answer(self, report: StateReport) -> None:
         own = report.ranks[0]

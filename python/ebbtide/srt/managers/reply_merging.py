@@ -13,6 +13,7 @@ from msgspec import UNSET
 
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
+    GivenUp,
     Refusal,
     StateReport,
     TotalsReply,
@@ -163,22 +164,37 @@ def merge_replicas(replies: Sequence[AnyReply]) -> AnyReply:
     """
     if len(replies) == 1:
         return replies[0]
-    refusals = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, Refusal)}
-    if not refusals:
-        if len({reply.committed for reply in replies if isinstance(reply, UpdateWeightsReqOutput)}) > 1:
-            return _half_committed(replies)
+    refused = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, Refusal)}
+    if not refused:
         shares = [share for rank, reply in enumerate(replies) for share in _shares(reply, rank)]
         return _merged(replies, "replica", OVER_REPLICAS, shares)
-    refusal = merge_refusals(refusals, len(replies), "replica")
-    if len(refusals) == len(replies):
+    refusal = merge_replica_refusals(refused, len(replies))
+    if len(refused) == len(replies):
         return refusal
-    done = {rank: reply for rank, reply in enumerate(replies) if rank not in refusals}
+    done = {rank: reply for rank, reply in enumerate(replies) if rank not in refused}
     differ = any(_has_changed_weights(reply) for reply in done.values())
     advice = " The replicas serve different weights now: send the update again" if differ else ""
     return Refusal(
         status=500 if differ else refusal.status,
         message=f"{refusal.message}; but {_told(_messages(done), 'replica')}{advice}",
         fields={**refusal.fields, "replicas": [_outcome(rank, reply) for rank, reply in enumerate(replies)]},
+    )
+
+
+def merge_replica_refusals(refused: Mapping[int, Refusal], num_asked: int) -> Refusal:
+    """The refusal of what some or all replicas refused; `refused` is by dp_rank.
+
+    Those that gave up for the sake of others add nothing but what they have left behind.
+    """
+    own = {rank: reply for rank, reply in refused.items() if not isinstance(reply, GivenUp)}
+    refusal = merge_refusals(own or refused, num_asked, "replica")
+    left = {rank: reply.left for rank, reply in refused.items() if isinstance(reply, GivenUp) and reply.left}
+    if not left:
+        return refusal
+    return Refusal(
+        status=max(reply.status for reply in refused.values()),
+        message=f"{refusal.message}; {_told(left, 'replica')}",
+        fields=refusal.fields,
     )
 
 
@@ -230,17 +246,6 @@ def _shares(reply: AnyReply, dp_rank: int) -> list[dict[str, Any]]:
         reply.ranks if isinstance(reply, TotalsReply) and reply.ranks is not UNSET else [_share(reply, 0)]
     )
     return [{**share, "dp_rank": dp_rank} for share in listed]
-
-
-def _half_committed(replies: Sequence[AnyReply]) -> Refusal:
-    """Some replicas still had a session that took an update in, where that of others had ended."""
-    told = _told(_messages(dict(enumerate(replies))), "replica")
-    return Refusal(
-        status=500,
-        message=f"a session was open on some replicas only: {told} The replicas serve different weights now: "
-        "abort_weight_update, then send all of them again",
-        fields={"replicas": [_outcome(rank, reply) for rank, reply in enumerate(replies)]},
-    )
 
 
 def _has_changed_weights(reply: AnyReply) -> bool:

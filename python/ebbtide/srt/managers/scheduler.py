@@ -20,6 +20,7 @@ from ebbtide.srt.managers.io_struct import (
     FinishReason,
     StateReport,
     TokenizedGenerateReqInput,
+    Verdict,
 )
 from ebbtide.srt.managers.live_requests import LiveRequests, OutputEnd
 from ebbtide.srt.managers.output_processor import PROMPT_TAIL, OutputProcessor
@@ -118,6 +119,10 @@ class Scheduler:
             case ControlCall():
                 self._settle()
                 self.control.apply(message)
+                self.answer()
+            case Verdict():
+                self._settle()
+                self.control.decide(message)
                 self.answer()
             case Expire():
                 self._settle()

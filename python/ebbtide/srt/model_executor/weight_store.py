@@ -14,7 +14,7 @@ from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.saver import MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.models.base import CausalLM
-from ebbtide.srt.models.sharding import replace_parameter, shard
+from ebbtide.srt.models.sharding import Part, replace_parameter, shard
 
 ALIGNMENT_BYTES = 256
 SLICE_BYTES = 64 << 20
@@ -45,6 +45,29 @@ class Slot:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a tensor goes on this rank.
+
+    Attributes:
+        region: of a parameter, which may be wider than what is written.
+        part: what this rank holds of the tensor; None: all of it.
+    """
+
+    region: Tensor
+    part: Part | None
+
+    def is_like(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Whether such a tensor could be received here as it is: byte for byte, in one piece."""
+        same = self.part is None and tuple(self.region.shape) == shape and self.region.dtype == dtype
+        return same and self.region.is_contiguous()
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """What this rank holds of a whole tensor."""
+        part = self.part
+        return tensor if part is None else tensor.narrow(part.dim, part.start, part.length)
 
 
 class WeightStore:
@@ -144,16 +167,30 @@ class WeightStore:
         Tensors of the same device are one slice: there a copy is launched and not waited for. A copy to
         another device holds the caller up, so it is cut into slices of at most 16 MiB.
         """
-        if not direct and self.ignored(name):
+        destination = self.destination(name, shadow, direct)
+        if destination is None:
             return
-        destination = self._region(name, shadow, direct)
         if shadow is None:
             self.generation += 1
-        part = tensor if direct else self._part(name, tensor)
-        slice_bytes = destination.nbytes if part.device == destination.device else TRANSFER_BYTES
-        for piece, room in _row_slices(part, destination, slice_bytes):
+        part, region = destination.part_of(tensor), destination.region
+        slice_bytes = region.nbytes if part.device == region.device else TRANSFER_BYTES
+        for piece, room in _row_slices(part, region, slice_bytes):
             room.copy_(piece)
             yield room.nbytes
+
+    def destination(self, name: str, shadow: Shadow | None, direct: bool = False) -> Destination | None:
+        """Where a tensor that `check` accepts goes; None for an ignored name.
+
+        Who writes there in place says so: `note_write`. From any thread.
+        """
+        if not direct and self.ignored(name):
+            return None
+        part = None if direct else self._placements[name].part
+        return Destination(self._region(name, shadow, direct), part)
+
+    def note_write(self) -> None:
+        """The live weights are about to be written, or have been, by somebody else."""
+        self.generation += 1
 
     def covered(self, name: str, direct: bool = False) -> frozenset[str]:
         """The checkpoint names that writing `name` makes valid."""
@@ -201,7 +238,8 @@ class WeightStore:
         num_rows, *others = placement.target.shape
         rows = torch.zeros((min(max_rows, num_rows), *others), dtype=torch.float32, device=mine.device)
         if part.is_first:
-            room = rows[part.start : part.start + part.length] if part.dim == 0 else self._part(name, rows)
+            whole = Destination(mine, part)
+            room = rows[part.start : part.start + part.length] if part.dim == 0 else whole.part_of(rows)
             room.copy_(mine[: len(room)])
         # What the others hold is zero here.
         return self._group.all_reduce_(rows)
@@ -231,11 +269,6 @@ class WeightStore:
             return parameter
         target = self._placements[name].target
         return parameter.narrow(target.dim, target.start, target.length)
-
-    def _part(self, name: str, tensor: Tensor) -> Tensor:
-        """What this rank holds of a whole tensor."""
-        part = self._placements[name].part
-        return tensor if part is None else tensor.narrow(part.dim, part.start, part.length)
 
 
 def _row_slices(source: Tensor, destination: Tensor, slice_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:

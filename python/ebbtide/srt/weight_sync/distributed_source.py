@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from ebbtide.srt.weight_sync.source import TensorHeader
 from ebbtide.srt.weight_sync.weight_group import Reception, WeightGroup
@@ -35,8 +36,8 @@ class Announcement:
 class BroadcastSource:
     """A `WeightSource` over tensors that a trainer broadcasts.
 
-    Nothing is received before the first `arrived`; iterate once that has returned True. Closed in between, it
-    leaves the group: nobody could tell which broadcast is the next.
+    Nothing is received before the first `arrived`; iterate once that has returned True, unless it was told to
+    `land`. Closed in between, it leaves the group: nobody could tell which broadcast is the next.
     """
 
     direct = False
@@ -49,17 +50,29 @@ class BroadcastSource:
         self._as_bucket = as_bucket
         self._timeout_s = timeout_s
         self._reception: Reception | None = None
+        self._destinations: Callable[[], Sequence[Destination | None]] | None = None
         self._tensors: list[torch.Tensor] | None = None
+
+    def can_land(self, device: torch.device) -> bool:
+        """Whether tensors can be received where they belong on this device, rather than be copied there."""
+        names = {entry.name for entry in self.entries}
+        # Of two tensors for one place the later one counts: copied in order they are.
+        is_simple = len(names) == len(self.entries) > 0 and not self._as_bucket
+        return is_simple and self._group.device.type == device.type
+
+    def land(self, destinations: Callable[[], Sequence[Destination | None]]) -> None:
+        """Before the first `arrived`: receive each tensor where it belongs, as the group's `receive_into`."""
+        self._destinations = destinations
 
     def arrived(self) -> bool:
         """Begin to receive, at the first call; whether everything is here.
 
         Raises:
-            RequestRejected: 400, the broadcast failed; nothing has been written, the group has been left.
+            RequestRejected: 400, the broadcast failed; the group has been left.
         """
         if self._tensors is None:
             if self._reception is None:
-                self._reception = self._group.receive(self._layout(), self._timeout_s + GRACE_S)
+                self._reception = self._receive(self._timeout_s + GRACE_S)
             if not self._reception.is_done:
                 return False
             self._tensors = self._reception.result()
@@ -69,8 +82,8 @@ class BroadcastSource:
         return iter(())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._tensors is None:
-            raise EngineError("the weight source is closed, or nothing has arrived yet")
+        if self._tensors is None or self._destinations is not None:
+            raise EngineError("the weight source is closed, or nothing has arrived yet, or has landed")
         if self._as_bucket and self.entries:
             (flat,) = self._tensors
             bucket = FlattenedTensorBucket(flattened_tensor=flat, metadata=_positions(self.entries))
@@ -87,6 +100,19 @@ class BroadcastSource:
             self._group.close("an update ended before all of its broadcasts had arrived")
         self._reception = None
         self._tensors = None
+
+    def abandon(self) -> bool:
+        """Leave the group, whatever has arrived; whether nothing is written to destinations any more.
+
+        Waits for what a device is doing, which ends with the group.
+        """
+        self._group.close("an update ended before all of its broadcasts had arrived")
+        return self._reception is None or self._reception.ends()
+
+    def _receive(self, timeout_s: float) -> Reception:
+        if self._destinations is None:
+            return self._group.receive(self._layout(), timeout_s)
+        return self._group.receive_into(self._destinations, self._layout(), timeout_s)
 
     def _layout(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         if self._as_bucket and self.entries:

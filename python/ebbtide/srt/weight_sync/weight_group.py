@@ -1,7 +1,7 @@
-"""Process groups through which a trainer, their rank 0, broadcasts weights to the ranks of engines.
+"""A process group through which a trainer, its rank 0, broadcasts weights to the ranks of engines.
 
-They are made by hand and not by `torch.distributed`'s registry: any number may exist, by name, with a
-default group or without, and each can be torn down alone. Source of the rendezvous: wire_api section 3.3.
+It is made by hand and not by `torch.distributed`'s registry: any number may exist, by name, with a default
+group or without, and each can be torn down alone. Source of the rendezvous: wire_api section 3.3.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,9 +20,9 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 import torch.distributed
 
-from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.source import ONE_RANK
+from ebbtide.srt.model_executor.weight_store import Destination
+from ebbtide.srt.weight_sync.landing import Layout, Passage, Transfer, landings
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ T = TypeVar("T")
 # A thread looks whether a broadcast has arrived: first quickly, later so that waiting costs next to nothing.
 FIRST_LOOK_S: Final = 2.5e-4
 LOOK_S: Final = 16e-3
+# A device goes from one broadcast to the next by itself: only the end of all of them is looked for.
+DEVICE_LOOK_S: Final = 1e-3
 # NCCL's own limit must never strike before that of the request, which tears down one group and no more.
 NCCL_TIMEOUT: Final = timedelta(days=1)
 # The trainer's rank.
@@ -52,6 +54,10 @@ class InThread(Generic[T]):
     def is_done(self) -> bool:
         return self._future.done()
 
+    def ends_within(self, timeout_s: float) -> bool:
+        """Wait for the end, but no longer than this; whether it has come."""
+        return bool(wait([self._future], timeout_s).done)
+
     def result(self) -> T:
         """What the call returned or raised; only once it is done."""
         return self._future.result(timeout=0)
@@ -60,10 +66,19 @@ class InThread(Generic[T]):
         try:
             result = call()
         except BaseException as error:
-            # Not with the frames: they hold a connection that is to end, and others wait for that.
+            # Not with the frames: they hold a connection that is to end, and others wait for that. Whoever
+            # drops it last waits as long as a peer likes: neither this thread, nor who asks for the result.
+            held = [error.__traceback__]
+            threading.Thread(target=_drop, args=(threading.current_thread(), held), daemon=True).start()
             self._future.set_exception(error.with_traceback(None))
         else:
             self._future.set_result(result)
+
+
+def _drop(user: threading.Thread, held: list[Any]) -> None:
+    """Let go of what a thread has used, once it has ended."""
+    user.join()
+    held.clear()
 
 
 class Leaving:
@@ -119,28 +134,54 @@ class WeightGroup:
     Args:
         member: what `connect` returned.
         device: where what is received goes.
+
+    Attributes:
+        has_landed: whether a device was ever made to write to memory that is not the group's.
     """
 
     def __init__(self, name: str, member: Member, device: torch.device) -> None:
         self.name = name
+        self.device = device
         self.why_closed = ""
-        self._device = device
         self._member: Member | None = member
         self._closed = threading.Event()
+        # Held to close, and to do what must not be begun once the group is closed.
+        self._lock = threading.Lock()
+        self.has_landed = False
         # Broadcasts must not queue behind forward passes, nor these behind broadcasts.
         self._stream = torch.Stream(device) if device.type != "cpu" else None
+        # With gloo all have met; NCCL meets in the first broadcast, which may last, and cannot be ended.
+        self._has_met = self._stream is None
 
     @property
     def is_closed(self) -> bool:
         return self._closed.is_set()
 
-    def receive(self, layout: Sequence[tuple[tuple[int, ...], torch.dtype]], timeout_s: float) -> Reception:
+    def receive(self, layout: Layout, timeout_s: float) -> Reception:
         """Begin to receive tensors of these shapes and dtypes, one broadcast each, in this order."""
 
-        def empty() -> list[torch.Tensor]:
-            return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in layout]
+        def transfers() -> list[Transfer]:
+            return [Transfer(torch.empty(shape, dtype=dtype, device=self.device)) for shape, dtype in layout]
 
-        return self._start(empty, timeout_s)
+        return Reception(self, lambda: self._run(transfers, timeout_s, keeps=True))
+
+    def receive_into(
+        self, destinations: Callable[[], Sequence[Destination | None]], layout: Layout, timeout_s: float
+    ) -> Reception:
+        """Begin to receive tensors where they belong; nothing is kept.
+
+        Where it fails, the memory is theirs who own it again once the group was left and `Reception.ends`.
+
+        Args:
+            destinations: makes, in another thread, where each goes; None for one that nobody needs.
+        """
+
+        def transfers() -> Iterator[Transfer]:
+            # gloo goes on writing after a group was left, so what it writes must be ours.
+            num_beside = len(layout) if self._stream is None else 0 if self._has_met else 1
+            return landings(layout, destinations(), self.device, num_beside=num_beside)
+
+        return Reception(self, lambda: self._run(transfers, timeout_s))
 
     def send(self, tensors: Callable[[torch.device], list[torch.Tensor]], timeout_s: float) -> Reception:
         """Begin to broadcast tensors, one broadcast each, in this order. For the source's end of a group.
@@ -148,63 +189,109 @@ class WeightGroup:
         Args:
             tensors: makes them in another thread, contiguous and on the given device.
         """
-        return self._start(lambda: tensors(self._device), timeout_s)
 
-    def _start(self, tensors: Callable[[], list[torch.Tensor]], timeout_s: float) -> Reception:
-        if self._stream is None:
-            return Reception(self, lambda: self._broadcasts(tensors(), timeout_s))
-        stream = self._stream
+        def transfers() -> list[Transfer]:
+            return [Transfer(tensor) for tensor in tensors(self.device)]
 
-        def on_stream() -> list[torch.Tensor]:
-            # A thread begins on the first device, and going back there would take memory on it.
-            torch.accelerator.set_device_index(stream.device)
-            with stream:
-                transferred = self._broadcasts(tensors(), timeout_s)
-                # NCCL takes work that failed for completed; its kernel ends when the group is left.
-                stream.synchronize()
-            if self.is_closed:
-                raise _Left(self.why_closed)
-            return transferred
-
-        return Reception(self, on_stream)
+        return Reception(self, lambda: self._run(transfers, timeout_s, keeps=True))
 
     def close(self, why: str) -> Leaving:
         """Leave the group, whatever is under way in it. Idempotent."""
-        if not self.is_closed:
-            self.why_closed = why
-            self._closed.set()
-            logger.info("weight group %s is left: %s", self.name, why)
-        # Ending connections may take as long as a peer likes. Whoever drops the backend last waits for that:
-        # it must not be this thread.
-        members = [self._member] if self._member is not None else []
-        self._member = None
-        return Leaving(self.name, lambda: _abort(members))
+        with self._lock:
+            if not self.is_closed:
+                self.why_closed = why
+                self._closed.set()
+                logger.info("weight group %s is left: %s", self.name, why)
+            # Ending connections may take as long as a peer likes. Whoever drops the backend last waits for
+            # that: it must not be this thread.
+            members = [self._member] if self._member is not None else []
+            self._member = None
+        return Leaving(self.name, lambda: abort(members))
 
-    def _broadcasts(self, tensors: list[torch.Tensor], timeout_s: float) -> list[torch.Tensor]:
+    def _run(
+        self, transfers: Callable[[], Iterable[Transfer]], timeout_s: float, *, keeps: bool = False
+    ) -> list[torch.Tensor]:
+        """Make all transfers, in a thread of its own; returns their tensors, if they are to be kept."""
         member = self._member
         if member is None:
-            raise _Left(self.why_closed)
+            raise GroupLeft(self.why_closed)
         # NCCL meets the others in the first broadcast.
         member.store.set_timeout(timedelta(seconds=timeout_s))
-        options = _dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = SOURCE_RANK, 0
-        options.timeout = timedelta(seconds=timeout_s)
-        works = [member.backend.broadcast([tensor], options) for tensor in tensors]
-        for work in works:
-            look_s = FIRST_LOOK_S
-            while not work.is_completed():
-                if self._closed.wait(look_s):
-                    raise _Left(self.why_closed)
-                look_s = min(2 * look_s, LOOK_S)
-            work.wait()  # With gloo this raises what the broadcast failed with.
+        passage = Passage(member.backend, SOURCE_RANK, timeout_s, keeps=keeps)
+        stream = self._stream
+        if stream is None:
+            self._pass(transfers(), passage)
+            return passage.kept
+        # A thread begins on the first device, and going back there would take memory on it.
+        torch.accelerator.set_device_index(stream.device)
+        with stream:
+            try:
+                self._pass(transfers(), passage)
+                # NCCL takes work that failed for completed; its kernel ends when the group is left.
+                self._wait_until(stream.record_event().query, passage)
+            except BaseException:
+                # Kernels that wait for their source end with the group, and write until then.
+                abort([member])
+                passage.wait_for_kernels()
+                stream.synchronize()
+                raise
+        return passage.kept
+
+    def _pass(self, transfers: Iterable[Transfer], passage: Passage) -> None:
+        for transfer in transfers:
+            while passage.is_full:
+                self._end_oldest(passage, waits=True)
+            while passage.must_end_before(transfer):
+                self._end_oldest(passage)
+            if self._has_met:
+                with self._lock:
+                    self._require_open()
+                    self.has_landed |= transfer.lands
+                    passage.begin(transfer)
+            else:
+                passage.begin(transfer)
+                self._has_met = True
+        while passage.under_way:
+            self._end_oldest(passage)
+        self._require_open()
+
+    def _end_oldest(self, passage: Passage, *, waits: bool = False) -> None:
+        """Copy what the oldest broadcast brings. On a device that is launched, and not waited for.
+
+        Args:
+            waits: whether to wait for the broadcast there too.
+        """
+        transfer, work = passage.under_way[0]
+        if waits or self._stream is None:
+            self._wait_until(work.is_completed, passage)
+        work.wait()  # With gloo this raises what the broadcast failed with.
+        if transfer.destination is not None and not transfer.lands:
+            with self._lock:
+                self._require_open()
+                self.has_landed |= self._stream is not None
+                transfer.destination.region.copy_(transfer.destination.part_of(transfer.tensor))
+        passage.under_way.popleft()
+
+    def _wait_until(self, is_done: Callable[[], bool], passage: Passage) -> None:
+        look_s = FIRST_LOOK_S
+        longest_look_s = LOOK_S if self._stream is None else DEVICE_LOOK_S
+        while not is_done():
+            if self._closed.wait(look_s):
+                break
+            if time.monotonic() > passage.until_s:
+                # Whoever waits for the device, waits for these kernels too.
+                self.close("its broadcasts have not ended in time")
+            look_s = min(2 * look_s, longest_look_s)
+        # Of a communicator that was aborted, work may end without an error.
+        self._require_open()
+
+    def _require_open(self) -> None:
         if self.is_closed:
-            # Of a communicator that was aborted, work may end without an error.
-            raise _Left(self.why_closed)
-        return tensors
+            raise GroupLeft(self.why_closed)
 
 
-class _Left(Exception):
-    """The group was left while it was used."""
+class GroupLeft(Exception):
+    """The group was left while it was used, or joined."""
 
 
 class Reception:
@@ -218,164 +305,30 @@ class Reception:
     def is_done(self) -> bool:
         return self._thread.is_done
 
+    def ends(self) -> bool:
+        """Of a group that was left: whether nothing is written any more to memory that is not the group's.
+
+        Waits for what the device is doing, which ends with the group.
+        """
+        return not self._group.has_landed or self._thread.ends_within(LEAVE_S)
+
     def result(self) -> list[torch.Tensor]:
-        """What has arrived.
+        """What has arrived, if it is kept.
 
         Raises:
             RequestRejected: 400, the broadcast failed; the group has been left.
         """
         try:
             return self._thread.result()
-        except _Left as error:
+        except GroupLeft as error:
             reason = str(error)
         except Exception as error:
             reason = f"the broadcast failed: {type(error).__name__}: {error}"[:500]
             self._group.close(reason)
         raise RequestRejected(
-            f"nothing was written: the group {self._group.name!r} was left ({reason}). "
+            f"nothing of the update is served: the group {self._group.name!r} was left ({reason}). "
             "init_weights_update_group joins a new one"
         )
-
-
-class Joining:
-    """A group that is being joined; `poll` until it is true, and `close`."""
-
-    def __init__(self, groups: WeightGroups, address: GroupAddress, timeout_s: float, replaced: bool) -> None:
-        self.replaced = replaced
-        self.address = address
-        self._groups = groups
-        self._timeout_s = timeout_s
-        self._given_up: str | None = None
-        self._group: WeightGroup | None = None
-        self._thread = InThread(f"join-{address.name}", self._join)
-
-    def poll(self) -> bool:
-        """Whether the group has been joined.
-
-        Raises:
-            RequestRejected: 400, it could not be, within the time that there was.
-        """
-        if self._given_up is not None:
-            raise RequestRejected(f"group {self.address.name!r} was not joined: {self._given_up}")
-        if not self._thread.is_done:
-            return False
-        try:
-            member = self._thread.result()
-        except Exception as error:
-            raise RequestRejected(
-                f"group {self.address.name!r} at {self.address.url} was not joined as rank "
-                f"{self.address.rank} of {self.address.world_size} within {self._timeout_s:g} s: "
-                f"{type(error).__name__}: {error}"[:1000]
-            ) from error
-        if self._group is None:
-            device = self._groups.buffer_device(self.address)
-            self._group = WeightGroup(self.address.name, member, device)
-            self._groups.add(self._group)
-        return True
-
-    def close(self, why: str = "the request ended") -> None:
-        """Give it up, unless it has been joined. The thread ends when its time is up."""
-        if self._group is None and self._given_up is None:
-            self._given_up = why
-        self._groups.forget(self)
-
-    def _join(self) -> Member:
-        member = connect(self.address, self._timeout_s)
-        if self._given_up is not None:
-            _abort([member])
-            raise _Left(self._given_up)
-        return member
-
-
-class WeightGroups:
-    """The groups of this rank, by name.
-
-    Args:
-        device: of this rank. With NCCL what is received goes there, with gloo to host memory.
-        place: which of the engine's ranks this is. All of them join every group.
-    """
-
-    def __init__(self, device: torch.device, place: ParallelConfig = ONE_RANK) -> None:
-        self._device = device
-        self._place = place
-        self._groups: dict[str, WeightGroup] = {}
-        self._joining: dict[str, Joining] = {}
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(name for name, group in self._groups.items() if not group.is_closed)
-
-    def join(self, address: GroupAddress, timeout_s: float) -> Joining:
-        """Begin to join. A live group of that name is left first.
-
-        Raises:
-            RequestRejected: 400, a field is wrong; 409, a group of that name is just being joined.
-        """
-        self._check(address, timeout_s)
-        if address.name in self._joining:
-            raise RequestRejected(
-                f"a group {address.name!r} is just being joined: wait, or destroy_weights_update_group first",
-                409,
-            )
-        replaced = self.leave(address.name, "another group of that name is joined") is not None
-        joining = self._joining[address.name] = Joining(self, address, timeout_s, replaced)
-        return joining
-
-    def get(self, name: str) -> WeightGroup:
-        """The live group of this name.
-
-        Raises:
-            RequestRejected: 400, there is none.
-        """
-        group = self._groups.get(name)
-        if group is not None and not group.is_closed:
-            return group
-        why = f" (left: {group.why_closed})" if group is not None else ""
-        known = ", ".join(map(repr, self.names)) or "none"
-        raise RequestRejected(
-            f"group_name: there is no group {name!r}{why}; known: {known}. init_weights_update_group first"
-        )
-
-    def leave(self, name: str, why: str) -> Leaving | None:
-        """Leave the group of that name, or stop joining it; None if there is none."""
-        joining = self._joining.get(name)
-        if joining is not None:
-            joining.close(why)
-        group = self._groups.get(name)
-        if group is None or group.is_closed:
-            return None if joining is None else Leaving(name, lambda: None)
-        return group.close(why)
-
-    def add(self, group: WeightGroup) -> None:
-        """A group has been joined."""
-        self._groups[group.name] = group
-
-    def forget(self, joining: Joining) -> None:
-        """It is not being joined any more."""
-        if self._joining.get(joining.address.name) is joining:
-            del self._joining[joining.address.name]
-
-    def buffer_device(self, address: GroupAddress) -> torch.device:
-        return self._device if address.backend == "nccl" else torch.device("cpu")
-
-    def _check(self, address: GroupAddress, timeout_s: float) -> None:
-        if not address.name:
-            raise RequestRejected("group_name: expected a name, got an empty one")
-        if not address.host:
-            raise RequestRejected("master_address: expected an address, got an empty one")
-        if not 0 < address.port < 1 << 16:
-            raise RequestRejected(f"master_port: expected 1..65535, got {address.port}")
-        num_ranks = self._place.num_ranks
-        rank_offset = address.rank - self._place.rank
-        if not 0 < rank_offset <= address.world_size - num_ranks:
-            raise RequestRejected(
-                f"rank_offset: expected 1..{address.world_size - num_ranks} (rank 0 is the trainer's, the "
-                f"engine has {num_ranks}, world_size is {address.world_size}), got {rank_offset}"
-            )
-        if not timeout_s > 0:
-            raise RequestRejected(f"timeout_s: expected more than 0 seconds, got {timeout_s}")
-        if address.backend == "nccl" and self._device.type != "cuda":
-            raise RequestRejected("backend 'nccl': this engine runs on the CPU, expected 'gloo'")
 
 
 def connect(address: GroupAddress, timeout_s: float) -> Member:
@@ -430,7 +383,7 @@ def _restore(environment: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _abort(members: list[Member]) -> None:
+def abort(members: list[Member]) -> None:
     """End what is under way, with whatever the backend can do; the connections end with its last use."""
     while members:
         with suppress(Exception):

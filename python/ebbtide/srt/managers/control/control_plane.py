@@ -26,12 +26,16 @@ from ebbtide.srt.managers.io_struct import (
     PingReqOutput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
+    Verdict,
     WeightUpdateRequest,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 # Joining a group ends by itself at its limit, with a better reason: this is for a rank that does not.
 JOIN_GRACE_S: Final = 2.0
+# How long after its deadline a prepared update waits for the verdict. All replicas have answered by then: it
+# is for a verdict that is never made.
+VERDICT_GRACE_S: Final = 10.0
 
 
 class ControlPlane:
@@ -58,7 +62,7 @@ class ControlPlane:
         self.updates = updates
         self.operations = operations
         self.ranks = ranks
-        self._held: deque[ControlCall] = deque()
+        self._held: deque[ControlCall | Verdict] = deque()
         self._reply = reply
         self._set_deadline = set_deadline
         self.handlers: dict[type, Callable[[Any], AnyReply | Operation]] = {
@@ -90,9 +94,12 @@ class ControlPlane:
 
     def apply(self, call: ControlCall) -> None:
         """Carry a request out; its reply is sent when the effect holds, now or after further `advance`s."""
-        if self.operations.stands_alone:
+        if self.operations.stands_alone or self._held:
             self._held.append(call)
-            return
+        else:
+            self._start(call)
+
+    def _start(self, call: ControlCall) -> None:
         request = call.request
         try:
             outcome = self.handlers[type(request)](request)
@@ -104,10 +111,17 @@ class ControlPlane:
         if not isinstance(outcome, Generator):
             self._reply(call.id, outcome)
             return
-        self.operations.start(call.id, request, outcome)
+        self.operations.start(call.id, request, outcome, is_joint=call.is_joint)
         timeout_s = self._timeout_s(request)
         if timeout_s is not None and self.operations.is_pending(call.id):
             self._set_deadline(call.id, timeout_s)
+
+    def decide(self, verdict: Verdict) -> None:
+        """Commit an update that is prepared, or give it up: in the order of the calls."""
+        if self.operations.stands_alone or self._held:
+            self._held.append(verdict)
+        else:
+            self.operations.decide(verdict.id, verdict.refusal)
 
     def advance(self) -> None:
         """Let what is under way go on; behind what stood alone, what came meanwhile, in its order."""
@@ -115,12 +129,19 @@ class ControlPlane:
         self.operations.advance()
         if (stood_alone or self._held) and not self.operations.stands_alone:
             while self._held and not self.operations.stands_alone:
-                self.apply(self._held.popleft())
+                held = self._held.popleft()
+                if isinstance(held, Verdict):
+                    self.operations.decide(held.id, held.refusal)
+                else:
+                    self._start(held)
             self.operations.advance()
 
     def expire(self, deadline_id: str) -> None:
         """A deadline has passed: of a pending request, or of an open session."""
-        self.operations.expire(deadline_id)
+        if any(isinstance(held, Verdict) and held.id == deadline_id for held in self._held):
+            return  # It came in time.
+        if self.operations.expire(deadline_id):
+            self._set_deadline(deadline_id, VERDICT_GRACE_S)
         self.updates.expire(deadline_id)
 
     def _timeout_s(self, request: AnyControlRequest) -> float | None:

@@ -7,24 +7,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control.ports import DeadlinePassed, Operation, OutOfStep, Progress
-from ebbtide.srt.managers.io_struct import AnyReply, ControlRequest, Refusal
+from ebbtide.srt.managers.control.ports import DeadlinePassed, Operation, OutOfStep, Overruled, Progress
+from ebbtide.srt.managers.io_struct import AnyReply, ControlRequest, GivenUp, Prepared, Refusal
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Pending:
+    """An operation that is not done.
+
+    Attributes:
+        is_joint: several replicas commit it together.
+        overruled: why it is to be given up, where that leaves nobody in the middle of something.
+        is_overdue: its deadline came while it was prepared.
+    """
+
     request: ControlRequest
     operation: Operation
+    is_joint: bool
     progress: Progress = Progress.WORKING
+    overruled: Overruled | None = None
+    is_overdue: bool = False
 
 
 class Operations:
     """The operations under way, oldest first.
 
     Args:
-        reply: sends the one reply of the request with this id.
+        reply: sends the one reply of the request with this id; ahead of it, `Prepared` if it is joint.
     """
 
     def __init__(self, reply: Callable[[str, AnyReply], None]) -> None:
@@ -39,7 +50,7 @@ class Operations:
     @property
     def needs_boundary(self) -> bool:
         """Whether any of them may do what a forward pass under way must not see."""
-        return self._any(Progress.WORKING, Progress.WAITING, Progress.ALONE)
+        return self._any(Progress.WORKING, Progress.WAITING, Progress.DRAINING, Progress.ALONE)
 
     @property
     def stands_alone(self) -> bool:
@@ -50,9 +61,11 @@ class Operations:
     def any_pending(self) -> bool:
         return bool(self._pending)
 
-    def start(self, call_id: str, request: ControlRequest, operation: Operation) -> None:
+    def start(
+        self, call_id: str, request: ControlRequest, operation: Operation, *, is_joint: bool = False
+    ) -> None:
         """Run the first slice. The reply follows when the operation ends, maybe at once."""
-        self._pending[call_id] = _Pending(request, operation)
+        self._pending[call_id] = _Pending(request, operation, is_joint)
         self._turn(call_id, operation.__next__)
 
     def is_pending(self, call_id: str) -> bool:
@@ -63,15 +76,41 @@ class Operations:
         alone = [call_id for call_id, pending in self._pending.items() if pending.progress is Progress.ALONE]
         for call_id in alone or list(self._pending):
             pending = self._pending.get(call_id)
-            if pending is not None:
+            if pending is not None and pending.progress is not Progress.PREPARED:
                 self._turn(call_id, pending.operation.__next__)
 
-    def expire(self, call_id: str) -> None:
-        """Its deadline has passed. Does nothing for an operation that has ended."""
+    def decide(self, call_id: str, refusal: str | None) -> None:
+        """All replicas commit this joint operation now; or they give it up, for this reason.
+
+        Does nothing for one that has ended: what ended it came ahead of this on every replica, or its reply
+        says that the verdict was too late.
+
+        Raises:
+            OutOfStep: the commit failed, and others have done it.
+        """
         pending = self._pending.get(call_id)
-        if pending is not None:
-            operation = pending.operation
-            self._turn(call_id, lambda: operation.throw(DeadlinePassed()))
+        if pending is None:
+            return
+        if refusal is None:
+            assert pending.progress is Progress.PREPARED
+            self._turn(call_id, lambda: _certainly(pending.operation))
+        else:
+            pending.overruled = Overruled(refusal)
+            self._turn(call_id, lambda: pending.progress)
+
+    def expire(self, call_id: str) -> bool:
+        """Its deadline has passed. Does nothing for an operation that has ended.
+
+        Returns whether it waits for a verdict, which is on its way: once more its time may pass, not twice.
+        """
+        pending = self._pending.get(call_id)
+        if pending is None:
+            return False
+        if pending.progress is Progress.PREPARED and not pending.is_overdue:
+            pending.is_overdue = True
+            return True
+        self._turn(call_id, lambda: pending.operation.throw(DeadlinePassed()))
+        return False
 
     def cancel(self, kind: type[ControlRequest], refusal: RequestRejected) -> None:
         """End every pending request of this kind with a refusal."""
@@ -84,6 +123,13 @@ class Operations:
         pending = self._pending[call_id]
         try:
             pending.progress = turn()
+            if pending.overruled and pending.progress in (Progress.DRAINING, Progress.PREPARED):
+                pending.progress = pending.operation.throw(pending.overruled)
+            elif pending.progress is Progress.PREPARED:
+                if pending.is_joint:
+                    self._reply(call_id, Prepared())
+                else:
+                    pending.progress = next(pending.operation)
         except StopIteration as end:
             self._end(call_id, end.value)
         except OutOfStep:
@@ -99,8 +145,21 @@ class Operations:
         self._reply(call_id, reply)
 
 
+def _certainly(operation: Operation) -> Progress:
+    try:
+        return next(operation)
+    except StopIteration:
+        raise
+    except Exception as error:
+        raise OutOfStep(
+            f"this rank could not commit what all replicas commit, and ends: {type(error).__name__}: {error}"
+        ) from error
+
+
 def refusal(request: ControlRequest, error: Exception) -> Refusal:
     """The reply to a request that raised: the caller's fault as it says, anything else is ours and logged."""
+    if isinstance(error, Overruled):
+        return GivenUp(status=error.status, message=error.message, left=error.left)
     if isinstance(error, RequestRejected):
         return Refusal(status=error.status, message=error.message, fields=error.fields)
     logger.error("%s failed", type(request).__name__, exc_info=error)

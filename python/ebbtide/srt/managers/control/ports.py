@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from ebbtide.srt.errors import EngineError
+from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     AnyReply,
@@ -29,6 +29,9 @@ class Progress(enum.Enum):
     ASIDE = enum.auto()  # it waits for ranks that copy, each at its own speed
     ALONE = enum.auto()  # it waits for other ranks, and nothing else of the control plane, no forward pass
     # either, happens before it has come to its end: on one rank it would be a single step
+    DRAINING = enum.auto()  # it waits for requests to end, and need not if other replicas have refused
+    PREPARED = enum.auto()  # the next slice is the commit, and will not be refused: of what several replicas
+    # commit together it comes with their verdict, otherwise at once
 
 
 # A control request that takes more than one turn of the loop. It yields between two forward passes; what it
@@ -50,6 +53,18 @@ Slices: TypeAlias = Generator[int, None, None]
 
 class DeadlinePassed(Exception):
     """Thrown into an operation whose time is up."""
+
+
+class Overruled(RequestRejected):
+    """Thrown into an operation that is given up for the sake of other replicas.
+
+    Args:
+        left: what it leaves behind that is not as it was; empty if nothing.
+    """
+
+    def __init__(self, message: str, status: int = 400, left: str = "") -> None:
+        super().__init__(message, status)
+        self.left = left
 
 
 class OutOfStep(EngineError):

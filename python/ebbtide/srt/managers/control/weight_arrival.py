@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.phases import at_once, in_turns
@@ -21,8 +21,11 @@ from ebbtide.srt.managers.control.ports import (
     Work,
 )
 from ebbtide.srt.managers.control.update_terms import check_fields, refuse_problems, summary_of
-from ebbtide.srt.managers.control.weight_groups import Wake, look_until
+from ebbtide.srt.managers.control.weight_groups import LOOK_S, Wake, look_until
+from ebbtide.srt.managers.control.weight_session import WeightSession
 from ebbtide.srt.managers.io_struct import UpdateWeightsFromIPCReqInput, WeightUpdateRequest
+
+SHORTEST_LOOK_S: Final = 1e-3
 
 
 class Arrivals:
@@ -60,17 +63,24 @@ class Arrivals:
             )
         return incoming
 
-    def receive(self, incoming: IncomingWeights) -> Work[None]:
-        """Wait for what others send, before anything is written; forward passes go on meanwhile."""
+    def receive(self, incoming: IncomingWeights, session: WeightSession) -> Work[None]:
+        """Wait for what others send, where the session has a place for it; forward passes go on meanwhile."""
         if not incoming.is_sent:
             return
+        overwritten = yield from session.expect(incoming)
         try:
-            yield from self._ranks.phase(Progress.WAITING, look_until(incoming.arrived, self._wake))
+            yield from self._ranks.phase(Progress.WAITING, _arrival(incoming, self._wake))
         except DeadlinePassed:
             incoming.abandon()
-            raise RequestRejected(
-                "the update was given up at its deadline, nothing was written: its tensors had not all "
+            message = (
+                "the update was given up at its deadline, nothing of it is served: its tensors had not all "
                 "arrived, and their group was left. init_weights_update_group joins a new one"
+            )
+            raise RequestRejected(message + _loss(overwritten)) from None
+        except RequestRejected as refusal:
+            incoming.abandon()
+            raise RequestRejected(
+                refusal.message + _loss(overwritten), refusal.status, **refusal.fields
             ) from None
         except BaseException:
             incoming.abandon()
@@ -190,6 +200,32 @@ class Pieces:
             while True:
                 yield from look_until(self._sender.poll, self._wake)
                 self._sender.answer(problem)
+
+
+def _arrival(incoming: IncomingWeights, wake: Wake) -> Work[None]:
+    """Look often enough that a fraction of the time that it has taken is lost at the most."""
+    waits_s = _growing()
+    while not incoming.arrived():
+        wake(waits_s)
+        yield Progress.WAITING
+
+
+def _growing() -> Iterator[float]:
+    waited_s = 0.0
+    while True:
+        wait_s = min(max(SHORTEST_LOOK_S, waited_s / 32), LOOK_S)
+        waited_s += wait_s
+        yield wait_s
+
+
+def _loss(overwritten: frozenset[str]) -> str:
+    """What an update that has failed took from those ahead of it in the same session."""
+    if not overwritten:
+        return ""
+    return (
+        f". {len(overwritten)} of its parameters had been written in this session before: they count as not "
+        "written, and keep their live values unless they are sent again"
+    )
 
 
 def _refusal(facts: list[_Fact]) -> RequestRejected | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
@@ -23,6 +23,19 @@ from ebbtide.srt.managers.control.ports import (
 SLICE_BYTES = 32 << 20
 
 T = TypeVar("T")
+
+
+@runtime_checkable
+class Landing(Protocol):
+    """Weights that others send, and that need not be copied when they have arrived."""
+
+    def receive_into(self, staging: Staging) -> bool:
+        """Before the first `arrived`: have them received where they will serve.
+
+        From there until `arrived`, or `abandon`, these parameters of the staging are a mixture. Returns
+        whether it is done so, on all ranks or on none; otherwise they are kept aside.
+        """
+        ...
 
 
 class Stall:
@@ -132,6 +145,27 @@ class WeightSession:
         room = self._weights.stage(in_place=in_place)
         _, self._staging = yield from _in_slices(room, self.stall, Progress.WORKING)
         return self._staging
+
+    def expect(self, incoming: IncomingWeights) -> Work[frozenset[str]]:
+        """Find a place for what others send, before they do; it is received there where nobody can see it.
+
+        Returns the names that had been written, and are not any more from here on.
+
+        Raises:
+            RequestRejected: what the copy holds is unknown.
+        """
+        self._require_sound()
+        yield from self.make_room(incoming)
+        is_hidden = self.is_staged or not isinstance(self._content.state, Valid)
+        if self._staging is None or incoming.needs_copy or not is_hidden:
+            return frozenset()
+        if not isinstance(incoming, Landing) or not incoming.receive_into(self._staging):
+            return frozenset()
+        if not self.is_staged:
+            self._lose(incoming)
+        overwritten = self.names & incoming.names
+        self.names -= incoming.names
+        return overwritten
 
     def write(self, incoming: IncomingWeights) -> Work[int]:
         """Write one update's tensors; returns their bytes. If it fails, they count as not written.

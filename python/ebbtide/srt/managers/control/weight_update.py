@@ -10,11 +10,13 @@ import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from typing import Final
 
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.control.commit_conditions import CAUSE, CommitConditions
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Valid
 from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pause import Generation, Paused
@@ -24,6 +26,7 @@ from ebbtide.srt.managers.control.ports import (
     IncomingWeights,
     Operation,
     OutOfStep,
+    Overruled,
     Progress,
     Ranks,
     Requests,
@@ -39,14 +42,13 @@ from ebbtide.srt.managers.control.update_terms import (
 )
 from ebbtide.srt.managers.control.weight_arrival import Arrivals, Pieces
 from ebbtide.srt.managers.control.weight_groups import GroupRequests, Wake
+from ebbtide.srt.managers.control.weight_reading import WeightReading
 from ebbtide.srt.managers.control.weight_session import WeightSession
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     AnyReply,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
-    GetWeightsByNameReqInput,
-    GetWeightsByNameReqOutput,
     PauseMode,
     SessionReport,
     UpdateWeightFromDiskReqInput,
@@ -63,7 +65,8 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 
 logger = logging.getLogger(__name__)
 
-CAUSE = "a weight update"
+# How long after its deadline a session is looked at again, while its commit awaits a verdict.
+LOOK_AGAIN_S: Final = 1.0
 
 
 class WeightUpdates:
@@ -107,6 +110,8 @@ class WeightUpdates:
         self._why_closed = "none was begun"
         self._session_ids = (f"weight-session-{number}" for number in itertools.count())
         self._turns: list[object] = []
+        self._conditions = CommitConditions(generation, memory, requests)
+        self._awaits_verdict = False
         self._arrivals = Arrivals(weights, ranks, wake, self._require_open_for)
         self.handlers: HandlerTable = {
             UpdateWeightFromDiskReqInput: self.update,
@@ -117,7 +122,7 @@ class WeightUpdates:
             EndWeightUpdateReqInput: self.end,
             AbortWeightUpdateReqInput: self.abort,
             UpdateWeightVersionReqInput: self.set_version,
-            GetWeightsByNameReqInput: self.read,
+            **WeightReading(weights, memory).handlers,
             **GroupRequests(weights, ranks, wake).handlers,
         }
         memory.on_weights_release = self._end_for_release
@@ -166,19 +171,6 @@ class WeightUpdates:
             message = f"Weight version updated to {request.new_version}."
         return UpdateWeightVersionReqOutput(new_version=request.new_version, message=message)
 
-    def read(self, request: GetWeightsByNameReqInput) -> AnyReply:
-        """The first rows of a weight that serves."""
-        if request.truncate_size < 0:
-            raise RequestRejected(f"truncate_size: expected 0 or more rows, got {request.truncate_size}")
-        if request.name in self._weights.names:
-            if MemoryTag.WEIGHTS in self._memory.released:
-                raise RequestRejected("the weights are released: resume them first", 409)
-            if request.name in self._content.missing:
-                raise RequestRejected(
-                    f"{request.name} is stale: it was not written since the weights were resumed", 409
-                )
-        return GetWeightsByNameReqOutput(values=self._weights.read(request.name, request.truncate_size))
-
     @property
     def is_under_way(self) -> bool:
         """Whether an update is, or waits, or a session is open."""
@@ -186,7 +178,11 @@ class WeightUpdates:
 
     def expire(self, deadline_id: str) -> None:
         """The deadline of a session has passed."""
-        if self._session is not None and self._session.deadline_id == deadline_id:
+        if self._session is None or self._session.deadline_id != deadline_id:
+            return
+        if self._awaits_verdict:
+            self._set_deadline(deadline_id, LOOK_AGAIN_S)  # Other replicas may be committing it just now.
+        else:
             logger.warning("a weight update session was left open too long and is aborted")
             self._abort_session("it was open longer than weight_update_timeout_s")
 
@@ -201,8 +197,15 @@ class WeightUpdates:
 
     def _guarded(self, operation: Operation) -> Operation:
         """Say of every failure what serves now."""
+        was_valid = isinstance(self._content.state, Valid)
         try:
             return (yield from operation)
+        except Overruled as overruled:
+            num_missing = len(self._content.missing)
+            if num_missing == 0:
+                raise
+            left = f"{num_missing} parameters are stale: send the update again"
+            raise Overruled(overruled.message, 500 if was_valid else 400, left) from None
         except (RequestRejected, OutOfStep):
             raise
         except DeadlinePassed:
@@ -223,18 +226,19 @@ class WeightUpdates:
             incoming = yield from self._arrivals.open(request, opened)
             terms = CommitTerms(mode_of(request), request.flush_cache, version_of(request))
             if self._session is None:
-                self._check_terms(terms)
+                self._conditions.check(terms)
             while not has_come():
                 yield Progress.WAITING
             self._require_open_for(request)
-            yield from self._arrivals.receive(incoming)
             if self._session is not None:
+                yield from self._arrivals.receive(incoming, self._session)
                 return (yield from self._stage(self._session, request, incoming))
-            session = WeightSession(self._weights, self._content, self._ranks)
-            with closing(session), self._draining(terms):
+            session = opened.enter_context(closing(WeightSession(self._weights, self._content, self._ranks)))
+            yield from self._arrivals.receive(incoming, session)
+            with self._conditions.draining(terms):
                 yield from session.make_room(incoming)
                 if not session.is_staged:
-                    yield from self._ready_to_commit(terms)
+                    yield from self._conditions.ready(terms)
                 yield from session.write(incoming)
                 session.folder = folder_of(request)
                 reply = yield from self._finish(session, terms)
@@ -246,7 +250,7 @@ class WeightUpdates:
             pieces = yield from self._arrivals.meet(request, opened)
             terms = CommitTerms(mode_of(request), request.flush_cache, version_of(request))
             if self._session is None:
-                self._check_terms(terms)
+                self._conditions.check(terms)
             while not has_come():
                 yield Progress.WAITING
             self._require_open_for(request)
@@ -258,11 +262,11 @@ class WeightUpdates:
             session = opened.enter_context(closing(WeightSession(self._weights, self._content, self._ranks)))
 
             def ready_in_place() -> Iterator[Progress]:
-                opened.enter_context(self._draining(terms))
-                return self._ready_to_commit(terms)
+                opened.enter_context(self._conditions.draining(terms))
+                return self._conditions.ready(terms)
 
             yield from self._take(pieces, session, ready_in_place)
-            with self._draining(terms):
+            with self._conditions.draining(terms):
                 reply = yield from self._finish(session, terms)
                 pieces.finish()
                 yield from self._breathe(session)
@@ -332,9 +336,9 @@ class WeightUpdates:
             session = self._require_session()
             self._require_named(request, 409)
             flush_cache = session.flush_cache if request.flush_cache is None else request.flush_cache
-            terms = CommitTerms(mode_of(request), flush_cache, version_of(request) or session.version)
-            self._check_terms(terms)
-            with self._draining(terms):
+            terms = CommitTerms(mode_of(request), flush_cache, version_of(request))
+            self._conditions.check(terms)
+            with self._conditions.draining(terms):
                 reply = yield from self._finish(session, terms)
             self._session = None
             self._why_closed = "it was ended already"
@@ -346,20 +350,22 @@ class WeightUpdates:
         """Make the session whole, wait for the boundary, and commit: weights, version and cache together."""
         yield from session.complete()
         yield Progress.WORKING  # Copies may have run beside a forward pass: here is the boundary.
-        yield from self._ready_to_commit(terms)
+        yield from self._conditions.ready(terms)
+        mode = self._conditions.mode(terms)
+        yield from self._verdict()
+        version = terms.version if terms.version is not None else session.version
         with session.stall.measure():
             num_paused = self._requests.num_running
-            if not isinstance(self._generation.state, Paused):
-                self._generation.stop_requests(terms.mode, CAUSE)
+            self._conditions.stop_requests(terms, mode)
             session.commit()
-            if terms.version is not None:
-                self._serve_version(terms.version)
+            if version is not None:
+                self._serve_version(version)
             if session.folder is not None:
                 self.model_path, self.load_format = session.folder
             if terms.flush_cache:
                 self._requests.flush_cache()
         message = f"Updated {session.num_tensors} tensors."
-        if terms.version is not None:
+        if version is not None:
             message += f" Weight version updated to {self.version}."
         logger.info(
             "weights updated: version=%s tensors=%d bytes=%d staged=%s stall_ms=%.1f",
@@ -371,6 +377,16 @@ class WeightUpdates:
         )
         reply = self._reply(session, message, session.counts, is_committed=True)
         return structs.replace(reply, num_paused_requests=num_paused)
+
+    def _verdict(self) -> Iterator[Progress]:
+        """Refuse nothing from here on. Where several replicas commit together, wait until all are ready."""
+        self._awaits_verdict = True
+        try:
+            yield Progress.PREPARED
+        except DeadlinePassed:
+            raise EngineError("it was ready, but was not told in time that all replicas were") from None
+        finally:
+            self._awaits_verdict = False
 
     # ---------------------------------------------------------------------------------------- conditions
 
@@ -404,30 +420,6 @@ class WeightUpdates:
             raise RequestRejected(
                 "a weight update session is open: end_weight_update or abort_weight_update first", 409
             )
-
-    def _check_terms(self, terms: CommitTerms) -> None:
-        """Refuse a commit that would leave requests with KV that it is to flush."""
-        is_paused = isinstance(self._generation.state, Paused)
-        frees_kv = not is_paused and terms.mode in (PauseMode.RETRACT, PauseMode.ABORT)
-        if terms.flush_cache and self._requests.num_running > 0 and not frees_kv and not self._waits(terms):
-            raise RequestRejected(
-                f"{self._requests.num_running} requests hold KV of the present weights: pause with mode "
-                "retract or abort, or pass flush_cache=false"
-            )
-
-    def _waits(self, terms: CommitTerms) -> bool:
-        """Whether running requests get to their end first. They cannot where no forward pass can run."""
-        is_paused = isinstance(self._generation.state, Paused)
-        return terms.mode is PauseMode.WAIT and not is_paused and self._memory.allows_forward
-
-    def _draining(self, terms: CommitTerms) -> AbstractContextManager[None]:
-        return self._generation.drain() if terms.mode is PauseMode.WAIT else nullcontext()
-
-    def _ready_to_commit(self, terms: CommitTerms) -> Iterator[Progress]:
-        """Wait for running requests, if they are to end first; then look again at what has changed since."""
-        while self._waits(terms) and self._requests.num_running > 0:
-            yield Progress.WAITING
-        self._check_terms(terms)
 
     def _breathe(self, session: WeightSession) -> Iterator[Progress]:
         """Let forward passes in between the commit and giving the copy's memory back, piece by piece.
