@@ -222,16 +222,30 @@ class IncomingWeights(Protocol):
         """What stands against writing them, as `{"name", "reason"}`; empty if nothing does."""
         ...
 
+    def receive_into(self, staging: Staging) -> bool:
+        """Before the first `arrived`: have what others send received where it will serve.
+
+        From there until `arrived`, or `abandon`, these parameters of the staging are a mixture. Returns
+        whether it is done so, on all ranks or on none; otherwise it is kept aside.
+        """
+        ...
+
     def arrived(self) -> bool:
         """Whether everything that others have to send is here; the first call begins to receive it.
 
         Raises:
-            RequestRejected: it will not come; nothing has been written.
+            RequestRejected: it will not come.
         """
         ...
 
     def abandon(self) -> None:
-        """Receive no more of it: whatever has arrived here, the group of its sender is left."""
+        """Receive no more of it: whatever has arrived here, the group of its sender is left.
+
+        Returns when nothing is written to the staging any more.
+
+        Raises:
+            OutOfStep: it does not end.
+        """
         ...
 
     def open(self) -> Slices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
@@ -23,19 +23,6 @@ from ebbtide.srt.managers.control.ports import (
 SLICE_BYTES = 32 << 20
 
 T = TypeVar("T")
-
-
-@runtime_checkable
-class Landing(Protocol):
-    """Weights that others send, and that need not be copied when they have arrived."""
-
-    def receive_into(self, staging: Staging) -> bool:
-        """Before the first `arrived`: have them received where they will serve.
-
-        From there until `arrived`, or `abandon`, these parameters of the staging are a mixture. Returns
-        whether it is done so, on all ranks or on none; otherwise they are kept aside.
-        """
-        ...
 
 
 class Stall:
@@ -159,7 +146,7 @@ class WeightSession:
         is_hidden = self.is_staged or not isinstance(self._content.state, Valid)
         if self._staging is None or incoming.needs_copy or not is_hidden:
             return frozenset()
-        if not isinstance(incoming, Landing) or not incoming.receive_into(self._staging):
+        if not incoming.is_sent or not incoming.receive_into(self._staging):
             return frozenset()
         if not self.is_staged:
             self._lose(incoming)
