@@ -5,6 +5,7 @@ The GPU is a stand-in here; the counts are kept in a real file, as a sender keep
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import types
@@ -285,6 +286,20 @@ def test_broken_references_are_refused_unopened(gpu: Gpu, changes: dict[str, Any
 # The real opener, as far as it goes without a GPU: its calls of the driver.
 
 
+class EventHandle:
+    """As the driver's bindings have it: bytes at an address."""
+
+    def __init__(self) -> None:
+        self._bytes = ctypes.create_string_buffer(64)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self._bytes)
+
+    @property
+    def reserved(self) -> bytes:
+        return self._bytes.value
+
+
 class Driver(types.SimpleNamespace):
     """Stands for the module of the driver's calls; `status` is what opening an event comes to."""
 
@@ -294,7 +309,7 @@ class Driver(types.SimpleNamespace):
         success = self.CUresult.CUDA_SUCCESS
         self.log: list[tuple[Any, ...]] = []
         opened = success if status == success.name else types.SimpleNamespace(name=status)
-        self.CUipcEventHandle = types.SimpleNamespace
+        self.CUipcEventHandle = EventHandle
         self.cuIpcOpenEventHandle = lambda handle: (opened, f"event {handle.reserved!r}")
         self.cuStreamWaitEvent = lambda *arguments: self.log.append(("wait", *arguments)) or (success,)
         self.cuEventDestroy = lambda event: self.log.append(("destroy", event)) or (success,)
