@@ -8,6 +8,7 @@ bucket by bucket, within one weight update: none of it serves before all of it i
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,18 @@ def update(engine: Engine | None, model: torch.nn.Module, version: int) -> None:
 
 
 def train(rank: int, init_method: str, model_path: Path, num_steps: int) -> None:
-    """One rank of the trainer; the first one has the engine."""
+    """One rank of the trainer."""
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=NUM_RANKS)
+    try:
+        run_steps(rank, model_path, num_steps)
+    finally:
+        # Gloo's threads end with the last that refers to their group, and must not outlive the interpreter.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def run_steps(rank: int, model_path: Path, num_steps: int) -> None:
+    """Roll out and train; the first rank has the engine."""
     model = sharded_model(model_path)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     engine = None
@@ -97,7 +108,6 @@ def train(rank: int, init_method: str, model_path: Path, num_steps: int) -> None
     finally:
         if engine is not None:
             engine.shutdown()
-        dist.destroy_process_group()
 
 
 def check(engine: Engine | None, model: torch.nn.Module, model_path: Path) -> None:
