@@ -127,7 +127,8 @@ def test_a_stream(router: Router) -> None:
     events = router.generate(stream=True).text.strip().split("\n\n")
     assert events[-1] == "data: [DONE]"
     last = msgspec.json.decode(events[-2].removeprefix("data: "))
-    assert len(events) == GREEDY["max_new_tokens"] + 1
+    # Tokens that come while the client has not read those before share an event.
+    assert 2 < len(events) <= GREEDY["max_new_tokens"] + 1
     assert last["output_ids"] == router.generate().json()["output_ids"]
     assert last["meta_info"]["finish_reason"]["type"] == "length"
 
