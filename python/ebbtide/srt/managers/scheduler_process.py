@@ -22,6 +22,7 @@ from ebbtide.srt.memory_saver.saver import MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.builder import build_model_runner
 from ebbtide.srt.model_executor.model_runner import ModelRunner
+from ebbtide.srt.weight_sync.custom_loader import import_loaders
 
 
 def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, ready: Connection) -> None:
@@ -33,9 +34,11 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
             leaves room for an output token.
 
     Raises:
-        ConfigurationError: the model, the checkpoint or a size does not do.
+        ConfigurationError: the model, the checkpoint, a size or a custom weight loader does not do.
         EngineError: the other ranks of the replica have not come in time.
     """
+    # A path that is wrong is refused before minutes have gone into loading a model.
+    import_loaders(config.update.custom_weight_loaders)
     device = open_device(config.runtime.device)
     inbox, outputs = open_rank_channels(config, addresses)
     saver = open_memory_saver(config.memory.backend, device)
