@@ -36,11 +36,9 @@ import zmq
 from common import RESULTS, write_result
 
 from ebbtide.srt.config import EngineConfig
-from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.channel import ChannelAddresses, Receiver, Sender
+from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
+from ebbtide.srt.managers.api.generate_request import RequestLimits
 from ebbtide.srt.managers.control.ports import IncomingWeights
-from ebbtide.srt.managers.data_parallel_controller import DataParallelController
-from ebbtide.srt.managers.generate_request import RequestLimits
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AnyControlRequest,
@@ -55,13 +53,15 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateRequest,
 )
-from ebbtide.srt.managers.rank_channels import open_rank_channels
+from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
+from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
+from ebbtide.srt.managers.wire.rank_channels import open_rank_channels
 from ebbtide.srt.mem_cache.page_table import PageTable
-from ebbtide.srt.weight_sync.sender import serialize_tensors
 from ebbtide.testing import NullDevice, NullRunner, NullWeights
 from ebbtide.testing.null_engine import DEVICE_BYTES, POOL_TOKENS, null_args, null_config
 from ebbtide.testing.null_parts import null_memories
+from ebbtide.trainer.payload_encoding import serialize_tensors
 
 NUM_LAYERS = 32
 LAYER_TENSORS = (

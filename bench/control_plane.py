@@ -37,8 +37,6 @@ from transformers import Qwen3Config
 from ebbtide import Engine, ServerArgs
 from ebbtide.srt.config import EngineConfig, resolve
 from ebbtide.srt.entrypoints.launcher import EngineProcesses
-from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.channel import ChannelAddresses, Receiver, Sender
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AnyControlRequest,
@@ -54,13 +52,15 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from ebbtide.srt.managers.replication import Inbox
+from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.scheduling.lockstep import Inbox
+from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan
 from ebbtide.srt.sampling_params import SamplingParams
-from ebbtide.srt.weight_sync.sender import serialize_tensors
 from ebbtide.testing import FinishedStep, NullDevice, NullMemory, NullRunner, NullWeights
+from ebbtide.trainer.payload_encoding import serialize_tensors
 
 MB = 1e6
 STEP_S = 0.005

@@ -148,7 +148,7 @@ class _Worker:
         self._synchronize()
 
     def payload(self) -> bytes:
-        from ebbtide.srt.weight_sync.sender import serialize
+        from ebbtide.trainer.payload_encoding import serialize
 
         return serialize(self.weights)
 
@@ -163,8 +163,8 @@ class _Worker:
         return len(self._buckets)
 
     def bucket(self, index: int) -> bytes:
-        from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
-        from ebbtide.srt.weight_sync.sender import serialize_bucket
+        from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
+        from ebbtide.trainer.payload_encoding import serialize_bucket
 
         self._held = None
         self._collect()

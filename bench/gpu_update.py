@@ -33,7 +33,7 @@ from gpu_common import Report, Server, Shape, engine_args, model_folder, parse, 
 from gpu_machine import Machine
 from gpu_trainer import Trainer
 
-from ebbtide.srt.weight_sync.sender import serialize
+from ebbtide.trainer.payload_encoding import serialize
 
 MODEL = "llama8b"
 NUM_STREAMS = 64

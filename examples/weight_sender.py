@@ -14,7 +14,7 @@ from typing import Any
 import tiny_rl
 
 from ebbtide import Engine
-from ebbtide.srt.weight_sync.weight_sender import WeightSender
+from ebbtide.trainer import WeightSender
 
 
 def roll_out(engine: Engine, step: int) -> list[dict[str, Any]]:

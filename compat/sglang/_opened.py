@@ -8,11 +8,16 @@ from typing import Any
 import torch
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, TorchCudaIpc
-from ebbtide.srt.weight_sync.payload import as_local_serialized, as_metadata, decode_payload, raw_pickle
-from ebbtide.srt.weight_sync.pickle_reader import Record
-from ebbtide.srt.weight_sync.references import AnyStorageRef, CudaStorageRef, TensorRef, kind_of
-from ebbtide.srt.weight_sync.sender_memory import SenderMemory
+from ebbtide.srt.weight_sync.payload.allowed_globals import AnyStorageRef, CudaStorageRef, TensorRef, kind_of
+from ebbtide.srt.weight_sync.payload.borrowed_memory import SenderMemory
+from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
+from ebbtide.srt.weight_sync.payload.envelope import (
+    as_local_serialized,
+    as_metadata,
+    decode_payload,
+    raw_pickle,
+)
+from ebbtide.srt.weight_sync.payload.pickle_reader import Record
 from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
 from sglang.srt.utils.patch_torch import device_index
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata

@@ -13,8 +13,8 @@ from ebbtide.demo.failure import DemoFailed
 from ebbtide.demo.memory import MemoryProbe, MemorySample
 from ebbtide.demo.task import EOS_ID, MAX_ANSWER_TOKENS, Problem, ProblemSet, encode
 from ebbtide.demo.trainer import Sample, Trainer
-from ebbtide.srt.weight_sync.bucket import pack_buckets
-from ebbtide.srt.weight_sync.sender import serialize_bucket
+from ebbtide.srt.weight_sync.payload.bucket import pack_buckets
+from ebbtide.trainer.payload_encoding import serialize_bucket
 
 if TYPE_CHECKING:
     from ebbtide import Engine

@@ -5,7 +5,7 @@
 `NullEngine` in Python, and a server to be started with `python -m`.
 """
 
-from ebbtide.srt.managers.channel import channel_pair
+from ebbtide.srt.managers.wire.channel import channel_pair
 from ebbtide.testing.harness import Output, SchedulerHarness, default_schedule
 from ebbtide.testing.null_parts import FinishedStep, NullDevice, NullMemory, NullRunner, NullWeights
 

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from ebbtide.srt.config import ScheduleConfig
-from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AnyControlRequest,
@@ -28,9 +27,9 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from ebbtide.srt.managers.live_requests import OutputEnd
-from ebbtide.srt.managers.rank_messages import RankMessage, Tick
-from ebbtide.srt.managers.replication import (
+from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.scheduling.live_requests import OutputEnd
+from ebbtide.srt.managers.scheduling.lockstep import (
     Demand,
     FollowerInbox,
     Inbox,
@@ -38,6 +37,7 @@ from ebbtide.srt.managers.replication import (
     NoOutputs,
     RankInbox,
 )
+from ebbtide.srt.managers.wire.rank_messages import RankMessage, Tick
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.testing.null_parts import NullDevice, NullRunner, NullWeights, null_memories

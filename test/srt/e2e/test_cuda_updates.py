@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from ebbtide import Engine
 from ebbtide.srt.entrypoints.engine import Engine as EngineClass
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
-from ebbtide.srt.weight_sync.sender import serialize, serialize_bucket
+from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
+from ebbtide.trainer.payload_encoding import serialize, serialize_bucket
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from fixtures.references import Reference
 
 from ebbtide import Engine
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.sender import serialize
+from ebbtide.trainer.payload_encoding import serialize
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 PROMPTS = [[3, 1, 4, 1, 5], list(range(40)), [200]]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from ebbtide import Engine
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.weight_sender import WeightSender
+from ebbtide.trainer import WeightSender
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
 PROMPTS = [[3, 1, 4, 1, 5], list(range(40)), [200]]

@@ -21,8 +21,8 @@ from fixtures.trainer_process import TrainerProcess
 
 from ebbtide import Engine
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
-from ebbtide.srt.weight_sync.sender import serialize, serialize_bucket
+from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
+from ebbtide.trainer.payload_encoding import serialize, serialize_bucket
 
 Weights = dict[str, torch.Tensor]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}

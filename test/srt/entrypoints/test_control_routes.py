@@ -7,8 +7,8 @@ from starlette.datastructures import QueryParams
 
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENTED, query_fields
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.request_fields import build_request
 from ebbtide.srt.managers.io_struct import AnyControlRequest, GetLoadReqInput, PingReqInput
-from ebbtide.srt.managers.request_fields import build_request
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 

@@ -59,7 +59,7 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "ebbtide.srt.weight_sync.sender.serialize_tensors", lambda _: pytest.fail("the tensors were copied")
+        "ebbtide.trainer.payload_encoding.serialize_tensors", lambda _: pytest.fail("the tensors were copied")
     )
 
 

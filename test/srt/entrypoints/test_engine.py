@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from ebbtide import Engine, SamplingParams, ServerArgs
 from ebbtide.srt.entrypoints.engine import Engine as EngineClass
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
-from ebbtide.srt.weight_sync import sender
-from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket
-from ebbtide.srt.weight_sync.sender import TensorSender, serialize_bucket
+from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
+from ebbtide.trainer import payload_encoding as sender
+from ebbtide.trainer.payload_encoding import TensorSender, serialize_bucket
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 ENDLESS: dict[str, Any] = {"temperature": 0, "max_new_tokens": None, "ignore_eos": True}

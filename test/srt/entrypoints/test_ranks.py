@@ -19,7 +19,7 @@ from ebbtide.srt.entrypoints.launcher import EngineProcesses, NodeProcesses
 from ebbtide.srt.entrypoints.node_link import meet
 from ebbtide.srt.entrypoints.placement import Node, local_ranks, num_ports, place_replicas
 from ebbtide.srt.errors import ConfigurationError, EngineError
-from ebbtide.srt.managers.channel import ChannelAddresses, Receiver
+from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver
 from ebbtide.srt.server_args import ServerArgs
 
 # No process of these tests looks into it.

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ebbtide.srt.entrypoints import request_body
 from ebbtide.srt.entrypoints.request_body import LARGE_BODY_BYTES, decode_fields, read_fields
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.request_fields import build_request
 from ebbtide.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-from ebbtide.srt.managers.request_fields import build_request
 
 FIELD = "serialized_named_tensors"
 

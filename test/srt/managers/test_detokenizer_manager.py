@@ -11,7 +11,6 @@ from fixtures.checkpoints import make_checkpoint
 from fixtures.tokenizers import byte_level
 
 from ebbtide.srt.config import EngineConfig, resolve
-from ebbtide.srt.managers.channel import ChannelAddresses, Receiver, Sender
 from ebbtide.srt.managers.detokenizer_manager import (
     DetokenizerManager,
     OutputText,
@@ -26,6 +25,7 @@ from ebbtide.srt.managers.io_struct import (
     TextOutput,
     TokenOutput,
 )
+from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
 from ebbtide.srt.server_args import ServerArgs
 
 EOS = byte_level().hf.convert_tokens_to_ids("</s>")

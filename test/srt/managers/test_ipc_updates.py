@@ -23,8 +23,6 @@ from safetensors.torch import load_file
 from ebbtide.srt.config import resolve
 from ebbtide.srt.device.choose import open_memory_saver
 from ebbtide.srt.device.cpu import CpuDevice
-from ebbtide.srt.managers import engine_weights
-from ebbtide.srt.managers.assembly import SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     AnyReply,
@@ -36,8 +34,10 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsReqOutput,
 )
-from ebbtide.srt.managers.replication import Inbox
-from ebbtide.srt.managers.scheduler_process import rank_parts
+from ebbtide.srt.managers.scheduling import weight_io as engine_weights
+from ebbtide.srt.managers.scheduling.assembly import SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.scheduling.lockstep import Inbox
+from ebbtide.srt.managers.scheduling.scheduler_process import rank_parts
 from ebbtide.srt.model_executor.builder import build_model_runner
 from ebbtide.srt.server_args import ServerArgs
 

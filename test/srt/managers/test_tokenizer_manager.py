@@ -13,9 +13,8 @@ import uvloop
 from fixtures.tokenizers import byte_level
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.channel import channel_pair
-from ebbtide.srt.managers.generate_request import RequestLimits
-from ebbtide.srt.managers.generation import Generation
+from ebbtide.srt.managers.api.generate_request import RequestLimits
+from ebbtide.srt.managers.api.live_generation import Generation
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,
@@ -36,6 +35,7 @@ from ebbtide.srt.managers.io_struct import (
     TokenOutput,
 )
 from ebbtide.srt.managers.tokenizer_manager import Placement, TokenizerManager
+from ebbtide.srt.managers.wire.channel import channel_pair
 
 LIMITS = RequestLimits(
     context_len=64, vocab_size=500, max_total_num_tokens=64, stream_interval=1, num_replicas=1

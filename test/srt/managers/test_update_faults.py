@@ -18,9 +18,6 @@ from ebbtide.srt.device.base import Device
 from ebbtide.srt.device.choose import open_memory_saver
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers import engine_weights
-from ebbtide.srt.managers.assembly import SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.engine_weights import EngineWeights
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -35,8 +32,11 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
 )
-from ebbtide.srt.managers.replication import Inbox
-from ebbtide.srt.managers.scheduler_process import rank_parts
+from ebbtide.srt.managers.scheduling import weight_io as engine_weights
+from ebbtide.srt.managers.scheduling.assembly import SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.scheduling.lockstep import Inbox
+from ebbtide.srt.managers.scheduling.scheduler_process import rank_parts
+from ebbtide.srt.managers.scheduling.weight_io import EngineWeights
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.builder import build_model_runner

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync import weight_group
+from ebbtide.srt.weight_sync.broadcast import weight_group
+from ebbtide.srt.weight_sync.broadcast.memberships import WeightGroups
+from ebbtide.srt.weight_sync.broadcast.weight_group import GroupAddress
 from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
-from ebbtide.srt.weight_sync.weight_group import GroupAddress
-from ebbtide.srt.weight_sync.weight_groups import WeightGroups
 
 ALL = 60.0
 

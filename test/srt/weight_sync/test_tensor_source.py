@@ -11,7 +11,7 @@ from fixtures.trainer_process import TrainerProcess, sample_tensors
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.weight_sync.pickle_reader import finish
+from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices, open_tensor_payload
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ebbtide.srt.managers import generate_request, io_struct
+from ebbtide.srt.managers import io_struct
+from ebbtide.srt.managers.api import generate_request
 
 # Of `/generate`; accepted, and ignored.
 _IGNORED_FIELDS = (

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # NeMo-RL's worker looks through this file for an entry of SGLang's allowlist, and would write it here:
 # "nemo_rl.models.policy.torch_reductions_utils."
-# What may be unpickled is decided in ebbtide.srt.weight_sync.references.
+# What may be unpickled is decided in ebbtide.srt.weight_sync.payload.allowed_globals.
 
 MAX_OPEN_FILES = 65535
 # Nothing is sent there: the operating system only says which of its addresses it would send from.
@@ -36,7 +36,7 @@ class MultiprocessingSerializer:
         Args:
             output_str: base64 text in place of bytes.
         """
-        from ebbtide.srt.weight_sync.sender import serialize
+        from ebbtide.trainer.payload_encoding import serialize
 
         data = serialize(obj)
         return base64.b64encode(data).decode("ascii") if output_str else data

@@ -20,14 +20,14 @@ from ebbtide.srt.server_args import ServerArgs
 
 TERMINATE_TIMEOUT_S: Final = 5.0
 # Modules of the ranks, and those of the ranks on a GPU.
-PRELOAD: Final = ("ebbtide.srt.managers.scheduler_process", "transformers.configuration_utils")
+PRELOAD: Final = ("ebbtide.srt.managers.scheduling.scheduler_process", "transformers.configuration_utils")
 PRELOAD_CUDA: Final = (
     "cuda.bindings.driver",
     "flashinfer",
     "ebbtide.srt.layers.attention.flashinfer_kernels",
     "ebbtide.srt.layers.small_batch.kernels",
     "ebbtide.srt.model_executor.graph_runner",
-    "ebbtide.srt.model_executor.sampling_kernel",
+    "ebbtide.srt.model_executor.sampling.kernel",
 )
 
 

@@ -13,7 +13,7 @@ from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.managers.generation import Generation
+from ebbtide.srt.managers.api.live_generation import Generation
 from ebbtide.srt.managers.io_struct import (
     DEFAULT_GROUP,
     AbortReq,
@@ -37,7 +37,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
-from ebbtide.srt.weight_sync.sender import TensorSender
+from ebbtide.trainer.payload_encoding import TensorSender
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
-from ebbtide.srt.managers.generation import Generation
+from ebbtide.srt.managers.api.live_generation import Generation
 
 logger = logging.getLogger(__name__)
 

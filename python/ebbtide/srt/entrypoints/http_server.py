@@ -24,7 +24,6 @@ from starlette.types import ASGIApp
 
 from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
 from ebbtide.srt.entrypoints.auth import KeyCheck, Keys
-from ebbtide.srt.entrypoints.chat_template import read_chat_template
 from ebbtide.srt.entrypoints.control_routes import (
     CONTROL_ROUTES,
     NOT_IMPLEMENTED,
@@ -36,7 +35,8 @@ from ebbtide.srt.entrypoints.http_answers import Json, answer_events, error_answ
 from ebbtide.srt.entrypoints.loads import load_summaries
 from ebbtide.srt.entrypoints.metrics import Metrics
 from ebbtide.srt.entrypoints.node_server import launch_node
-from ebbtide.srt.entrypoints.openai_api import OpenAIApi
+from ebbtide.srt.entrypoints.openai.chat_template import read_chat_template
+from ebbtide.srt.entrypoints.openai.routes import OpenAIApi
 from ebbtide.srt.entrypoints.openapi import openapi_document
 from ebbtide.srt.entrypoints.process import configure_logging
 from ebbtide.srt.entrypoints.request_body import MAX_BODY_BYTES, read_fields

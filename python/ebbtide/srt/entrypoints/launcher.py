@@ -19,10 +19,10 @@ from ebbtide.srt.entrypoints.node_link import Ended, NodeLinks, meet
 from ebbtide.srt.entrypoints.placement import local_ranks
 from ebbtide.srt.entrypoints.process import ProcessStart
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
-from ebbtide.srt.managers.channel import ChannelAddresses
+from ebbtide.srt.managers.wire.channel import ChannelAddresses
 
 # By name: this process need not import what only the others run.
-SCHEDULER = {"scheduler": "ebbtide.srt.managers.scheduler_process:run_scheduler_process"}
+SCHEDULER = {"scheduler": "ebbtide.srt.managers.scheduling.scheduler_process:run_scheduler_process"}
 DETOKENIZER = {"detokenizer": "ebbtide.srt.managers.detokenizer_manager:run_detokenizer_process"}
 
 # How torch_memory_saver gets at allocations, where it is the backend: "torch" (unless given), through torch's

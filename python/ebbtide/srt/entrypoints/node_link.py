@@ -31,7 +31,7 @@ from ebbtide.srt.argument_checks import split_address
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.placement import Node, ReservedPorts, num_ports, place_replicas
 from ebbtide.srt.errors import ConfigurationError, EngineError
-from ebbtide.srt.managers.channel import ChannelAddresses
+from ebbtide.srt.managers.wire.channel import ChannelAddresses
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from ebbtide.srt.entrypoints import openapi_schemas as bodies
 from ebbtide.srt.entrypoints.auth import Access, access_of
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, ControlRoute
 from ebbtide.srt.entrypoints.loads import Loads, LoadSummary
-from ebbtide.srt.entrypoints.openai_protocol import (
+from ebbtide.srt.entrypoints.openai.protocol import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
@@ -23,7 +23,7 @@ from ebbtide.srt.entrypoints.openai_protocol import (
     ModelList,
 )
 from ebbtide.srt.entrypoints.transition import TransitionRequest
-from ebbtide.srt.managers.generate_request import GenerateReqInput
+from ebbtide.srt.managers.api.generate_request import GenerateReqInput
 from ebbtide.srt.managers.io_struct import AbortReqOutput, GetWeightsByNameReqOutput
 from ebbtide.srt.sampling_params import SamplingParams
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from ebbtide.srt.entrypoints.openai_protocol import VersionSpan
+from ebbtide.srt.entrypoints.openai.protocol import VersionSpan
 from ebbtide.srt.managers.io_struct import RankReport, TagReport
 
 # Logprob, token id, text.

@@ -15,7 +15,7 @@ from itertools import chain
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.managers.channel import ChannelAddresses
+from ebbtide.srt.managers.wire.channel import ChannelAddresses
 
 # What the kernel takes as the path of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 107

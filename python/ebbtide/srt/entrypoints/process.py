@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import EngineConfig
-    from ebbtide.srt.managers.channel import ChannelAddresses
+    from ebbtide.srt.managers.wire.channel import ChannelAddresses
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from ebbtide.srt.entrypoints.loads import loads_body, loads_of_rank, wanted_sect
 from ebbtide.srt.entrypoints.occupation import count_devices_once, num_gpus, occupation_body, total_tags
 from ebbtide.srt.entrypoints.transition import Transitions
 from ebbtide.srt.errors import EngineError
-from ebbtide.srt.managers.channel import Receiver, Sender
-from ebbtide.srt.managers.data_parallel_controller import DataParallelController
-from ebbtide.srt.managers.generate_request import RequestLimits
+from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
+from ebbtide.srt.managers.api.generate_request import RequestLimits
+from ebbtide.srt.managers.api.request_fields import build_request
 from ebbtide.srt.managers.io_struct import (
     GetLoadReqInput,
     GetLoadReqOutput,
@@ -31,9 +31,9 @@ from ebbtide.srt.managers.io_struct import (
     SchedulerInput,
     StateReport,
 )
-from ebbtide.srt.managers.request_fields import build_request
-from ebbtide.srt.managers.tokenizer import load_tokenizer
+from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
+from ebbtide.srt.managers.wire.channel import Receiver, Sender
 
 HEALTH_TIMEOUT_S = 20.0
 # In /server_info the value of a key is nobody's business.

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
+from ebbtide.srt.managers.api.request_fields import build_request
 from ebbtide.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     ControlRequest,
@@ -26,7 +27,6 @@ from ebbtide.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from ebbtide.srt.managers.request_fields import build_request
 
 STEPS: dict[str, type[ControlRequest]] = {
     "pause": PauseGenerationReqInput,

@@ -7,8 +7,6 @@ from multiprocessing.connection import Connection
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.heap import freeze_heap
-from ebbtide.srt.managers.channel import ChannelAddresses, Receiver, Sender
-from ebbtide.srt.managers.incremental_detokenizer import IncrementalDetokenizer, StopTrimmer
 from ebbtide.srt.managers.io_struct import (
     DetokenizerInput,
     ManagerInput,
@@ -17,7 +15,9 @@ from ebbtide.srt.managers.io_struct import (
     TextOutput,
     TokenOutput,
 )
-from ebbtide.srt.managers.tokenizer import Tokenizer, load_tokenizer
+from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer, StopTrimmer
+from ebbtide.srt.managers.text.tokenizer import Tokenizer, load_tokenizer
+from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
 
 
 class OutputText:

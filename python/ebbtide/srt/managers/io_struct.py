@@ -12,22 +12,22 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from ebbtide.srt.managers.commit_messages import GivenUp as GivenUp
-from ebbtide.srt.managers.commit_messages import Prepared as Prepared
-from ebbtide.srt.managers.commit_messages import Verdict as Verdict
-from ebbtide.srt.managers.load_report import Load as Load
-from ebbtide.srt.managers.message import Message as Message
-from ebbtide.srt.managers.message import Refusal as Refusal
-from ebbtide.srt.managers.message import Reply as Reply
-from ebbtide.srt.managers.message import TotalsReply as TotalsReply
-from ebbtide.srt.managers.rank_reports import RankChecksums as RankChecksums
-from ebbtide.srt.managers.rank_reports import RankReport as RankReport
-from ebbtide.srt.managers.rank_reports import SessionReport as SessionReport
-from ebbtide.srt.managers.rank_reports import TagReport as TagReport
-from ebbtide.srt.managers.request_output import FinishReason as FinishReason
-from ebbtide.srt.managers.request_output import RequestOutput as RequestOutput
-from ebbtide.srt.managers.request_output import RequestStart as RequestStart
-from ebbtide.srt.managers.request_output import TokenLogprobs as TokenLogprobs
+from ebbtide.srt.managers.wire.commit_messages import GivenUp as GivenUp
+from ebbtide.srt.managers.wire.commit_messages import Prepared as Prepared
+from ebbtide.srt.managers.wire.commit_messages import Verdict as Verdict
+from ebbtide.srt.managers.wire.load_report import Load as Load
+from ebbtide.srt.managers.wire.message import Message as Message
+from ebbtide.srt.managers.wire.message import Refusal as Refusal
+from ebbtide.srt.managers.wire.message import Reply as Reply
+from ebbtide.srt.managers.wire.message import TotalsReply as TotalsReply
+from ebbtide.srt.managers.wire.rank_reports import RankChecksums as RankChecksums
+from ebbtide.srt.managers.wire.rank_reports import RankReport as RankReport
+from ebbtide.srt.managers.wire.rank_reports import SessionReport as SessionReport
+from ebbtide.srt.managers.wire.rank_reports import TagReport as TagReport
+from ebbtide.srt.managers.wire.request_output import FinishReason as FinishReason
+from ebbtide.srt.managers.wire.request_output import RequestOutput as RequestOutput
+from ebbtide.srt.managers.wire.request_output import RequestStart as RequestStart
+from ebbtide.srt.managers.wire.request_output import TokenLogprobs as TokenLogprobs
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.control_plane import ControlPlane
-from ebbtide.srt.managers.incremental_detokenizer import IncrementalDetokenizer
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     ControlCall,
@@ -22,14 +21,15 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     Verdict,
 )
-from ebbtide.srt.managers.live_requests import LiveRequests, OutputEnd
-from ebbtide.srt.managers.output_processor import PROMPT_TAIL, OutputProcessor
-from ebbtide.srt.managers.rank_messages import Decision, TurnInput
-from ebbtide.srt.managers.replication import Demand, RankInbox
-from ebbtide.srt.managers.request import Req
-from ebbtide.srt.managers.schedule_policy import ScheduledBatch, SchedulePolicy
-from ebbtide.srt.managers.stop_strings import StopStringMatcher
-from ebbtide.srt.managers.tokenizer import Tokenizer
+from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, OutputEnd
+from ebbtide.srt.managers.scheduling.lockstep import Demand, RankInbox
+from ebbtide.srt.managers.scheduling.output_processor import PROMPT_TAIL, OutputProcessor
+from ebbtide.srt.managers.scheduling.request import Req
+from ebbtide.srt.managers.scheduling.schedule_policy import ScheduledBatch, SchedulePolicy
+from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer
+from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
+from ebbtide.srt.managers.text.tokenizer import Tokenizer
+from ebbtide.srt.managers.wire.rank_messages import Decision, TurnInput
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PendingStep, Runner, SampleSpec
 
 

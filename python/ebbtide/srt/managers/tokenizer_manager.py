@@ -14,14 +14,14 @@ import msgspec
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control_client import ControlClient
-from ebbtide.srt.managers.generate_request import (
+from ebbtide.srt.managers.api.control_client import ControlClient
+from ebbtide.srt.managers.api.generate_request import (
     GenerateReqInput,
     GenerationPlan,
     RequestLimits,
     RequestNormalizer,
 )
-from ebbtide.srt.managers.generation import Generation, OutputState, ResponseStyle
+from ebbtide.srt.managers.api.live_generation import Generation, OutputState, ResponseStyle
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,
@@ -36,8 +36,8 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from ebbtide.srt.managers.reply_merging import merge_reports
-from ebbtide.srt.managers.tokenizer import Tokenizer
+from ebbtide.srt.managers.text.tokenizer import Tokenizer
+from ebbtide.srt.managers.wire.reply_merging import merge_reports
 
 logger = logging.getLogger(__name__)
 

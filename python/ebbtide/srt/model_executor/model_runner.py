@@ -17,8 +17,8 @@ from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, PendingStep, StepResult
 from ebbtide.srt.model_executor.forward_batch import ForwardBatch, Layout, PromptRows
-from ebbtide.srt.model_executor.logprobs import LaunchedLogprobs, position_logprobs
-from ebbtide.srt.model_executor.sampler import LaunchedSample, Sampler
+from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, position_logprobs
+from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
 from ebbtide.srt.model_executor.transfers import upload
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM

@@ -10,9 +10,9 @@ import torch
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.model_executor.weight_store import Destination
-from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+from ebbtide.srt.weight_sync.broadcast.weight_group import Reception, WeightGroup
+from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from ebbtide.srt.weight_sync.source import TensorHeader
-from ebbtide.srt.weight_sync.weight_group import Reception, WeightGroup
 
 # A request ends at its own deadline; a broadcast that nobody waits for any more ends a little later.
 GRACE_S: Final = 5.0

@@ -14,10 +14,7 @@ import torch
 import zmq
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
-from ebbtide.srt.weight_sync.payload import record_fields
-from ebbtide.srt.weight_sync.pickle_reader import read_pickle
-from ebbtide.srt.weight_sync.references import (
+from ebbtide.srt.weight_sync.payload.allowed_globals import (
     CudaStorageRef,
     SenderFailure,
     kind_of,
@@ -28,7 +25,10 @@ from ebbtide.srt.weight_sync.references import (
     tensor_shape,
     text,
 )
-from ebbtide.srt.weight_sync.sender_memory import SenderMemory
+from ebbtide.srt.weight_sync.payload.borrowed_memory import SenderMemory
+from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
+from ebbtide.srt.weight_sync.payload.envelope import record_fields
+from ebbtide.srt.weight_sync.payload.pickle_reader import read_pickle
 from ebbtide.srt.weight_sync.source import TensorHeader
 from ebbtide.srt.weight_sync.tensor_source import TensorSource
 

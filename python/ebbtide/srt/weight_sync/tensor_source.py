@@ -10,18 +10,18 @@ from safetensors import SafetensorError
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.weight_sync.bucket import FlattenedTensorBucket, check_bucket
-from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
-from ebbtide.srt.weight_sync.payload import (
+from ebbtide.srt.weight_sync.payload.allowed_globals import TensorRef, kind_of
+from ebbtide.srt.weight_sync.payload.borrowed_memory import SenderMemory
+from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, check_bucket
+from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
+from ebbtide.srt.weight_sync.payload.envelope import (
     as_local_serialized,
     as_metadata,
     decode_by_slices,
     raw_base64,
     raw_pickle,
 )
-from ebbtide.srt.weight_sync.pickle_reader import Budget, Record, finish
-from ebbtide.srt.weight_sync.references import TensorRef, kind_of
-from ebbtide.srt.weight_sync.sender_memory import SenderMemory
+from ebbtide.srt.weight_sync.payload.pickle_reader import Budget, Record, finish
 from ebbtide.srt.weight_sync.source import ONE_RANK, TensorHeader, WeightSource
 
 NamedTensor = tuple[str, torch.Tensor]

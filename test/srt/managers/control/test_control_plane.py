@@ -9,6 +9,7 @@ import pytest
 
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.request_fields import build_request
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     ControlCall,
@@ -22,7 +23,6 @@ from ebbtide.srt.managers.io_struct import (
     SchedulerInput,
     UpdateWeightsFromTensorReqInput,
 )
-from ebbtide.srt.managers.request_fields import build_request
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import SchedulerHarness
 

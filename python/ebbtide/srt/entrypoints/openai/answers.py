@@ -1,0 +1,340 @@
+"""From the outputs of `/generate` to the answers and chunks of OpenAI's endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from msgspec import UNSET, UnsetType, convert
+
+from ebbtide.srt.entrypoints.openai.protocol import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    PromptTokensDetails,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+    VersionMetadata,
+)
+from ebbtide.srt.entrypoints.openai.requests import OpenAICall
+
+Triple = tuple[float | None, int, str | None]
+# What stands for a part of a character.
+REPLACEMENT = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new about one output: all of it, where there is no stream.
+
+    Attributes:
+        logprobs, top_logprobs: per new token; empty when not asked for.
+        meta: as of now; the lists in it may hold more than what is new.
+    """
+
+    index: int
+    is_first: bool
+    text: str
+    token_ids: list[int]
+    logprobs: Sequence[Triple]
+    top_logprobs: Sequence[Sequence[Triple] | None]
+    prompt_token_ids: list[int] | None
+    meta: Mapping[str, Any]
+
+    @property
+    def finish(self) -> Mapping[str, Any] | None:
+        finish: Mapping[str, Any] | None = self.meta["finish_reason"]
+        return finish
+
+    @property
+    def finish_reason(self) -> Any:
+        return self.finish["type"] if self.finish is not None else None
+
+    @property
+    def matched_stop(self) -> int | str | None:
+        return self.finish.get("matched") if self.finish is not None else None
+
+    @property
+    def metadata(self) -> VersionMetadata | UnsetType:
+        """The versions, once it has ended."""
+        return convert(self.meta, VersionMetadata) if self.finish is not None else UNSET
+
+
+def whole_pieces(result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Piece]:
+    """The pieces of an answer that was not streamed."""
+    outputs = [result] if isinstance(result, Mapping) else result
+    return [_piece(output, index, is_first=True) for index, output in enumerate(outputs)]
+
+
+async def new_pieces(chunks: AsyncIterator[dict[str, Any]], *, is_incremental: bool) -> AsyncGenerator[Piece]:
+    """What each chunk adds.
+
+    Args:
+        is_incremental: the chunks hold only what is new already.
+    """
+    told: dict[int, tuple[int, int]] = {}
+    async for chunk in chunks:
+        index = chunk.get("index", 0)
+        num_characters, num_tokens = told.get(index, (0, 0))
+        piece = _piece(
+            chunk,
+            index,
+            is_first=index not in told,
+            skip=(0, 0) if is_incremental else (num_characters, num_tokens),
+        )
+        told[index] = num_characters + len(piece.text), num_tokens + len(piece.token_ids)
+        yield piece
+
+
+def _piece(output: Mapping[str, Any], index: int, *, is_first: bool, skip: tuple[int, int] = (0, 0)) -> Piece:
+    num_characters, num_tokens = skip
+    meta = output["meta_info"]
+    return Piece(
+        index=index,
+        is_first=is_first,
+        text=output.get("text", "")[num_characters:],
+        token_ids=output["output_ids"][num_tokens:],
+        logprobs=meta.get("output_token_logprobs", ())[num_tokens:],
+        top_logprobs=meta.get("output_top_logprobs", ())[num_tokens:],
+        prompt_token_ids=output.get("prompt_token_ids"),
+        meta=meta,
+    )
+
+
+class UsageCounter:
+    """The tokens of a request, from its pieces."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+        self._metas: dict[int, Mapping[str, Any]] = {}
+
+    def note(self, piece: Piece) -> None:
+        self._metas[piece.index] = piece.meta
+
+    @property
+    def usage(self) -> Usage:
+        firsts = [meta for index, meta in self._metas.items() if index % self._num_samples == 0]
+        prompt_tokens = sum(meta["prompt_tokens"] for meta in firsts)
+        completion_tokens = sum(meta["completion_tokens"] for meta in self._metas.values())
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(
+                cached_tokens=sum(meta["cached_tokens"] for meta in firsts)
+            ),
+        )
+
+
+class Writer(Protocol):
+    """Writes the answers of one endpoint."""
+
+    def answer(self, pieces: Sequence[Piece], usage: Usage) -> Any: ...
+
+    def chunk(self, piece: Piece) -> Any: ...
+
+    def last_chunk(self, usage: Usage) -> Any: ...
+
+
+def write_answer(writer: Writer, call: OpenAICall, result: Any) -> Any:
+    """The body of an answer that is not streamed."""
+    pieces = whole_pieces(result)
+    counter = UsageCounter(call.num_samples)
+    for piece in pieces:
+        counter.note(piece)
+    return writer.answer(pieces, counter.usage)
+
+
+async def write_chunks(writer: Writer, call: OpenAICall, pieces: AsyncIterator[Piece]) -> AsyncIterator[Any]:
+    """The chunks of a stream."""
+    counter = UsageCounter(call.num_samples)
+    async for piece in pieces:
+        counter.note(piece)
+        yield writer.chunk(piece)
+    if call.include_usage:
+        yield writer.last_chunk(counter.usage)
+
+
+def _head(call: OpenAICall) -> dict[str, Any]:
+    """What all answers and chunks begin with."""
+    return {"id": call.id, "created": call.created, "model": call.model}
+
+
+def _usage_of_chunk(call: OpenAICall) -> UnsetType | None:
+    """In a stream the usage comes last; where it was asked for, the other chunks have a null."""
+    return None if call.include_usage else UNSET
+
+
+# ---------------------------------------------------------------------------------------------- completions
+
+
+class CompletionWriter:
+    """Writes answers of `/v1/completions`."""
+
+    def __init__(self, call: OpenAICall) -> None:
+        self._call = call
+        self._offsets: dict[int, int] = {}
+
+    def answer(self, pieces: Sequence[Piece], usage: Usage) -> Completion:
+        choices = [self._choice(piece) for piece in pieces]
+        return Completion(**_head(self._call), choices=choices, usage=usage, metadata=pieces[0].metadata)
+
+    def chunk(self, piece: Piece) -> Completion:
+        choices = [self._choice(piece)]
+        usage = _usage_of_chunk(self._call)
+        return Completion(**_head(self._call), choices=choices, usage=usage, metadata=piece.metadata)
+
+    def last_chunk(self, usage: Usage) -> Completion:
+        return Completion(**_head(self._call), choices=[], usage=usage)
+
+    def _choice(self, piece: Piece) -> CompletionChoice:
+        call = self._call
+        text = piece.text
+        if call.echoes is not None and piece.is_first:
+            text = call.echoes[piece.index // call.num_samples] + text
+        return CompletionChoice(
+            index=piece.index,
+            text=text,
+            logprobs=self._logprobs(piece) if call.generate.get("return_logprob") else None,
+            finish_reason=piece.finish_reason,
+            matched_stop=piece.matched_stop,
+            token_ids=piece.token_ids if call.return_token_ids else UNSET,
+            prompt_token_ids=_prompt_token_ids(call, piece),
+        )
+
+    def _logprobs(self, piece: Piece) -> CompletionLogprobs:
+        positions = list(_zip(piece.logprobs, piece.top_logprobs))
+        if self._call.echoes is not None and piece.is_first:
+            meta = piece.meta
+            prompt = meta.get("input_token_logprobs", ()), meta.get("input_top_logprobs", ())
+            positions = [*_zip(*prompt), *positions]
+        tokens = [token_text(triple) for triple, _ in positions]
+        offset = self._offsets.get(piece.index, 0)
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[piece.index] = offset
+        return CompletionLogprobs(
+            tokens=tokens,
+            token_logprobs=[triple[0] for triple, _ in positions],
+            top_logprobs=[_by_text(top) for _, top in positions],
+            text_offset=offsets,
+        )
+
+
+def _zip(
+    triples: Sequence[Triple], tops: Sequence[Sequence[Triple] | None]
+) -> Iterator[tuple[Triple, Sequence[Triple] | None]]:
+    """Positions with their most likely tokens, if those were asked for."""
+    return zip(triples, tops if tops else [()] * len(triples), strict=True)
+
+
+def _by_text(top: Iterable[Triple] | None) -> dict[str, float] | None:
+    if top is None:
+        return None
+    logprobs: dict[str, float] = {}
+    for triple in top:
+        if triple[0] is not None:
+            # Best first: of tokens of the same text, that one stays.
+            logprobs.setdefault(token_text(triple), triple[0])
+    return logprobs
+
+
+def token_text(triple: Triple) -> str:
+    """A token's text; its id where there is no tokenizer."""
+    return triple[2] if triple[2] is not None else f"token_id:{triple[1]}"
+
+
+def _prompt_token_ids(call: OpenAICall, piece: Piece) -> list[int] | UnsetType:
+    if not (call.return_prompt_token_ids and piece.is_first) or piece.prompt_token_ids is None:
+        return UNSET
+    return piece.prompt_token_ids
+
+
+# ----------------------------------------------------------------------------------------------------- chat
+
+
+class ChatWriter:
+    """Writes answers of `/v1/chat/completions`.
+
+    Args:
+        return_meta_info: whether an answer that is not streamed has `/generate`'s `meta_info` too.
+    """
+
+    def __init__(self, call: OpenAICall, *, return_meta_info: bool) -> None:
+        self._call = call
+        self._return_meta_info = return_meta_info
+
+    def answer(self, pieces: Sequence[Piece], usage: Usage) -> ChatCompletion:
+        metadata = pieces[0].metadata
+        assert not isinstance(metadata, UnsetType), "an answer that is not streamed has ended"
+        choices = [self._choice(piece) for piece in pieces]
+        return ChatCompletion(**_head(self._call), choices=choices, usage=usage, metadata=metadata)
+
+    def chunk(self, piece: Piece) -> ChatCompletionChunk:
+        call = self._call
+        choice = ChatChunkChoice(
+            index=piece.index,
+            delta=ChatDelta(content=piece.text, role="assistant" if piece.is_first else UNSET),
+            logprobs=self._logprobs(piece),
+            finish_reason=piece.finish_reason,
+            matched_stop=piece.matched_stop,
+            response_token_ids=piece.token_ids if call.return_token_ids else UNSET,
+            prompt_token_ids=_prompt_token_ids(call, piece),
+        )
+        usage = _usage_of_chunk(call)
+        return ChatCompletionChunk(**_head(call), choices=[choice], usage=usage, metadata=piece.metadata)
+
+    def last_chunk(self, usage: Usage) -> ChatCompletionChunk:
+        return ChatCompletionChunk(**_head(self._call), choices=[], usage=usage)
+
+    def _choice(self, piece: Piece) -> ChatChoice:
+        call = self._call
+        return ChatChoice(
+            index=piece.index,
+            message=AssistantMessage(content=piece.text),
+            logprobs=self._logprobs(piece),
+            finish_reason=piece.finish_reason,
+            matched_stop=piece.matched_stop,
+            response_token_ids=piece.token_ids if call.return_token_ids else UNSET,
+            prompt_token_ids=_prompt_token_ids(call, piece),
+            meta_info=dict(piece.meta) if self._return_meta_info else UNSET,
+        )
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        if not self._call.generate.get("return_logprob"):
+            return None
+        return ChatLogprobs(
+            content=[
+                TokenLogprob(
+                    token=token_text(triple),
+                    logprob=_known(triple),
+                    bytes=_bytes(triple),
+                    top_logprobs=[
+                        TopLogprob(token=token_text(other), logprob=_known(other), bytes=_bytes(other))
+                        for other in top or ()
+                    ],
+                )
+                for triple, top in _zip(piece.logprobs, piece.top_logprobs)
+            ]
+        )
+
+
+def _known(triple: Triple) -> float:
+    assert triple[0] is not None, "only the first token of a prompt has no logprob"
+    return triple[0]
+
+
+def _bytes(triple: Triple) -> list[int] | None:
+    text = triple[2]
+    return None if text is None or REPLACEMENT in text else list(text.encode())

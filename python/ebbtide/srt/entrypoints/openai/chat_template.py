@@ -1,0 +1,138 @@
+"""Messages to token ids, by the chat template of the model; and how its authors would have it sampled."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.managers.text.tokenizer import Tokenizer
+from ebbtide.srt.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Arguments of transformers' own that a client must not set: what is rendered, and as what it comes back.
+_NOT_OPTIONS = frozenset(
+    {"conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"}
+    | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"}
+    | {"return_assistant_tokens_mask", "self"}
+)
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class ChatTemplate:
+    """Renders and encodes conversations.
+
+    Args:
+        template: Jinja; None for the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None) -> None:
+        self.tokenizer = tokenizer
+        self._template = template
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        options: Mapping[str, Any],
+        continue_final_message: bool,
+    ) -> list[int]:
+        """The prompt of a conversation, up to where the assistant's answer, or the rest of it, begins.
+
+        Args:
+            messages: with string, text-part or no content; whatever else they have is the template's affair.
+            options: further variables of the template.
+
+        Raises:
+            RequestRejected: 400; there are no messages, or the template does not take them.
+        """
+        if not messages:
+            raise RequestRejected("messages: at least one is needed")
+        reserved = sorted(_NOT_OPTIONS & options.keys())
+        if reserved:
+            raise RequestRejected(f"chat_template_kwargs: {', '.join(reserved)} cannot be set")
+        hf = self.tokenizer.hf
+        if self._template is None and not getattr(hf, "chat_template", None):
+            raise RequestRejected("the tokenizer has no chat template: start the server with --chat-template")
+        try:
+            text = hf.apply_chat_template(
+                [_plain(message) for message in messages],
+                tools=tools,
+                chat_template=self._template,
+                add_generation_prompt=not continue_final_message,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **options,
+            )
+        except Exception as error:  # a template fails in any way it likes over messages it was not made for
+            raise RequestRejected(
+                f"the chat template does not take this: {type(error).__name__}: {error}"
+            ) from None
+        # The template has written the special tokens.
+        ids: list[int] = hf(text, add_special_tokens=False, verbose=False, return_attention_mask=False)[
+            "input_ids"
+        ]
+        return ids
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: its content one string, the arguments of tool calls as objects."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = " ".join(part["text"] for part in content)
+    plain = {**message, "content": "" if content is None else content}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def read_chat_template(given: str | None) -> str | None:
+    """The template that the argument means: a file's contents, or the text itself.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if given is None or "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"chat_template: expected a file or a Jinja template: {error}") from None
+
+
+def recommended_sampling(folder: str) -> dict[str, Any]:
+    """The sampling parameters of generation_config.json; those that make no sense are left out and logged."""
+    path = Path(folder) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    given = json.loads(path.read_text(encoding="utf-8"))
+    recommended: dict[str, Any] = {}
+    for name in _RECOMMENDED:
+        value = given.get(name)
+        # transformers writes "off" as 0.
+        if value is None or (name == "top_k" and value == 0):
+            continue
+        try:
+            SamplingParams.from_dict({name: value})
+        except RequestRejected as error:
+            logger.warning("%s is not used: %s", path, error)
+        else:
+            recommended[name] = value
+    return recommended

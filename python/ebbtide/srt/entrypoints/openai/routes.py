@@ -1,0 +1,105 @@
+"""OpenAI's endpoints. Source: wire_api section 5."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ebbtide.srt.entrypoints.http_answers import Json, answer_events, error_answer, while_connected
+from ebbtide.srt.entrypoints.metrics import Metrics
+from ebbtide.srt.entrypoints.openai.answers import (
+    ChatWriter,
+    CompletionWriter,
+    Writer,
+    new_pieces,
+    write_answer,
+    write_chunks,
+)
+from ebbtide.srt.entrypoints.openai.chat_template import (
+    ChatTemplate,
+    read_chat_template,
+    recommended_sampling,
+)
+from ebbtide.srt.entrypoints.openai.protocol import ModelCard, ModelList
+from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call
+from ebbtide.srt.entrypoints.request_body import read_fields
+from ebbtide.srt.entrypoints.service import EngineService
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class OpenAIApi:
+    """What is behind `/v1/models`, `/v1/completions` and `/v1/chat/completions`."""
+
+    def __init__(self, service: EngineService, metrics: Metrics) -> None:
+        self._service = service
+        self._metrics = metrics
+        self._created = int(time.time())
+
+    def routes(self) -> list[tuple[str, str, Endpoint]]:
+        """Method, path and endpoint of each."""
+        return [
+            ("GET", "/v1/models", self._models),
+            # The name of a model may be a path.
+            ("GET", "/v1/models/{model:path}", self._model),
+            ("POST", "/v1/completions", self._completions),
+            ("POST", "/v1/chat/completions", self._chat_completions),
+        ]
+
+    async def _models(self, request: Request) -> Response:
+        return Json(ModelList(data=[self._card()]))
+
+    async def _model(self, request: Request) -> Response:
+        card, wanted = self._card(), request.path_params["model"]
+        return Json(card) if wanted == card.id else error_answer(f"there is no model {wanted!r}", 404)
+
+    async def _completions(self, request: Request) -> Response:
+        fields = await read_fields(request.stream())
+        call = completion_call(fields, self._model_name, self._template)
+        return await self._answer(request, call, CompletionWriter(call))
+
+    async def _chat_completions(self, request: Request) -> Response:
+        fields = await read_fields(request.stream())
+        call = chat_call(fields, self._model_name, self._template, self._recommended)
+        wants_meta = fields.get("return_meta_info") is True
+        return await self._answer(request, call, ChatWriter(call, return_meta_info=wants_meta))
+
+    async def _answer(self, request: Request, call: OpenAICall, writer: Writer) -> Response:
+        generation = self._service.manager.prepare(call.generate)
+        if not generation.is_stream:
+            result = await while_connected(request.receive, generation.result())
+            self._metrics.note(result)
+            return Json(write_answer(writer, call, result))
+        chunks = self._metrics.noting(generation.stream())
+        is_incremental = self._service.config.schedule.incremental_streaming_output
+        pieces = new_pieces(chunks, is_incremental=is_incremental)
+        return await answer_events(request.receive, generation, write_chunks(writer, call, pieces))
+
+    def _card(self) -> ModelCard:
+        model = self._service.config.model
+        return ModelCard(
+            id=model.served_model_name,
+            created=self._created,
+            root=model.served_model_name,
+            max_model_len=model.context_len,
+        )
+
+    @property
+    def _model_name(self) -> str:
+        return self._service.config.model.served_model_name
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate | None:
+        tokenizer = self._service.manager.tokenizer
+        if tokenizer is None:
+            return None
+        return ChatTemplate(tokenizer, read_chat_template(self._service.config.server_args.chat_template))
+
+    @functools.cached_property
+    def _recommended(self) -> Mapping[str, Any]:
+        return recommended_sampling(self._service.config.model.path)

@@ -1,0 +1,63 @@
+"""Which state an update may be committed in, and what its commit does with the requests that run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
+from ebbtide.srt.managers.control.pause import Generation, Paused
+from ebbtide.srt.managers.control.ports import Progress, Requests
+from ebbtide.srt.managers.control.weights.terms import CommitTerms
+from ebbtide.srt.managers.io_struct import PauseMode
+
+CAUSE = "a weight update"
+
+
+class CommitConditions:
+    """The terms of a commit, against generation and memory as they are."""
+
+    def __init__(self, generation: Generation, memory: MemoryOccupation, requests: Requests) -> None:
+        self._generation = generation
+        self._memory = memory
+        self._requests = requests
+
+    def check(self, terms: CommitTerms) -> None:
+        """Refuse a commit that would leave requests with KV that it is to flush."""
+        frees_kv = self.mode(terms) in (PauseMode.RETRACT, PauseMode.ABORT)
+        if terms.flush_cache and self._requests.num_running > 0 and not frees_kv and not self._waits(terms):
+            raise RequestRejected(
+                f"{self._requests.num_running} requests hold KV of the present weights: pause with mode "
+                "retract or abort, or pass flush_cache=false"
+            )
+
+    def draining(self, terms: CommitTerms) -> AbstractContextManager[None]:
+        """Within, nothing is admitted, if running requests are to end first."""
+        return self._generation.drain() if terms.mode is PauseMode.WAIT else nullcontext()
+
+    def ready(self, terms: CommitTerms) -> Iterator[Progress]:
+        """Wait for running requests, if they are to end first; then look again at what has changed since."""
+        while self._waits(terms) and self._requests.num_running > 0:
+            yield Progress.DRAINING
+        self.check(terms)
+
+    def mode(self, terms: CommitTerms) -> PauseMode | None:
+        """What is to become of running requests; None where they are paused, and it is not ours to say."""
+        return None if isinstance(self._generation.state, Paused) else terms.mode
+
+    def stop_requests(self, terms: CommitTerms, mode: PauseMode | None) -> None:
+        """Have requests out of the way of a commit.
+
+        Args:
+            mode: as it was when the commit was agreed to. While other replicas were waited for, a pause may
+                have begun or ended: then requests may hold KV against the terms, and are retracted.
+        """
+        if mode is not None:
+            self._generation.stop_requests(mode, CAUSE)
+        if terms.flush_cache and self._requests.num_running > 0:
+            self._generation.stop_requests(PauseMode.RETRACT, CAUSE)
+
+    def _waits(self, terms: CommitTerms) -> bool:
+        """Whether running requests get to their end first. They cannot where no forward pass can run."""
+        return self.mode(terms) is PauseMode.WAIT and self._memory.allows_forward

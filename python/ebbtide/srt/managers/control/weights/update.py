@@ -1,0 +1,486 @@
+"""Taking new weights: decode, check everything, stage, and commit between two forward passes.
+
+One session at a time: `Closed` (None here) or open. An update outside a session is a session of its own.
+Source: control_semantics section 2.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from typing import Final
+
+from msgspec import structs
+
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Valid
+from ebbtide.srt.managers.control.operations import Operations
+from ebbtide.srt.managers.control.pause import Generation, Paused
+from ebbtide.srt.managers.control.ports import (
+    DeadlinePassed,
+    HandlerTable,
+    IncomingWeights,
+    Operation,
+    OutOfStep,
+    Overruled,
+    Progress,
+    Ranks,
+    Requests,
+    Weights,
+    Work,
+)
+from ebbtide.srt.managers.control.weights.arrival import Arrivals, Pieces
+from ebbtide.srt.managers.control.weights.commit_conditions import CAUSE, CommitConditions
+from ebbtide.srt.managers.control.weights.groups import GroupRequests, Wake
+from ebbtide.srt.managers.control.weights.reading import WeightReading
+from ebbtide.srt.managers.control.weights.session import WeightSession
+from ebbtide.srt.managers.control.weights.terms import (
+    CommitTerms,
+    check_fields,
+    folder_of,
+    mode_of,
+    version_of,
+)
+from ebbtide.srt.managers.io_struct import (
+    AbortWeightUpdateReqInput,
+    AnyReply,
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    PauseMode,
+    SessionReport,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightsReqOutput,
+    UpdateWeightVersionReqInput,
+    UpdateWeightVersionReqOutput,
+    WeightSessionReqOutput,
+    WeightUpdateRequest,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+logger = logging.getLogger(__name__)
+
+# How long after its deadline a session is looked at again, while its commit awaits a verdict.
+LOOK_AGAIN_S: Final = 1.0
+
+
+class WeightUpdates:
+    """Updates of the weights, one at a time, the oldest first.
+
+    Attributes:
+        version: of the weights that serve.
+        model_path, load_format: where the weights came from last, when that was a folder.
+        timeout_s: for updates and sessions that bring no limit of their own.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        memory: MemoryOccupation,
+        generation: Generation,
+        requests: Requests,
+        operations: Operations,
+        ranks: Ranks,
+        set_deadline: Callable[[str, float], None],
+        wake: Wake,
+        *,
+        version: str,
+        model_path: str,
+        load_format: str,
+        timeout_s: float,
+    ) -> None:
+        self.version = version
+        self.model_path = model_path
+        self.load_format = load_format
+        self.timeout_s = timeout_s
+        self._weights = weights
+        self._memory = memory
+        self._content = memory.content
+        self._generation = generation
+        self._requests = requests
+        self._operations = operations
+        self._ranks = ranks
+        self._set_deadline = set_deadline
+        self._session: WeightSession | None = None
+        self._why_closed = "none was begun"
+        self._session_ids = (f"weight-session-{number}" for number in itertools.count())
+        self._turns: list[object] = []
+        self._conditions = CommitConditions(generation, memory, requests)
+        self._awaits_verdict = False
+        self._arrivals = Arrivals(weights, ranks, wake, self._require_open_for)
+        self.handlers: HandlerTable = {
+            UpdateWeightFromDiskReqInput: self.update,
+            UpdateWeightsFromTensorReqInput: self.update,
+            UpdateWeightsFromDistributedReqInput: self.update,
+            UpdateWeightsFromIPCReqInput: self.update_from_senders,
+            BeginWeightUpdateReqInput: self.begin,
+            EndWeightUpdateReqInput: self.end,
+            AbortWeightUpdateReqInput: self.abort,
+            UpdateWeightVersionReqInput: self.set_version,
+            **WeightReading(weights, memory).handlers,
+            **GroupRequests(weights, ranks, wake).handlers,
+        }
+        memory.on_weights_release = self._end_for_release
+        requests.serve_version(version)
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def update(self, request: WeightUpdateRequest) -> Operation:
+        """One update: a session of its own, or a part of the open one."""
+        return self._guarded(self._update(request))
+
+    def update_from_senders(self, request: UpdateWeightsFromIPCReqInput) -> Operation:
+        """As `update`, of tensors that come piece by piece."""
+        return self._guarded(self._update_from_senders(request))
+
+    def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
+        """Open a session, behind the updates that came before."""
+        check_fields(request)
+        self._refuse_second_session()
+        return self._begin(request)
+
+    def end(self, request: EndWeightUpdateReqInput) -> Operation:
+        """Commit the open session."""
+        check_fields(request)
+        self._require_session()
+        self._require_named(request, 409)
+        return self._guarded(self._end(request))
+
+    def abort(self, request: AbortWeightUpdateReqInput) -> AnyReply:
+        """Discard the open session, and what is being done for it."""
+        changed = self._session is not None
+        self._abort_session("aborted by abort_weight_update")
+        return WeightSessionReqOutput(
+            changed=changed, message="The session was discarded." if changed else "No session was open."
+        )
+
+    def set_version(self, request: UpdateWeightVersionReqInput) -> AnyReply:
+        """Give the weights another version; in a session, from its commit on."""
+        if self._session is not None:
+            self._session.version = request.new_version
+            message = f"Weight version {request.new_version} takes effect with the session."
+        else:
+            if request.abort_all_requests:
+                self._generation.stop_requests(PauseMode.ABORT, CAUSE)
+            self._serve_version(request.new_version)
+            message = f"Weight version updated to {request.new_version}."
+        return UpdateWeightVersionReqOutput(new_version=request.new_version, message=message)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an update is, or waits, or a session is open."""
+        return self._session is not None or bool(self._turns)
+
+    def expire(self, deadline_id: str) -> None:
+        """The deadline of a session has passed."""
+        if self._session is None or self._session.deadline_id != deadline_id:
+            return
+        if self._awaits_verdict:
+            self._set_deadline(deadline_id, LOOK_AGAIN_S)  # Other replicas may be committing it just now.
+        else:
+            logger.warning("a weight update session was left open too long and is aborted")
+            self._abort_session("it was open longer than weight_update_timeout_s")
+
+    def report(self) -> SessionReport | None:
+        """The open session; None if there is none."""
+        session = self._session
+        if session is None:
+            return None
+        return SessionReport(opened_at=session.opened_at, num_tensors_staged=session.num_tensors)
+
+    # ---------------------------------------------------------------------------------------- operations
+
+    def _guarded(self, operation: Operation) -> Operation:
+        """Say of every failure what serves now."""
+        was_valid = isinstance(self._content.state, Valid)
+        try:
+            return (yield from operation)
+        except Overruled as overruled:
+            num_missing = len(self._content.missing)
+            if num_missing == 0:
+                raise
+            left = f"{num_missing} parameters are stale: send the update again"
+            raise Overruled(overruled.message, 500 if was_valid else 400, left) from None
+        except (RequestRejected, OutOfStep):
+            raise
+        except DeadlinePassed:
+            raise RequestRejected(
+                f"the update was given up at its deadline: {self._requests.num_running} requests were still "
+                "running. Pause generation, or give pause_mode or a longer timeout_s"
+            ) from None
+        except Exception as error:
+            if not isinstance(self._content.state, Valid):
+                raise
+            logger.error("a weight update failed; the old weights serve", exc_info=error)
+            raise RequestRejected(
+                f"the update failed, the old weights serve: {type(error).__name__}: {error}"
+            ) from error
+
+    def _update(self, request: WeightUpdateRequest) -> Operation:
+        with self._turn() as has_come, ExitStack() as opened:
+            incoming = yield from self._arrivals.open(request, opened)
+            terms = CommitTerms(mode_of(request), request.flush_cache, version_of(request))
+            if self._session is None:
+                self._conditions.check(terms)
+            while not has_come():
+                yield Progress.WAITING
+            self._require_open_for(request)
+            if self._session is not None:
+                yield from self._arrivals.receive(incoming, self._session)
+                return (yield from self._stage(self._session, request, incoming))
+            session = opened.enter_context(closing(WeightSession(self._weights, self._content, self._ranks)))
+            yield from self._arrivals.receive(incoming, session)
+            with self._conditions.draining(terms):
+                yield from session.make_room(incoming)
+                if not session.is_staged:
+                    yield from self._conditions.ready(terms)
+                yield from session.write(incoming)
+                session.folder = folder_of(request)
+                reply = yield from self._finish(session, terms)
+                yield from self._breathe(session)
+                return reply
+
+    def _update_from_senders(self, request: UpdateWeightsFromIPCReqInput) -> Operation:
+        with self._turn() as has_come, ExitStack() as opened:
+            pieces = yield from self._arrivals.meet(request, opened)
+            terms = CommitTerms(mode_of(request), request.flush_cache, version_of(request))
+            if self._session is None:
+                self._conditions.check(terms)
+            while not has_come():
+                yield Progress.WAITING
+            self._require_open_for(request)
+            if self._session is not None:
+                before = self._session.counts
+                yield from self._take(pieces, self._session, lambda: iter(()))
+                pieces.finish()
+                return self._staged(self._session, request, before)
+            session = opened.enter_context(closing(WeightSession(self._weights, self._content, self._ranks)))
+
+            def ready_in_place() -> Iterator[Progress]:
+                opened.enter_context(self._conditions.draining(terms))
+                return self._conditions.ready(terms)
+
+            yield from self._take(pieces, session, ready_in_place)
+            with self._conditions.draining(terms):
+                reply = yield from self._finish(session, terms)
+                pieces.finish()
+                yield from self._breathe(session)
+                return reply
+
+    def _take(
+        self, pieces: Pieces, session: WeightSession, ready_in_place: Callable[[], Iterator[Progress]]
+    ) -> Work[None]:
+        """Write pieces as they come. Where there is no copy, what runs is waited for first."""
+        num_before = session.num_tensors
+
+        def write(incoming: IncomingWeights) -> Work[None]:
+            yield from session.make_room(incoming)
+            if not session.is_staged and session.num_tensors == num_before:
+                yield from ready_in_place()
+            yield from session.write(incoming)
+
+        try:
+            yield from pieces.take(write)
+        except RequestRejected as refusal:
+            if session.is_staged or session.num_tensors == num_before:
+                raise
+            # A refusal would say that nothing was written.
+            raise EngineError(f"the update broke off half-way: {refusal.message}") from refusal
+
+    def _stage(
+        self, session: WeightSession, request: WeightUpdateRequest, incoming: IncomingWeights
+    ) -> Operation:
+        """Take an update into the open session; nothing of it serves yet."""
+        before = session.counts
+        yield from session.write(incoming)
+        return self._staged(session, request, before)
+
+    def _staged(
+        self, session: WeightSession, request: WeightUpdateRequest, before: tuple[int, int, int]
+    ) -> AnyReply:
+        session.flush_cache |= request.flush_cache
+        session.version = version_of(request) or session.version
+        session.folder = folder_of(request) or session.folder
+        num_tensors, num_ignored, num_bytes = map(operator.sub, session.counts, before)
+        counts = (num_tensors, num_ignored, num_bytes)
+        return self._reply(session, f"Staged {num_tensors} tensors.", counts, is_committed=False)
+
+    def _begin(self, request: BeginWeightUpdateReqInput) -> Operation:
+        try:
+            with self._turn() as has_come:
+                while not has_come():
+                    yield Progress.WAITING
+                self._refuse_second_session()
+                deadline_id = next(self._session_ids)
+                self._session = WeightSession(
+                    self._weights, self._content, self._ranks, deadline_id, request.session_id
+                )
+        except DeadlinePassed:
+            raise RequestRejected(
+                "no session was opened: an earlier update was still waiting at the deadline", 409
+            ) from None
+        timeout_s = request.timeout_s if request.timeout_s is not None else self.timeout_s
+        self._set_deadline(deadline_id, timeout_s)
+        return WeightSessionReqOutput(changed=True, message="A weight update session is open.")
+
+    def _end(self, request: EndWeightUpdateReqInput) -> Operation:
+        with self._turn() as has_come:
+            while not has_come():
+                yield Progress.WAITING
+            self._require_resident()
+            session = self._require_session()
+            self._require_named(request, 409)
+            flush_cache = session.flush_cache if request.flush_cache is None else request.flush_cache
+            terms = CommitTerms(mode_of(request), flush_cache, version_of(request))
+            self._conditions.check(terms)
+            with self._conditions.draining(terms):
+                reply = yield from self._finish(session, terms)
+            self._session = None
+            self._why_closed = "it was ended already"
+            with closing(session):
+                yield from self._breathe(session)
+            return reply
+
+    def _finish(self, session: WeightSession, terms: CommitTerms) -> Operation:
+        """Make the session whole, wait for the boundary, and commit: weights, version and cache together."""
+        yield from session.complete()
+        yield Progress.WORKING  # Copies may have run beside a forward pass: here is the boundary.
+        yield from self._conditions.ready(terms)
+        mode = self._conditions.mode(terms)
+        yield from self._verdict()
+        version = terms.version if terms.version is not None else session.version
+        with session.stall.measure():
+            num_paused = self._requests.num_running
+            self._conditions.stop_requests(terms, mode)
+            session.commit()
+            if version is not None:
+                self._serve_version(version)
+            if session.folder is not None:
+                self.model_path, self.load_format = session.folder
+            if terms.flush_cache:
+                self._requests.flush_cache()
+        message = f"Updated {session.num_tensors} tensors."
+        if version is not None:
+            message += f" Weight version updated to {self.version}."
+        logger.info(
+            "weights updated: version=%s tensors=%d bytes=%d staged=%s stall_ms=%.1f",
+            self.version,
+            session.num_tensors,
+            session.num_bytes,
+            session.is_staged,
+            session.stall.longest_ms,
+        )
+        reply = self._reply(session, message, session.counts, is_committed=True)
+        return structs.replace(reply, num_paused_requests=num_paused)
+
+    def _verdict(self) -> Iterator[Progress]:
+        """Refuse nothing from here on. Where several replicas commit together, wait until all are ready."""
+        self._awaits_verdict = True
+        try:
+            yield Progress.PREPARED
+        except DeadlinePassed:
+            raise EngineError("it was ready, but was not told in time that all replicas were") from None
+        finally:
+            self._awaits_verdict = False
+
+    # ---------------------------------------------------------------------------------------- conditions
+
+    def _require_open_for(self, request: WeightUpdateRequest) -> None:
+        self._require_resident()
+        self._require_named(request)
+
+    def _require_resident(self) -> None:
+        if MemoryTag.WEIGHTS in self._memory.released:
+            raise RequestRejected("the weights are released: resume_memory_occupation(['weights']) first")
+
+    def _require_session(self) -> WeightSession:
+        if self._session is None:
+            raise RequestRejected(
+                f"no weight update session is open ({self._why_closed}): begin_weight_update first", 409
+            )
+        return self._session
+
+    def _require_named(
+        self, request: WeightUpdateRequest | EndWeightUpdateReqInput, status: int = 400
+    ) -> None:
+        """Refuse what is for another session than the open one: alone it would be served by itself."""
+        if request.session_id is None:
+            return
+        if self._session is None or self._session.session_id != request.session_id:
+            why = self._why_closed if self._session is None else "another session is open"
+            raise RequestRejected(f"the session {request.session_id[:200]!r} is not open ({why})", status)
+
+    def _refuse_second_session(self) -> None:
+        if self._session is not None:
+            raise RequestRejected(
+                "a weight update session is open: end_weight_update or abort_weight_update first", 409
+            )
+
+    def _breathe(self, session: WeightSession) -> Iterator[Progress]:
+        """Let forward passes in between the commit and giving the copy's memory back, piece by piece.
+
+        Where none is waited for it goes in one piece: requests that were retracted have prompts to compute
+        first, and the reply would wait for a long step after each. What is committed stays so: no deadline,
+        cancellation or failure changes the reply any more.
+        """
+        if not isinstance(self._generation.state, Paused) and self._requests.num_running > 0:
+            with suppress(DeadlinePassed, RequestRejected, EngineError):
+                yield Progress.WORKING
+                yield from session.give_back()
+
+    @contextmanager
+    def _turn(self) -> Iterator[Callable[[], bool]]:
+        """A place in the line of updates; the callable tells whether it has come to the front."""
+        place = object()
+        self._turns.append(place)
+        try:
+            yield lambda: self._turns[0] is place
+        finally:
+            self._turns.remove(place)
+
+    # -------------------------------------------------------------------------------------------- effects
+
+    def _serve_version(self, version: str) -> None:
+        self.version = version
+        self._requests.serve_version(version)
+
+    def _abort_session(self, why: str) -> None:
+        session = self._session
+        if session is None:
+            return
+        self._session = None
+        self._why_closed = why
+        for kind in (WeightUpdateRequest, EndWeightUpdateReqInput):
+            self._operations.cancel(kind, RequestRejected(f"the weight update session was discarded: {why}"))
+        session.close()
+
+    def _end_for_release(self) -> None:
+        why = "the weights were released in between"
+        self._abort_session(why)
+        self._operations.cancel(
+            WeightUpdateRequest, RequestRejected(f"{why}: resume them, then update again")
+        )
+
+    def _reply(
+        self, session: WeightSession, message: str, counts: tuple[int, int, int], *, is_committed: bool
+    ) -> UpdateWeightsReqOutput:
+        num_tensors, num_ignored, num_bytes = counts
+        content = self._content.report()
+        return UpdateWeightsReqOutput(
+            weight_version=self.version,
+            committed=is_committed,
+            staged=session.is_staged,
+            num_tensors=num_tensors,
+            num_ignored=num_ignored,
+            num_bytes=num_bytes,
+            stall_ms=session.stall.longest_ms,
+            num_paused_requests=0,
+            content=content.content,
+            num_missing=content.num_missing,
+            message=message,
+        )

@@ -1,0 +1,185 @@
+"""Puts a scheduler together from its parts: the real ones in a process, or any that tests bring along."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ebbtide.srt.config import EngineConfig, ScheduleConfig
+from ebbtide.srt.managers.control.control_plane import ControlPlane
+from ebbtide.srt.managers.control.flush import CacheFlush
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, WeightContent
+from ebbtide.srt.managers.control.operations import Operations
+from ebbtide.srt.managers.control.pause import Generation, Paused
+from ebbtide.srt.managers.control.ports import TagMemory, Weights
+from ebbtide.srt.managers.control.weights.checks import WeightChecks
+from ebbtide.srt.managers.control.weights.update import WeightUpdates
+from ebbtide.srt.managers.io_struct import RankReport, StateReport
+from ebbtide.srt.managers.scheduler import Scheduler
+from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, OutputEnd
+from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports
+from ebbtide.srt.managers.scheduling.lockstep import RankInbox
+from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
+from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+from ebbtide.srt.managers.text.tokenizer import Tokenizer
+from ebbtide.srt.mem_cache.page_allocator import PageAllocator
+from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.mem_cache.prefix_cache import NoPrefixCache
+from ebbtide.srt.mem_cache.radix_cache import RadixCache
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.model_executor.batch_plan import Runner
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The slices of the configuration that a scheduler needs."""
+
+    schedule: ScheduleConfig
+    page_size: int
+    enable_prefix_cache: bool
+    cache_by_version: bool
+    has_memory_saver: bool
+    weight_version: str
+    model_path: str
+    load_format: str
+    update_timeout_s: float
+    eos_token_ids: frozenset[int]
+
+    @staticmethod
+    def of(config: EngineConfig) -> SchedulerConfig:
+        return SchedulerConfig(
+            schedule=config.schedule,
+            page_size=config.cache.page_size,
+            enable_prefix_cache=config.cache.enable_prefix_cache,
+            cache_by_version=config.cache.prefix_cache_scope == "version",
+            has_memory_saver=config.memory.backend != "none",
+            weight_version=config.model.weight_version,
+            model_path=config.model.path,
+            load_format=config.model.load_format,
+            update_timeout_s=config.update.timeout_s,
+            eos_token_ids=config.model.eos_token_ids,
+        )
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """What one rank brings along.
+
+    Attributes:
+        num_pages: size of the KV pool.
+        table: the page table that the runner reads.
+        memories: the memory behind every tag.
+        free_bytes: device memory that is free right now.
+        uuid: of the device; None for the CPU.
+        tokenizer: None when the engine deals in token ids only.
+    """
+
+    runner: Runner
+    num_pages: int
+    table: PageTable
+    memories: Mapping[MemoryTag, TagMemory]
+    weights: Weights
+    free_bytes: Callable[[], int]
+    device: str
+    uuid: str | None
+    tokenizer: Tokenizer | None
+
+
+def assemble_scheduler(
+    config: SchedulerConfig, parts: RankParts, inbox: RankInbox, outputs: OutputEnd
+) -> Scheduler:
+    """Wire the policy, the control plane and the loop of one rank."""
+    allocator = PageAllocator(parts.num_pages)
+    cache_type = RadixCache if config.enable_prefix_cache else NoPrefixCache
+    policy = SchedulePolicy(
+        config.schedule,
+        allocator,
+        cache_type(allocator, config.page_size),
+        parts.table,
+        config.page_size,
+        cache_by_version=config.cache_by_version,
+    )
+    processor = OutputProcessor(policy)
+    requests = LiveRequests(policy, processor, outputs)
+    control = _control_plane(config, parts, requests, inbox, processor.meter)
+    eos_token_ids = config.eos_token_ids
+    if parts.tokenizer is not None:
+        eos_token_ids |= parts.tokenizer.eos_token_ids
+    return Scheduler(
+        inbox,
+        outputs,
+        policy,
+        processor,
+        requests,
+        parts.runner,
+        control,
+        lambda: _report(control, parts, inbox),
+        tokenizer=parts.tokenizer,
+        eos_token_ids=eos_token_ids,
+        overlap=config.schedule.overlap,
+    )
+
+
+def _control_plane(
+    config: SchedulerConfig, parts: RankParts, requests: LiveRequests, inbox: RankInbox, meter: LoadMeter
+) -> ControlPlane:
+    operations = Operations(inbox.reply)
+    generation = Generation(requests, operations)
+    memory = MemoryOccupation(
+        parts.memories,
+        WeightContent(parts.weights.names),
+        requests,
+        parts.free_bytes,
+        inbox.ranks,
+        is_enabled=config.has_memory_saver,
+    )
+    updates = WeightUpdates(
+        parts.weights,
+        memory,
+        generation,
+        requests,
+        operations,
+        inbox.ranks,
+        inbox.set_deadline,
+        inbox.wake,
+        version=config.weight_version,
+        model_path=config.model_path,
+        load_format=config.load_format,
+        timeout_s=config.update_timeout_s,
+    )
+    checks = WeightChecks(parts.weights.parameters, memory, inbox.ranks, lambda: updates.is_under_way)
+    loads = LoadReports(meter, inbox.dp_rank, lambda: isinstance(generation.state, Paused))
+    return ControlPlane(
+        generation,
+        memory,
+        updates,
+        operations,
+        inbox.ranks,
+        [CacheFlush(requests).handlers, checks.handlers, loads.handlers],
+        inbox.reply,
+        inbox.set_deadline,
+    )
+
+
+def _report(control: ControlPlane, parts: RankParts, inbox: RankInbox) -> StateReport:
+    rank = RankReport(
+        dp_rank=inbox.dp_rank,
+        tp_rank=inbox.tp_rank,
+        pid=os.getpid(),
+        device=parts.device,
+        uuid=parts.uuid,
+        tags=control.memory.report(),
+    )
+    return StateReport(
+        dp_rank=inbox.dp_rank,
+        paused=control.paused,
+        can_run=control.can_run,
+        reason=control.reason,
+        ranks=[rank],
+        weight_version=control.updates.version,
+        model_path=control.updates.model_path,
+        load_format=control.updates.load_format,
+        session=control.updates.report(),
+        weight_groups=parts.weights.group_names,
+    )

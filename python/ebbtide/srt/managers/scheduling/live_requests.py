@@ -1,0 +1,66 @@
+"""The live generation requests as the control plane handles them: all at once, or by id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason
+from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
+from ebbtide.srt.managers.scheduling.request import Req
+from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+
+
+class OutputEnd(Protocol):
+    """Where outputs go: the detokenizer, or the API process itself where there is no tokenizer."""
+
+    def send(self, message: DetokenizerInput) -> None: ...
+
+
+class LiveRequests:
+    """Implements `control.ports.Requests` over the policy; aborted requests get their last output."""
+
+    def __init__(self, policy: SchedulePolicy, processor: OutputProcessor, outputs: OutputEnd) -> None:
+        self._policy = policy
+        self._processor = processor
+        self._outputs = outputs
+
+    @property
+    def holds_admission(self) -> bool:
+        return self._policy.holds_admission
+
+    @holds_admission.setter
+    def holds_admission(self, value: bool) -> None:
+        self._policy.holds_admission = value
+
+    @property
+    def num_running(self) -> int:
+        return len(self._policy.running)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._policy.waiting)
+
+    def retract_all(self) -> int:
+        return self._policy.retract_all()
+
+    def abort_all(self, message: str) -> int:
+        return self._send_aborted(self._policy.finish_all(), message)
+
+    def abort(self, rids: Iterable[str], message: str) -> int:
+        found = [req for rid in dict.fromkeys(rids) if (req := self._policy.find(rid)) is not None]
+        for req in found:
+            self._policy.finish(req)
+        return self._send_aborted(found, message)
+
+    def flush_cache(self) -> int:
+        return self._policy.flush_cache()
+
+    def serve_version(self, version: str) -> None:
+        self._policy.weight_version = version
+
+    def _send_aborted(self, requests: list[Req], message: str) -> int:
+        output = self._processor.abort(requests, FinishReason("abort", message=message))
+        if output is not None:
+            self._outputs.send(output)
+        return len(requests)

@@ -1,0 +1,94 @@
+"""How much a replica has to do, and how fast it goes. Source: wire_api section 3.4, `/v1/loads`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from ebbtide.srt.managers.control.ports import HandlerTable
+from ebbtide.srt.managers.io_struct import GetLoadReqInput, GetLoadReqOutput, Load
+from ebbtide.srt.managers.scheduling.request import Req
+from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+
+# Tokens per second are those of the last stretch of this length in which steps ran.
+STRETCH_S = 1.0
+
+
+class LoadMeter:
+    """Counts what comes out of the steps; the rest is the policy's.
+
+    It reads a clock, and nothing that it says decides anything: ranks may differ in it.
+    """
+
+    def __init__(self, policy: SchedulePolicy) -> None:
+        self._policy = policy
+        self._stretch_start_s = self._last_step_s = -math.inf
+        self._num_tokens = 0
+        self._throughput = 0.0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+
+    def note_step(self, num_sampled: int) -> None:
+        """A step has sampled so many tokens."""
+        now = time.monotonic()
+        previous_s, self._last_step_s = self._last_step_s, now
+        if now - previous_s > STRETCH_S:
+            # A new stretch. How long its first step took is not known.
+            self._end_stretch(previous_s)
+            self._stretch_start_s = now
+            return
+        self._num_tokens += num_sampled
+        if now - self._stretch_start_s >= STRETCH_S:
+            self._end_stretch(now)
+
+    def note_started(self, req: Req) -> None:
+        """A request has its first output. One that never ran has no part in the hit rate."""
+        if req.cached_tokens is not None:
+            self._prompt_tokens += len(req.spec.prompt_ids)
+            self._cached_tokens += req.cached_tokens
+
+    def load(self, dp_rank: int, *, is_paused: bool) -> Load:
+        """The load as it stands."""
+        policy = self._policy
+        is_idle = time.monotonic() - self._last_step_s > STRETCH_S
+        if is_idle:
+            self._end_stretch(self._last_step_s)
+        num_running = len(policy.running)
+        num_free = policy.allocator.num_free + policy.cache.num_evictable_pages
+        num_used_tokens = (policy.allocator.num_pages - num_free) * policy.page_size
+        return Load(
+            dp_rank=dp_rank,
+            num_running_reqs=0 if is_paused else num_running,
+            num_paused_reqs=num_running if is_paused else 0,
+            num_waiting_reqs=len(policy.waiting),
+            num_used_tokens=num_used_tokens,
+            num_total_tokens=num_used_tokens + sum(req.num_tokens for req in policy.waiting),
+            max_total_num_tokens=policy.allocator.num_pages * policy.page_size,
+            max_running_requests=policy.config.max_running_requests,
+            gen_throughput=0.0 if is_idle else self._throughput,
+            last_gen_throughput=self._throughput,
+            cache_hit_rate=self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
+        )
+
+    def _end_stretch(self, now: float) -> None:
+        if self._num_tokens and now > self._stretch_start_s:
+            self._throughput = self._num_tokens / (now - self._stretch_start_s)
+        self._stretch_start_s, self._num_tokens = now, 0
+
+
+class LoadReports:
+    """Answers `GetLoadReqInput`.
+
+    Args:
+        is_paused: whether generation is; running requests then count as paused.
+    """
+
+    def __init__(self, meter: LoadMeter, dp_rank: int, is_paused: Callable[[], bool]) -> None:
+        self._meter = meter
+        self._dp_rank = dp_rank
+        self._is_paused = is_paused
+        self.handlers: HandlerTable = {GetLoadReqInput: self.report}
+
+    def report(self, request: GetLoadReqInput) -> GetLoadReqOutput:
+        return GetLoadReqOutput(loads=[self._meter.load(self._dp_rank, is_paused=self._is_paused())])

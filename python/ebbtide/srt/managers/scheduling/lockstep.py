@@ -1,0 +1,457 @@
+"""The scheduler's inbox: messages in, replies and state out, deadlines turned into messages.
+
+Where a replica has several ranks, they turn in lockstep by messages alone. The leader (rank 0) hears from the
+API process and hands every follower the messages of each of its turns, as one `Tick`. Nobody waits in a
+collective for what somebody else may never do. Source: architecture, "Processes and messages".
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from ebbtide.srt.managers.control.phases import ManyRanks, OneRank
+from ebbtide.srt.managers.control.ports import Ranks
+from ebbtide.srt.managers.io_struct import (
+    AnyControlRequest,
+    AnyReply,
+    ControlCall,
+    ControlReply,
+    Expire,
+    ManagerInput,
+    Prepared,
+    RankReport,
+    Refusal,
+    SchedulerInput,
+    StateReport,
+    UpdateWeightsFromTensorReqInput,
+)
+from ebbtide.srt.managers.wire.rank_messages import (
+    Decision,
+    RankMessage,
+    RankReply,
+    RankUpdate,
+    RankVote,
+    Tick,
+    TurnInput,
+    dealt,
+)
+from ebbtide.srt.managers.wire.reply_merging import merge_ranks, merge_refusals
+
+# How much longer than a request itself its answer may take to come from all ranks.
+ANSWER_GRACE_S: Final = 2.0
+# How often the leader has all ranks try what it proposes of its own accord.
+PROPOSAL_INTERVAL_S: Final = 0.25
+PROPOSAL: Final = "proposal-"
+
+
+class Demand(enum.Enum):
+    """What a loop would do if no message came."""
+
+    TURN = enum.auto()  # another turn, all ranks together
+    WORK = enum.auto()  # this rank's own part of a phase
+    NOTHING = enum.auto()
+
+
+class InputEnd(Protocol):
+    def receive(self, timeout_s: float | None) -> Sequence[SchedulerInput]: ...
+
+
+class LeaderInputEnd(Protocol):
+    def receive(self, timeout_s: float | None) -> Sequence[SchedulerInput | RankMessage]: ...
+
+
+class TickInputEnd(Protocol):
+    def receive(self, timeout_s: float | None) -> Sequence[Tick]: ...
+
+
+class ManagerEnd(Protocol):
+    def send(self, message: ManagerInput) -> None: ...
+
+
+class TickEnd(Protocol):
+    def send(self, message: Tick) -> None: ...
+
+
+class LeaderEnd(Protocol):
+    def send(self, message: RankMessage) -> None: ...
+
+
+class RankInbox(Protocol):
+    """What one rank's loop reads from and answers to.
+
+    Deadlines live here and not in the control plane: time reaches the state machines as an `Expire` message,
+    so that they stay free of clocks.
+
+    Attributes:
+        tp_rank, dp_rank: whose inbox it is.
+        ranks: this rank among the others of its replica.
+    """
+
+    tp_rank: int
+    dp_rank: int
+    ranks: Ranks
+
+    def receive(self, demand: Demand) -> Sequence[TurnInput] | None:
+        """The messages of the next turn; None for no turn: do what this rank has to do on its own.
+
+        Sleeps until there is something, a deadline included, unless the loop has something to do.
+        """
+        ...
+
+    def reply(self, call_id: str, reply: AnyReply) -> None:
+        """Answer a control request, with the next `answer`."""
+        ...
+
+    def answer(self, report: StateReport) -> None:
+        """Send the state, if it has changed, and behind it the replies: who has a reply finds it agrees."""
+        ...
+
+    def set_deadline(self, call_id: str, timeout_s: float) -> None:
+        """Have an `Expire` of this id come when the time has passed."""
+        ...
+
+    def wake(self, waits_s: Iterator[float]) -> None:
+        """End a sleep of this loop after the next of these seconds, unless something ends it sooner."""
+        ...
+
+
+class Alarms:
+    """Points in time, each with what it is for."""
+
+    def __init__(self) -> None:
+        self._at: list[tuple[float, str]] = []
+
+    def set(self, what: str, after_s: float) -> None:
+        heapq.heappush(self._at, (time.monotonic() + after_s, what))
+
+    def is_set(self, what: str) -> bool:
+        """Whether there is one for this that has not come."""
+        return any(other == what for _, other in self._at)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the next one, at least 0; None if there is none."""
+        return max(0.0, self._at[0][0] - time.monotonic()) if self._at else None
+
+    def take_due(self) -> list[str]:
+        """Those that have come, each once."""
+        due: list[str] = []
+        now = time.monotonic() if self._at else 0.0
+        while self._at and self._at[0][0] <= now:
+            due.append(heapq.heappop(self._at)[1])
+        return due
+
+
+class _Timer:
+    """When to end a sleep for what sends the loop no message."""
+
+    def __init__(self) -> None:
+        self._alarms = Alarms()
+
+    def wake(self, waits_s: Iterator[float]) -> None:
+        if self._alarms.left_s is None:
+            self._alarms.set("look", next(waits_s))
+
+    def wait_s(self, demand: Demand, *others: Alarms) -> float | None:
+        """How long to sleep at most; None: until there is a message."""
+        if demand is not Demand.NOTHING:
+            return 0.0
+        left = [alarms.left_s for alarms in (self._alarms, *others)]
+        return min((left_s for left_s in left if left_s is not None), default=None)
+
+    def note_awake(self) -> None:
+        self._alarms.take_due()
+
+
+class Inbox:
+    """The inbox of a replica's only rank."""
+
+    tp_rank = 0
+
+    def __init__(self, messages: InputEnd, manager: ManagerEnd, dp_rank: int = 0) -> None:
+        self.dp_rank = dp_rank
+        self.ranks: Ranks = OneRank()
+        self._messages = messages
+        self._manager = manager
+        self._timer = _Timer()
+        self._deadlines = Alarms()
+        self._replies: list[ControlReply] = []
+        self._reported: StateReport | None = None
+
+    def receive(self, demand: Demand) -> list[TurnInput]:
+        messages: list[TurnInput] = []
+        messages += self._messages.receive(self._timer.wait_s(demand, self._deadlines))
+        self._timer.note_awake()
+        messages += [Expire(id=call_id) for call_id in self._deadlines.take_due()]
+        return messages
+
+    def reply(self, call_id: str, reply: AnyReply) -> None:
+        self._replies.append(ControlReply(dp_rank=self.dp_rank, id=call_id, reply=reply))
+
+    def answer(self, report: StateReport) -> None:
+        if report != self._reported:
+            self._reported = report
+            self._manager.send(report)
+        for reply in self._replies:
+            self._manager.send(reply)
+        self._replies.clear()
+
+    def set_deadline(self, call_id: str, timeout_s: float) -> None:
+        self._deadlines.set(call_id, timeout_s)
+
+    def wake(self, waits_s: Iterator[float]) -> None:
+        self._timer.wake(waits_s)
+
+
+class _Tally:
+    """The votes on the phases that the leader has come to, and on those that a follower came to first."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._num_opened = 0
+        self._open: set[int] = set()
+        self._votes: dict[int, dict[int, RankVote]] = {}
+        self._decisions: list[Decision] = []
+
+    def open(self, phase: int) -> None:
+        self._num_opened = phase + 1
+        self._open.add(phase)
+        self._decide(phase)
+
+    def cast(self, phase: int, failure: Refusal | None, fact: Any, *, ends: bool) -> None:
+        """The leader's own vote."""
+        self.count(RankVote(tp_rank=0, phase=phase, failure=failure, fact=fact, ends=ends))
+
+    def close(self, phase: int) -> None:
+        self._open.discard(phase)
+        self._votes.pop(phase, None)
+
+    def count(self, vote: RankVote) -> None:
+        if vote.phase < self._num_opened and vote.phase not in self._open:
+            return  # It has ended without this vote.
+        self._votes.setdefault(vote.phase, {})[vote.tp_rank] = vote
+        if vote.phase in self._open:
+            self._decide(vote.phase)
+
+    @property
+    def has_decided(self) -> bool:
+        return bool(self._decisions)
+
+    def take(self) -> list[Decision]:
+        decisions, self._decisions = self._decisions, []
+        return decisions
+
+    def _decide(self, phase: int) -> None:
+        votes = self._votes.get(phase, {})
+        if len(votes) < self._num_ranks and not any(vote.ends for vote in votes.values()):
+            return
+        failures = {rank: vote.failure for rank, vote in sorted(votes.items()) if vote.failure is not None}
+        if failures:
+            decision = Decision(phase=phase, failure=merge_refusals(failures, self._num_ranks))
+        else:
+            decision = Decision(phase=phase, facts=[votes[rank].fact for rank in range(self._num_ranks)])
+        self._decisions.append(decision)
+        self.close(phase)
+
+
+class LeaderInbox:
+    """The inbox of rank 0 of several: it speaks for all of them.
+
+    Args:
+        messages: from the API process and from the followers.
+        ticks: to the followers, by tp_rank from 1 on.
+    """
+
+    tp_rank = 0
+
+    def __init__(
+        self, messages: LeaderInputEnd, manager: ManagerEnd, ticks: Sequence[TickEnd], dp_rank: int = 0
+    ) -> None:
+        self.dp_rank = dp_rank
+        self._messages = messages
+        self._manager = manager
+        self._ticks = ticks
+        self._num_ranks = len(ticks) + 1
+        self._tally = _Tally(self._num_ranks)
+        self.ranks: Ranks = ManyRanks(self._tally, self._propose)
+        self._timer = _Timer()
+        self._deadlines = Alarms()
+        self._answer_limits = Alarms()
+        self._replies: dict[str, dict[int, AnyReply]] = {}
+        self._followers: dict[int, RankReport] = {}
+        self._report: StateReport | None = None
+        self._reported: StateReport | None = None
+        self._num_proposals = 0
+        self._proposed: list[ControlCall] = []
+        self._next_proposal_at = 0.0
+
+    def receive(self, demand: Demand) -> list[TurnInput] | None:
+        wait_s = self._timer.wait_s(demand, self._deadlines, self._answer_limits)
+        turn: list[TurnInput] = [*self._proposed]
+        self._proposed = []
+        for message in self._messages.receive(0.0 if turn or self._tally.has_decided else wait_s):
+            match message:
+                case RankVote():
+                    self._tally.count(message)
+                case RankReply():
+                    self._collect(message.id, message.tp_rank, message.reply)
+                case RankUpdate():
+                    self._followers[message.report.tp_rank] = message.report
+                case _:
+                    turn.append(message)
+        self._timer.note_awake()
+        turn += [Expire(id=call_id) for call_id in self._deadlines.take_due()]
+        turn += self._tally.take()
+        self._replies |= {message.id: {} for message in turn if isinstance(message, ControlCall)}
+        self._send_answers()
+        if not turn and demand is not Demand.TURN:
+            return None
+        for tp_rank, end in enumerate(self._ticks, start=1):
+            end.send(Tick(messages=[self._share(message, tp_rank) for message in turn]))
+        return turn
+
+    def reply(self, call_id: str, reply: AnyReply) -> None:
+        self._collect(call_id, self.tp_rank, reply)
+
+    def answer(self, report: StateReport) -> None:
+        self._report = report
+        self._send_answers()
+
+    def set_deadline(self, call_id: str, timeout_s: float) -> None:
+        self._deadlines.set(call_id, timeout_s)
+        self._answer_limits.set(call_id, timeout_s + ANSWER_GRACE_S)
+
+    def wake(self, waits_s: Iterator[float]) -> None:
+        self._timer.wake(waits_s)
+
+    def _share(self, message: TurnInput, tp_rank: int) -> TurnInput:
+        """What a follower needs of a message: of a payload with an entry for each rank, its own."""
+        if not isinstance(message, ControlCall):
+            return message
+        request = message.request
+        if not isinstance(request, UpdateWeightsFromTensorReqInput):
+            return message
+        num_entries = len(request.serialized_named_tensors)
+        if num_entries % self._num_ranks:
+            return message  # One for all; or a number that every rank refuses.
+        first = 0 if num_entries == self._num_ranks else self.dp_rank * self._num_ranks
+        return msgspec.structs.replace(message, request=dealt(request, (first + tp_rank,)))
+
+    def _propose(self, request: AnyControlRequest) -> None:
+        now = time.monotonic()
+        if now >= self._next_proposal_at:
+            self._next_proposal_at = now + PROPOSAL_INTERVAL_S
+            self._num_proposals += 1
+            self._proposed.append(ControlCall(id=f"{PROPOSAL}{self._num_proposals}", request=request))
+
+    def _collect(self, call_id: str, tp_rank: int, reply: AnyReply) -> None:
+        if isinstance(reply, Prepared):
+            self._send(call_id, reply)
+        # Unknown is one that was answered at its limit already.
+        elif call_id in self._replies:
+            self._replies[call_id][tp_rank] = reply
+
+    def _send_answers(self) -> None:
+        """Send the state, once every rank has told its own, and what all ranks have replied to."""
+        if self._report is None or len(self._followers) < self._num_ranks - 1:
+            return
+        followers = [self._followers[rank] for rank in range(1, self._num_ranks)]
+        report = msgspec.structs.replace(self._report, ranks=[*self._report.ranks, *followers])
+        if report != self._reported:
+            self._reported = report
+            self._manager.send(report)
+        whole = [call_id for call_id, replies in self._replies.items() if len(replies) == self._num_ranks]
+        for call_id in whole:
+            replies = self._replies.pop(call_id)
+            self._send(call_id, merge_ranks([replies[rank] for rank in range(self._num_ranks)]))
+        for call_id in self._answer_limits.take_due():
+            if call_id in self._replies and not self._answer_limits.is_set(call_id):
+                self._send(call_id, self._unanswered(self._replies.pop(call_id)))
+
+    def _send(self, call_id: str, reply: AnyReply) -> None:
+        if not call_id.startswith(PROPOSAL):
+            self._manager.send(ControlReply(dp_rank=self.dp_rank, id=call_id, reply=reply))
+
+    def _unanswered(self, replies: dict[int, AnyReply]) -> Refusal:
+        missing = ", ".join(f"rank {rank}" for rank in range(self._num_ranks) if rank not in replies)
+        return Refusal(
+            status=500,
+            message=f"{missing}: no answer within {ANSWER_GRACE_S:g} s of the request's deadline; what has "
+            "been done of it there will show when the rank turns again",
+        )
+
+
+class _Ballot:
+    """A follower's votes, on their way to the leader."""
+
+    def __init__(self, leader: LeaderEnd, tp_rank: int) -> None:
+        self._leader = leader
+        self._tp_rank = tp_rank
+
+    def open(self, phase: int) -> None:
+        """The leader opens it for itself."""
+
+    def cast(self, phase: int, failure: Refusal | None, fact: Any, *, ends: bool) -> None:
+        vote = RankVote(tp_rank=self._tp_rank, phase=phase, failure=failure, fact=fact, ends=ends)
+        self._leader.send(vote)
+
+    def close(self, phase: int) -> None:
+        """The leader closes it for itself."""
+
+
+class FollowerInbox:
+    """The inbox of every other rank: it hears from the leader alone, and answers to nobody else."""
+
+    def __init__(self, ticks: TickInputEnd, leader: LeaderEnd, tp_rank: int, dp_rank: int = 0) -> None:
+        self.tp_rank = tp_rank
+        self.dp_rank = dp_rank
+        # The leader makes its proposals in the same turn.
+        self.ranks: Ranks = ManyRanks(_Ballot(leader, tp_rank), propose=lambda request: None)
+        self._messages = ticks
+        self._leader = leader
+        self._timer = _Timer()
+        self._ticks: deque[Tick] = deque()
+        self._replies: list[RankReply] = []
+        self._reported: RankReport | None = None
+
+    def receive(self, demand: Demand) -> list[TurnInput] | None:
+        if not self._ticks:
+            # The leader is about to turn too: its tick is on the way.
+            wait_s = None if demand is Demand.TURN else self._timer.wait_s(demand)
+            self._ticks.extend(self._messages.receive(wait_s))
+            self._timer.note_awake()
+        return self._ticks.popleft().messages if self._ticks else None
+
+    def reply(self, call_id: str, reply: AnyReply) -> None:
+        # It is the same on all ranks, in the same turn: there the leader says so.
+        if not isinstance(reply, Prepared):
+            self._replies.append(RankReply(tp_rank=self.tp_rank, id=call_id, reply=reply))
+
+    def answer(self, report: StateReport) -> None:
+        own = report.ranks[0]
+        if own != self._reported:
+            self._reported = own
+            self._leader.send(RankUpdate(report=own))
+        for reply in self._replies:
+            self._leader.send(reply)
+        self._replies.clear()
+
+    def set_deadline(self, call_id: str, timeout_s: float) -> None:
+        """The leader keeps the time."""
+
+    def wake(self, waits_s: Iterator[float]) -> None:
+        self._timer.wake(waits_s)
+
+
+class NoOutputs:
+    """Where followers send what they generate: the leader sends the same."""
+
+    def send(self, message: object) -> None:
+        """Nobody needs it twice."""

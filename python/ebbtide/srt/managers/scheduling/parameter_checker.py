@@ -1,0 +1,175 @@
+"""Checksums and copies of the parameters of a rank, made where they are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterator, Sequence
+from typing import Final
+
+import psutil
+import torch
+from torch import Tensor
+
+from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.device.base import Device
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.io_struct import RankChecksums
+from ebbtide.srt.managers.wire.rank_reports import Parallelism
+from ebbtide.srt.model_executor.weight_store import WeightStore
+
+# What is read at once: intermediate results take twice as much beside it.
+PIECE_BYTES: Final = 16 << 20
+
+WORD_BYTES: Final = 8
+# Odd numbers with bits all over.
+PLACE_FACTOR: Final = 0x1E3779B97F4A7C15
+MIXING_FACTORS: Final = (0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
+LOW_32_BITS: Final = (1 << 32) - 1
+
+
+class ParameterChecker:
+    """Reads all parameters of a weight store piece by piece, on their device.
+
+    The generators yield the bytes of each piece just read. Parameters with any of `skipped` in their names
+    are left out.
+
+    Args:
+        device: where the parameters are.
+        parallel: which rank of how many this is.
+    """
+
+    def __init__(self, store: WeightStore, device: Device, parallel: ParallelConfig) -> None:
+        self._store = store
+        self._device = device
+        self._parallel = parallel
+
+    @property
+    def generation(self) -> int:
+        """Another number whenever something has been written to the parameters."""
+        return self._store.generation
+
+    def checksums(self, skipped: Sequence[str]) -> Generator[int, None, RankChecksums]:
+        """64 bits for each parameter, of its bytes and their places; the same on every kind of device."""
+        checksums: dict[str, str] = {}
+        for name, parameter in self._chosen(skipped):
+            total = first_word = 0
+            for piece in _pieces(parameter):
+                words = _words(piece)
+                total += _sum_of_mixed(words, first_word)
+                first_word += len(words)
+                yield len(piece)
+            checksums[name] = f"{total % 2**64:016x}"
+        listed = "".join(f"{name}={checksums[name]};" for name in sorted(checksums))
+        return RankChecksums(
+            checksums=checksums,
+            per_gpu_checksum=hashlib.sha256(listed.encode()).hexdigest(),
+            parallelism_info=[self._place()],
+        )
+
+    def snapshot(self) -> Generator[int, None, ParameterSnapshot]:
+        """A copy of all of them in host memory.
+
+        Raises:
+            RequestRejected: 409, there is too little of that.
+        """
+        needed_bytes = sum(parameter.nbytes for _, parameter in self._store.parameters())
+        free_bytes = psutil.virtual_memory().available
+        if needed_bytes > free_bytes:
+            raise RequestRejected(
+                f"a snapshot takes {needed_bytes} bytes of host memory, {free_bytes} are free",
+                409,
+                needed_bytes=needed_bytes,
+                free_bytes=free_bytes,
+            )
+        copies: dict[str, list[Tensor]] = {}
+        for name, parameter in self._store.parameters():
+            copies[name] = []
+            for piece in _pieces(parameter):
+                copies[name].append(piece.to("cpu", copy=True))
+                yield len(piece)
+        return ParameterSnapshot(self._store, copies)
+
+    def sources(self, skipped: Sequence[str]) -> frozenset[str]:
+        """The checkpoint names of the parameters."""
+        covered = [self._store.covered(name, direct=True) for name, _ in self._chosen(skipped)]
+        return frozenset[str]().union(*covered)
+
+    def fill(self, skipped: Sequence[str]) -> None:
+        """Write random bytes to the parameters. They are there when it returns."""
+        self._store.generation += 1
+        for _, parameter in self._chosen(skipped):
+            for piece in _pieces(parameter):
+                piece.random_(0, 256)
+        self._device.synchronize()
+
+    def _chosen(self, skipped: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        return _without(skipped, self._store)
+
+    def _place(self) -> Parallelism:
+        parallel = self._parallel
+        return Parallelism(
+            tp_rank=parallel.tp_rank,
+            tp_size=parallel.tp_size,
+            dp_rank=parallel.dp_rank,
+            dp_size=parallel.dp_size,
+            rank=parallel.rank,
+            size=parallel.num_ranks,
+        )
+
+
+class ParameterSnapshot:
+    """What the parameters of a store once were."""
+
+    def __init__(self, store: WeightStore, copies: dict[str, list[Tensor]]) -> None:
+        self._store = store
+        self._copies = copies
+
+    def differences(self, skipped: Sequence[str]) -> Generator[int, None, list[dict[str, str]]]:
+        """The parameters that are not bit for bit as they were, as `{"name", "reason"}`."""
+        found: list[dict[str, str]] = []
+        for name, parameter in _without(skipped, self._store):
+            num_different = 0
+            for piece, copy in zip(_pieces(parameter), self._copies[name], strict=True):
+                num_different += int((piece != copy.to(piece.device)).sum())
+                yield len(piece)
+            if num_different:
+                reason = f"{num_different} of {parameter.nbytes} bytes are not those of the snapshot"
+                found.append({"name": name, "reason": reason})
+        return found
+
+
+def _without(skipped: Sequence[str], store: WeightStore) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in store.parameters():
+        if not any(part in name for part in skipped):
+            yield name, parameter
+
+
+def _pieces(parameter: Tensor) -> Iterator[Tensor]:
+    """Views of its bytes, in order."""
+    return iter(torch.split(parameter.detach().reshape(-1).view(torch.uint8), PIECE_BYTES))
+
+
+def _words(piece: Tensor) -> Tensor:
+    """The bytes in words; the last one filled up with zeros."""
+    num_odd = len(piece) % WORD_BYTES
+    if num_odd:
+        piece = torch.nn.functional.pad(piece, (0, WORD_BYTES - num_odd))
+    return piece.view(torch.int64)
+
+
+def _sum_of_mixed(words: Tensor, first: int) -> int:
+    """The sum of numbers that each depend on every bit of a word and of its place, modulo 2^64.
+
+    Integers wrap around alike on every device, in whatever order they are added. Source: the multiply and
+    shift steps of SplitMix64 (Steele, Lea, Flood, 2014).
+    """
+    mixed = torch.arange(first, first + len(words), device=words.device)
+    mixed *= PLACE_FACTOR
+    mixed ^= words
+    for factor in MIXING_FACTORS:
+        mixed *= factor
+        # The shift of signed words brings ones along.
+        high = mixed >> 32
+        high &= LOW_32_BITS
+        mixed ^= high
+    return int(mixed.sum())

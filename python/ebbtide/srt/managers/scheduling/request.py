@@ -1,0 +1,155 @@
+"""One request as the scheduler sees it: its tokens, its KV pages, and the weight versions behind both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from ebbtide.srt.managers.io_struct import FinishReason, TokenLogprobs
+from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
+from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease
+from ebbtide.srt.model_executor.batch_plan import SampleSpec
+
+
+class Phase(Enum):
+    """Where a request stands. Only a RUNNING request holds KV."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True)
+class KVHold:
+    """The KV that a running request holds: given back as a whole, by finishing or by retraction.
+
+    Attributes:
+        lease: pins the pages that belong to the prefix cache: the first `len(lease.pages)` of `pages`.
+        pages: all pages, in token order.
+        row: the request's row in the page table.
+        num_computed: tokens whose KV is in the pages.
+        num_launched: the same, with those that a step in flight computes.
+        version_starts: (weight version, first token) per span of KV that this request computed itself.
+    """
+
+    lease: PrefixLease
+    pages: list[int]
+    row: int
+    num_computed: int
+    num_launched: int
+    version_starts: list[tuple[str, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """A request from arrival to its last token.
+
+    Attributes:
+        arrival: position in the order of arrival; retracted requests come back in this order.
+        namespace: the prefix cache's namespace of this request, without the weight version.
+        cached_tokens: prompt tokens taken from the prefix cache at the first prefill; None before it.
+        num_in_flight: output tokens that steps in flight are sampling.
+        num_emitted: output tokens sent on so far.
+        version_starts: (weight version, first output index) per span of the output.
+        kv_versions: versions of the weights that computed the KV used so far, oldest first.
+        input_logprobs: of the prompt from `LogprobSpec.start` on; whole once the first prefill is done.
+        new_logprobs: of the output tokens that were not sent on yet.
+    """
+
+    rid: str
+    arrival: int
+    spec: SampleSpec
+    max_new_tokens: int
+    stream_interval: int | None
+    namespace: Namespace
+    arrival_s: float
+    stop_strings: StopStringMatcher | None = None
+
+    phase: Phase = Phase.WAITING
+    kv: KVHold | None = None
+    finish: FinishReason | None = None
+    num_retractions: int = 0
+    cached_tokens: int | None = None
+    started_s: float | None = None
+    first_token_s: float | None = None
+    has_started_output: bool = False
+    num_in_flight: int = 0
+    num_emitted: int = 0
+    version_starts: list[tuple[str, int]] = field(default_factory=list)
+    versions_changed: bool = False
+    kv_versions: list[str] = field(default_factory=list)
+    kv_versions_changed: bool = False
+    input_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    new_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset_input_logprobs()
+
+    def reset_input_logprobs(self) -> None:
+        """Forget those of a prefill that did not come to its end."""
+        self.input_logprobs.clear()
+        logprobs, prompt_ids = self.spec.logprobs, self.spec.prompt_ids
+        if logprobs is not None and logprobs.start is not None:
+            # Clients expect a triple for the first position too, though its own logprob is always null.
+            self.input_logprobs += [
+                TokenLogprobs(token_id, None) for token_id in prompt_ids[logprobs.start : logprobs.start + 1]
+            ]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.spec.prompt_ids) + len(self.spec.output_ids)
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens whose KV no step computes yet; none where every output token is out or in flight."""
+        kv, spec = self.kv, self.spec
+        assert kv is not None
+        num_outputs = len(spec.output_ids) + self.num_in_flight
+        if self.num_in_flight and num_outputs >= self.max_new_tokens:
+            return 0
+        return len(spec.prompt_ids) + num_outputs - kv.num_launched
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids [start, end) of prompt and output together."""
+        prompt, output = self.spec.prompt_ids, self.spec.output_ids
+        if end <= len(prompt):
+            return prompt[start:end]
+        if start >= len(prompt):
+            return output[start - len(prompt) : end - len(prompt)]
+        return prompt[start:] + output[: end - len(prompt)]
+
+    @property
+    def reusable_tokens(self) -> int:
+        """How many tokens may come from the prefix cache: the last one must be computed, to be sampled from,
+        and so must those whose logprobs are still wanted."""
+        limit = self.num_tokens - 1
+        logprobs = self.spec.logprobs
+        if logprobs is not None and logprobs.start is not None and not self.has_input_logprobs:
+            limit = min(limit, logprobs.start)
+        return limit
+
+    @property
+    def has_input_logprobs(self) -> bool:
+        """Whether the prompt's logprobs are all there (none wanted counts as all)."""
+        logprobs = self.spec.logprobs
+        if logprobs is None or logprobs.start is None:
+            return True
+        return len(self.input_logprobs) == len(self.spec.prompt_ids) - logprobs.start
+
+    def note_sampled(self, version: str) -> None:
+        """The next output token was sampled by these weights: open a span if they are others than before."""
+        if not self.version_starts or self.version_starts[-1][0] != version:
+            self.version_starts.append((version, len(self.spec.output_ids)))
+            self.versions_changed = True
+
+    def note_kv(self, version: str, first_token: int) -> None:
+        """KV from `first_token` on is being computed by these weights."""
+        assert self.kv is not None
+        if not self.kv.version_starts or self.kv.version_starts[-1][0] != version:
+            self.kv.version_starts.append((version, first_token))
+        self.note_kv_used(version)
+
+    def note_kv_used(self, version: str) -> None:
+        if version not in self.kv_versions:
+            self.kv_versions.append(version)
+            self.kv_versions_changed = True

@@ -1,0 +1,430 @@
+"""Which requests run next, and with which pages. Plain Python: every decision is testable without torch.
+
+Nothing here reads a clock or the device: ranks that get the same messages decide alike.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.scheduling.kv_versions import KVVersions
+from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
+from ebbtide.srt.mem_cache.page_allocator import PageAllocator
+from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixCache
+from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan
+
+if TYPE_CHECKING:
+    from ebbtide.srt.config import ScheduleConfig
+
+# Candidates that `lpm` compares per step: matching is the cost, and nobody waits on the order of the 200th.
+LPM_WINDOW = 128
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """One forward pass: the plan for the runner, the requests behind its rows, and those that it starts.
+
+    Attributes:
+        holds: the KV that each request held when the step was planned. Who holds another by the time the
+            step has run was ended or retracted meanwhile: the row counts for nothing.
+    """
+
+    requests: list[Req]
+    holds: list[KVHold]
+    plan: BatchPlan
+    admitted: list[Req]
+
+
+class GrowthReserve:
+    """How many pages to leave free for running requests, when a new one asks to be admitted.
+
+    Few requests use all of their `max_new_tokens`, so a share of it is set aside: more after a retraction,
+    which costs a second prefill, and slowly less while all goes well.
+    """
+
+    SHARE_AT_START, SHARE_MIN, STEP_UP, DECAY = 0.4, 0.1, 0.2, 0.999
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._share = self.SHARE_AT_START
+
+    def pages(self, running: list[Req]) -> int:
+        remaining = sum(req.max_new_tokens - len(req.spec.output_ids) for req in running)
+        return int(self._share * remaining) // self._page_size
+
+    def note_step(self) -> None:
+        self._share = max(self.SHARE_MIN, self._share * self.DECAY)
+
+    def note_retraction(self) -> None:
+        self._share = min(1.0, self._share + self.STEP_UP)
+
+
+class SchedulePolicy:
+    """The waiting queue, the running requests, and the pages they share.
+
+    A batch counts as launched once it is handed out. The next one may be planned before it is committed: the
+    tokens that it samples are then known by number, not by id. Pages that go back while a step in flight
+    still writes to them may be handed out at once, since later steps write after it.
+
+    Invariant: the pages that are free, cached, and held by running requests on their own add up to the pool.
+    """
+
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        allocator: PageAllocator,
+        cache: PrefixCache,
+        table: PageTable,
+        page_size: int,
+        *,
+        cache_by_version: bool = False,
+    ) -> None:
+        self.config = config
+        self.allocator = allocator
+        self.cache = cache
+        self.table = table
+        self.page_size = page_size
+        self.cache_by_version = cache_by_version
+        self.shares_prefixes = not isinstance(cache, NoPrefixCache)
+        self.kv_versions = KVVersions()
+        self.weight_version = ""
+        self.holds_admission = False
+        self.waiting: list[Req] = []
+        self.running: list[Req] = []
+        self._live: dict[str, Req] = {}
+        self._num_in_flight = 0
+        self._reserve = GrowthReserve(page_size)
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or (self.waiting and not self.holds_admission))
+
+    def find(self, rid: str) -> Req | None:
+        return self._live.get(rid)
+
+    def admit(self, req: Req) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestRejected: 503, the queue is full.
+        """
+        limit = self.config.max_queued_requests
+        if limit is not None and len(self.waiting) >= limit:
+            raise RequestRejected(
+                f"the queue is full: max_queued_requests is {limit}, and so many requests wait", status=503
+            )
+        self._live[req.rid] = req
+        self._enqueue(req)
+
+    def finish(self, req: Req) -> None:
+        """A request ends, wherever it stands. Its KV goes to the prefix cache as far as that wants it."""
+        if req.phase is Phase.WAITING:
+            self.waiting.remove(req)
+        else:
+            self._release_kv(req, publish=True)
+            self.running.remove(req)
+        req.phase = Phase.FINISHED
+        del self._live[req.rid]
+
+    def finish_all(self) -> list[Req]:
+        """Every running and waiting request ends; returns them."""
+        ended = self.running + self.waiting
+        self.waiting = []
+        for req in ended:
+            if req.phase is Phase.WAITING:
+                req.phase = Phase.FINISHED
+                del self._live[req.rid]
+        self.finish_running(list(self.running))
+        return ended
+
+    def finish_running(self, finished: list[Req]) -> None:
+        """End several running requests at once: the usual end of a step."""
+        for req in finished:
+            self._release_kv(req, publish=True)
+            req.phase = Phase.FINISHED
+            del self._live[req.rid]
+        self.running = [req for req in self.running if req.phase is Phase.RUNNING]
+
+    def retract_all(self) -> int:
+        """Running requests give up their KV and wait again, ahead of all others. Returns how many."""
+        num_retracted = len(self.running)
+        for req in list(self.running):
+            self._retract(req)
+        return num_retracted
+
+    def flush_cache(self) -> int:
+        """Empty the prefix cache but for what running requests hold; returns the tokens freed."""
+        return self.cache.flush() * self.page_size
+
+    # ------------------------------------------------------------------------------------------- batches
+
+    def next_batch(self) -> ScheduledBatch | None:
+        """The next forward pass: a token for every decoding request, and chunks of prompts up to the limits.
+
+        Retracts the youngest running requests while the pool has no page for an older one's next token, so
+        the oldest always gets on. None: there is nothing to run, or nothing before the step in flight is
+        committed.
+        """
+        if self._must_commit_first() or not self._grow_running():
+            return None
+        budget = self.config.chunked_prefill_size or self.config.max_prefill_tokens
+        requests: list[Req] = []
+        num_new: list[int] = []
+        for req in self.running:
+            missing = req.num_missing
+            if missing > 1:
+                missing = min(missing, budget)
+                budget -= missing
+            if missing == 0:
+                continue
+            requests.append(req)
+            num_new.append(missing)
+        admitted: list[Req] = []
+        if self.waiting and not self.holds_admission:
+            for req in self._admissible(budget):
+                admitted.append(req)
+                missing = req.num_missing
+                chunk = min(missing, budget) if self.config.chunked_prefill_size else missing
+                budget -= chunk
+                requests.append(req)
+                num_new.append(chunk)
+                if budget <= 0:
+                    break
+        self._reserve.note_step()
+        return self._launch(requests, num_new, admitted) if requests else None
+
+    def note_committed(self) -> None:
+        """The oldest batch in flight has run."""
+        self._num_in_flight -= 1
+
+    def note_computed(self, req: Req, num_new: int) -> None:
+        """A step has computed the KV of `num_new` more tokens. A complete prompt is shared at once."""
+        kv = req.kv
+        assert kv is not None
+        was_prefill = num_new > 1 or not req.spec.output_ids
+        kv.num_computed += num_new
+        if was_prefill and kv.num_computed == req.num_tokens:
+            self._publish(req)
+
+    def _must_commit_first(self) -> bool:
+        """Whether a request's next token depends on the ids of those in flight."""
+        return bool(self._num_in_flight) and any(
+            req.num_in_flight and req.spec.needs_output_ids for req in self.running
+        )
+
+    def _grow_running(self) -> bool:
+        """Give every running request the page that its next token needs, the oldest first.
+
+        False: there are too few pages, and none may be taken away before the step in flight is committed.
+        """
+        page_size = self.page_size
+        index = 0
+        while index < len(self.running):
+            req = self.running[index]
+            kv = req.kv
+            assert kv is not None
+            if kv.num_launched < len(kv.pages) * page_size or req.num_missing == 0:
+                index += 1
+                continue
+            page = self._allocate(1)
+            if page is None:
+                if self._num_in_flight:
+                    return False
+                self._reserve.note_retraction()
+                self._retract(self.running[-1])
+                continue
+            self.table.write(kv.row, len(kv.pages), page)
+            kv.pages.extend(page)
+            index += 1
+        return True
+
+    def _admissible(self, budget: int) -> Iterator[Req]:
+        """Admit waiting requests one by one, in order, as long as the pool and the batch have room."""
+        if budget <= 0 or len(self.running) >= self.config.max_running_requests:
+            return
+        prefilling = {self._next_page_key(req) for req in self.running if not self._is_decoding(req)}
+        for req in self._candidates():
+            if budget <= 0 or len(self.running) >= self.config.max_running_requests:
+                return
+            hold = self._take_pages(req, prefilling)
+            if hold is _DEFERRED:
+                continue
+            if hold is None:
+                return
+            assert isinstance(hold, KVHold)
+            self.waiting.remove(req)
+            insort(self.running, req, key=_by_arrival)
+            req.phase = Phase.RUNNING
+            req.kv = hold
+            self.table.write(hold.row, 0, hold.pages)
+            if req.cached_tokens is None:
+                req.cached_tokens = hold.num_computed
+            for version in self.kv_versions.versions(hold.lease.labels):
+                req.note_kv_used(version)
+            prefilling.add(self._next_page_key(req))
+            yield req
+
+    def _candidates(self) -> list[Req]:
+        if self.config.policy == "fcfs":
+            return list(self.waiting)
+        window = self.waiting[:LPM_WINDOW]
+        return sorted(window, key=lambda req: (req.num_retractions == 0, -self._num_matched(req)))
+
+    def _num_matched(self, req: Req) -> int:
+        tokens = req.tokens(0, req.num_tokens)
+        lease = self.cache.match(self._namespace(req), tokens, req.reusable_tokens)
+        lease.release()
+        return len(lease.pages)
+
+    def _take_pages(self, req: Req, prefilling: set[tuple[object, ...]]) -> KVHold | _Deferred | None:
+        """Pages for all tokens of a waiting request: cached ones first, then free ones. None: no room.
+
+        A request whose next page is just being computed by another one waits for it: a group of samples of
+        one prompt prefills it once.
+        """
+        tokens = req.tokens(0, req.num_tokens)
+        lease = self.cache.match(self._namespace(req), tokens, req.reusable_tokens)
+        num_cached = len(lease.pages) * self.page_size
+        next_page = tokens[num_cached : num_cached + self.page_size]
+        is_shareable = self.shares_prefixes and num_cached + self.page_size <= req.reusable_tokens
+        if is_shareable and (num_cached, req.namespace, *next_page) in prefilling:
+            lease.release()
+            return _DEFERRED
+        num_needed = -(-len(tokens) // self.page_size) - len(lease.pages)
+        num_free = self.allocator.num_free + self.cache.num_evictable_pages
+        if self.running and num_needed + self._reserve.pages(self.running) > num_free:
+            lease.release()
+            return None
+        pages = self._allocate(num_needed)
+        if pages is None:
+            lease.release()
+            return None
+        return KVHold(lease, lease.pages + pages, self.table.allocate_row(), num_cached, num_cached)
+
+    def _next_page_key(self, req: Req) -> tuple[object, ...]:
+        """What identifies the first page that a prefilling request computes itself."""
+        assert req.kv is not None
+        start = len(req.kv.lease.pages) * self.page_size
+        return (start, req.namespace, *req.tokens(start, min(start + self.page_size, req.num_tokens)))
+
+    def _is_decoding(self, req: Req) -> bool:
+        assert req.kv is not None
+        return req.num_tokens - req.kv.num_computed == 1 and bool(req.spec.output_ids)
+
+    def _launch(self, requests: list[Req], num_new: list[int], admitted: list[Req]) -> ScheduledBatch:
+        """The plan of a batch; from here on it counts as launched."""
+        starts: list[int] = []
+        rows: list[int] = []
+        samples: list[bool] = []
+        num_outputs: list[int] = []
+        input_ids: list[int] = []
+        holds: list[KVHold] = []
+        for req, count in zip(requests, num_new, strict=True):
+            kv = req.kv
+            assert kv is not None
+            start, output_ids = kv.num_launched, req.spec.output_ids
+            holds.append(kv)
+            starts.append(start)
+            rows.append(kv.row)
+            num_outputs.append(len(output_ids) + req.num_in_flight)
+            if req.num_in_flight:
+                input_ids.append(SAMPLED_BEFORE)
+                is_sampled = True
+            elif count == 1 and output_ids and start + 1 == req.num_tokens:
+                input_ids.append(output_ids[-1])
+                is_sampled = True
+            else:
+                input_ids.extend(req.tokens(start, start + count))
+                is_sampled = start + count == req.num_tokens and req.max_new_tokens > 0
+            samples.append(is_sampled)
+            kv.num_launched = start + count
+            req.num_in_flight += is_sampled
+        self._num_in_flight += 1
+        plan = BatchPlan(
+            input_ids_T=np.array(input_ids, dtype=np.int64),
+            page_rows_R=np.array(rows, dtype=np.int32),
+            starts_R=np.array(starts, dtype=np.int32),
+            num_new_R=np.array(num_new, dtype=np.int32),
+            samples_R=np.array(samples, dtype=np.bool_),
+            num_outputs_R=np.array(num_outputs, dtype=np.int64),
+            specs=[req.spec for req in requests],
+        )
+        return ScheduledBatch(requests, holds, plan, admitted)
+
+    # --------------------------------------------------------------------------------------------- pages
+
+    def _allocate(self, num_pages: int) -> list[int] | None:
+        shortage = num_pages - self.allocator.num_free
+        if shortage > 0:
+            self.cache.evict(shortage)
+        return self.allocator.allocate(num_pages)
+
+    def _namespace(self, req: Req) -> Namespace:
+        return (*req.namespace, self.weight_version) if self.cache_by_version else req.namespace
+
+    def _publish(self, req: Req) -> None:
+        """Hand the request's whole pages to the prefix cache, one run of weight versions at a time."""
+        kv = req.kv
+        assert kv is not None
+        end_page = kv.num_computed // self.page_size
+        starts = kv.version_starts
+        if self.cache_by_version and starts:
+            # A page of this namespace holds KV of one version only: stop where the next version begins.
+            later = [start for version, start in starts if version != kv.lease.namespace[-1]]
+            end_page = min([end_page, *(start // self.page_size for start in later)])
+        first_page = len(kv.lease.pages)
+        tokens = req.tokens(0, kv.num_computed)
+        for label, end in self.kv_versions.runs(starts, first_page, end_page, self.page_size):
+            kv.lease = self.cache.publish(kv.lease, tokens[: end * self.page_size], kv.pages, label)
+            kv.pages[: len(kv.lease.pages)] = kv.lease.pages
+        self.table.write(kv.row, first_page, kv.pages[first_page:end_page])
+
+    def _release_kv(self, req: Req, *, publish: bool) -> None:
+        kv = req.kv
+        assert kv is not None
+        if publish:
+            self._publish(req)
+        self.allocator.free(kv.pages[len(kv.lease.pages) :])
+        kv.lease.release()
+        self.table.free_row(kv.row)
+        req.kv = None
+
+    def _retract(self, req: Req) -> None:
+        """Take a running request's KV away; it re-prefills prompt and output when it is admitted again."""
+        assert req.num_in_flight == 0, "a token in flight would be lost"
+        self._release_kv(req, publish=False)
+        self.running.remove(req)
+        req.num_retractions += 1
+        if not req.has_input_logprobs:
+            req.reset_input_logprobs()
+        req.phase = Phase.WAITING
+        self._enqueue(req)
+
+    def _enqueue(self, req: Req) -> None:
+        req.phase = Phase.WAITING
+        insort(self.waiting, req, key=_by_turn)
+
+
+class _Deferred:
+    """Marks a request that had better wait a step: its prefix is being computed."""
+
+
+_DEFERRED = _Deferred()
+
+
+def _by_arrival(req: Req) -> int:
+    return req.arrival
+
+
+def _by_turn(req: Req) -> tuple[bool, int]:
+    """Retracted requests first; each group in order of arrival."""
+    return req.num_retractions == 0, req.arrival

@@ -1,0 +1,103 @@
+"""A scheduler's process: builds one rank and runs its loop until the process is told to end."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+import torch
+
+from ebbtide.srt.config import EngineConfig
+from ebbtide.srt.device.base import Device
+from ebbtide.srt.device.choose import open_device, open_memory_saver
+from ebbtide.srt.distributed.parallel_group import join_parallel_group
+from ebbtide.srt.heap import freeze_heap
+from ebbtide.srt.managers.control.ports import TagMemory
+from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.scheduling.tag_memory import ArenaMemory, BackedUpWeights
+from ebbtide.srt.managers.scheduling.weight_io import EngineWeights
+from ebbtide.srt.managers.text.tokenizer import load_tokenizer
+from ebbtide.srt.managers.wire.channel import ChannelAddresses
+from ebbtide.srt.managers.wire.rank_channels import open_rank_channels
+from ebbtide.srt.memory_saver.saver import MemorySaver
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.model_executor.builder import build_model_runner
+from ebbtide.srt.model_executor.model_runner import ModelRunner
+from ebbtide.srt.weight_sync.custom_loader import import_loaders
+
+
+def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, ready: Connection) -> None:
+    """Build the rank, say that it is ready, and turn the loop. Does not return.
+
+    Args:
+        ready: gets one dictionary, `status: "ready"` and what the API process needs to know:
+            `max_total_num_tokens`, the size of the KV pool, and `max_req_input_len`, the longest prompt that
+            leaves room for an output token.
+
+    Raises:
+        ConfigurationError: the model, the checkpoint, a size or a custom weight loader does not do.
+        EngineError: the other ranks of the replica have not come in time.
+    """
+    # A path that is wrong is refused before minutes have gone into loading a model.
+    import_loaders(config.update.custom_weight_loaders)
+    device = open_device(config.runtime.device)
+    inbox, outputs = open_rank_channels(config, addresses)
+    saver = open_memory_saver(config.memory.backend, device)
+    group = join_parallel_group(
+        config.parallel,
+        addresses.rendezvous,
+        torch.device(device.name),
+        config.parallel.dist_timeout_s,
+        uses_peer_memory=config.parallel.uses_peer_memory,
+    )
+    runner = build_model_runner(
+        config.model, config.cache, config.schedule, config.runtime, device, saver, group
+    )
+    scheduler = assemble_scheduler(
+        SchedulerConfig.of(config), rank_parts(config, runner, device, saver), inbox, outputs
+    )
+    freeze_heap()
+    max_total_tokens = runner.kv_pool.num_pages * runner.kv_pool.page_size
+    ready.send(
+        {
+            "status": "ready",
+            "max_total_num_tokens": max_total_tokens,
+            "max_req_input_len": min(config.model.context_len, max_total_tokens) - 1,
+        }
+    )
+    scheduler.run()
+
+
+def rank_parts(config: EngineConfig, runner: ModelRunner, device: Device, saver: MemorySaver) -> RankParts:
+    """What the scheduler of a rank works with, over a model runner."""
+    return RankParts(
+        runner=runner,
+        num_pages=runner.kv_pool.num_pages,
+        table=runner.page_table,
+        memories=_memories(config, runner, device, saver),
+        weights=EngineWeights(runner.weight_store, config, device),
+        free_bytes=device.free_bytes,
+        device=device.name,
+        uuid=device.uuid,
+        tokenizer=None if config.model.skip_tokenizer_init else load_tokenizer(config.model),
+    )
+
+
+def _memories(
+    config: EngineConfig, runner: ModelRunner, device: Device, saver: MemorySaver
+) -> dict[MemoryTag, TagMemory]:
+    store = runner.weight_store
+    keeps_weights = config.memory.enable_weights_cpu_backup
+    if runner.graphs is not None:
+        cuda_graph = runner.graphs.arena
+    else:
+        # Without graphs the tag still has both states, and no bytes.
+        cuda_graph = saver.arena(MemoryTag.CUDA_GRAPH, 0)
+        cuda_graph.resume()
+    return {
+        MemoryTag.WEIGHTS: (
+            BackedUpWeights(store, device.host_pinning()) if keeps_weights else ArenaMemory(store.arena)
+        ),
+        # What activations have left in torch's allocator goes back with the cache that they belong to.
+        MemoryTag.KV_CACHE: ArenaMemory(runner.kv_pool.arena, device.trim),
+        MemoryTag.CUDA_GRAPH: ArenaMemory(cuda_graph),
+    }

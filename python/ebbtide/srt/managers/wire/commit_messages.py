@@ -1,0 +1,34 @@
+"""How several replicas commit an update together: each says when it is ready, and is told what all do.
+
+An update, or the end of a session, is prepared on every replica as far as its commit. Then the replica says
+`Prepared`, and from there on refuses no more. When all have said so, each is sent a `Verdict` to commit; when
+one has refused, a `Verdict` to give up. Verdicts have the same place among the control requests on every
+replica, so whatever else is asked for meanwhile finds the same state on all of them.
+"""
+
+from __future__ import annotations
+
+from ebbtide.srt.managers.wire.message import Message, Refusal, Reply
+
+
+class Prepared(Reply, frozen=True, kw_only=True):
+    """Not a replica's last word on a control call: it can commit, and waits for the `Verdict`."""
+
+
+class GivenUp(Refusal, frozen=True, kw_only=True):
+    """What a replica replies that would have done what was asked for, but was told to give up.
+
+    `left`: what it leaves behind that is not as it was; empty if nothing.
+    """
+
+    left: str = ""
+
+
+class Verdict(Message, frozen=True, kw_only=True):
+    """What becomes of the control call `id`, on all replicas alike.
+
+    `refusal`: why it is given up; None: it is committed.
+    """
+
+    id: str
+    refusal: str | None = None

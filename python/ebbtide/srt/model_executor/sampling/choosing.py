@@ -1,0 +1,150 @@
+"""What chooses tokens from adjusted scores: on the host here, on CUDA in `sampling_kernel`.
+
+Shapes: S rows that sample, G of them by chance (not greedy), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
+from ebbtide.srt.sampling_params import SamplingParams
+
+# Temperatures beyond this say nothing more, and products with their inverse stay normal numbers.
+_MAX_TEMPERATURE = 1e30
+# The logprobs behind the tokens keep the alignment of the tokens whatever the number of rows.
+_ROWS_ALIGNED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Tokens on their way from the device.
+
+    Attributes:
+        packed: int64, what one copy brings to the host: the tokens, and behind them their logprobs as
+            float32 if the chooser gives them (`has_logprobs`).
+        num_rows: S.
+        norm_S1: logsumexp of the scores over the temperature, float32; None if nobody computed it.
+        scale_S1: what the scores have yet to be multiplied by, float32; None: nothing.
+    """
+
+    packed: Tensor
+    num_rows: int
+    norm_S1: Tensor | None = None
+    scale_S1: Tensor | None = None
+
+    @staticmethod
+    def packed_size(num_rows: int) -> int:
+        """Length of `packed` with room for logprobs."""
+        return 2 * _aligned(num_rows)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the logprobs of the chosen tokens come along."""
+        return len(self.packed) > self.num_rows
+
+    @property
+    def tokens_S(self) -> Tensor:
+        """int64."""
+        return self.packed[: self.num_rows]
+
+    @property
+    def logprobs_S(self) -> Tensor:
+        """float32, before the filters; the lowest float where it is not finite."""
+        first = _aligned(self.num_rows)
+        return self.packed[first:].view(torch.float32)[: self.num_rows]
+
+
+class Chooser(Protocol):
+    """Chooses a token per row of one batch; made anew when the batch changes.
+
+    A token depends on its row's scores and noise alone, not on the other rows. Rows whose scores are all
+    −∞ or not a number give some valid token.
+    """
+
+    def choose(self, scores_SV: Tensor, noise_S: NDArray[np.float64]) -> Chosen:
+        """Launch the choice.
+
+        Args:
+            scores_SV: before the temperature; may be overwritten by the scores over the temperature
+                (then `Chosen.scale_S1` is None).
+            noise_S: in [0, 1): where the cumulative distribution is inverted; −1 takes the most likely token.
+        """
+        ...
+
+
+MakeChooser = Callable[[Sequence[SamplingParams], int, torch.device], Chooser]
+
+
+class HostChooser:
+    """Chooses with torch, and leaves the scores over the temperature in the scores' memory."""
+
+    def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
+        temperatures = [temperature_of(each) for each in params]
+        self._temperature_S1 = (
+            torch.tensor(temperatures, device=device).unsqueeze(1)
+            if any(each != 1.0 for each in temperatures)
+            else None
+        )
+        random = [row for row, each in enumerate(params) if not each.is_greedy]
+        self._random_G = torch.tensor(random, dtype=torch.int64)
+        self._is_all_random = len(random) == len(params)
+        filtered = [index for index, row in enumerate(random) if is_filtered(params[row], vocab_size)]
+        self._filtered = torch.tensor(filtered, dtype=torch.int64)
+        self._filters = (
+            Filters([params[random[index]] for index in filtered], vocab_size) if filtered else None
+        )
+
+    def choose(self, scores_SV: Tensor, noise_S: NDArray[np.float64]) -> Chosen:
+        """See `Chooser`. The scores must be float32."""
+        if self._temperature_S1 is not None:
+            scores_SV /= self._temperature_S1
+        if self._is_all_random:
+            tokens_S = self._draw(scores_SV, torch.from_numpy(noise_S))
+        else:
+            tokens_S = scores_SV.argmax(-1)
+            if len(self._random_G):
+                noise_G = torch.from_numpy(noise_S)[self._random_G]
+                tokens_S[self._random_G] = self._draw(scores_SV[self._random_G], noise_G)
+        return Chosen(tokens_S, len(scores_SV))
+
+    def _draw(self, scores_GV: Tensor, noise_G: Tensor) -> Tensor:
+        probs_GV = scores_GV.softmax(-1)
+        if self._filters is not None:
+            if len(self._filtered) == len(probs_GV):
+                probs_GV = self._filters.apply(probs_GV)
+            else:
+                probs_GV[self._filtered] = self._filters.apply(probs_GV[self._filtered])
+        return invert_cdf(probs_GV, noise_G)
+
+
+def invert_cdf(probs_GV: Tensor, noise_G: Tensor) -> Tensor:
+    """The token at which the running sum of a row's probabilities passes noise · total; int64 [G].
+
+    Args:
+        probs_GV: ≥ 0, with any positive sum; a token of probability zero is never chosen.
+        noise_G: float64 in [0, 1).
+    """
+    sums_GV = probs_GV.cumsum(-1, dtype=torch.float64)
+    total_G1 = sums_GV[:, -1:]
+    # The product may round up to the total, which no sum passes.
+    goal_G1 = torch.minimum(noise_G.unsqueeze(1) * total_G1, total_G1.nextafter(torch.zeros(())))
+    found_G1 = torch.searchsorted(sums_GV, goal_G1, right=True)
+    # Sums that are not numbers lead past the end.
+    return found_G1.squeeze(1).clamp_(max=probs_GV.shape[1] - 1)
+
+
+def temperature_of(params: SamplingParams) -> float:
+    """What the scores are divided by; greedy requests leave them as they are."""
+    return 1.0 if params.is_greedy else min(params.temperature, _MAX_TEMPERATURE)
+
+
+def _aligned(num_rows: int) -> int:
+    return -(-num_rows // _ROWS_ALIGNED) * _ROWS_ALIGNED

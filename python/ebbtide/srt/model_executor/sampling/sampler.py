@@ -1,0 +1,226 @@
+"""From logits to tokens: penalties, bias, masks, temperature, filters, and one draw per request.
+
+Shapes: S requests that sample, G of them by chance (not greedy), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ebbtide.srt.model_executor.batch_plan import PositionLogprobs, SampleSpec
+from ebbtide.srt.model_executor.sampling.choosing import Chosen, HostChooser, MakeChooser
+from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, alternatives, position_logprobs
+from ebbtide.srt.model_executor.sampling.noise import mixed_seeds, uniforms_at
+from ebbtide.srt.model_executor.sampling.penalties import Penalties
+from ebbtide.srt.model_executor.transfers import download, upload
+from ebbtide.srt.sampling_params import SamplingParams
+
+# Biases beyond this say nothing more, and their sums with scores stay finite.
+_MAX_BIAS = 1e30
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token per request; logprobs are None for requests that want none, or if nobody does."""
+
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedSample:
+    """A choice that the device may not have made yet.
+
+    Attributes:
+        tokens_S: int64, on the device: work launched later may read it.
+    """
+
+    tokens_S: Tensor
+    _on_host: Chosen
+    _logprob_rows: list[int]
+    _logprobs: LaunchedLogprobs | None
+
+    def result(self) -> Sampled:
+        """Tokens and logprobs; to be called when what was launched up to `Sampler.launch` has run."""
+        chosen = self._on_host
+        logprobs: list[PositionLogprobs | None] | None = None
+        if self._logprobs is not None:
+            logprobs = [None] * chosen.num_rows
+            tokens_M = None
+            if chosen.has_logprobs:
+                tokens_S = chosen.logprobs_S.tolist()
+                tokens_M = [tokens_S[row] for row in self._logprob_rows]
+            for row, entry in zip(self._logprob_rows, self._logprobs.result(tokens_M), strict=True):
+                logprobs[row] = entry
+        return Sampled(chosen.tokens_S.tolist(), logprobs)
+
+
+class Sampler:
+    """Samples a batch of requests; what does not change between steps is kept while the batch is the same.
+
+    A token depends on the request's scores, its seed and its number of output tokens, and on nothing else.
+    On the CPU and on CUDA the same rule draws it; where sums differ in their last digits, tokens may.
+
+    Args:
+        vocab_size: V.
+        device: where the logits are.
+        make_chooser: what chooses; by default Triton's kernels on CUDA, and torch on the CPU.
+    """
+
+    def __init__(
+        self, vocab_size: int, device: torch.device, make_chooser: MakeChooser | None = None
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._make_chooser = _chooser_of(device) if make_chooser is None else make_chooser
+        self._batch: _Batch | None = None
+
+    def launch(
+        self, logits_SV: Tensor, specs: list[SampleSpec], positions_S: NDArray[np.int64]
+    ) -> LaunchedSample:
+        """Choose a token per row. `logits_SV` may be overwritten. The host never waits for the device.
+
+        Rows whose scores are all −∞ or not a number give some token, with a logprob of the lowest float.
+
+        Args:
+            logits_SV: of any float type; rows contiguous.
+            specs: per row. `output_ids` are read for penalties alone (`SampleSpec.needs_output_ids`).
+            positions_S: output tokens before this one, those included that are not on the host yet.
+        """
+        if self._batch is None or self._batch.specs != specs:
+            self._batch = _Batch(specs, self._vocab_size, self._device, self._make_chooser, self._batch)
+        batch = self._batch
+        scores_SV = batch.adjusted(logits_SV, positions_S)
+        chosen = batch.chooser.choose(scores_SV, batch.noise(positions_S))
+        logprobs = batch.logprobs(scores_SV, chosen) if batch.logprob_rows else None
+        on_host = Chosen(download(chosen.packed), chosen.num_rows)
+        return LaunchedSample(chosen.tokens_S, on_host, batch.logprob_rows, logprobs)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Run every kernel once on logits of this type, so that none is compiled while requests wait."""
+        # A bias makes the scores float32.
+        for bias in (None, {0: 0.0}):
+            params = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, logit_bias=bias)
+            spec = SampleSpec(params, 0, frozenset(), [0], [])
+            logits_SV = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
+            self.launch(logits_SV, [spec], np.zeros(1, dtype=np.int64))
+        self._batch = None
+
+
+class _Batch:
+    """One composition of the batch and what follows from it alone."""
+
+    def __init__(
+        self,
+        specs: list[SampleSpec],
+        vocab_size: int,
+        device: torch.device,
+        make_chooser: MakeChooser,
+        previous: _Batch | None,
+    ) -> None:
+        self.specs = list(specs)
+        self._device = device
+        penalised = [row for row, spec in enumerate(specs) if spec.needs_output_ids]
+        known = previous._penalties if previous is not None else None
+        self._penalties: Penalties | None = (
+            Penalties(penalised, [specs[row] for row in penalised], vocab_size, device, known)
+            if penalised
+            else None
+        )
+        self._bias = _bias_entries(specs, device)
+        self._minimum_S = np.array([spec.params.min_new_tokens for spec in specs])
+        self._has_minimum = bool(self._minimum_S.any())
+        self._masked_rows: list[int] = []
+        self._mask: tuple[Tensor, Tensor] | None = None
+        random = [row for row, spec in enumerate(specs) if not spec.params.is_greedy]
+        self._random_G = np.array(random, dtype=np.int64)
+        self._seeds_G = mixed_seeds([specs[row].seed for row in random])
+        self.chooser = make_chooser([spec.params for spec in specs], vocab_size, device)
+        self.logprob_rows = [row for row, spec in enumerate(specs) if spec.logprobs is not None]
+        self._logprob_specs = [spec.logprobs for spec in specs if spec.logprobs is not None]
+        self._has_alternatives = any(each.top or each.token_ids for each in self._logprob_specs)
+        # None: all rows.
+        self._logprob_rows_M = (
+            upload(self.logprob_rows, device) if 0 < len(self.logprob_rows) < len(specs) else None
+        )
+
+    def adjusted(self, logits_SV: Tensor, positions_S: NDArray[np.int64]) -> Tensor:
+        """Scores after penalties, bias and masks; reported logprobs are of these over the temperature."""
+        mask = self._stop_id_mask(positions_S) if self._has_minimum else None
+        if self._penalties is None and self._bias is None and mask is None:
+            # A CUDA chooser reads half precision as it is.
+            return logits_SV if logits_SV.is_cuda else logits_SV.float()
+        scores_SV = logits_SV.float()
+        if self._penalties is not None:
+            self._penalties.apply(scores_SV)
+        if self._bias is not None:
+            where, values = self._bias
+            scores_SV.index_put_(where, values, accumulate=True)
+        if mask is not None:
+            scores_SV.index_put_(mask, scores_SV.new_full((), float("-inf")))
+        return scores_SV
+
+    def noise(self, positions_S: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of each row, as choosers take it: −1 for greedy ones."""
+        noise_S = np.full(len(self.specs), -1.0)
+        if len(self._random_G):
+            noise_S[self._random_G] = uniforms_at(self._seeds_G, positions_S[self._random_G])
+        return noise_S
+
+    def logprobs(self, scores_SV: Tensor, chosen: Chosen) -> LaunchedLogprobs:
+        """Of the chosen tokens, unless they come with them, and what else was asked for."""
+        if chosen.norm_S1 is None:
+            return position_logprobs(
+                self._wanted(scores_SV), self._wanted(chosen.tokens_S), self._logprob_specs
+            )
+        if not self._has_alternatives:
+            return LaunchedLogprobs(self._logprob_specs, None, None, None)
+        return alternatives(
+            self._wanted(scores_SV),
+            self._wanted(chosen.norm_S1),
+            self._logprob_specs,
+            scale_M1=None if chosen.scale_S1 is None else self._wanted(chosen.scale_S1),
+        )
+
+    def _wanted(self, rows: Tensor) -> Tensor:
+        return rows if self._logprob_rows_M is None else rows[self._logprob_rows_M]
+
+    def _stop_id_mask(self, positions_S: NDArray[np.int64]) -> tuple[Tensor, Tensor] | None:
+        """Rows and ids that may not be chosen yet; made anew only when a request reaches its minimum."""
+        rows: list[int] = np.flatnonzero(positions_S < self._minimum_S).tolist()
+        if rows != self._masked_rows:
+            entries = [(row, token_id) for row in rows for token_id in sorted(self.specs[row].stop_ids)]
+            self._masked_rows, self._mask = rows, None
+            if entries:
+                masked_rows, token_ids = zip(*entries, strict=True)
+                self._mask = (upload(list(masked_rows), self._device), upload(list(token_ids), self._device))
+        return self._mask
+
+
+def _chooser_of(device: torch.device) -> MakeChooser:
+    if device.type == "cpu":
+        return HostChooser
+    # Triton is there on CUDA machines alone.
+    from ebbtide.srt.model_executor.sampling.kernel import KernelChooser
+
+    return KernelChooser
+
+
+def _bias_entries(
+    specs: list[SampleSpec], device: torch.device
+) -> tuple[tuple[Tensor, Tensor], Tensor] | None:
+    """logit_bias of all rows as ((rows, ids), values)."""
+    entries = [
+        (row, token_id, max(-_MAX_BIAS, min(bias, _MAX_BIAS)))
+        for row, spec in enumerate(specs)
+        for token_id, bias in (spec.params.logit_bias or {}).items()
+    ]
+    if not entries:
+        return None
+    rows, token_ids, values = (list(column) for column in zip(*entries, strict=True))
+    return (upload(rows, device), upload(token_ids, device)), upload(values, device)

@@ -1,0 +1,160 @@
+"""The groups of a rank through which trainers broadcast weights, by name."""
+
+from __future__ import annotations
+
+import torch
+
+from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.broadcast.weight_group import (
+    GroupAddress,
+    GroupLeft,
+    InThread,
+    Leaving,
+    Member,
+    WeightGroup,
+    abort,
+    connect,
+)
+from ebbtide.srt.weight_sync.source import ONE_RANK
+
+
+class Joining:
+    """A group that is being joined; `poll` until it is true, and `close`."""
+
+    def __init__(self, groups: WeightGroups, address: GroupAddress, timeout_s: float, replaced: bool) -> None:
+        self.replaced = replaced
+        self.address = address
+        self._groups = groups
+        self._timeout_s = timeout_s
+        self._given_up: str | None = None
+        self._group: WeightGroup | None = None
+        self._thread = InThread(f"join-{address.name}", self._join)
+
+    def poll(self) -> bool:
+        """Whether the group has been joined.
+
+        Raises:
+            RequestRejected: 400, it could not be, within the time that there was.
+        """
+        if self._given_up is not None:
+            raise RequestRejected(f"group {self.address.name!r} was not joined: {self._given_up}")
+        if not self._thread.is_done:
+            return False
+        try:
+            member = self._thread.result()
+        except Exception as error:
+            raise RequestRejected(
+                f"group {self.address.name!r} at {self.address.url} was not joined as rank "
+                f"{self.address.rank} of {self.address.world_size} within {self._timeout_s:g} s: "
+                f"{type(error).__name__}: {error}"[:1000]
+            ) from error
+        if self._group is None:
+            device = self._groups.buffer_device(self.address)
+            self._group = WeightGroup(self.address.name, member, device)
+            self._groups.add(self._group)
+        return True
+
+    def close(self, why: str = "the request ended") -> None:
+        """Give it up, unless it has been joined. The thread ends when its time is up."""
+        if self._group is None and self._given_up is None:
+            self._given_up = why
+        self._groups.forget(self)
+
+    def _join(self) -> Member:
+        member = connect(self.address, self._timeout_s)
+        if self._given_up is not None:
+            abort([member])
+            raise GroupLeft(self._given_up)
+        return member
+
+
+class WeightGroups:
+    """The groups of this rank, by name.
+
+    Args:
+        device: of this rank. With NCCL what is received goes there, with gloo to host memory.
+        place: which of the engine's ranks this is. All of them join every group.
+    """
+
+    def __init__(self, device: torch.device, place: ParallelConfig = ONE_RANK) -> None:
+        self._device = device
+        self._place = place
+        self._groups: dict[str, WeightGroup] = {}
+        self._joining: dict[str, Joining] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(name for name, group in self._groups.items() if not group.is_closed)
+
+    def join(self, address: GroupAddress, timeout_s: float) -> Joining:
+        """Begin to join. A live group of that name is left first.
+
+        Raises:
+            RequestRejected: 400, a field is wrong; 409, a group of that name is just being joined.
+        """
+        self._check(address, timeout_s)
+        if address.name in self._joining:
+            raise RequestRejected(
+                f"a group {address.name!r} is just being joined: wait, or destroy_weights_update_group first",
+                409,
+            )
+        replaced = self.leave(address.name, "another group of that name is joined") is not None
+        joining = self._joining[address.name] = Joining(self, address, timeout_s, replaced)
+        return joining
+
+    def get(self, name: str) -> WeightGroup:
+        """The live group of this name.
+
+        Raises:
+            RequestRejected: 400, there is none.
+        """
+        group = self._groups.get(name)
+        if group is not None and not group.is_closed:
+            return group
+        why = f" (left: {group.why_closed})" if group is not None else ""
+        known = ", ".join(map(repr, self.names)) or "none"
+        raise RequestRejected(
+            f"group_name: there is no group {name!r}{why}; known: {known}. init_weights_update_group first"
+        )
+
+    def leave(self, name: str, why: str) -> Leaving | None:
+        """Leave the group of that name, or stop joining it; None if there is none."""
+        joining = self._joining.get(name)
+        if joining is not None:
+            joining.close(why)
+        group = self._groups.get(name)
+        if group is None or group.is_closed:
+            return None if joining is None else Leaving(name, lambda: None)
+        return group.close(why)
+
+    def add(self, group: WeightGroup) -> None:
+        """A group has been joined."""
+        self._groups[group.name] = group
+
+    def forget(self, joining: Joining) -> None:
+        """It is not being joined any more."""
+        if self._joining.get(joining.address.name) is joining:
+            del self._joining[joining.address.name]
+
+    def buffer_device(self, address: GroupAddress) -> torch.device:
+        return self._device if address.backend == "nccl" else torch.device("cpu")
+
+    def _check(self, address: GroupAddress, timeout_s: float) -> None:
+        if not address.name:
+            raise RequestRejected("group_name: expected a name, got an empty one")
+        if not address.host:
+            raise RequestRejected("master_address: expected an address, got an empty one")
+        if not 0 < address.port < 1 << 16:
+            raise RequestRejected(f"master_port: expected 1..65535, got {address.port}")
+        num_ranks = self._place.num_ranks
+        rank_offset = address.rank - self._place.rank
+        if not 0 < rank_offset <= address.world_size - num_ranks:
+            raise RequestRejected(
+                f"rank_offset: expected 1..{address.world_size - num_ranks} (rank 0 is the trainer's, the "
+                f"engine has {num_ranks}, world_size is {address.world_size}), got {rank_offset}"
+            )
+        if not timeout_s > 0:
+            raise RequestRejected(f"timeout_s: expected more than 0 seconds, got {timeout_s}")
+        if address.backend == "nccl" and self._device.type != "cuda":
+            raise RequestRejected("backend 'nccl': this engine runs on the CPU, expected 'gloo'")

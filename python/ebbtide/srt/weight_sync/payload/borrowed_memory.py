@@ -1,0 +1,82 @@
+"""All memory that one payload refers to, on the host and on the device: opened, read, and given back once."""
+
+from collections.abc import Iterator
+
+import torch
+
+from ebbtide.srt.weight_sync.payload.allowed_globals import (
+    AnyStorageRef,
+    CudaStorageRef,
+    StorageRef,
+    TensorRef,
+)
+from ebbtide.srt.weight_sync.payload.cuda_memory import CudaBlocks, CudaIpc
+from ebbtide.srt.weight_sync.payload.shared_memory import SharedBlocks
+
+
+class SenderMemory:
+    """The memory behind one payload.
+
+    `note` takes down the references as they are decoded. `map` then checks those that are wanted, and maps
+    host memory; `open` maps device memory, which takes long enough to be done in steps. However it goes on,
+    `close` gives every reference back that was noted.
+
+    Args:
+        cuda: for the device that the engine runs on; None where that is the CPU.
+        reader, num_readers: of all ranks that were sent the same references, which one this is. The first one
+            takes the references over. CUDA memory is for a single reader: the others refuse it, and the
+            first one too, so that all of them do the same.
+    """
+
+    def __init__(self, cuda: CudaIpc | None = None, reader: int = 0, num_readers: int = 1) -> None:
+        self._noted: list[AnyStorageRef] = []
+        self._wanted: list[CudaStorageRef] = []
+        self._blocks = SharedBlocks(owns_references=reader == 0)
+        self._cuda = CudaBlocks(cuda, owns_references=reader == 0, may_open=num_readers == 1)
+
+    def note(self, ref: AnyStorageRef) -> None:
+        """Take down a reference that the payload makes."""
+        self._noted.append(ref)
+
+    def map(self, ref: TensorRef) -> None:
+        """Check a tensor's memory, and map it if it is the host's.
+
+        Raises:
+            RequestRejected: it is not there, or out of reach of this engine's device.
+        """
+        match ref.storage:
+            case StorageRef():
+                self._blocks.storage(ref.storage)
+            case CudaStorageRef():
+                self._cuda.check(ref.storage)
+                self._wanted.append(ref.storage)
+
+    def open(self) -> Iterator[None]:
+        """Map the device memory of the tensors that `map` was given, in steps.
+
+        Raises:
+            RequestRejected: it cannot be opened.
+        """
+        return self._cuda.open(self._wanted) if self._wanted else iter(())
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor:
+        """A view of the sender's memory; on a device, for work launched on torch's current stream."""
+        match ref.storage:
+            case None:
+                return torch.empty(ref.shape, dtype=ref.dtype)
+            case StorageRef():
+                storage = self._blocks.storage(ref.storage)
+            case CudaStorageRef():
+                storage = self._cuda.storage(ref.storage)
+        empty = torch.empty(0, dtype=ref.dtype, device=storage.device)
+        return empty.set_(storage, ref.offset, ref.shape, ref.stride)
+
+    def drop(self) -> Iterator[None]:
+        """Let go of the device memory, in steps, once all that reads it has run."""
+        return self._cuda.drop()
+
+    def close(self) -> None:
+        """Let go of everything, opened or not. Idempotent."""
+        noted, self._noted = self._noted, []
+        self._cuda.close([ref for ref in noted if isinstance(ref, CudaStorageRef)])
+        self._blocks.close([ref for ref in noted if isinstance(ref, StorageRef)])

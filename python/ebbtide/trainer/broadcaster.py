@@ -1,0 +1,270 @@
+"""The trainer's end of a group in which weights are broadcast to every rank of several engines.
+
+The trainer is rank 0 and keeps the store. Source of the rendezvous: wire_api section 3.3.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final, Literal
+from uuid import uuid4
+
+import torch
+
+from ebbtide.srt.errors import EbbtideError, EngineError
+from ebbtide.srt.weight_sync.broadcast.weight_group import (
+    FIRST_LOOK_S,
+    LOOK_S,
+    SOURCE_RANK,
+    GroupAddress,
+    InThread,
+    Reception,
+    WeightGroup,
+    connect,
+    host_store,
+)
+from ebbtide.srt.weight_sync.distributed_source import Announcement
+from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
+from ebbtide.trainer.targets import EngineSize, NamedTensors, Target
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["gloo", "nccl"]
+# By target: the body of its reply, or why there is none.
+Outcomes = dict[str, Mapping[str, Any] | EbbtideError]
+
+# By then the engines have said what they make of it.
+MARGIN_S: Final = 5.0
+
+
+class Broadcaster:
+    """One group of this process and all ranks of all targets, made when it is first needed.
+
+    A broadcast that fails leaves its members out of step: the group is left, and the next call of `connect`
+    makes another one.
+
+    Args:
+        backend: None: "nccl" if the first tensor is on a GPU, else "gloo".
+        master_address: of this process, for all targets; None: for each the one by which it is reached.
+        master_port: None for a free one.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        backend: Backend | None,
+        master_address: str | None,
+        master_port: int | None,
+    ) -> None:
+        self._targets = targets
+        self._backend = backend
+        self._master_address = master_address
+        self._master_port = master_port
+        self._names = map(f"weight-sender-{uuid4().hex[:12]}-{{}}".format, itertools.count())
+        self._store: Any = None
+        self._group: WeightGroup | None = None
+
+    def device_for(self, tensor: torch.Tensor) -> torch.device:
+        """From where a tensor like this is broadcast; NCCL takes what is elsewhere by the current GPU."""
+        backend = self._backend or ("gloo" if tensor.device.type == "cpu" else "nccl")
+        if backend == "gloo":
+            return torch.device("cpu")
+        if tensor.device.type != "cpu":
+            return tensor.device
+        return torch.device("cuda", torch.accelerator.current_device_index())
+
+    def connect(self, device: torch.device, timeout_s: float) -> Outcomes:
+        """Make the group, unless there is one; by target, why that failed. Nothing is sent yet.
+
+        Args:
+            device: from where it is to broadcast.
+
+        Raises:
+            ValueError: there is no telling by which address the other hosts reach this one.
+            OSError, RuntimeError: the port is not free.
+        """
+        if self._group is not None:
+            return {}
+        if self._store is None:
+            self._store = host_store(self._master_port or 0)
+        with ThreadPoolExecutor(2 * len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
+            sizing = {target.name: pool.submit(target.size) for target in self._targets}
+            failures = _failures(sizing)
+            if failures:
+                return failures
+            sizes = [future.result() for future in sizing.values()]
+            own = GroupAddress(
+                name=next(self._names),
+                host="localhost",
+                port=self._store.port,
+                rank=SOURCE_RANK,
+                world_size=1 + sum(size.num_ranks for size in sizes),
+                backend="gloo" if device.type == "cpu" else "nccl",
+            )
+            hosts = [self._host_for(*each) for each in zip(self._targets, sizes, strict=True)]
+            member = InThread(f"join-{own.name}", lambda: connect(own, timeout_s))
+            offsets = itertools.accumulate((size.num_ranks for size in sizes), initial=1)
+            joining = {
+                target.name: pool.submit(target.join_group, replace(own, host=host, rank=rank), timeout_s)
+                for target, host, rank in zip(self._targets, hosts, offsets, strict=False)
+            }
+            if not _all_succeed(joining, member):
+                self._ask_to_leave(pool, own.name)
+                return _failures(joining) or self._blamed(member, "the group was not joined")
+        self._group = WeightGroup(own.name, member.result(), device)
+        return {}
+
+    def send(self, tensors: NamedTensors, timeout_s: float) -> Outcomes:
+        """Broadcast these into the targets' sessions. The tensors may change once this has returned.
+
+        `connect` first. After a failure the group is gone.
+        """
+        group = self._group
+        if group is None:
+            raise EngineError("there is no group to broadcast in: connect first")
+        is_bucket = len(tensors) > 1
+        announced = Announcement(
+            names=[name for name, _ in tensors],
+            dtypes=[str(tensor.dtype) for _, tensor in tensors],
+            shapes=[list(tensor.shape) for _, tensor in tensors],
+            load_format="flattened_bucket" if is_bucket else None,
+        )
+
+        def contiguous(device: torch.device) -> list[torch.Tensor]:
+            _wait_for_devices(tensors, device)
+            here = [(name, tensor.detach().to(device)) for name, tensor in tensors]
+            if is_bucket:
+                return [FlattenedTensorBucket(here).get_flattened_tensor()]
+            return [tensor.contiguous() for _, tensor in here]
+
+        with ThreadPoolExecutor(2 * len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
+            broadcast = group.send(contiguous, timeout_s + MARGIN_S)
+            calls = {
+                target.name: pool.submit(target.take_broadcast, announced, group.name, timeout_s)
+                for target in self._targets
+            }
+            if not _all_succeed(calls, broadcast):
+                self._group = None
+                group.close("a bucket was not taken by every engine")
+                self._ask_to_leave(pool, group.name)
+            failures = _failures(calls)
+        outcomes: Outcomes = {
+            name: failures[name] if name in failures else call.result() for name, call in calls.items()
+        }
+        return outcomes
+
+    def close(self) -> None:
+        """Leave the group, and let the store go. It may be used again."""
+        group, self._group = self._group, None
+        if group is not None:
+            with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
+                self._ask_to_leave(pool, group.name)
+            group.close("the sender was closed")
+        self._store = None
+
+    def _ask_to_leave(self, pool: ThreadPoolExecutor, name: str) -> None:
+        """Make all targets leave; one that fails here has left, or will as its connections end."""
+
+        def leave(target: Target) -> None:
+            with suppress(EbbtideError):
+                target.leave_group(name)
+
+        wait([pool.submit(leave, target) for target in self._targets])
+
+    def _host_for(self, target: Target, size: EngineSize) -> str:
+        """By which address a target's ranks reach this process."""
+        if self._master_address is not None:
+            return self._master_address
+        host = "127.0.0.1" if target.location is None else _own_address(*target.location)
+        if size.num_nodes > 1 and (host == "::1" or host.startswith("127.")):
+            raise ValueError(
+                f"master_address: {target.name} has ranks on {size.num_nodes} hosts. Give the address by "
+                "which all of them reach this one"
+            )
+        return host
+
+    def _blamed(self, thread: InThread[Any], what: str) -> Outcomes:
+        """This end failed, for all targets."""
+        try:
+            thread.result()
+        except Exception as error:
+            what = f"{what}: {type(error).__name__}: {error}"[:500]
+        return {target.name: EngineError(what) for target in self._targets}
+
+
+def _all_succeed(calls: Mapping[str, Future[Any]], own: InThread[Any] | Reception) -> bool:
+    """Wait for all of it, or until something fails; both ends wait for each other."""
+    pending = set(calls.values())
+    while pending or not own.is_done:
+        if own.is_done and _has_failed(own):
+            return False
+        if pending:
+            done, pending = wait(pending, timeout=LOOK_S, return_when=FIRST_EXCEPTION)
+            if any(call.exception() is not None for call in done):
+                return False
+        else:
+            time.sleep(FIRST_LOOK_S)
+    return not _has_failed(own)
+
+
+def _has_failed(own: InThread[Any] | Reception) -> bool:
+    try:
+        own.result()
+    except Exception as error:
+        logger.warning("this end of a weight group failed: %s", error)
+        return True
+    return False
+
+
+def _failures(calls: Mapping[str, Future[Any]]) -> Outcomes:
+    """Wait for all; by target, why it failed."""
+    wait(calls.values())
+    errors = {name: call.exception() for name, call in calls.items()}
+    for error in errors.values():
+        if error is not None and not isinstance(error, EbbtideError):
+            raise error
+    return {name: error for name, error in errors.items() if isinstance(error, EbbtideError)}
+
+
+def outcome_at(target: Target, outcomes: Future[Outcomes]) -> Future[Any]:
+    """One target's share; None where it has neither succeeded nor failed, since others had failed before."""
+    share: Future[Any] = Future()
+
+    def settle(whole: Future[Outcomes]) -> None:
+        error = whole.exception()
+        outcome = None if error is not None else whole.result().get(target.name)
+        if isinstance(outcome, EbbtideError):
+            error = outcome
+        if error is not None:
+            share.set_exception(error)
+        else:
+            share.set_result(outcome)
+
+    outcomes.add_done_callback(settle)
+    return share
+
+
+def _wait_for_devices(tensors: NamedTensors, current: torch.device) -> None:
+    """The tensors may still be computed, on whatever streams."""
+    for device in {tensor.device for _, tensor in tensors if tensor.device.type != "cpu"}:
+        torch.accelerator.set_device_index(device)
+        torch.accelerator.synchronize(device)
+    if current.type != "cpu":
+        torch.accelerator.set_device_index(current)
+
+
+def _own_address(host: str, port: int) -> str:
+    """Of this host, on the way to that one; the loopback's where nothing leads there."""
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # Sends nothing.
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"

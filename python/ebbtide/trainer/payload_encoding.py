@@ -1,0 +1,389 @@
+"""The trainer's side: tensors in shared memory or on a GPU, and the pickle that refers to them.
+
+A trainer on the same GPU as the engine sends buckets of its weights, without a copy through the host:
+
+    for bucket in pack_buckets(gathered_parameters(), bucket_bytes=1 << 30):
+        entry = base64.b64encode(serialize_bucket(bucket)).decode()
+        post("/update_weights_from_tensor", {
+            "serialized_named_tensors": [entry], "load_format": "flattened_bucket",
+        })  # the reply says that the engine has let go of the bucket: it may be overwritten, or freed
+
+inside `begin_weight_update` and `end_weight_update`, if all of it is to be served from one moment on.
+
+What torch asks of those who share CUDA tensors:
+
+- The tensors, and the process, live until the update is answered.
+- A storage that is shared again and again collects an event and a counter each time, until it is freed. Share
+  buckets, or copies, rather than the parameters themselves.
+- The memory comes from torch's own allocator. Memory of torch_memory_saver cannot be shared. Expandable
+  segments are shared by file descriptors, for which the engine needs leave to trace the trainer: the same
+  user, and kernel.yama.ptrace_scope 0. Otherwise switch them off for what is sent, or send `tensor.cpu()`.
+
+Source: wire_api sections 4.1 to 4.3.
+"""
+
+import io
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+from torch.multiprocessing import reductions
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
+from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT: Final = 64
+_PICKLE_PROTOCOL: Final = 4
+# Of the arguments of rebuild_cuda_tensor.
+_DEVICE_SLOT: Final = 6
+_HANDLE_SLOT: Final = 7
+_COUNTER_SLOTS: Final = slice(11, 13)
+_EVENT_SYNC_SLOT: Final = 14
+# How torch begins the handle of an expandable segment: a version, and this.
+_EXPANDABLE: Final = b"e"
+
+# What rebuilds an object, and its arguments.
+_Reduced = tuple[object, tuple[Any, ...]]
+
+
+def serialize(obj: object) -> bytes:
+    """Pickles an object for `update_weights_from_tensor`; its tensors are referred to, not contained.
+
+    CPU tensors move into shared memory, as with torch's own sharing: they stay usable, at a new address. CUDA
+    tensors stay where they are; what has been launched on the current stream is done before the engine reads
+    them. Keep `obj` alive until the update is answered, and send each result once. The sharing strategy of
+    the process is neither used nor changed. Raises `RequestRejected` when shared memory is short.
+    """
+    return _pickle(obj, {})
+
+
+def serialize_bucket(bucket: FlattenedTensorBucket) -> bytes:
+    """Pickles a bucket for `load_format="flattened_bucket"`; keep it alive as `serialize` says."""
+    return serialize({"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()})
+
+
+class Payload(ABC):
+    """What is sent, and the memory behind it for as long as it is open: until the update is answered.
+
+    Attributes:
+        entries: of `serialized_named_tensors`.
+    """
+
+    def __init__(self, entries: Sequence[bytes]) -> None:
+        self.entries = list(entries)
+
+    @property
+    def payload(self) -> bytes:
+        """The only entry, for an engine of one rank."""
+        [entry] = self.entries
+        return entry
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives the memory back. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SharedTensors(Payload):
+    """Entries and the shared memory behind them; close it once the update is answered, whatever it says."""
+
+    def __init__(self, entries: Sequence[bytes], storage: torch.UntypedStorage, handle: bytes) -> None:
+        super().__init__(entries)
+        self._storage: torch.UntypedStorage | None = storage
+        self._path = object_path(handle)
+
+    def close(self) -> None:
+        """Frees the shared memory, also when an entry was never opened. Idempotent."""
+        if self._storage is not None:
+            self._storage = None
+            # What is left now is the reference of a receiver that never took it.
+            self._path.unlink(missing_ok=True)
+
+
+class LentTensors(Payload):
+    """Entries that refer to the tensors themselves, on a GPU, where the engine reads them.
+
+    Left by `RequestRejected` it takes back what the engine was never handed: a refusal says that nothing is
+    read any more. Left by anything else, the engine may be reading still, and torch keeps the memory until it
+    has finished.
+
+    Args:
+        tensors: what is referred to.
+        counters: the file and the index of each reference that travels.
+    """
+
+    def __init__(
+        self, entries: Sequence[bytes], tensors: object, counters: Iterable[tuple[bytes, int]]
+    ) -> None:
+        super().__init__(entries)
+        self._tensors: object | None = tensors
+        self._counters = tuple(counters)
+
+    def close(self) -> None:
+        """Lets go of the tensors."""
+        self._tensors = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and issubclass(kind, RequestRejected):
+            _take_back(self._counters)
+        self.close()
+
+
+class TensorSender:
+    """Sends the ranks of an engine (name, tensor) pairs by the shorter way.
+
+    Tensors on a GPU that every rank reaches are read where they are. All others, and those whose memory torch
+    cannot share, are copied into shared memory, once for all ranks; the first time that this is the longer
+    way, the log says why.
+
+    Args:
+        device: the engine's, with its index, as this process counts them; of several ranks, a list of each
+            one's, in the order of the entries: replica by replica.
+        tp_size: ranks of a replica. All replicas read what is in shared memory by the entries of one.
+    """
+
+    def __init__(self, device: str | Sequence[str], tp_size: int = 1) -> None:
+        self._devices = [torch.device(one) for one in ([device] if isinstance(device, str) else device)]
+        self._tp_size = tp_size
+        self._has_explained = False
+
+    def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Payload:
+        """Makes a payload; close it once the update is answered. Until then the tensors must not change.
+
+        Waits for all that was launched on their devices, on whatever stream. Raises `RequestRejected` for
+        what is not a plain tensor, and when shared memory is short.
+        """
+        tensors = list(named_tensors)
+        for item in tensors:
+            _check_named_tensor(item)
+        if tensors and all(self._can_lend(tensor) for _, tensor in tensors):
+            _finish_work(tensors)
+            try:
+                return _lend(tensors, len(self._devices))
+            except RuntimeError as error:  # torch's, for memory that it cannot share
+                self._explain(error)
+        return serialize_tensors(tensors, self._tp_size)
+
+    def _can_lend(self, tensor: torch.Tensor) -> bool:
+        if not all(_reaches(device, tensor.device) for device in self._devices):
+            return False
+        # A reference does not say that elements are negated or repeated, nor what a subclass adds to them.
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        return is_plain and not (tensor.is_neg() or tensor.is_conj() or _repeats_elements(tensor))
+
+    def _explain(self, error: RuntimeError) -> None:
+        if not self._has_explained:
+            self._has_explained = True
+            reason = str(error).partition("\n")[0]
+            logger.warning("new weights are copied by way of the host: torch cannot share them: %s", reason)
+
+
+def _reaches(reader: torch.device, device: torch.device) -> bool:
+    """Whether kernels on one device can read the memory of the other."""
+    if reader.type != "cuda" or device.type != "cuda":
+        return False
+    return reader == device or torch.cuda.can_device_access_peer(reader, device)
+
+
+def _lend(tensors: Sequence[tuple[str, torch.Tensor]], num_readers: int) -> LentTensors:
+    # What is shared collects an event and a counter each time until it is freed. The weights of a trainer
+    # never are: so they are shared through storages of their own, which are freed after the update.
+    storages: dict[int, torch.UntypedStorage] = {}
+    lent = []
+    for name, tensor in tensors:
+        original = tensor.untyped_storage()
+        if original._cdata not in storages:
+            storages[original._cdata] = _second_storage(original)
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        view.set_(storages[original._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+        lent.append((name, view))
+    counters: list[tuple[bytes, int]] = []
+    try:
+        # Each reader has counters of its own: a reference is opened, and given back, once.
+        entries = [_pickle(lent, {torch.Tensor: _counting(counters)}) for _ in range(num_readers)]
+    except BaseException:
+        _take_back(counters)
+        raise
+    return LentTensors(entries, lent, counters)
+
+
+def _pickle(obj: object, own_reductions: Mapping[type, Callable[[Any], _Reduced]]) -> bytes:
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, _PICKLE_PROTOCOL)
+    pickler.dispatch_table.update(own_reductions)
+    pickler.dump(obj)
+    return buffer.getvalue()
+
+
+def _second_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Another storage over the same memory, which keeps the first one alive."""
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    capsule = torch.utils.dlpack.to_dlpack(flat)  # type: ignore[attr-defined]
+    return torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
+
+
+def _take_back(counters: Iterable[tuple[bytes, int]]) -> None:
+    """Counts references as given back, for a receiver that will not do so.
+
+    One that has been given back already is then counted below zero: torch frees that too.
+    """
+    for file, index in counters:
+        torch.UntypedStorage._release_ipc_counter_cuda(file, index)
+
+
+def _repeats_elements(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
+
+
+def _finish_work(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Waits for what computes the tensors: the stream it was launched on is not this thread's."""
+    for device in {tensor.device for _, tensor in tensors}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def serialize_tensors(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], num_entries: int = 1
+) -> SharedTensors:
+    """Copies tensors, of any device, into one block of shared memory; makes the entries that refer to it.
+
+    The caller's tensors stay as they are and may be overwritten at once. The block takes the sum of their
+    bytes until it is closed. Raises `RequestRejected` for what is not a plain tensor, and when shared memory
+    is short.
+
+    Args:
+        num_entries: how many ranks read the block, each by an entry of its own.
+    """
+    tensors = list(named_tensors)
+    for item in tensors:
+        _check_named_tensor(item)
+    _finish_work(tensors)
+    sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for _, tensor in tensors]
+    storage, handle = _allocate(max(sum(sizes), _ALIGNMENT))
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    shared, start = [], 0
+    for (name, tensor), size in zip(tensors, sizes, strict=True):
+        used = tensor.numel() * tensor.element_size()
+        view = flat[start : start + used].view(tensor.dtype).view(tensor.shape)
+        view.copy_(tensor.detach())
+        shared.append((name, view))
+        start += size
+    return SharedTensors([serialize(shared) for _ in range(num_entries)], storage, handle)
+
+
+def _check_named_tensor(item: object) -> None:
+    match item:
+        case (str(name), torch.Tensor() as tensor):
+            if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+                described = f"{tensor.dtype} of layout {tensor.layout} on {tensor.device}"
+                raise RequestRejected(f"{name}: expected a dense tensor with data, got {described}")
+        case _:
+            raise RequestRejected(f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}")
+
+
+def _allocate(num_bytes: int) -> tuple[torch.UntypedStorage, bytes]:
+    _require_room(num_bytes)
+    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
+    _, handle, _ = storage._share_filename_cpu_()
+    descriptor = os.open(object_path(handle), os.O_RDWR)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes + HEADER_BYTES)
+    except OSError as error:  # Others took the room in the meantime.
+        raise _no_room(num_bytes) from error
+    finally:
+        os.close(descriptor)
+    return storage, handle
+
+
+def _require_room(num_bytes: int) -> None:
+    """Refuses now what would end the process (SIGBUS) at the first write beyond the limit of /dev/shm."""
+    if num_bytes + HEADER_BYTES > _free_bytes():
+        raise _no_room(num_bytes)
+
+
+def _no_room(num_bytes: int) -> RequestRejected:
+    free_bytes = _free_bytes()
+    return RequestRejected(
+        f"{num_bytes} bytes of shared memory are needed, {SHARED_MEMORY} has {free_bytes}: send the weights "
+        "in smaller buckets, or give the container a larger one",
+        needed_bytes=num_bytes,
+        free_bytes=free_bytes,
+    )
+
+
+def _free_bytes() -> int:
+    limits = os.statvfs(SHARED_MEMORY)
+    return limits.f_bavail * limits.f_frsize
+
+
+class _Pickler(ForkingPickler):
+    """torch's reductions, but for what only related processes understand.
+
+    CPU storages are shared by name, and devices are named by their UUID: another process may see others.
+    """
+
+    dispatch_table: Any
+
+    def __init__(self, buffer: io.BytesIO, protocol: int) -> None:
+        super().__init__(buffer, protocol)
+        self.dispatch_table = {
+            **self.dispatch_table,
+            torch.UntypedStorage: _reduce_storage,
+            torch.Tensor: _reduce_tensor,
+            torch.nn.Parameter: _reduce_tensor,
+        }
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> _Reduced:
+    rebuild, arguments = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    if rebuild is reductions.rebuild_cuda_tensor:
+        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+        arguments = (*arguments[:_DEVICE_SLOT], uuid, *arguments[_DEVICE_SLOT + 1 :])
+    return rebuild, arguments
+
+
+def _counting(counters: list[tuple[bytes, int]]) -> Callable[[torch.Tensor], _Reduced]:
+    """`_reduce_tensor`, noting the file and the index of each counter of a reference.
+
+    It raises `RuntimeError` for an expandable segment: only those open it who may trace this process.
+    """
+
+    def reduce(tensor: torch.Tensor) -> _Reduced:
+        rebuild, arguments = _reduce_tensor(tensor)
+        # An empty storage has no handle, and nothing counts it.
+        if rebuild is reductions.rebuild_cuda_tensor and arguments[_HANDLE_SLOT] is not None:
+            file, index = arguments[_COUNTER_SLOTS]
+            counters.append((file, index))
+            if arguments[_HANDLE_SLOT][1:2] == _EXPANDABLE:
+                raise RuntimeError("it lies in an expandable segment (PYTORCH_CUDA_ALLOC_CONF)")
+            # All work is done: a reader on another GPU need not open the event of this one.
+            arguments = (*arguments[:_EVENT_SYNC_SLOT], False)
+        return rebuild, arguments
+
+    return reduce
+
+
+def _reduce_storage(storage: torch.UntypedStorage) -> tuple[object, tuple[object, ...]]:
+    if not storage.is_shared():
+        _require_room(storage.nbytes())
+    manager, handle, num_bytes = storage._share_filename_cpu_()
+    # The reference that the receiver drops.
+    storage._shared_incref()  # type: ignore[no-untyped-call]
+    return reductions.rebuild_storage_filename, (torch.UntypedStorage, manager, handle, num_bytes)

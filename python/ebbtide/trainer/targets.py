@@ -1,0 +1,417 @@
+"""Where a trainer's weights go: an `Engine` of this process, or a server by its address.
+
+A bucket goes to a server in one of three ways: by reference to this process's GPU memory, where all ranks of
+the server reach it; through shared memory, where the server is on this host; in the body, elsewhere. To an
+engine or a server it may also be broadcast, in a group that all of their ranks join.
+Source: wire_api sections 3.3 and 4.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import ipaddress
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal, Protocol, get_args
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import psutil
+import safetensors.torch
+import torch
+
+from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
+from ebbtide.srt.weight_sync.broadcast.weight_group import GroupAddress
+from ebbtide.srt.weight_sync.distributed_source import Announcement
+from ebbtide.trainer.payload_encoding import TensorSender
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+Transport = Literal["auto", "memory", "body", "broadcast"]
+
+# How much longer than the server's own deadline an answer is awaited: the server's says more.
+MARGIN_S: Final = 30.0
+# What asks for a state is answered at once, also by a server that is busy.
+STATE_TIMEOUT_S: Final = 60.0
+_ERROR_FIELDS: Final = ("success", "message", "error", "status")
+
+
+class AnswerLost(EbbtideError):
+    """No answer came: whether the request was carried out is unknown."""
+
+
+class Target(Protocol):
+    """One engine that takes new weights.
+
+    The methods raise `RequestRejected` for a refusal, `EngineError` when the engine failed, `AnswerLost`.
+    """
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
+
+    def begin(self, session_timeout_s: float | None) -> None:
+        """Open a session; None: for as long as the engine allows by itself."""
+        ...
+
+    def stage(self, tensors: NamedTensors, timeout_s: float) -> Mapping[str, Any]:
+        """Hand tensors over, which may change once this has returned; the body of the reply."""
+        ...
+
+    def end(
+        self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
+    ) -> Mapping[str, Any]:
+        """Commit the session; the body of the reply."""
+        ...
+
+    def abort(self) -> None:
+        """Discard the open session, if there is one."""
+        ...
+
+    def has_session(self) -> bool:
+        """Whether a session is open."""
+        ...
+
+    def serving_version(self) -> str:
+        """The version of the weights that serve."""
+        ...
+
+    @property
+    def location(self) -> tuple[str, int] | None:
+        """Host and port; None for an engine of this process."""
+        ...
+
+    def size(self) -> EngineSize:
+        """How many ranks take part in a broadcast."""
+        ...
+
+    def join_group(self, address: GroupAddress, timeout_s: float) -> None:
+        """Make all ranks join a group, the first one as `address.rank`; returns when it is complete."""
+        ...
+
+    def leave_group(self, name: str) -> None:
+        """Make all ranks leave a group; what waits for a broadcast in it is refused."""
+        ...
+
+    def take_broadcast(self, announced: Announcement, group: str, timeout_s: float) -> Mapping[str, Any]:
+        """Take what is broadcast at the same time into the session; the body of the reply."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineSize:
+    """Of how many ranks an engine is, and on how many hosts these are."""
+
+    num_ranks: int
+    num_nodes: int
+
+
+class UpdatableEngine(Protocol):
+    """What is asked of an engine in this process: `ebbtide.Engine` has it."""
+
+    def begin_weight_update(self, *, timeout_s: float | None, session_id: str | None) -> dict[str, Any]: ...
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: list[tuple[str, torch.Tensor]],
+        *,
+        timeout_s: float | None,
+        session_id: str | None,
+    ) -> dict[str, Any]: ...
+
+    def end_weight_update(
+        self,
+        *,
+        weight_version: str | None,
+        flush_cache: bool | None,
+        pause_mode: str | None,
+        timeout_s: float | None,
+        session_id: str | None,
+    ) -> dict[str, Any]: ...
+
+    def abort_weight_update(self) -> dict[str, Any]: ...
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        *,
+        group_name: str,
+        backend: str,
+        timeout_s: float,
+    ) -> dict[str, Any]: ...
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str,
+        load_format: str | None,
+        timeout_s: float | None,
+        session_id: str | None,
+    ) -> dict[str, Any]: ...
+
+    def destroy_weights_update_group(self, group_name: str) -> dict[str, Any]: ...
+
+    def server_info(self) -> dict[str, Any]: ...
+
+    @property
+    def weight_version(self) -> str: ...
+
+
+class EngineTarget:
+    """An engine of this process, which chooses by itself how tensors reach its ranks."""
+
+    def __init__(self, engine: UpdatableEngine, name: str = "the engine") -> None:
+        self.name = name
+        self._engine = engine
+        self._session_id: str | None = None
+
+    def begin(self, session_timeout_s: float | None) -> None:
+        self._session_id = uuid4().hex
+        self._engine.begin_weight_update(timeout_s=session_timeout_s, session_id=self._session_id)
+
+    def stage(self, tensors: NamedTensors, timeout_s: float) -> Mapping[str, Any]:
+        return self._engine.update_weights_from_tensor(
+            list(tensors), timeout_s=timeout_s, session_id=self._session_id
+        )
+
+    def end(
+        self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
+    ) -> Mapping[str, Any]:
+        return self._engine.end_weight_update(
+            weight_version=version,
+            flush_cache=flush_cache,
+            pause_mode=pause_mode,
+            timeout_s=timeout_s,
+            session_id=self._session_id,
+        )
+
+    def abort(self) -> None:
+        self._engine.abort_weight_update()
+
+    def has_session(self) -> bool:
+        return bool(self._engine.server_info()["weight_update"]["session_open"])
+
+    def serving_version(self) -> str:
+        return self._engine.weight_version
+
+    @property
+    def location(self) -> None:
+        return None
+
+    def size(self) -> EngineSize:
+        return _size_of(self._engine.server_info())
+
+    def join_group(self, address: GroupAddress, timeout_s: float) -> None:
+        self._engine.init_weights_update_group(**_join_fields(address), timeout_s=timeout_s)
+
+    def leave_group(self, name: str) -> None:
+        self._engine.destroy_weights_update_group(name)
+
+    def take_broadcast(self, announced: Announcement, group: str, timeout_s: float) -> Mapping[str, Any]:
+        return self._engine.update_weights_from_distributed(
+            announced.names,
+            announced.dtypes,
+            announced.shapes,
+            group_name=group,
+            load_format=announced.load_format,
+            timeout_s=timeout_s,
+            session_id=self._session_id,
+        )
+
+
+class ServerTarget:
+    """A server.
+
+    Args:
+        url: its address, without a path.
+        transport: "memory" refers to memory of this host, "body" sends the data; "auto" takes "memory" where
+            the address is one of this host's. Behind such an address a container, or a tunnel, may have
+            memory of its own: then "body". With "broadcast" there is nothing to `stage`.
+        api_key: sent with each request.
+    """
+
+    def __init__(self, url: str, transport: Transport = "auto", api_key: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise ValueError(f"expected a URL as http://HOST:PORT, got {url!r}")
+        check_transport(transport)
+        self.name = url.rstrip("/")
+        self.location = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        self._host = parts.hostname
+        self._transport = transport
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        # Straight to it: what the environment names as a proxy is for other traffic.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._sender: TensorSender | None = None
+        self._session_id: str | None = None
+
+    def begin(self, session_timeout_s: float | None) -> None:
+        self._sender = self._find_sender()
+        # What names a session is refused outside of it; without the name it would be served by itself.
+        self._session_id = uuid4().hex
+        fields = {"session_id": self._session_id, "timeout_s": session_timeout_s}
+        self._call("/begin_weight_update", fields, STATE_TIMEOUT_S)
+
+    def stage(self, tensors: NamedTensors, timeout_s: float) -> Mapping[str, Any]:
+        if self._sender is None:
+            return self._update([_safetensors_image(tensors)], "safetensors", timeout_s)
+        with self._sender.send(tensors) as sent:
+            return self._update(sent.entries, None, timeout_s)
+
+    def end(
+        self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
+    ) -> Mapping[str, Any]:
+        fields = {
+            "session_id": self._session_id,
+            "weight_version": version,
+            "flush_cache": flush_cache,
+            "pause_mode": pause_mode,
+            "timeout_s": timeout_s,
+        }
+        body: Mapping[str, Any] = self._call("/end_weight_update", fields, timeout_s + MARGIN_S)
+        return body
+
+    def abort(self) -> None:
+        self._call("/abort_weight_update", {})
+
+    def has_session(self) -> bool:
+        return bool(self._call("/server_info")["weight_update"]["session_open"])
+
+    def serving_version(self) -> str:
+        return str(self._call("/model_info")["weight_version"])
+
+    def size(self) -> EngineSize:
+        return _size_of(self._call("/server_info"))
+
+    def join_group(self, address: GroupAddress, timeout_s: float) -> None:
+        fields = {**_join_fields(address), "timeout_s": timeout_s}
+        self._call("/init_weights_update_group", fields, timeout_s + MARGIN_S)
+
+    def leave_group(self, name: str) -> None:
+        self._call("/destroy_weights_update_group", {"group_name": name})
+
+    def take_broadcast(self, announced: Announcement, group: str, timeout_s: float) -> Mapping[str, Any]:
+        fields = {
+            **asdict(announced),
+            "group_name": group,
+            "session_id": self._session_id,
+            "timeout_s": timeout_s,
+        }
+        body: Mapping[str, Any] = self._call("/update_weights_from_distributed", fields, timeout_s + MARGIN_S)
+        return body
+
+    def _find_sender(self) -> TensorSender | None:
+        """What shares memory with all ranks of the server; None where it does not reach all of them."""
+        is_elsewhere = self._transport == "auto" and not _is_this_host(self._host)
+        if is_elsewhere or self._transport in ("body", "broadcast"):
+            return None
+        info = self._call("/server_info")
+        if info["nnodes"] > 1:
+            return None
+        ranks = self._call("/memory_occupation")["ranks"]
+        ranks.sort(key=lambda rank: (rank["dp_rank"], rank["tp_rank"]))
+        own = _own_devices()
+        # A GPU that this process does not see is out of its reach, as the CPU is.
+        return TensorSender([own.get(_bare(rank["uuid"]), "cpu") for rank in ranks], info["tp_size"])
+
+    def _update(self, entries: Sequence[bytes], load_format: str | None, timeout_s: float) -> dict[str, Any]:
+        fields = {
+            "serialized_named_tensors": [base64.b64encode(entry).decode() for entry in entries],
+            "load_format": load_format,
+            "session_id": self._session_id,
+            "timeout_s": timeout_s,
+        }
+        body: dict[str, Any] = self._call("/update_weights_from_tensor", fields, timeout_s + MARGIN_S)
+        return body
+
+    def _call(
+        self, path: str, fields: Mapping[str, Any] | None = None, timeout_s: float = STATE_TIMEOUT_S
+    ) -> Any:
+        """POST these fields, or GET without any; the answer's JSON."""
+        data = None if fields is None else json.dumps(fields).encode()
+        request = urllib.request.Request(self.name + path, data, self._headers)
+        try:
+            with self._opener.open(request, timeout=timeout_s) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            raise _as_error(error) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise AnswerLost(f"no answer from {self.name}{path}: {error}") from error
+
+
+def check_transport(transport: str) -> None:
+    """Raises `ValueError` for one that does not exist."""
+    if transport not in get_args(Transport):
+        raise ValueError(f"transport: expected one of {get_args(Transport)}, got {transport!r}")
+
+
+def _size_of(server_info: Mapping[str, Any]) -> EngineSize:
+    return EngineSize(server_info["tp_size"] * server_info["dp_size"], server_info["nnodes"])
+
+
+def _join_fields(address: GroupAddress) -> dict[str, Any]:
+    return {
+        "master_address": address.host,
+        "master_port": address.port,
+        "rank_offset": address.rank,
+        "world_size": address.world_size,
+        "group_name": address.name,
+        "backend": address.backend,
+    }
+
+
+def _as_error(answer: urllib.error.HTTPError) -> EbbtideError:
+    try:
+        body = json.load(answer)
+        message = str(body["message"])
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        body, message = {}, f"HTTP status {answer.code}"
+    # 503 is of the moment: its queue is full, it starts, or goes down.
+    if answer.code >= 500 and answer.code != http.HTTPStatus.SERVICE_UNAVAILABLE:
+        return EngineError(message)
+    fields = {name: value for name, value in body.items() if name not in _ERROR_FIELDS}
+    return RequestRejected(message, answer.code, **fields)
+
+
+def _safetensors_image(tensors: NamedTensors) -> bytes:
+    # Copies: the format refuses tensors that share memory, as tied ones do.
+    return safetensors.torch.save(
+        {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    )
+
+
+def _own_devices() -> dict[str, str]:
+    """The GPUs that this process uses, by UUID."""
+    # A trainer on the CPU is not made to set up CUDA.
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    indices = range(torch.cuda.device_count() if is_used else 0)
+    uuids = [_bare(str(torch.cuda.get_device_properties(index).uuid)) for index in indices]
+    return {uuid: f"cuda:{index}" for index, uuid in enumerate(uuids)}
+
+
+def _bare(uuid: str | None) -> str:
+    return (uuid or "").lower().removeprefix("gpu-")
+
+
+def _is_this_host(host: str) -> bool:
+    own = {
+        found.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for found in addresses
+    }
+    try:
+        meant = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(address in own or ipaddress.ip_address(address).is_loopback for address in meant)

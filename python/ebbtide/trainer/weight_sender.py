@@ -1,0 +1,465 @@
+"""The trainer's weights into one or several engines, as one update of a few lines.
+
+    sender = WeightSender("http://127.0.0.1:30000")
+    for step in range(num_steps):
+        train(model)
+        sender.send(model.named_parameters(), version=step + 1)
+
+All of an update is staged in a session beside the weights that serve, bucket by bucket, and committed at
+once: a failure anywhere before the commit leaves the old weights serving. Source: control_semantics
+section 2.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Final, Self, TypeVar, get_args
+
+import torch
+
+from ebbtide.srt.errors import EbbtideError, RequestRejected
+from ebbtide.trainer.broadcaster import Backend, Broadcaster, Outcomes, outcome_at
+from ebbtide.trainer.gathering import Bucket, gathered_buckets, read_rest
+from ebbtide.trainer.targets import (
+    AnswerLost,
+    EngineTarget,
+    ServerTarget,
+    Target,
+    Transport,
+    UpdatableEngine,
+    check_transport,
+)
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BUCKET_BYTES: Final = 512 << 20
+
+# Is told the bytes and the tensors that all engines have taken so far.
+ProgressCallback = Callable[[int, int], None]
+T = TypeVar("T")
+
+
+class WeightSendError(EbbtideError):
+    """An update came to nothing. The message says at which bucket, what the engine answered, what serves now.
+
+    Attributes:
+        failures: by the name of each engine that failed, what it answered.
+        committed: the names of the engines that serve the new weights all the same; empty unless some of
+            several engines failed at the commit.
+    """
+
+    def __init__(
+        self, message: str, failures: dict[str, EbbtideError], committed: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.failures = failures
+        self.committed = tuple(committed)
+
+
+@dataclass(frozen=True)
+class SentWeights:
+    """An update that every engine serves; zeros on a rank that sent nothing.
+
+    Attributes:
+        version: None where the engines kept theirs.
+        num_tensors, num_bytes: of the trainer, each counted once however many engines took it.
+        seconds: from the call of `send` to its return.
+        staged: whether the old weights served until the commit; False where there was no room for a copy.
+        stall_ms: how long forward passes were held up, where it was longest. None, as `staged`, where the
+            answer to a commit was lost, and the engine was found serving the new weights.
+    """
+
+    version: str | None
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    staged: bool | None
+    stall_ms: float | None
+
+
+class WeightSender:
+    """Sends a trainer's weights to one engine or several. One update at a time; may be used again and again.
+
+    While a bucket is on its way the next one is gathered: two buckets' worth of tensors exist at once.
+
+    Args:
+        target: an `Engine`; the URL of a server; a list of either, all of which get the same update; or None
+            on those ranks of a trainer that only take part in gathering.
+        bucket_bytes: how much is sent at a time; a larger tensor is a bucket of its own.
+        pause_mode: what becomes of running requests at the commit: `in_place`, `retract`, `abort`, or `wait`
+            (also None). Ignored by an engine that is paused.
+        flush_cache: whether the prefix cache is emptied at the commit; None: unless `pause_mode` is
+            `in_place`, where requests go on with their KV.
+        timeout_s: for each request to an engine; the commit may wait so long for requests to end.
+        session_timeout_s: how long the whole update may take; None: the engine's `weight_update_timeout_s`.
+        retries: how often a request is sent again that was not answered, or refused for what may pass.
+        retry_pause_s: how long to wait before that.
+        progress: called after each bucket, in the thread of `send`; what it raises ends the update.
+        transport: how tensors get to a server, see `ServerTarget`. "broadcast" is for engines too: all of
+            their ranks and this process make one group, at the first `send`; `close` ends it.
+        backend, master_address, master_port: of that group, see `Broadcaster`.
+        api_key: for servers that ask for one.
+    """
+
+    def __init__(
+        self,
+        target: UpdatableEngine | str | Sequence[UpdatableEngine | str] | None,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        pause_mode: str | None = "in_place",
+        flush_cache: bool | None = None,
+        timeout_s: float = 600.0,
+        session_timeout_s: float | None = None,
+        retries: int = 2,
+        retry_pause_s: float = 1.0,
+        progress: ProgressCallback | None = None,
+        transport: Transport = "auto",
+        backend: Backend | None = None,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        check_transport(transport)
+        if backend not in (None, *get_args(Backend)):
+            raise ValueError(f"backend: expected one of {get_args(Backend)}, got {backend!r}")
+        if bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes}")
+        if retries < 0:
+            raise ValueError(f"retries: expected 0 or more, got {retries}")
+        given = () if target is None else target if isinstance(target, list | tuple) else (target,)
+        self._targets: list[Target] = [
+            ServerTarget(one, transport, api_key)
+            if isinstance(one, str)
+            else EngineTarget(one, f"engine {number}" if len(given) > 1 else "the engine")
+            for number, one in enumerate(given)
+        ]
+        self._bucket_bytes = bucket_bytes
+        self._progress = progress
+        self._broadcaster: Broadcaster | None = None
+        if transport == "broadcast" and self._targets:
+            self._broadcaster = Broadcaster(self._targets, backend, master_address, master_port)
+        self._terms = _Terms(
+            pause_mode=pause_mode,
+            flush_cache=pause_mode != "in_place" if flush_cache is None else flush_cache,
+            timeout_s=timeout_s,
+            session_timeout_s=session_timeout_s,
+            retries=retries,
+            retry_pause_s=retry_pause_s,
+        )
+
+    def close(self) -> None:
+        """End the group of broadcasts, if there is one. What is sent afterwards makes another."""
+        if self._broadcaster is not None:
+            self._broadcaster.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: str | int | None = None
+    ) -> SentWeights:
+        """Send all of these weights, and return when every engine serves them.
+
+        Where the update fails, the rest of the tensors is read all the same, but not sent: other ranks of the
+        trainer may be gathering along. Blocks: in an event loop use `asyncio.to_thread`.
+
+        Args:
+            named_tensors: (checkpoint name, whole tensor), of any device; read as it goes, in this thread. A
+                `DTensor` is gathered here, which all ranks of its mesh must do: call `send` on each, with
+                the same tensors in the same order. Tensors must not change until this returns.
+            version: of these weights; None keeps the engines'. With one, a commit whose answer was lost can
+                be told from one that did not happen.
+
+        Raises:
+            WeightSendError: an engine refused, failed, or did not answer.
+            ValueError, TypeError: not pairs of a name and a dense tensor, or a name twice.
+        """
+        started = time.perf_counter()
+        wanted = None if version is None else str(version)
+        buckets = gathered_buckets(named_tensors, self._bucket_bytes)
+        if not self._targets:
+            read_rest(buckets)
+            return SentWeights(wanted, 0, 0, time.perf_counter() - started, None, None)
+        with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-weights") as pool:
+            update = _Update(self._targets, self._terms, pool, wanted, self._broadcaster)
+            try:
+                num_tensors, num_bytes = update.stage(buckets, self._progress)
+                replies = update.commit()
+            except _Failed as failed:
+                still_open = update.roll_back()
+                read_rest(buckets)
+                raise _send_error(failed, still_open) from next(iter(failed.failures.values()))
+            except BaseException as error:
+                for name, why in update.roll_back().items():
+                    error.add_note(f"the weight update could not be discarded at {name}: {why}")
+                if isinstance(error, Exception):
+                    read_rest(buckets)
+                raise
+        return SentWeights(
+            version=wanted,
+            num_tensors=num_tensors,
+            num_bytes=num_bytes,
+            seconds=time.perf_counter() - started,
+            staged=_merged(replies, "staged", all),
+            stall_ms=_merged(replies, "stall_ms", max),
+        )
+
+
+@dataclass(frozen=True)
+class _Terms:
+    pause_mode: str | None
+    flush_cache: bool
+    timeout_s: float
+    session_timeout_s: float | None
+    retries: int
+    retry_pause_s: float
+
+
+class _Failed(Exception):
+    """What was being done, and by target what went wrong."""
+
+    def __init__(self, what: str, failures: dict[str, EbbtideError], committed: Sequence[str]) -> None:
+        super().__init__(what)
+        self.what = what
+        self.failures = failures
+        self.committed = committed
+
+
+class _CommittedAlone(EbbtideError):
+    """A bucket found no session and was committed by itself."""
+
+
+class _Update:
+    """One update of all targets."""
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        terms: _Terms,
+        pool: ThreadPoolExecutor,
+        version: str | None,
+        broadcaster: Broadcaster | None,
+    ) -> None:
+        self._targets = targets
+        self._terms = terms
+        self._pool = pool
+        self._version = version
+        self._broadcaster = broadcaster
+        self._open: dict[str, Target] = {}
+        self._version_before: dict[str, str] = {}
+        self._futures: list[tuple[Target, Future[Any]]] = []
+        self._is_over = threading.Event()
+
+    def stage(self, buckets: Iterable[Bucket], progress: ProgressCallback | None) -> tuple[int, int]:
+        """Open the sessions and hand over all buckets, each while the next is gathered; tensors and bytes."""
+        self._start(self._begin_at)
+        self._finish("begin_weight_update")
+        num_tensors = num_bytes = 0
+        previous: Bucket | None = None
+        for bucket in itertools.chain(buckets, (None,)):
+            if previous is not None:
+                self._finish(str(previous))
+                num_tensors += len(previous.tensors)
+                num_bytes += previous.num_bytes
+                if progress is not None:
+                    progress(num_bytes, num_tensors)
+            if bucket is not None:
+                self._start_bucket(bucket)
+            previous = bucket
+        return num_tensors, num_bytes
+
+    def commit(self) -> list[Mapping[str, Any]]:
+        """Make all targets serve what was staged; their replies, an empty one where it was lost."""
+        self._start(self._end_at)
+        return self._finish("end_weight_update")
+
+    def roll_back(self) -> dict[str, Exception]:
+        """Discard what is open; returns why, where that failed."""
+        # A bucket that arrived behind the abort would find no session, and be served by itself.
+        self._is_over.set()
+        wait([future for _, future in self._futures])
+        aborts = {name: self._pool.submit(target.abort) for name, target in self._open.items()}
+        outcomes = {name: abort.exception() for name, abort in aborts.items()}
+        return {name: error for name, error in outcomes.items() if isinstance(error, Exception)}
+
+    def _start(self, call: Callable[[Target], Any]) -> None:
+        self._futures = [(target, self._pool.submit(call, target)) for target in self._targets]
+
+    def _start_bucket(self, bucket: Bucket) -> None:
+        if self._broadcaster is None:
+            self._start(functools.partial(self._stage_at, bucket=bucket))
+            return
+        # In this thread, whose GPU it may be about.
+        device = self._broadcaster.device_for(bucket.tensors[0][1])
+        outcomes = self._pool.submit(self._broadcast, self._broadcaster, bucket, device)
+        self._futures = [(target, outcome_at(target, outcomes)) for target in self._targets]
+
+    def _finish(self, what: str) -> list[Any]:
+        """Wait for all targets; their results. Raises `_Failed` unless all have one."""
+        wait([future for _, future in self._futures])
+        results, failures, done = [], {}, []
+        for target, future in self._futures:
+            try:
+                results.append(future.result())
+                done.append(target.name)
+            except EbbtideError as error:
+                failures[target.name] = error
+        if failures:
+            is_commit = what == "end_weight_update"
+            raise _Failed(what, failures, done if is_commit else ())
+        return results
+
+    def _begin_at(self, target: Target) -> None:
+        is_lost = False
+
+        def attempt() -> None:
+            nonlocal is_lost
+            if self._version is not None:
+                self._version_before[target.name] = target.serving_version()
+            if is_lost:
+                target.abort()  # It may have been opened, and then refuses to be opened again.
+                is_lost = False
+            try:
+                target.begin(self._terms.session_timeout_s)
+            except AnswerLost:
+                is_lost = True
+                self._open[target.name] = target
+                raise
+            self._open[target.name] = target
+
+        self._repeat(attempt, f"begin_weight_update at {target.name}")
+
+    def _stage_at(self, target: Target, bucket: Bucket) -> None:
+        is_repeated = False
+
+        def attempt() -> None:
+            nonlocal is_repeated
+            # Time has passed, the server may even be another: without its session it would serve the bucket.
+            if is_repeated and not target.has_session():
+                raise _session_over()
+            is_repeated = True
+            if target.stage(bucket.tensors, self._terms.timeout_s)["committed"]:
+                raise self._committed_alone(target.name)
+
+        self._repeat(attempt, f"{bucket} at {target.name}")
+
+    def _broadcast(self, broadcaster: Broadcaster, bucket: Bucket, device: torch.device) -> Outcomes:
+        """Send a bucket to all targets at once; again, as long as none may have written a part of it."""
+        timeout_s = self._terms.timeout_s
+        for retries_left in range(self._terms.retries, -1, -1):
+            outcomes = broadcaster.connect(device, timeout_s)
+            is_connected = not outcomes
+            outcomes = outcomes or broadcaster.send(bucket.tensors, timeout_s)
+            failures = {name: error for name, error in outcomes.items() if isinstance(error, EbbtideError)}
+            # An answer that was lost may have said that a part was written.
+            again = RequestRejected if is_connected else (RequestRejected, AnswerLost)
+            may_pass = all(isinstance(error, again) and _may_pass(error) for error in failures.values())
+            if not failures or retries_left == 0 or not may_pass or self._is_over.is_set():
+                break
+            logger.warning("%s failed and is broadcast again: %s", bucket, failures)
+            self._is_over.wait(self._terms.retry_pause_s)
+            without_session = self._without_session()
+            if without_session:
+                return without_session
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, Mapping) and outcome["committed"]:
+                outcomes[name] = self._committed_alone(name)
+        return outcomes
+
+    def _without_session(self) -> Outcomes:
+        """Where a bucket must not be sent again, and why."""
+        found: Outcomes = {}
+        for target in self._targets:
+            try:
+                if not target.has_session():
+                    found[target.name] = _session_over()
+            except EbbtideError as error:
+                found[target.name] = error
+        return found
+
+    def _committed_alone(self, name: str) -> _CommittedAlone:
+        del self._open[name]
+        return _CommittedAlone(
+            "its session had ended, and the bucket was committed by itself: the weights that it "
+            "serves are a mixture. Send them all again, with a longer session_timeout_s"
+        )
+
+    def _end_at(self, target: Target) -> Mapping[str, Any]:
+        is_lost = False
+
+        def attempt() -> Mapping[str, Any]:
+            nonlocal is_lost
+            terms = self._terms
+            try:
+                return target.end(self._version, terms.flush_cache, terms.pause_mode, terms.timeout_s)
+            except AnswerLost:
+                is_lost = True
+                raise
+            except RequestRejected as error:
+                if is_lost and error.status == HTTPStatus.CONFLICT and self._is_served_by(target):
+                    return {}
+                raise
+
+        reply = self._repeat(attempt, f"end_weight_update at {target.name}")
+        del self._open[target.name]
+        return reply
+
+    def _is_served_by(self, target: Target) -> bool:
+        is_new = self._version is not None and self._version != self._version_before[target.name]
+        return is_new and target.serving_version() == self._version
+
+    def _repeat(self, attempt: Callable[[], T], what: str) -> T:
+        """Try until it succeeds, fails for good, or has failed too often."""
+        for retries_left in range(self._terms.retries, -1, -1):
+            try:
+                return attempt()
+            except (AnswerLost, RequestRejected) as error:
+                if retries_left == 0 or not _may_pass(error) or self._is_over.is_set():
+                    raise
+                logger.warning("%s failed and is tried again: %s", what, error)
+                self._is_over.wait(self._terms.retry_pause_s)
+        raise ValueError("retries: expected 0 or more")
+
+
+def _session_over() -> RequestRejected:
+    return RequestRejected("its session has ended in between", 409)
+
+
+def _may_pass(error: EbbtideError) -> bool:
+    """Whether the same request may succeed later."""
+    if not isinstance(error, RequestRejected):
+        return True
+    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return True
+    # A refusal that lists tensors is of a payload that does not fit the model.
+    return error.status == HTTPStatus.BAD_REQUEST and not error.fields.get("errors")
+
+
+def _send_error(failed: _Failed, still_open: Mapping[str, Exception]) -> WeightSendError:
+    answers = "; ".join(f"{name}: {error}" for name, error in failed.failures.items())
+    message = f"the weights were not sent. {failed.what} failed: {answers}"
+    if failed.committed:
+        message += f". The new weights are served all the same by {', '.join(failed.committed)}"
+    for name, why in still_open.items():
+        message += f". The session of {name} could not be discarded ({why}): it ends by itself after its time"
+    is_clean = not failed.committed and not still_open
+    if is_clean and not any(isinstance(error, _CommittedAlone) for error in failed.failures.values()):
+        message += ". The update was discarded: no engine serves any of it"
+    return WeightSendError(message, failed.failures, failed.committed)
+
+
+def _merged(replies: Sequence[Mapping[str, Any]], field: str, merge: Callable[[list[Any]], T]) -> T | None:
+    """One value of those of all replies; None if one of them is not known."""
+    values = [reply.get(field) for reply in replies]
+    return None if None in values else merge(values)

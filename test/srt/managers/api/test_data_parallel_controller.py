@@ -1,0 +1,570 @@
+"""Several replicas behind one manager: who gets what, and the one reply to what all are asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.api.control_client import ControlClient
+from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
+from ebbtide.srt.managers.io_struct import (
+    AbortGeneration,
+    AbortReq,
+    AbortReqOutput,
+    AbortWeightUpdateReqInput,
+    AnyControlRequest,
+    AnyReply,
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    ControlCall,
+    ControlReply,
+    DestroyWeightsUpdateGroupReqInput,
+    FinishReason,
+    GivenUp,
+    InitWeightsUpdateGroupReqInput,
+    ManagerInput,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    PauseMode,
+    PingReqInput,
+    PingReqOutput,
+    Prepared,
+    Refusal,
+    ReleaseMemoryOccupationReqInput,
+    RequestOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
+    SchedulerInput,
+    StateReport,
+    TextOutput,
+    TokenizedGenerateReqInput,
+    TokenOutput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightsReqOutput,
+    Verdict,
+    WeightsContent,
+    WeightSessionReqOutput,
+    WeightsUpdateGroupReqOutput,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.sampling_params import SamplingParams
+
+STATE = StateReport(
+    paused=None, can_run=True, reason="", ranks=[], weight_version="1", model_path="", load_format="auto"
+)
+
+
+class Replica:
+    """Notes what it is sent, as it would arrive."""
+
+    def __init__(self) -> None:
+        self.received: list[Any] = []
+        self.is_closed = False
+
+    def send(self, message: SchedulerInput | msgspec.Raw) -> None:
+        encoded = msgspec.msgpack.encode(message)
+        self.received.append(msgspec.msgpack.decode(encoded, type=SchedulerInput))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    @property
+    def calls(self) -> list[ControlCall]:
+        return [message for message in self.received if isinstance(message, ControlCall)]
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return [message for message in self.received if isinstance(message, Verdict)]
+
+    @property
+    def rids(self) -> list[str]:
+        return [message.rid for message in self.received if isinstance(message, TokenizedGenerateReqInput)]
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[ManagerInput] = asyncio.Queue()
+
+    async def receive_async(self) -> list[ManagerInput]:
+        messages = [await self.queue.get()]
+        while not self.queue.empty():
+            messages.append(self.queue.get_nowait())
+        return messages
+
+    def close(self) -> None:
+        pass
+
+
+class Setup:
+    """A controller over replicas that are played by the test, and a control client over it."""
+
+    def __init__(self, num_replicas: int, method: str, tp_size: int) -> None:
+        self.replicas = [Replica() for _ in range(num_replicas)]
+        self.inbox = Inbox()
+        self.controller = DataParallelController(self.replicas, self.inbox, tp_size, method)
+        self.client = ControlClient(self.controller)
+        self.passed_on: list[ManagerInput] = []
+
+    async def read(self) -> None:
+        """What the manager does with what comes."""
+        while True:
+            for message in await self.controller.receive_async():
+                if isinstance(message, ControlReply):
+                    self.client.resolve(message)
+                else:
+                    self.passed_on.append(message)
+
+    def generate(self, *outputs: TokenizedGenerateReqInput) -> list[int | None]:
+        placed = self.controller.place(outputs)
+        for output in placed:
+            self.controller.send(output)
+        return [output.dp_rank for output in placed]
+
+    async def arrive(self, message: ManagerInput) -> None:
+        await self.inbox.queue.put(message)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def call(self, request: AnyControlRequest) -> asyncio.Task[Any]:
+        task = asyncio.create_task(self.client.call(request))
+        await asyncio.sleep(0)
+        return task
+
+    async def answer(self, dp_rank: int, reply: AnyReply, number: int = -1) -> None:
+        """A replica's reply to the last control call that it got, or another one."""
+        call = self.replicas[dp_rank].calls[number]
+        await self.arrive(ControlReply(id=call.id, reply=reply, dp_rank=dp_rank))
+
+
+def run(
+    script: Callable[[Setup], Coroutine[Any, Any, None]],
+    num_replicas: int = 2,
+    method: str = "round_robin",
+    tp_size: int = 1,
+) -> None:
+    async def play() -> None:
+        setup = Setup(num_replicas, method, tp_size)
+        reader = asyncio.create_task(setup.read())
+        try:
+            await asyncio.wait_for(script(setup), 30)
+        finally:
+            reader.cancel()
+        assert not reader.done() or reader.cancelled(), reader.exception()
+
+    asyncio.run(play())
+
+
+def output(
+    rid: str, prompt: Sequence[int] = (1, 2, 3), max_new_tokens: int = 5, dp_rank: int | None = None
+) -> TokenizedGenerateReqInput:
+    return TokenizedGenerateReqInput(
+        rid=rid,
+        input_ids=prompt if isinstance(prompt, list) else list(prompt),
+        sampling_params=SamplingParams(),
+        max_new_tokens=max_new_tokens,
+        seed=0,
+        dp_rank=dp_rank,
+    )
+
+
+def ended(rid: str) -> RequestOutput:
+    return RequestOutput(rid=rid, token_ids=[], finish=FinishReason("stop", 2))
+
+
+def paused(mode: PauseMode = PauseMode.WAIT, *, changed: bool = True) -> PauseGenerationReqOutput:
+    return PauseGenerationReqOutput(
+        changed=changed, mode=mode, num_running=1, num_retracted=2, num_aborted=0, num_queued=3
+    )
+
+
+def resumed(**mapped_bytes: int) -> ResumeMemoryOccupationReqOutput:
+    return ResumeMemoryOccupationReqOutput(
+        changed=True,
+        tags=[MemoryTag(tag) for tag in mapped_bytes],
+        mapped_bytes={MemoryTag(tag): num_bytes for tag, num_bytes in mapped_bytes.items()},
+        weights=WeightsContent(content="valid", num_missing=0, missing=[]),
+        device_free_bytes_before=1,
+        device_free_bytes_after=1,
+        duration_ms=1.0,
+    )
+
+
+def updated(*, is_committed: bool) -> UpdateWeightsReqOutput:
+    return UpdateWeightsReqOutput(
+        weight_version="8",
+        committed=is_committed,
+        staged=True,
+        num_tensors=1,
+        num_ignored=0,
+        num_bytes=1,
+        stall_ms=0.0,
+        num_paused_requests=0,
+        content="valid",
+        num_missing=0,
+    )
+
+
+# ------------------------------------------------------------------------------------------- generations
+
+
+def test_requests_go_round() -> None:
+    async def script(setup: Setup) -> None:
+        assert [setup.generate(output(str(number)))[0] for number in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+        assert setup.replicas[1].rids == ["1", "4"]
+
+    run(script, 3)
+
+
+def test_the_prompts_of_a_batch_go_round_and_the_samples_of_one_stay_together() -> None:
+    async def script(setup: Setup) -> None:
+        first, second = [1, 2], [1, 2]
+        batch = [output("a0", first), output("a1", first), output("b0", second), output("b1", second)]
+        assert setup.generate(*batch) == [0, 0, 1, 1]
+        assert setup.generate(output("c", first)) == [0]
+
+    run(script)
+
+
+@pytest.mark.parametrize("method", ["round_robin", "shortest_queue"])
+def test_a_pinned_request_goes_where_it_is_pinned_to(method: str) -> None:
+    async def script(setup: Setup) -> None:
+        assert [setup.generate(output(str(number), dp_rank=2))[0] for number in range(3)] == [2, 2, 2]
+
+    run(script, 3, method)
+
+
+def test_the_shortest_queue_is_counted_in_tokens_of_prompts_and_outputs_to_come() -> None:
+    async def script(setup: Setup) -> None:
+        assert setup.generate(output("long", [1] * 10, max_new_tokens=90)) == [0]
+        # 100 tokens on replica 0: nine short requests of 11 tokens on replica 1 are fewer, ten are not.
+        short = [setup.generate(output(f"s{number}", [1], max_new_tokens=10))[0] for number in range(11)]
+        assert short == [1] * 10 + [0]
+        await setup.arrive(TokenOutput(weight_version="1", outputs=[ended("long")]))
+        assert setup.generate(output("next")) == [0]
+
+    run(script, 2, "shortest_queue")
+
+
+def test_queues_of_the_same_length_take_turns() -> None:
+    async def script(setup: Setup) -> None:
+        ranks = []
+        for number in range(4):
+            ranks += setup.generate(output(str(number)))
+            finished = TextOutput(weight_version="1", outputs=[ended(str(number))], texts=[""])
+            await setup.arrive(finished)
+        assert ranks == [0, 1, 2, 0]
+
+    run(script, 3, "shortest_queue")
+
+
+def test_a_batch_spreads_by_its_own_weight() -> None:
+    async def script(setup: Setup) -> None:
+        lengths = (50, 10, 10, 10, 10, 10, 10)
+        batch = [output(str(number), [1] * length) for number, length in enumerate(lengths)]
+        assert setup.generate(*batch) == [0, 1, 1, 1, 1, 0, 1]
+
+    run(script, 2, "shortest_queue")
+
+
+def test_placing_alone_counts_for_nothing() -> None:
+    async def script(setup: Setup) -> None:
+        setup.controller.place([output("refused", [1] * 1000)])
+        setup.generate(output("a", dp_rank=1))
+        assert setup.generate(output("b")) == [0]
+
+    run(script, 2, "shortest_queue")
+
+
+def test_an_abort_goes_to_the_replica_that_has_the_request() -> None:
+    async def script(setup: Setup) -> None:
+        setup.generate(output("a"), output("b"))
+        setup.controller.send(AbortGeneration(rid="b", message="gone"))
+        assert [type(message) for message in setup.replicas[1].received[1:]] == [AbortGeneration]
+        assert len(setup.replicas[0].received) == 1
+        await setup.arrive(TokenOutput(weight_version="1", outputs=[ended("a"), ended("b")]))
+        setup.controller.send(AbortGeneration(rid="b", message="too late"))
+        setup.controller.send(AbortGeneration(rid="unknown", message="never was"))
+        assert [len(replica.received) for replica in setup.replicas] == [1, 2]
+
+    run(script)
+
+
+def test_outputs_and_reports_are_passed_on() -> None:
+    async def script(setup: Setup) -> None:
+        messages: list[Any] = [
+            TextOutput(weight_version="1", outputs=[ended("a")], texts=["x"]),
+            msgspec.structs.replace(STATE, dp_rank=1),
+        ]
+        for message in messages:
+            await setup.arrive(message)
+        assert setup.passed_on == messages
+
+    run(script)
+
+
+# -------------------------------------------------------------------------------------- control requests
+
+
+def test_all_are_asked_and_the_caller_hears_when_the_last_has_answered() -> None:
+    async def script(setup: Setup) -> None:
+        task = await setup.call(PauseGenerationReqInput(mode=PauseMode.RETRACT))
+        assert [len(replica.calls) for replica in setup.replicas] == [1, 1, 1]
+        for dp_rank in (2, 0):
+            await setup.answer(dp_rank, paused(PauseMode.RETRACT))
+        assert not task.done()
+        await setup.answer(1, paused(PauseMode.RETRACT))
+        assert (await task).num_retracted == 6
+
+    run(script, 3)
+
+
+def test_each_replica_gets_the_entries_of_its_own_ranks() -> None:
+    async def script(setup: Setup) -> None:
+        task = await setup.call(
+            UpdateWeightsFromTensorReqInput(serialized_named_tensors=[b"0", b"1", b"2", b"3"])
+        )
+        sent = [replica.calls[0].request.serialized_named_tensors for replica in setup.replicas]  # type: ignore[union-attr]
+        assert sent == [[b"0", b"1", b"", b""], [b"", b"", b"2", b"3"]]
+        task.cancel()
+
+    run(script, tp_size=2)
+
+
+def test_entries_for_the_ranks_of_one_replica_go_to_all() -> None:
+    async def script(setup: Setup) -> None:
+        task = await setup.call(UpdateWeightsFromTensorReqInput(serialized_named_tensors=[b"0", b"1"]))
+        sent = [replica.calls[0].request.serialized_named_tensors for replica in setup.replicas]  # type: ignore[union-attr]
+        assert sent == [[b"0", b"1"], [b"0", b"1"]]
+        task.cancel()
+
+    run(script, tp_size=2)
+
+
+def test_replies_to_calls_that_cross_find_their_callers() -> None:
+    async def script(setup: Setup) -> None:
+        aborting = await setup.call(AbortReq(rid="a"))
+        pinging = await setup.call(PingReqInput())
+        await setup.answer(0, PingReqOutput(), 1)
+        await setup.answer(1, AbortReqOutput(changed=True, num_aborted=1), 0)
+        await setup.answer(1, PingReqOutput(), 1)
+        assert isinstance(await pinging, PingReqOutput)
+        assert not aborting.done()
+        await setup.answer(0, AbortReqOutput(changed=False, num_aborted=0), 0)
+        assert (await aborting).num_aborted == 1
+
+    run(script)
+
+
+def test_one_replica_s_failure_is_the_engine_s() -> None:
+    async def script(setup: Setup) -> None:
+        task = await setup.call(PingReqInput())
+        await setup.answer(0, PingReqOutput())
+        await setup.answer(1, Refusal(status=500, message="rank 1: boom"))
+        with pytest.raises(EngineError, match="replica 1: rank 1: boom"):
+            await task
+
+    run(script)
+
+
+def test_an_update_is_committed_when_all_are_prepared() -> None:
+    async def script(setup: Setup) -> None:
+        task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
+        [call_id] = {replica.calls[0].id for replica in setup.replicas}
+        assert all(replica.calls[0].is_joint for replica in setup.replicas)
+        await setup.answer(1, Prepared())
+        assert all(replica.verdicts == [] for replica in setup.replicas)
+        await setup.answer(0, Prepared())
+        assert all(replica.verdicts == [Verdict(id=call_id)] for replica in setup.replicas)
+        for dp_rank in range(2):
+            assert not task.done()
+            await setup.answer(dp_rank, updated(is_committed=True))
+        assert (await task).num_bytes == 2
+
+    run(script)
+
+
+def test_an_update_that_one_refuses_is_given_up_by_the_others() -> None:
+    async def script(setup: Setup) -> None:
+        task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
+        await setup.answer(0, Prepared())
+        await setup.answer(1, Refusal(status=400, message="the folder cannot be read"))
+        assert [len(replica.verdicts) for replica in setup.replicas] == [1, 0, 1]
+        assert all(verdict.refusal for replica in setup.replicas for verdict in replica.verdicts)
+        # One gives up as it is told to, and one had refused by itself.
+        await setup.answer(0, GivenUp(status=400, message="others have refused"))
+        await setup.answer(2, Refusal(status=400, message="is too large"))
+        with pytest.raises(RequestRejected, match=r"^replica 1: the folder.*read; replica 2: is too large$"):
+            await task
+
+    run(script, 3)
+
+
+def test_an_update_that_only_some_committed_says_so() -> None:
+    async def script(setup: Setup) -> None:
+        task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
+        for dp_rank in range(2):
+            await setup.answer(dp_rank, Prepared())
+        await setup.answer(1, Refusal(status=400, message="the verdict came too late"))
+        await setup.answer(0, updated(is_committed=True))
+        with pytest.raises(EngineError, match=r"replica 1: the verdict came too late.*different weights"):
+            await task
+
+    run(script)
+
+
+@pytest.mark.parametrize(
+    ("request_", "ends"),
+    [
+        (ReleaseMemoryOccupationReqInput(), True),
+        (ReleaseMemoryOccupationReqInput(tags=(MemoryTag.WEIGHTS,)), True),
+        (ReleaseMemoryOccupationReqInput(tags=(MemoryTag.KV_CACHE,)), False),
+        (AbortWeightUpdateReqInput(), False),
+        (PauseGenerationReqInput(), False),
+    ],
+)
+def test_what_a_release_of_the_weights_ends_is_not_committed(request_: AnyControlRequest, ends: bool) -> None:
+    async def script(setup: Setup) -> None:
+        updating = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
+        await setup.answer(0, Prepared())
+        between = await setup.call(request_)
+        await setup.answer(1, Prepared(), 0)
+        assert [bool(verdict.refusal) for verdict in setup.replicas[1].verdicts] == [ends]
+        for task in (updating, between):
+            task.cancel()
+
+    run(script)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reply", "undoing"),
+    [
+        (PauseGenerationReqInput(mode=PauseMode.WAIT), paused(), ContinueGenerationReqInput()),
+        (
+            BeginWeightUpdateReqInput(),
+            WeightSessionReqOutput(changed=True),
+            AbortWeightUpdateReqInput(),
+        ),
+        (
+            ResumeMemoryOccupationReqInput(),
+            resumed(weights=0, kv_cache=5000),  # the weights were resident before
+            ReleaseMemoryOccupationReqInput(tags=(MemoryTag.KV_CACHE,)),
+        ),
+        (
+            InitWeightsUpdateGroupReqInput(
+                master_address="h", master_port=1, rank_offset=1, world_size=4, group_name="g"
+            ),
+            WeightsUpdateGroupReqOutput(changed=True),
+            DestroyWeightsUpdateGroupReqInput(group_name="g"),
+        ),
+    ],
+)
+def test_what_only_some_replicas_did_is_taken_back_before_the_refusal(
+    request_: AnyControlRequest, reply: AnyReply, undoing: AnyControlRequest
+) -> None:
+    async def script(setup: Setup) -> None:
+        task = await setup.call(request_)
+        await setup.answer(0, reply)
+        await setup.answer(1, Refusal(status=409, message="3 are running", fields={"num_running": 3}))
+        await setup.answer(2, reply)
+        assert [replica.calls[-1].request == undoing for replica in setup.replicas] == [True, False, True]
+        assert not task.done()
+        await setup.answer(2, ContinueGenerationReqOutput(changed=True))
+        await setup.answer(0, ContinueGenerationReqOutput(changed=True))
+        with pytest.raises(RequestRejected, match=r"^replica 1: 3 are running$") as caught:
+            await task
+        assert caught.value.status == 409
+        assert caught.value.fields == {"num_running": 3}
+        again = await setup.call(PingReqInput())
+        for dp_rank in range(3):
+            await setup.answer(dp_rank, PingReqOutput())
+        await again
+
+    run(script, 3)
+
+
+def test_a_part_of_a_session_that_only_some_staged_ends_the_session_everywhere() -> None:
+    async def script(setup: Setup) -> None:
+        beginning = await setup.call(BeginWeightUpdateReqInput())
+        for dp_rank in range(2):
+            await setup.answer(dp_rank, WeightSessionReqOutput(changed=True))
+        await beginning
+        task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
+        await setup.answer(0, updated(is_committed=False))
+        await setup.answer(1, Refusal(status=400, message="cannot be read"))
+        assert [replica.calls[-1].request for replica in setup.replicas] == [AbortWeightUpdateReqInput()] * 2
+        for dp_rank in range(2):
+            await setup.answer(dp_rank, WeightSessionReqOutput(changed=True))
+        with pytest.raises(RequestRejected, match=r"replica 1: cannot be read\. The session was discarded"):
+            await task
+
+    run(script)
+
+
+def test_a_session_that_was_begun_later_is_left_alone() -> None:
+    async def script(setup: Setup) -> None:
+        task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
+        await setup.call(AbortWeightUpdateReqInput())
+        await setup.call(BeginWeightUpdateReqInput())
+        await setup.answer(0, updated(is_committed=False), 0)
+        await setup.answer(1, Refusal(status=400, message="discarded"), 0)
+        with pytest.raises(RequestRejected, match="replica 1: discarded"):
+            await task
+        assert [len(replica.calls) for replica in setup.replicas] == [3, 3]
+
+    run(script)
+
+
+def test_what_was_asked_for_later_is_not_taken_back() -> None:
+    async def script(setup: Setup) -> None:
+        waiting = await setup.call(PauseGenerationReqInput(mode=PauseMode.WAIT))
+        retracting = await setup.call(PauseGenerationReqInput(mode=PauseMode.RETRACT))
+        await setup.answer(0, paused(), 0)
+        await setup.answer(1, Refusal(status=409, message="superseded"), 0)
+        with pytest.raises(RequestRejected, match="superseded"):
+            await waiting
+        for dp_rank in range(2):
+            await setup.answer(dp_rank, paused(PauseMode.RETRACT), 1)
+        await retracting
+        assert [len(replica.calls) for replica in setup.replicas] == [2, 2]
+
+    run(script)
+
+
+def test_a_replica_that_was_paused_before_stays_so() -> None:
+    async def script(setup: Setup) -> None:
+        task = await setup.call(PauseGenerationReqInput(mode=PauseMode.WAIT))
+        await setup.answer(0, paused(changed=False))
+        await setup.answer(1, Refusal(status=409, message="3 are running"))
+        with pytest.raises(RequestRejected, match="replica 1: 3 are running"):
+            await task
+        assert len(setup.replicas[0].calls) == 1
+
+    run(script)
+
+
+def test_a_caller_that_went_away_leaves_nothing_behind() -> None:
+    async def script(setup: Setup) -> None:
+        task = await setup.call(PingReqInput())
+        task.cancel()
+        await asyncio.sleep(0)
+        for dp_rank in range(2):
+            await setup.answer(dp_rank, PingReqOutput())
+        assert setup.controller._calls == {}
+
+    run(script)
+
+
+def test_closing_closes_the_channels_and_may_be_repeated() -> None:
+    async def script(setup: Setup) -> None:
+        setup.controller.close()
+        setup.controller.close()
+        assert all(replica.is_closed for replica in setup.replicas)
+
+    run(script)

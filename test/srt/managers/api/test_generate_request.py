@@ -1,0 +1,330 @@
+"""What `/generate` accepts, what it refuses and why, and the messages that it becomes."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.checkpoints import make_checkpoint
+from fixtures.tokenizers import byte_level
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide import SamplingParams, ServerArgs
+from ebbtide.srt.config import resolve
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.generate_request import (
+    UNSUPPORTED_FIELDS,
+    GenerateReqInput,
+    GenerationPlan,
+    RequestLimits,
+    RequestNormalizer,
+)
+
+LIMITS = RequestLimits(
+    context_len=32, vocab_size=500, max_total_num_tokens=24, stream_interval=3, num_replicas=1
+)
+
+
+def plan(
+    fields: Any = None, *, limits: RequestLimits = LIMITS, tokenizer: Any = byte_level, **more: Any
+) -> GenerationPlan:
+    normalizer = RequestNormalizer(limits, tokenizer and tokenizer(), random.Random(0))
+    return normalizer.plan(fields if fields is not None else more)
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(RequestRejected) as caught:
+        plan(fields)
+    assert caught.value.status == 400
+    return caught.value.message
+
+
+def test_a_single_prompt() -> None:
+    made = plan(text="the dog", sampling_params={"max_new_tokens": 4, "temperature": 0.5}, stream=True)
+    (output,) = made.outputs
+    assert not made.is_list
+    assert output.input_ids == byte_level().encode("the dog")
+    assert output.sampling_params == SamplingParams(max_new_tokens=4, temperature=0.5)
+    assert (output.max_new_tokens, output.stream, output.stream_interval) == (4, True, 3)
+    assert len(output.rid) == 32
+    assert int(output.rid, 16) >= 0
+
+
+def test_null_is_not_given() -> None:
+    fields = dict.fromkeys(GenerateReqInput.__struct_fields__) | {"input_ids": [1, 2]}
+    (output,) = plan(fields).outputs
+    assert (output.input_ids, output.max_new_tokens, output.return_logprob) == ([1, 2], 23, False)
+
+
+def test_unknown_fields_are_ignored_and_a_struct_will_do() -> None:
+    assert plan(input_ids=[1], log_metrics=True, conversation_id="c", made_up=3).outputs[0].input_ids == [1]
+    assert plan(GenerateReqInput(input_ids=[1])).outputs[0].input_ids == [1]
+
+
+@pytest.mark.parametrize("fields", [{}, {"text": "a", "input_ids": [1]}])
+def test_exactly_one_prompt_field(fields: dict[str, Any]) -> None:
+    assert "exactly one of text and input_ids" in refusal(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"text": ""}, {"text": ["a", ""]}, {"input_ids": []}, {"input_ids": [[1], []]}]
+)
+def test_an_empty_prompt_is_refused(fields: dict[str, Any]) -> None:
+    assert "empty" in refusal(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"text": []}, {"text": [], "sampling_params": []}])
+def test_an_empty_batch_is_refused(fields: dict[str, Any]) -> None:
+    assert "empty" in refusal(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"text": 3}, "$.text"),
+        ({"input_ids": ["a"]}, "$.input_ids[0]"),
+        ({"input_ids": [[1], [True]]}, "$.input_ids[1][0]"),
+        ({"text": "a", "stream": "yes"}, "$.stream"),
+        ({"text": "a", "timeout_s": "1"}, "$.timeout_s"),
+        ({"text": "a", "rid": 7}, "$.rid"),
+        ({"text": "a", "top_logprobs_num": 1.5}, "$.top_logprobs_num"),
+    ],
+)
+def test_a_wrong_type_is_named_with_its_path(fields: dict[str, Any], path: str) -> None:
+    assert path in refusal(**fields)
+
+
+@pytest.mark.parametrize("bad", [500, -1, 2**70])
+def test_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
+    assert str(bad) in refusal(input_ids=[1, bad])
+    assert str(bad) in refusal(input_ids=[1], token_ids_logprob=[bad])
+    if 0 < bad < 2**60:
+        assert str(bad) in refusal(input_ids=[1], sampling_params={"logit_bias": {str(bad): 1}})
+
+
+def test_a_mixture_of_ids_and_lists_is_refused() -> None:
+    assert "mixture" in refusal(input_ids=[1, [2]])
+    assert "mixture" in refusal(input_ids=[1], token_ids_logprob=[1, [2]])
+
+
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    limits = replace(LIMITS, context_len=8, max_total_num_tokens=100)
+    with pytest.raises(RequestRejected, match=r"8 tokens.*8 tokens"):
+        plan(input_ids=[1] * 8, limits=limits)
+    assert plan(input_ids=[1] * 7, limits=limits).outputs[0].max_new_tokens == 1
+
+
+def test_a_prompt_longer_than_the_pool_is_refused() -> None:
+    assert "25 tokens" in (message := refusal(input_ids=[1] * 25))
+    assert "24" in message
+    assert plan(input_ids=[1] * 24).outputs[0].max_new_tokens == 1
+
+
+@given(
+    length=st.integers(1, 20),
+    asked=st.none() | st.integers(0, 40),
+    least=st.integers(0, 40),
+    context=st.integers(21, 60),
+    pool=st.integers(20, 60),
+)
+def test_max_and_min_new_tokens_are_cut_to_what_fits(
+    length: int, asked: int | None, least: int, context: int, pool: int
+) -> None:
+    least = least if asked is None else min(least, asked)
+    (output,) = plan(
+        input_ids=[1] * length,
+        sampling_params={"max_new_tokens": asked, "min_new_tokens": least},
+        limits=replace(LIMITS, context_len=context, max_total_num_tokens=pool),
+    ).outputs
+    room = min(context - length, pool - (length - 1))
+    assert output.max_new_tokens == (room if asked is None else min(asked, room))
+    assert output.sampling_params.min_new_tokens == min(least, output.max_new_tokens)
+
+
+def test_the_limit_of_a_prompt_is_reported() -> None:
+    assert LIMITS.max_req_input_len == 24
+    assert replace(LIMITS, context_len=8, max_total_num_tokens=100).max_req_input_len == 7
+
+
+def test_limits_come_from_the_config_and_the_size_of_the_pool(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    config = resolve(ServerArgs(model_path=str(path), device="cpu", stream_interval=5))
+    assert RequestLimits.of(config, 64) == RequestLimits(
+        context_len=256, vocab_size=258, max_total_num_tokens=64, stream_interval=5, num_replicas=1
+    )
+
+
+# ------------------------------------------------------------------------------------------- batches and n
+
+
+def test_samples_follow_their_prompt() -> None:
+    made = plan(input_ids=[[1], [2]], sampling_params={"n": 2}, return_logprob=[True, False])
+    assert made.is_list
+    assert [output.input_ids for output in made.outputs] == [[1], [1], [2], [2]]
+    assert [output.return_logprob for output in made.outputs] == [True, True, False, False]
+    assert len({output.rid for output in made.outputs}) == 4
+
+
+def test_a_batch_of_one_is_a_batch() -> None:
+    assert plan(input_ids=[[1]]).is_list
+    assert plan(text=["a"]).is_list
+    assert plan(text="a", sampling_params={"n": 2}).is_list
+
+
+def test_lists_have_one_entry_per_prompt() -> None:
+    made = plan(
+        input_ids=[[1, 1], [2]],
+        sampling_params=[{"temperature": 0}, None],
+        return_logprob=True,
+        logprob_start_len=[2, None],
+        top_logprobs_num=[None, 3],
+        token_ids_logprob=[[4], None],
+        cache_salt=["a", None],
+    )
+    first, second = made.outputs
+    assert first.sampling_params.temperature == 0
+    assert second.sampling_params == SamplingParams()
+    assert (first.logprob_start, first.top_logprobs_num, first.token_ids_logprob) == (2, 0, (4,))
+    assert (second.logprob_start, second.top_logprobs_num, second.token_ids_logprob) == (None, 3, ())
+    assert first.cache_namespace != second.cache_namespace == ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["rid", "sampling_params", "return_logprob", "logprob_start_len", "cache_salt", "token_ids_logprob"],
+)
+def test_a_list_of_another_length_is_refused(name: str) -> None:
+    entry = {"rid": "a", "sampling_params": {}, "cache_salt": "a", "token_ids_logprob": [1]}.get(name, 1)
+    entry = True if name == "return_logprob" else entry
+    assert name in refusal(input_ids=[[1], [2]], **{name: [entry]})
+
+
+def test_n_must_be_the_same_for_all_prompts() -> None:
+    assert "n must be the same" in refusal(input_ids=[[1], [2]], sampling_params=[{"n": 1}, {"n": 2}])
+
+
+def test_one_bad_prompt_refuses_the_batch() -> None:
+    assert "999" in refusal(input_ids=[[1], [999]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "rids", "groups"),
+    [
+        ({"input_ids": [1], "rid": "a"}, ["a"], {}),
+        ({"input_ids": [1], "rid": ["a"]}, ["a"], {}),
+        ({"input_ids": [[1]], "rid": "a"}, ["a_0"], {"a": ["a_0"]}),
+        ({"input_ids": [[1], [2]], "rid": ["a", "b"]}, ["a", "b"], {}),
+        (
+            {"input_ids": [[1], [2]], "rid": "a", "sampling_params": {"n": 2}},
+            ["a_0", "a_1", "a_2", "a_3"],
+            {"a": ["a_0", "a_1", "a_2", "a_3"]},
+        ),
+        (
+            {"input_ids": [[1], [2]], "rid": ["a", "b"], "sampling_params": {"n": 2}},
+            ["a_0", "a_1", "b_0", "b_1"],
+            {"a": ["a_0", "a_1"], "b": ["b_0", "b_1"]},
+        ),
+        (
+            {"input_ids": [1], "rid": ["a"], "sampling_params": {"n": 2}},
+            ["a_0", "a_1"],
+            {"a": ["a_0", "a_1"]},
+        ),
+    ],
+)
+def test_rids(fields: dict[str, Any], rids: list[str], groups: dict[str, list[str]]) -> None:
+    made = plan(fields)
+    assert [output.rid for output in made.outputs] == rids
+    assert made.groups == groups
+
+
+@pytest.mark.parametrize("rid", ["", "x" * 257, ["a", "a"]])
+def test_bad_rids_are_refused(rid: Any) -> None:
+    assert "rid" in refusal(input_ids=[[1], [2]], rid=rid)
+
+
+# ------------------------------------------------------------------------------------- seeds and parameters
+
+
+def test_a_seed_gives_each_sample_its_own_within_64_bits() -> None:
+    made = plan(input_ids=[1], sampling_params={"n": 3, "sampling_seed": 2**63 - 2})
+    assert [output.seed for output in made.outputs] == [2**63 - 2, 2**63 - 1, -(2**63)]
+
+
+def test_drawn_seeds_differ_and_repeat_with_the_random_seed() -> None:
+    seeds = [output.seed for output in plan(input_ids=[1], sampling_params={"n": 50}).outputs]
+    assert len(set(seeds)) == 50
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+    assert seeds == [output.seed for output in plan(input_ids=[1], sampling_params={"n": 50}).outputs]
+
+
+def test_sampling_params_are_checked_here() -> None:
+    assert "temprature" in refusal(input_ids=[1], sampling_params={"temprature": 1})
+    assert "expected an object" in refusal(input_ids=[1], sampling_params=3)
+    assert plan(input_ids=[1], sampling_params=SamplingParams(top_k=3)).outputs[0].sampling_params.top_k == 3
+
+
+@pytest.mark.parametrize("start", [-2, 4])
+def test_logprob_start_is_bounded_by_the_prompt(start: int) -> None:
+    assert str(start) in refusal(input_ids=[1, 2, 3], return_logprob=True, logprob_start_len=start)
+
+
+@pytest.mark.parametrize("num", [-1, 501])
+def test_top_logprobs_are_bounded_by_the_vocabulary(num: int) -> None:
+    assert str(num) in refusal(input_ids=[1], top_logprobs_num=num)
+
+
+def test_without_return_logprob_none_is_computed() -> None:
+    (output,) = plan(input_ids=[1], logprob_start_len=0, top_logprobs_num=5, token_ids_logprob=[1]).outputs
+    assert (output.logprob_start, output.top_logprobs_num, output.token_ids_logprob) == (None, 0, ())
+
+
+def test_no_ids_to_report_is_as_good_as_none() -> None:
+    assert plan(input_ids=[1], return_logprob=True, token_ids_logprob=[]).outputs[0].token_ids_logprob == ()
+
+
+def test_namespaces_are_equal_only_for_equal_values() -> None:
+    pairs = [
+        {},
+        {"cache_salt": "a"},
+        {"extra_key": "a"},
+        {"cache_salt": "a", "extra_key": "a"},
+        {"cache_salt": ""},
+    ]
+    namespaces = [plan(input_ids=[1], **pair).outputs[0].cache_namespace for pair in pairs]
+    assert len(set(namespaces)) == len(pairs)
+    assert namespaces[0] == ()
+
+
+@pytest.mark.parametrize("name", ["routed_dp_rank", "data_parallel_rank"])
+def test_only_replicas_that_exist_can_be_asked_for(name: str) -> None:
+    assert plan(**{"input_ids": [1], name: 0}).outputs
+    for rank in (1, -1):
+        assert str(rank) in refusal(**{"input_ids": [1], name: rank})
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
+def test_a_timeout_is_a_time(timeout_s: float) -> None:
+    assert "timeout_s" in refusal(input_ids=[1], timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": "a"},
+        {"input_ids": [1], "sampling_params": {"stop": "x"}},
+        {"input_ids": [1], "return_text_in_logprobs": True},
+    ],
+)
+def test_what_needs_a_tokenizer_says_so_where_there_is_none(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestRejected, match="needs a tokenizer"):
+        plan(fields, tokenizer=None)
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED_FIELDS))
+def test_features_that_are_missing_are_refused_only_when_asked_for(name: str) -> None:
+    for empty in (None, False, "", [], {}, [None, []]):
+        assert plan({"input_ids": [1], name: empty}).outputs
+    for wanted in (True, "x", [1], 0, {"a": 1}):
+        assert name in refusal(**{"input_ids": [1], name: wanted})

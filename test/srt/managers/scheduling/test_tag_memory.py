@@ -1,0 +1,55 @@
+"""Releasing the memory of a tag, and what goes with it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ebbtide.srt.managers.scheduling.tag_memory import ArenaMemory, BackedUpWeights
+from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+
+SIZE = 3_000_000
+
+
+@pytest.fixture
+def arena():
+    arena = Arena(MemoryTag.WEIGHTS, SIZE, HostVirtualMemory())
+    arena.resume()
+    yield arena
+    arena.close()
+
+
+def test_what_is_kept_for_reuse_goes_after_the_arena(arena):
+    resident_at_trim = []
+    memory = ArenaMemory(arena, trim=lambda: resident_at_trim.append(arena.is_resident))
+    assert memory.release() == memory.virtual_bytes
+    assert resident_at_trim == [False]
+    assert memory.resume() == memory.virtual_bytes
+    assert resident_at_trim == [False]
+
+
+class Pinning:
+    def pin(self, address, num_bytes):
+        pass
+
+    def unpin(self, address):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+@pytest.mark.parametrize("pinning", [None, Pinning()], ids=["host", "pinned"])
+def test_backed_up_weights_come_back_bit_for_bit(arena, pinning):
+    weights = BackedUpWeights(SimpleNamespace(arena=arena, generation=4), pinning)
+    contents = arena.view(0, (SIZE,), torch.uint8)
+    original = torch.randint(256, (SIZE,), dtype=torch.uint8)
+    contents.copy_(original)
+    weights.prepare_release()
+    assert weights.release() == weights.resume() == weights.virtual_bytes
+    assert torch.equal(contents, original)
+    assert weights.backup_bytes >= SIZE

@@ -1,0 +1,161 @@
+"""Channels: order, waiting, type checks, large messages, and a peer that is another process or gone."""
+
+import asyncio
+import multiprocessing
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+
+from ebbtide.srt.managers.io_struct import (
+    AbortGeneration,
+    ControlCall,
+    Expire,
+    PingReqInput,
+    SchedulerInput,
+    TokenizedGenerateReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from ebbtide.srt.managers.wire.channel import Receiver, Sender, channel_pair
+from ebbtide.srt.sampling_params import SamplingParams
+
+
+@pytest.fixture(params=["inproc", "ipc"])
+def channel(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    if request.param == "inproc":
+        sender, receiver = channel_pair(SchedulerInput)
+    else:
+        receiver = Receiver(f"ipc://{tmp_path}/channel", SchedulerInput)
+        sender = Sender(f"ipc://{tmp_path}/channel")
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+
+
+def take(receiver: Receiver[Any], count: int) -> list[Any]:
+    messages: list[Any] = []
+    while len(messages) < count:
+        got = receiver.receive(10)
+        assert got, f"only {len(messages)} of {count} messages arrived"
+        messages += got
+    return messages
+
+
+def test_messages_arrive_whole_and_in_order(channel: Any) -> None:
+    sender, receiver = channel
+    sent = [
+        TokenizedGenerateReqInput(
+            rid="a",
+            input_ids=[1, 2],
+            sampling_params=SamplingParams(stop="x", logit_bias={3: 0.5}),
+            max_new_tokens=5,
+            seed=-(2**63),
+            cache_namespace=("salt",),
+        ),
+        ControlCall(id="1", request=PingReqInput()),
+        *(Expire(id=str(number)) for number in range(2000)),
+    ]
+    for message in sent:
+        sender.send(message)
+    assert take(receiver, len(sent)) == sent
+
+
+def test_a_poll_returns_at_once_and_a_wait_ends(channel: Any) -> None:
+    _, receiver = channel
+    assert receiver.receive(0) == []
+    assert receiver.receive(0.01) == []
+
+
+def test_a_wait_ends_with_the_first_message(channel: Any) -> None:
+    sender, receiver = channel
+    timer = threading.Timer(0.05, lambda: sender.send(Expire(id="1")))
+    timer.start()
+    assert receiver.receive(None) == [Expire(id="1")]
+    timer.join()
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_waiting_in_an_event_loop(channel: Any, loop_factory: Any) -> None:
+    sender, receiver = channel
+
+    async def exchange() -> None:
+        sender.send(Expire(id="0"))
+        assert await receiver.receive_async() == [Expire(id="0")]
+        cancelled = asyncio.create_task(receiver.receive_async())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        for number in range(1, 300):
+            waiting = asyncio.create_task(receiver.receive_async())
+            await asyncio.sleep(0)
+            sender.send(Expire(id=str(number)))
+            assert await asyncio.wait_for(waiting, 10) == [Expire(id=str(number))]
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(exchange())
+
+
+def test_large_payloads_survive(channel: Any) -> None:
+    sender, receiver = channel
+    payload = bytes(range(256)) * (1 << 17)  # 32 MiB
+    sender.send(
+        ControlCall(id="1", request=UpdateWeightsFromTensorReqInput(serialized_named_tensors=[payload]))
+    )
+    (call,) = take(receiver, 1)
+    assert call.request.serialized_named_tensors == [payload]
+
+
+class Stranger(msgspec.Struct, tag=True):
+    rid: int = 0
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [(Stranger(), "Stranger"), ({"type": "AbortGeneration", "rid": 3, "message": ""}, r"\$\.rid")],
+)
+def test_what_does_not_fit_the_union_raises_and_names_the_place(
+    channel: Any, message: Any, where: str
+) -> None:
+    sender, receiver = channel
+    sender.send(message)
+    with pytest.raises(msgspec.ValidationError, match=where):
+        receiver.receive(10)
+
+
+def test_sending_to_nobody_neither_blocks_nor_holds_up_closing(tmp_path: Path) -> None:
+    sender: Sender[Any] = Sender(f"ipc://{tmp_path}/nobody")
+    for number in range(5000):
+        sender.send(Expire(id=str(number)))
+    sender.close()
+
+
+def echo(inbox: str, outbox: str) -> None:
+    receiver: Receiver[Any] = Receiver(inbox, SchedulerInput)
+    sender: Sender[Any] = Sender(outbox)
+    sender.send(Expire(id="ready"))
+    while True:
+        for message in receiver.receive(None):
+            sender.send(message)
+
+
+def test_another_process_and_its_death(tmp_path: Path) -> None:
+    there, back = f"ipc://{tmp_path}/there", f"ipc://{tmp_path}/back"
+    receiver: Receiver[Any] = Receiver(back, SchedulerInput)
+    sender: Sender[Any] = Sender(there)
+    process = multiprocessing.get_context("spawn").Process(target=echo, args=(there, back), daemon=True)
+    process.start()
+    try:
+        assert receiver.receive(60) == [Expire(id="ready")]
+        sent = [AbortGeneration(rid=str(number), message="é") for number in range(100)]
+        for message in sent:
+            sender.send(message)
+        assert take(receiver, 100) == sent
+    finally:
+        process.kill()
+        process.join()
+    sender.send(sent[0])
+    assert receiver.receive(0.05) == []
+    sender.close()
+    receiver.close()

@@ -1,0 +1,299 @@
+"""One reply out of many: totals, the worst, and who failed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from ebbtide.srt.managers.io_struct import (
+    AbortReqOutput,
+    AnyReply,
+    FlushCacheReqOutput,
+    GivenUp,
+    PauseMode,
+    PingReqOutput,
+    RankReport,
+    Refusal,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqOutput,
+    StateReport,
+    UpdateWeightsReqOutput,
+    UpdateWeightVersionReqOutput,
+    WeightsContent,
+)
+from ebbtide.srt.managers.wire.reply_merging import (
+    OVER_RANKS,
+    OVER_REPLICAS,
+    merge_ranks,
+    merge_refusals,
+    merge_replicas,
+    merge_reports,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+
+def released(weights: int, **fields: Any) -> ReleaseMemoryOccupationReqOutput:
+    given: dict[str, Any] = {
+        "changed": True,
+        "tags": [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE],
+        "freed_bytes": {MemoryTag.WEIGHTS: weights, MemoryTag.KV_CACHE: 10},
+        "num_retracted": 2,
+        "device_free_bytes_before": 100,
+        "device_free_bytes_after": 110 + weights,
+        "duration_ms": float(weights),
+        "message": "Released weights, kv_cache.",
+    }
+    return ReleaseMemoryOccupationReqOutput(**given | fields)
+
+
+def updated(**fields: Any) -> UpdateWeightsReqOutput:
+    given: dict[str, Any] = {
+        "weight_version": "8",
+        "committed": True,
+        "staged": True,
+        "num_tensors": 3,
+        "num_ignored": 1,
+        "num_bytes": 100,
+        "stall_ms": 1.0,
+        "num_paused_requests": 4,
+        "content": "valid",
+        "num_missing": 0,
+        "message": "Updated 3 tensors.",
+    }
+    return UpdateWeightsReqOutput(**given | fields)
+
+
+@dataclass
+class Merged:
+    ranks: Any
+    replicas: Any
+
+
+def both(*replies: AnyReply) -> Merged:
+    return Merged(merge_ranks(replies), merge_replicas(replies))
+
+
+def test_one_reply_is_itself() -> None:
+    reply = released(7)
+    merged = both(reply)
+    assert merged.ranks is reply
+    assert merged.replicas is reply
+    assert "ranks" not in msgspec.to_builtins(merged.replicas)
+
+
+def test_every_field_of_every_reply_has_a_rule() -> None:
+    fields = {
+        name
+        for kind in get_args(AnyReply)
+        if not issubclass(kind, Refusal)
+        for name in kind.__struct_fields__
+        if name not in ("message", "ranks")
+    }
+    assert set(OVER_RANKS) == fields
+    assert set(OVER_REPLICAS) == fields
+
+
+def test_bytes_are_summed_per_tag_and_the_slowest_rank_gives_the_time() -> None:
+    for merged in (both(released(3), released(5)).ranks, both(released(3), released(5)).replicas):
+        assert merged.freed_bytes == {MemoryTag.WEIGHTS: 8, MemoryTag.KV_CACHE: 20}
+        assert (merged.device_free_bytes_before, merged.device_free_bytes_after) == (200, 228)
+        assert merged.duration_ms == 5.0
+        assert merged.message == "Released weights, kv_cache."
+        assert [share["freed_bytes"]["weights"] for share in merged.ranks] == [3, 5]
+
+
+def test_requests_are_counted_once_per_replica() -> None:
+    merged = both(released(3), released(5))
+    assert merged.ranks.num_retracted == 2
+    assert merged.replicas.num_retracted == 4
+
+
+def test_the_shares_of_all_ranks_of_all_replicas_are_listed() -> None:
+    replicas = [merge_ranks([released(1), released(2)]), merge_ranks([released(3), released(4)])]
+    body = msgspec.to_builtins(merge_replicas(replicas))
+    assert [
+        (share["dp_rank"], share["tp_rank"], share["freed_bytes"]["weights"]) for share in body["ranks"]
+    ] == [
+        (0, 0, 1),
+        (0, 1, 2),
+        (1, 0, 3),
+        (1, 1, 4),
+    ]
+    assert body["freed_bytes"]["weights"] == 10
+
+
+def test_a_merged_reply_of_ranks_travels() -> None:
+    merged = merge_ranks([released(1), released(2)])
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(merged), type=AnyReply)
+    assert merge_replicas([decoded, decoded]).freed_bytes[MemoryTag.WEIGHTS] == 6  # type: ignore[union-attr]
+
+
+def test_one_stale_rank_makes_all_stale() -> None:
+    def resumed(content: WeightsContent) -> ResumeMemoryOccupationReqOutput:
+        return ResumeMemoryOccupationReqOutput(
+            changed=False,
+            tags=[],
+            mapped_bytes={},
+            weights=content,
+            device_free_bytes_before=0,
+            device_free_bytes_after=0,
+            duration_ms=0.0,
+        )
+
+    stale = WeightsContent(content="stale", num_missing=1, missing=["norm"])
+    assert both(resumed(WeightsContent(content="valid")), resumed(stale)).ranks.weights == stale
+    merged = both(updated(), updated(content="stale", num_missing=2, staged=False)).replicas
+    assert (merged.content, merged.num_missing, merged.staged) == ("stale", 2, False)
+
+
+def test_something_changed_if_it_changed_anywhere() -> None:
+    merged = both(
+        AbortReqOutput(changed=False, num_aborted=0, message="Aborted 0 requests."),
+        AbortReqOutput(changed=True, num_aborted=3, message="Aborted 3 requests."),
+    ).replicas
+    assert merged.changed
+    assert merged.num_aborted == 3
+    assert merged.message == "replica 0: Aborted 0 requests.; replica 1: Aborted 3 requests."
+
+
+def test_a_flush_is_full_if_every_replica_s_is() -> None:
+    full = FlushCacheReqOutput(fully_flushed=True, freed_tokens=4)
+    partial = FlushCacheReqOutput(success=False, fully_flushed=False, freed_tokens=1)
+    merged = both(full, partial).replicas
+    assert (merged.success, merged.fully_flushed, merged.freed_tokens) == (False, False, 5)
+
+
+def test_versions_that_differ_are_told_apart() -> None:
+    merged = both(updated(weight_version="7"), updated(weight_version="8")).replicas
+    assert merged.success
+    assert merged.weight_version == "mixed: 7, 8"
+
+
+def test_ranks_that_refuse_alike_refuse_as_one() -> None:
+    refusal = Refusal(status=409, message="kv_cache is released", fields={"needed_bytes": 5})
+    merged = both(refusal, refusal)
+    assert merged.ranks == refusal
+    assert merged.replicas == refusal
+
+
+def test_a_refusal_names_the_ranks() -> None:
+    merged = merge_ranks(
+        [
+            PingReqOutput(),
+            Refusal(status=409, message="no room", fields={"needed_bytes": 5, "free_bytes": 1}),
+            Refusal(status=500, message="boom"),
+            Refusal(status=409, message="no room", fields={"needed_bytes": 7, "free_bytes": 2}),
+            Refusal(status=409, message="no room", fields={"needed_bytes": 1, "free_bytes": 0}),
+        ]
+    )
+    assert isinstance(merged, Refusal)
+    assert merged.message == "ranks 1, 3-4: no room; rank 2: boom"
+    assert merged.status == 500
+    assert merged.fields == {"needed_bytes": 13, "free_bytes": 3}
+
+
+def test_ranks_that_all_refuse_with_one_message_but_other_figures_have_one_message() -> None:
+    refusals = {rank: Refusal(status=409, message="no room", fields={"free_bytes": rank}) for rank in (1, 2)}
+    assert merge_refusals(refusals, 2).message == "no room"
+    assert merge_refusals(refusals, 3).message == "ranks 1-2: no room"
+
+
+def test_the_errors_of_ranks_say_whose_they_are_and_are_at_most_twenty() -> None:
+    def refusal(count: int) -> Refusal:
+        errors = [{"name": f"w{index}", "reason": "shape"} for index in range(count)]
+        return Refusal(
+            status=400, message=f"{count} do not fit", fields={"errors": errors, "num_errors": count}
+        )
+
+    merged = merge_refusals({0: refusal(2), 3: refusal(19)}, 4)
+    assert merged.fields["num_errors"] == 21
+    assert len(merged.fields["errors"]) == 20
+    assert merged.fields["errors"][0] == {"name": "w0", "reason": "shape", "rank": 0}
+    assert merged.fields["errors"][2]["rank"] == 3
+    assert merge_replicas([refusal(1), refusal(2)]).fields["errors"][1]["dp_rank"] == 1  # type: ignore[union-attr]
+
+
+def test_a_refused_pause_counts_the_requests_of_all_replicas_that_refused() -> None:
+    merged = merge_replicas(
+        [Refusal(status=409, message=f"{count} left", fields={"num_running": count}) for count in (2, 3)]
+    )
+    assert isinstance(merged, Refusal)
+    assert merged.fields["num_running"] == 5
+
+
+def test_an_update_that_one_replica_refused_says_what_serves_where() -> None:
+    merged = merge_replicas([updated(), Refusal(status=400, message="cannot open the handle"), updated()])
+    assert isinstance(merged, Refusal)
+    assert merged.status == 500
+    assert "replica 1: cannot open the handle" in merged.message
+    assert "replicas 0, 2: Updated 3 tensors." in merged.message
+    assert "serve different weights" in merged.message
+    assert [entry["success"] for entry in merged.fields["replicas"]] == [True, False, True]
+    assert [entry.get("weight_version") for entry in merged.fields["replicas"]] == ["8", None, "8"]
+
+
+@pytest.mark.parametrize(
+    ("done", "status"),
+    [
+        (UpdateWeightVersionReqOutput(new_version="8"), 500),
+        (updated(committed=False), 400),
+        (PingReqOutput(), 400),
+    ],
+)
+def test_what_leaves_the_weights_alike_keeps_the_status_of_the_refusal(done: AnyReply, status: int) -> None:
+    merged = merge_replicas([Refusal(status=400, message="no"), done])
+    assert isinstance(merged, Refusal)
+    assert merged.status == status
+
+
+def test_those_that_gave_up_for_others_tell_what_they_have_left_behind_and_no_more() -> None:
+    refused = Refusal(status=400, message="cannot be read")
+    gave_up = GivenUp(status=400, message="others have refused")
+    stale = GivenUp(status=500, message="others have refused", left="4 parameters are stale")
+    merged = merge_replicas([gave_up, refused, gave_up])
+    assert isinstance(merged, Refusal)
+    assert (merged.status, merged.message) == (400, "replica 1: cannot be read")
+    merged = merge_replicas([stale, refused, gave_up])
+    assert isinstance(merged, Refusal)
+    assert merged.status == 500
+    assert merged.message == "replica 1: cannot be read; replica 0: 4 parameters are stale"
+    merged = merge_replicas([gave_up, gave_up])
+    assert isinstance(merged, Refusal)
+    assert merged.message == "others have refused"
+
+
+def report(dp_rank: int, **fields: Any) -> StateReport:
+    rank = RankReport(dp_rank=dp_rank, tp_rank=0, pid=dp_rank, device="cpu", uuid=None, tags={})
+    given: dict[str, Any] = {
+        "paused": None,
+        "can_run": True,
+        "reason": "",
+        "ranks": [rank],
+        "weight_version": "7",
+        "model_path": "/model",
+        "load_format": "auto",
+    }
+    return StateReport(**given | fields)
+
+
+def test_the_engine_can_run_if_every_replica_can() -> None:
+    merged = merge_reports([report(0), report(1)])
+    assert merged.can_run
+    assert merged.reason == ""
+    assert [rank.dp_rank for rank in merged.ranks] == [0, 1]
+    assert merged.weight_version == "7"
+    stopped = report(2, can_run=False, reason="paused(retract)", paused=PauseMode.RETRACT)
+    merged = merge_reports([report(0), report(1), stopped])
+    assert (merged.can_run, merged.reason) == (False, "replica 2: paused(retract)")
+    assert merged.paused is PauseMode.RETRACT
+    assert merge_reports([stopped, stopped]).reason == "paused(retract)"
+
+
+def test_a_report_of_replicas_with_different_weights_names_no_version() -> None:
+    merged = merge_reports([report(0), report(1, weight_version="8", weight_groups=["g"])])
+    assert merged.weight_version == "mixed: 7, 8"
+    assert merged.model_path == "/model"
+    assert merged.weight_groups == ["g"]

@@ -1,0 +1,357 @@
+# ruff: noqa: E402
+"""Triton's choice against torch's: compiled where there is a CUDA device, interpreted elsewhere."""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu":
+    # Read when Triton is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
+from ebbtide.srt.model_executor.sampling.choosing import HostChooser
+from ebbtide.srt.model_executor.sampling.kernel import KernelChooser
+from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
+from ebbtide.srt.model_executor.sampling.noise import uniforms
+from ebbtide.srt.model_executor.sampling.sampler import Sampled, Sampler
+from ebbtide.srt.sampling_params import SamplingParams
+
+# Three tiles, the last one not full.
+VOCAB = 4500
+GREEDY = SamplingParams(temperature=0.0)
+FILTERS: list[dict[str, Any]] = [
+    {"top_k": 1},
+    {"top_k": 50},
+    {"top_k": VOCAB - 1},
+    {"top_p": 0.01},
+    {"top_p": 0.9},
+    {"top_p": 0.9999},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 200, "top_p": 0.8},
+    {"top_k": 20, "top_p": 0.999, "min_p": 0.02},
+    {"top_k": 100, "top_p": 0.95, "min_p": 0.9, "temperature": 3.0},
+]
+
+
+def logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> Tensor:
+    return torch.randn((num_rows, vocab_size), generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def chosen_by_kernels(
+    scores_SV: Tensor, params: Sequence[SamplingParams], noise: Sequence[float]
+) -> tuple[list[int], list[float], list[float]]:
+    """Tokens, their logprobs, and the rows' logsumexp."""
+    chooser = KernelChooser(params, scores_SV.shape[1], DEVICE)
+    chosen = chooser.choose(scores_SV.to(DEVICE), np.array(noise))
+    assert chosen.norm_S1 is not None
+    return chosen.tokens_S.tolist(), chosen.logprobs_S.tolist(), chosen.norm_S1.squeeze(1).tolist()
+
+
+def chosen_on_host(scores_SV: Tensor, params: Sequence[SamplingParams], noise: Sequence[float]) -> list[int]:
+    chooser = HostChooser(params, scores_SV.shape[1], torch.device("cpu"))
+    tokens: list[int] = chooser.choose(scores_SV.float().clone(), np.array(noise)).tokens_S.tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [7, 2048, VOCAB])
+def test_draws_are_those_of_the_host(vocab_size: int, dtype: torch.dtype) -> None:
+    num_rows = 24
+    scores = logits(num_rows, vocab_size).to(dtype)
+    params = [SamplingParams(temperature=0.5 + row / 10) for row in range(num_rows)]
+    noise = uniforms(range(num_rows), [0] * num_rows).tolist()
+
+    tokens, logprobs, norms = chosen_by_kernels(scores, params, noise)
+
+    assert tokens == chosen_on_host(scores, params, noise)
+    temperature = torch.tensor([each.temperature for each in params]).unsqueeze(1)
+    expected = (scores.float() / temperature).log_softmax(-1)
+    assert logprobs == pytest.approx(
+        [expected[row, token].item() for row, token in enumerate(tokens)], abs=1e-4
+    )
+    assert norms == pytest.approx((scores.float() / temperature).logsumexp(-1).tolist(), abs=1e-4)
+
+
+def test_greedy_rows_take_the_lowest_of_the_best_ids() -> None:
+    scores = logits(3).bfloat16()
+    # Twice in one tile and again in the next; at the end of the last tile; a whole row of equals.
+    scores[0, [100, 1500, 3000]] = 40.0
+    scores[1, VOCAB - 1] = 40.0
+    scores[2] = 1.0
+
+    tokens, logprobs, _ = chosen_by_kernels(scores, [GREEDY] * 3, [-1.0] * 3)
+
+    assert tokens == [100, VOCAB - 1, 0]
+    assert logprobs == pytest.approx([-math.log(3), 0.0, -math.log(VOCAB)], abs=1e-4)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5, 1.0 - 2.0**-53])
+def test_the_ends_of_the_noise_lead_to_tokens_that_can_be_chosen(noise: float) -> None:
+    scores = torch.full((4, VOCAB), -math.inf)
+    # Whole tiles of nothing before, between and behind.
+    for row, ids in enumerate(([0], [VOCAB - 1], [2100, 2200], [5, 4400])):
+        scores[row, ids] = 1.0
+
+    tokens, logprobs, _ = chosen_by_kernels(scores, [SamplingParams()] * 4, [noise] * 4)
+
+    second = noise >= 0.5
+    assert tokens == [0, VOCAB - 1, 2200 if second else 2100, 4400 if second else 5]
+    assert logprobs == pytest.approx([0.0, 0.0, -math.log(2), -math.log(2)], abs=1e-5)
+
+
+def test_mass_far_below_the_best_token_is_drawn_as_often_as_it_should_be() -> None:
+    # 2048 tokens in one tile share 1e-9 of the mass; noise just above the rest must find each of them.
+    scores = torch.full((3, 2 * 2048), math.log(1e-9 / 2048))
+    scores[:, :2048] = -math.inf
+    scores[:, 0] = 0.0
+    noise = [(1.0 + share * 1e-9) / (1.0 + 1e-9) for share in (0.25, 0.5, 0.75)]
+
+    tokens, _, _ = chosen_by_kernels(scores, [SamplingParams()] * 3, noise)
+
+    assert tokens == pytest.approx([2048 + 512, 2048 + 1024, 2048 + 1536], abs=2)
+
+
+def test_draws_follow_the_distribution() -> None:
+    num_draws = 250
+    row = torch.full((VOCAB,), -math.inf)
+    ids = [0, 3, 2047, 2048, 3000, 4095, 4096, VOCAB - 1]
+    row[ids] = torch.tensor([0.1, 1.2, -0.5, 0.8, 0.0, 1.0, -0.2, 0.5])
+    noise = uniforms(range(num_draws), [3] * num_draws).tolist()
+
+    tokens, _, _ = chosen_by_kernels(
+        row.expand(num_draws, -1).contiguous(), [SamplingParams(temperature=0.7)] * num_draws, noise
+    )
+
+    expected = num_draws * (row[ids] / 0.7).softmax(-1)
+    counts = torch.tensor([tokens.count(token) for token in ids])
+    assert counts.sum() == num_draws
+    # Upper 1e-4 quantile of chi-square with 7 degrees of freedom; the draws are seeded.
+    assert ((counts - expected) ** 2 / expected).sum() < 29.9
+
+
+@pytest.mark.parametrize("is_coarse", [False, True])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_filters_keep_what_the_host_keeps(filters: dict[str, Any], is_coarse: bool) -> None:
+    scores = logits(1, seed=7)
+    if is_coarse:
+        # Full of equal scores, at the cut too; a logit's rounding is the same on both sides.
+        scores = scores.round()
+    params = SamplingParams(**filters)
+    # The ends find the first and the last id that is kept; what lies between, how much is.
+    noise = [0.0, 0.25, 0.5, 0.75, 1.0 - 2.0**-53]
+    rows = scores.expand(len(noise), -1).contiguous()
+
+    tokens, logprobs, _ = chosen_by_kernels(rows, [params] * len(noise), noise)
+
+    assert tokens == chosen_on_host(rows, [params] * len(noise), noise)
+    # Logprobs are those before the filters.
+    expected = (scores / params.temperature).log_softmax(-1)[0, tokens].tolist()
+    assert logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_equal_scores_at_the_cut_keep_the_lowest_ids() -> None:
+    scores = torch.zeros(1, VOCAB)
+    # The cut falls into the second tile.
+    kept = 2100
+    tokens = [
+        chosen_by_kernels(scores, [SamplingParams(top_k=kept)], [noise])[0][0]
+        for noise in (0.0, 1 - 2.0**-53)
+    ]
+
+    assert tokens == [0, kept - 1]
+
+
+def test_rows_do_not_depend_on_their_company() -> None:
+    scores = logits(len(FILTERS) + 2, seed=3)
+    params = [GREEDY, *(SamplingParams(**filters) for filters in FILTERS), SamplingParams(temperature=2.0)]
+    noise = [-1.0, *uniforms(range(len(FILTERS) + 1), [5] * (len(FILTERS) + 1)).tolist()]
+
+    together = chosen_by_kernels(scores, params, noise)
+
+    for row in range(len(params)):
+        alone = chosen_by_kernels(scores[row : row + 1], params[row : row + 1], noise[row : row + 1])
+        assert [column[0] for column in alone] == [column[row] for column in together]
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize(
+    "params", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}], ids=str
+)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_broken_rows_give_valid_tokens_and_harm_no_other(
+    broken: float, params: dict[str, Any], is_whole: bool
+) -> None:
+    scores = logits(3)
+    healthy = chosen_by_kernels(scores[[0, 2]], [SamplingParams(**params)] * 2, [0.3, 0.6])
+    scores[1, slice(None) if is_whole else slice(2500, 2501)] = broken
+
+    tokens, logprobs, _ = chosen_by_kernels(scores, [SamplingParams(**params)] * 3, [0.3, 0.9, 0.6])
+
+    assert [tokens[0], tokens[2]] == healthy[0]
+    assert [logprobs[0], logprobs[2]] == healthy[1]
+    assert 0 <= tokens[1] < VOCAB
+    if is_whole or broken != -math.inf:
+        assert logprobs[1] == pytest.approx(LOWEST)
+    else:
+        assert math.isfinite(logprobs[1])
+        assert logprobs[1] > LOWEST
+
+
+@pytest.mark.parametrize("temperature", [2e-6, 1.7e308])
+def test_extreme_temperatures_give_finite_logprobs(temperature: float) -> None:
+    scores = logits(1) * 50
+    params = SamplingParams(temperature=temperature)
+
+    tokens, logprobs, _ = chosen_by_kernels(scores, [params], [0.5])
+
+    if temperature < 1:
+        assert (tokens, logprobs) == ([int(scores.argmax())], [0.0])
+    else:
+        assert logprobs == pytest.approx([-math.log(VOCAB)], abs=1e-4)
+
+
+# What follows goes through the sampler: what is put into the kernels, and what comes back to the host.
+
+
+def spec(
+    output: Sequence[int] = (), *, seed: int = 0, logprobs: LogprobSpec | None = None, **params: Any
+) -> SampleSpec:
+    return SampleSpec(
+        SamplingParams(**params), seed, frozenset({5, 2600}), [1, 2, 2300], list(output), logprobs
+    )
+
+
+def run(sampler: Sampler, scores: Tensor, specs: list[SampleSpec], device: torch.device) -> Sampled:
+    positions = np.array([len(each.output_ids) for each in specs])
+    launched = sampler.launch(scores.clone().to(device), specs, positions)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return launched.result()
+
+
+def many_specs() -> list[SampleSpec]:
+    """One of each kind."""
+    return [
+        spec(seed=1),
+        spec(temperature=0.0, logprobs=LogprobSpec(top=3)),
+        spec([7, 2300, 7], seed=-5, repetition_penalty=1.3, logprobs=LogprobSpec(token_ids=(7, 2300))),
+        spec([3], seed=4, frequency_penalty=0.5, presence_penalty=0.2, top_p=0.9, logprobs=LogprobSpec()),
+        spec(
+            seed=9, logit_bias={4000: 6.0, 1: -3.0}, min_p=0.01, logprobs=LogprobSpec(top=1, token_ids=(1,))
+        ),
+        spec(seed=11, min_new_tokens=3, top_k=40, temperature=0.8, logprobs=LogprobSpec(token_ids=(5, 2600))),
+    ]
+
+
+def test_steps_of_a_changing_batch_are_those_of_the_host() -> None:
+    on_device, on_host = many_specs(), many_specs()
+    sampler = Sampler(VOCAB, DEVICE, KernelChooser)
+    reference = Sampler(VOCAB, torch.device("cpu"))
+    batches = [[0, 1, 2, 3, 4, 5]] * 4 + [[5, 3, 2], [2, 3, 5, 0, 1], [1], [0, 4]]
+
+    for index, rows in enumerate(batches):
+        scores = logits(len(rows), seed=100 + index)
+        given = run(sampler, scores, [on_device[row] for row in rows], DEVICE)
+        wanted = run(reference, scores, [on_host[row] for row in rows], torch.device("cpu"))
+        assert given.token_ids == wanted.token_ids
+        assert (given.logprobs is None) == (wanted.logprobs is None)
+        for ours, theirs in zip(given.logprobs or [], wanted.logprobs or [], strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is None or theirs is None:
+                continue
+            assert ours.token == pytest.approx(theirs.token, abs=1e-4)
+            assert ours.chosen == pytest.approx(theirs.chosen, abs=1e-4)
+            assert [token for _, token in ours.top] == [token for _, token in theirs.top]
+            assert [value for value, _ in ours.top] == pytest.approx(
+                [value for value, _ in theirs.top], abs=1e-4
+            )
+        for row, token in zip(rows, given.token_ids, strict=True):
+            on_device[row].output_ids.append(token)
+            on_host[row].output_ids.append(token)
+
+
+def test_warming_up_leaves_a_sampler_that_samples() -> None:
+    sampler = Sampler(VOCAB, DEVICE, KernelChooser)
+
+    sampler.warm_up(torch.float32)
+
+    scores = logits(1)
+    assert run(sampler, scores, [spec(temperature=0.0)], DEVICE).token_ids == [int(scores.argmax())]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
+class TestOnAGpu:
+    """At the sizes of real models, and what an interpreter cannot show."""
+
+    VOCAB = 151_936
+
+    def test_a_large_batch_is_sampled_as_on_the_host(self) -> None:
+        num_rows = 256
+        scores = logits(num_rows, self.VOCAB).bfloat16()
+        kinds = [{"temperature": 0.0}, {}, {"top_p": 0.95}, {"top_k": 50}]
+        params = [SamplingParams(**kinds[row % 4]) for row in range(num_rows)]
+        noise = uniforms(range(num_rows), [1] * num_rows)
+        noise[::4] = -1.0
+
+        tokens, logprobs, _ = chosen_by_kernels(scores, params, noise.tolist())
+
+        expected = chosen_on_host(scores, params, noise.tolist())
+        # Sums in another order may cross the noise at the neighbour.
+        assert sum(ours != theirs for ours, theirs in zip(tokens, expected, strict=True)) <= 2
+        gathered = scores.float().log_softmax(-1)[torch.arange(num_rows), tokens]
+        assert logprobs == pytest.approx(gathered.tolist(), abs=1e-3)
+
+    def test_draws_follow_the_distribution(self) -> None:
+        num_draws, num_groups = 40_000, 16
+        row = logits(1, self.VOCAB, seed=2)[0].to(DEVICE)
+        probs = row.double().softmax(-1)
+        group_of = torch.arange(self.VOCAB, device=DEVICE) % num_groups
+        counts = torch.zeros(num_groups, dtype=torch.float64, device=DEVICE)
+        step = 1000
+        chooser = KernelChooser([SamplingParams()] * step, self.VOCAB, DEVICE)
+        rows = row.bfloat16().expand(step, -1).contiguous()
+        probs = rows[0].double().softmax(-1)
+        for position in range(num_draws // step):
+            tokens = chooser.choose(rows, uniforms(range(step), [position] * step)).tokens_S
+            counts += torch.bincount(group_of[tokens], minlength=num_groups)
+
+        expected = num_draws * torch.zeros_like(counts).index_add_(0, group_of, probs)
+        # Upper 1e-4 quantile of chi-square with 15 degrees of freedom.
+        assert ((counts - expected) ** 2 / expected).sum() < 44.3
+
+    def test_launching_never_waits_for_the_device(self) -> None:
+        sampler = Sampler(self.VOCAB, DEVICE)
+        specs = many_specs()
+        scores = logits(len(specs), self.VOCAB).bfloat16().to(DEVICE)
+        positions = np.array([len(each.output_ids) for each in specs])
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            first = sampler.launch(scores.clone(), specs, positions)
+            second = sampler.launch(scores[:3].clone(), specs[:3], positions[:3])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+
+        assert first.result().token_ids[:3] == second.result().token_ids
+
+    def test_results_of_two_launches_in_flight_are_their_own(self) -> None:
+        sampler = Sampler(self.VOCAB, DEVICE)
+        specs = [spec(temperature=0.0, logprobs=LogprobSpec()) for _ in range(64)]
+        all_scores = [logits(64, self.VOCAB, seed=seed).to(DEVICE) for seed in range(6)]
+        expected = [scores.argmax(-1).tolist() for scores in all_scores]
+        launched = [sampler.launch(scores, specs, np.zeros(64, np.int64)) for scores in all_scores]
+        torch.cuda.synchronize()
+
+        assert [each.result().token_ids for each in launched] == expected

@@ -1,0 +1,397 @@
+"""The sampler against a naive reference, and its statistics."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PositionLogprobs, SampleSpec
+from ebbtide.srt.model_executor.sampling.choosing import invert_cdf
+from ebbtide.srt.model_executor.sampling.filters import Filters
+from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
+from ebbtide.srt.model_executor.sampling.noise import uniforms
+from ebbtide.srt.model_executor.sampling.sampler import Sampled, Sampler
+from ebbtide.srt.sampling_params import SamplingParams
+
+VOCAB = 12
+# Upper 1e-4 quantile of chi-square with 11 degrees of freedom: the draws are seeded, so this is no lottery.
+CHI_SQUARE_BOUND = 37.4
+
+
+def spec(
+    prompt: Sequence[int] = (1,),
+    output: Sequence[int] = (),
+    *,
+    seed: int = 0,
+    stop_ids: Sequence[int] = (),
+    logprobs: LogprobSpec | None = None,
+    **params: Any,
+) -> SampleSpec:
+    return SampleSpec(
+        SamplingParams(**params), seed, frozenset(stop_ids), list(prompt), list(output), logprobs
+    )
+
+
+def logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> Tensor:
+    return torch.randn((num_rows, vocab_size), generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def new_sampler(vocab_size: int = VOCAB) -> Sampler:
+    return Sampler(vocab_size, torch.device("cpu"))
+
+
+def step(sampler: Sampler, scores: Tensor, specs: list[SampleSpec]) -> Sampled:
+    """One step of requests whose outputs are all on the host."""
+    positions = np.array([len(each.output_ids) for each in specs])
+    return sampler.launch(scores.clone(), specs, positions).result()
+
+
+def sample(scores: Tensor, *specs: SampleSpec) -> list[int]:
+    return step(new_sampler(scores.shape[1]), scores, list(specs)).token_ids
+
+
+def only_logprobs(scores: Tensor, *specs: SampleSpec) -> list[PositionLogprobs]:
+    result = step(new_sampler(scores.shape[1]), scores, list(specs)).logprobs
+    assert result is not None
+    return [entry for entry in result if entry is not None]
+
+
+def adjusted(row: Tensor, each: SampleSpec) -> list[float]:
+    """What wire_api calls the distribution that is sampled, written down token by token."""
+    params, scores = each.params, row.tolist()
+    for token in range(len(scores)):
+        if token in each.prompt_ids or token in each.output_ids:
+            penalty = params.repetition_penalty
+            scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+        count = each.output_ids.count(token)
+        scores[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        scores[token] += (params.logit_bias or {}).get(token, 0.0)
+        if token in each.stop_ids and len(each.output_ids) < params.min_new_tokens:
+            scores[token] = -math.inf
+        if not params.is_greedy:
+            scores[token] /= params.temperature
+    total = math.log(sum(math.exp(score) for score in scores))
+    return [score - total for score in scores]
+
+
+def kept_by_reference(probs: list[float], params: SamplingParams) -> set[int]:
+    """Top-k, then top-p of what is left, then min-p, written down one after the other."""
+    order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+    if params.top_k != -1:
+        order = order[: params.top_k]
+    mass, total, nucleus = 0.0, sum(probs[token] for token in order), []
+    for token in order:
+        if mass >= params.top_p * total and params.top_p < 1.0:
+            break
+        nucleus.append(token)
+        mass += probs[token]
+    least = params.min_p * probs[order[0]]
+    return {token for token in nucleus if probs[token] >= least}
+
+
+def chi_square(counts: list[int], probs: list[float]) -> float:
+    num_draws = sum(counts)
+    return sum(
+        (count - num_draws * prob) ** 2 / (num_draws * prob)
+        for count, prob in zip(counts, probs, strict=True)
+    )
+
+
+def draw_many(row: Tensor, num_draws: int, **params: Any) -> list[int]:
+    """Counts per token over requests that differ in their seeds alone."""
+    specs = [spec(seed=seed, **params) for seed in range(num_draws)]
+    chosen = sample(row.expand(num_draws, -1), *specs)
+    return [chosen.count(token) for token in range(len(row))]
+
+
+def test_greedy_takes_the_most_likely_token_among_random_rows() -> None:
+    scores = logits(3)
+    specs = [spec(temperature=0.0), spec(temperature=1.0, seed=5), spec(temperature=1e-7)]
+
+    chosen = sample(scores, *specs)
+
+    assert [chosen[0], chosen[2]] == [int(scores[0].argmax()), int(scores[2].argmax())]
+    assert chosen[1] == sample(scores[1:2], specs[1])[0]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_distribution(temperature: float) -> None:
+    row = logits(1, seed=1)[0]
+
+    counts = draw_many(row, 20_000, temperature=temperature)
+
+    assert chi_square(counts, (row / temperature).softmax(-1).tolist()) < CHI_SQUARE_BOUND
+
+
+def test_draws_over_positions_of_one_request_follow_the_distribution() -> None:
+    row = logits(1, seed=2)[0]
+    each = spec(seed=-3)
+    sampler, counts = new_sampler(), [0] * VOCAB
+    for _ in range(5_000):
+        token = step(sampler, row.unsqueeze(0), [each]).token_ids[0]
+        each.output_ids.append(token)
+        counts[token] += 1
+
+    assert chi_square(counts, row.softmax(-1).tolist()) < CHI_SQUARE_BOUND
+
+
+def test_filtered_draws_are_renormalised() -> None:
+    row = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+
+    counts = draw_many(row, 20_000, top_k=3, top_p=0.7)
+
+    # Of 4/9, 3/9 and 2/9 the first two reach 0.7.
+    assert counts[2:] == [0, 0]
+    assert chi_square(counts[:2], [4 / 7, 3 / 7]) < 15.1
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 10_000),
+    is_coarse=st.booleans(),
+    top_k=st.sampled_from([-1, 1, 2, 5, 64, 100, 1000]),
+    top_p=st.sampled_from([0.01, 0.3, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+)
+def test_filters_keep_what_the_reference_keeps(
+    seed: int, is_coarse: bool, top_k: int, top_p: float, min_p: float
+) -> None:
+    scores = logits(2, vocab_size=150, seed=seed)
+    # Coarse scores are full of equal probabilities.
+    probs = (scores.round() if is_coarse else scores).double().softmax(-1)
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+    other = SamplingParams(top_p=0.9999)
+
+    kept = Filters([params, other], 150).apply(probs)
+
+    assert set(kept[0].nonzero().flatten().tolist()) == kept_by_reference(probs[0].tolist(), params)
+    assert torch.equal(kept[0][kept[0] > 0], probs[0][kept[0] > 0])
+    assert len(kept[1].nonzero()) == len(kept_by_reference(probs[1].tolist(), other))
+
+
+def test_filters_of_one_row_leave_the_others_alone() -> None:
+    scores = logits(1).expand(3, -1)
+    choices = {
+        tuple(
+            sample(
+                scores, spec(seed=seed), spec(seed=seed, top_k=1), spec(seed=seed, temperature=3.0, min_p=0.9)
+            )
+        )
+        for seed in range(300)
+    }
+
+    assert {choice[1] for choice in choices} == {int(scores[0].argmax())}
+    assert len({choice[0] for choice in choices}) > 6
+
+
+def test_equal_scores_at_the_cut_keep_the_lowest_ids_in_any_batch() -> None:
+    tied = torch.zeros(1, 200)
+    company = torch.cat((tied, logits(1, vocab_size=200)))
+    alone = [sample(tied, spec(seed=seed, top_k=3))[0] for seed in range(50)]
+    together = [sample(company, spec(seed=seed, top_k=3), spec(top_k=150))[0] for seed in range(50)]
+
+    assert set(alone) == {0, 1, 2}
+    assert together == alone
+
+
+def test_top_k_beyond_the_vocabulary_is_off() -> None:
+    scores = logits(1)
+
+    assert [sample(scores, spec(seed=seed, top_k=10**12)) for seed in range(50)] == [
+        sample(scores, spec(seed=seed)) for seed in range(50)
+    ]
+
+
+def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
+    scores = logits(4)
+    specs = [spec(seed=seed, output=[0] * seed) for seed in range(4)]
+
+    together = sample(scores, *specs)
+
+    assert together == [sample(scores[row : row + 1], specs[row])[0] for row in range(4)]
+    assert together[::-1] == sample(scores.flip(0), *specs[::-1])
+
+
+def test_noise_is_uniform_and_differs_by_seed_and_position() -> None:
+    num = 10_000
+    by_seed = uniforms(range(-num // 2, num // 2), [0] * num)
+    by_position = uniforms([-(2**63)] * num, range(num))
+
+    for values in (by_seed, by_position):
+        counts = [int(((values >= k / 10) & (values < (k + 1) / 10)).sum()) for k in range(10)]
+        assert chi_square(counts, [0.1] * 10) < 33.7
+        assert len(set(values.tolist())) == num
+    assert not set(by_seed.tolist()) & set(uniforms(range(-num // 2, num // 2), [1] * num).tolist())
+
+
+def test_no_seed_is_another_seed_shifted() -> None:
+    # The increment of the underlying generator: added to an unmixed seed it would be a step of its sequence.
+    num, increment = 1000, 0x9E3779B97F4A7C15
+    first, second = uniforms([3] * num, range(num)), uniforms([3 + increment] * num, range(num))
+
+    assert not set(first.tolist()) & set(second.tolist())
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.0, 1e-30, 1e-7, 0.3, 1.0]), min_size=2, max_size=8),
+    noise=st.floats(0.0, 1.0 - 2.0**-53),
+)
+def test_a_token_of_probability_zero_is_never_drawn(weights: list[float], noise: float) -> None:
+    if not any(weights):
+        weights[-1] = 1.0
+
+    token = int(invert_cdf(torch.tensor([weights]), torch.tensor([noise], dtype=torch.float64))[0])
+
+    assert weights[token] > 0.0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.6},
+        {"frequency_penalty": 0.8},
+        {"frequency_penalty": -1.5},
+        {"presence_penalty": 1.1},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": -0.4},
+        {"logit_bias": {3: 4.0, 0: -2.0}},
+        {"min_new_tokens": 5},
+        {"temperature": 0.3},
+        {"temperature": 0.0, "repetition_penalty": 1.2},
+    ],
+    ids=str,
+)
+def test_logprobs_are_those_of_the_adjusted_distribution(params: dict[str, Any]) -> None:
+    wanted = LogprobSpec(token_ids=tuple(range(VOCAB)))
+    plain = spec([4], [2], logprobs=wanted)
+    each = spec([1, 2, 2, 9], [3, 3, 9, 5], stop_ids=[0, 7], logprobs=wanted, **params)
+    sampler, scores = new_sampler(), logits(2, seed=4)
+
+    # Three steps of one batch: what is kept between steps has to follow the output.
+    for _ in range(3):
+        result = step(sampler, scores, [plain, each])
+        assert result.logprobs is not None
+        for row, one in enumerate((plain, each)):
+            entry = result.logprobs[row]
+            assert entry is not None
+            expected = [max(value, LOWEST) for value in adjusted(scores[row], one)]
+            assert entry.chosen == pytest.approx(expected, abs=1e-5)
+            assert entry.token == pytest.approx(expected[result.token_ids[row]], abs=1e-5)
+            one.output_ids.append(result.token_ids[row])
+
+
+def test_penalties_follow_requests_as_the_batch_changes() -> None:
+    wanted = LogprobSpec(token_ids=tuple(range(VOCAB)))
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3}
+    specs = [spec([row, 8], [row + 1], seed=row, logprobs=wanted, **penalties) for row in range(4)]
+    sampler, scores = new_sampler(), logits(4, seed=6)
+    batches = [[0], [1], [0, 1], [1, 0], [1, 0, 2], [2, 1], [2, 3], [2, 3, 1, 0], [3]]
+
+    for batch in batches:
+        rows = [specs[row] for row in batch]
+        result = step(sampler, scores[batch], rows)
+        assert result.logprobs is not None
+        for index, one in enumerate(rows):
+            entry = result.logprobs[index]
+            assert entry is not None
+            assert entry.chosen == pytest.approx(adjusted(scores[batch[index]], one), abs=1e-5)
+            one.output_ids.append(result.token_ids[index])
+
+
+def test_stop_ids_are_masked_until_the_minimum_and_then_allowed() -> None:
+    scores = torch.zeros(1, VOCAB)
+    scores[0, 5] = 50.0
+    each = spec(stop_ids=[5], min_new_tokens=3)
+    sampler = new_sampler()
+    for _ in range(4):
+        each.output_ids += step(sampler, scores, [each]).token_ids
+
+    assert 5 not in each.output_ids[:3]
+    assert each.output_ids[3] == 5
+
+
+def test_a_masked_token_has_the_lowest_logprob() -> None:
+    wanted = LogprobSpec(token_ids=(5,), top=VOCAB)
+    entry = only_logprobs(logits(1), spec(stop_ids=[5], min_new_tokens=1, logprobs=wanted))[0]
+
+    assert entry.chosen == [LOWEST]
+    assert entry.top[-1] == (LOWEST, 5)
+
+
+def test_each_request_gets_its_own_number_of_top_and_chosen_tokens() -> None:
+    scores = logits(3)
+    entries = only_logprobs(
+        scores,
+        spec(logprobs=LogprobSpec(top=2)),
+        spec(logprobs=LogprobSpec(token_ids=(4, 4, 1))),
+        spec(logprobs=LogprobSpec(top=1, token_ids=(2,))),
+    )
+    expected = scores.log_softmax(-1)
+
+    assert [len(entry.top) for entry in entries] == [2, 0, 1]
+    assert [token for _, token in entries[0].top] == scores[0].topk(2).indices.tolist()
+    assert entries[1].chosen == pytest.approx(expected[1, [4, 4, 1]].tolist(), abs=1e-5)
+    assert entries[2].chosen == pytest.approx([expected[2, 2].item()], abs=1e-5)
+
+
+def test_logprobs_ignore_the_filters() -> None:
+    scores = logits(1)
+    wanted = LogprobSpec(token_ids=tuple(range(VOCAB)))
+
+    filtered = only_logprobs(scores, spec(top_k=1, logprobs=wanted))[0]
+
+    assert filtered.chosen == pytest.approx(scores[0].log_softmax(-1).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.7e308},
+        {"temperature": 2e-6},
+        {"repetition_penalty": 5e-324},
+        {"logit_bias": {2: 1.7e308}},
+        {"logit_bias": {2: -1.7e308}},
+        {"top_p": 5e-324},
+        {"min_p": 1.0},
+        {"temperature": 1.7e308, "min_new_tokens": 1},
+    ],
+    ids=str,
+)
+def test_extreme_parameters_give_tokens_and_finite_logprobs(params: dict[str, Any]) -> None:
+    wanted = LogprobSpec(top=VOCAB)
+    entry = only_logprobs(logits(1) * 50, spec(stop_ids=[0], logprobs=wanted, **params))[0]
+
+    assert math.isfinite(entry.token)
+    assert all(math.isfinite(value) for value, _ in entry.top)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("-inf"), float("inf")])
+@pytest.mark.parametrize("params", [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}], ids=str)
+def test_broken_logits_of_one_request_harm_no_other(broken: float, params: dict[str, Any]) -> None:
+    scores = logits(3)
+    scores[1] = broken
+    specs = [spec(seed=row, logprobs=LogprobSpec(top=2), **params) for row in range(3)]
+
+    result = step(new_sampler(), scores, specs)
+
+    assert [result.token_ids[row] for row in (0, 2)] == [
+        sample(scores[row : row + 1], specs[row])[0] for row in (0, 2)
+    ]
+    assert 0 <= result.token_ids[1] < VOCAB
+    assert result.logprobs is not None
+    entry = result.logprobs[1]
+    assert entry is not None
+    assert [entry.token, *(value for value, _ in entry.top)] == [LOWEST] * 3
+
+
+def test_half_precision_logits_are_sampled_in_float32() -> None:
+    scores = logits(1).bfloat16()
+    entry = only_logprobs(scores, spec(logprobs=LogprobSpec(token_ids=(0, 1))))[0]
+
+    assert entry.chosen == pytest.approx(scores.float().log_softmax(-1)[0, :2].tolist(), abs=1e-5)

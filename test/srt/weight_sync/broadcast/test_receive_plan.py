@@ -1,0 +1,224 @@
+"""Broadcast tensors that are received where they belong, or beside it: the same bytes, in little memory."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.broadcasting_trainer import BroadcastingTrainer
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.model_executor.weight_store import Destination
+from ebbtide.srt.models.sharding import Part
+from ebbtide.srt.weight_sync.broadcast import receive_plan as landing
+from ebbtide.srt.weight_sync.broadcast.receive_plan import Transfer, landings
+from ebbtide.srt.weight_sync.broadcast.weight_group import GroupAddress, Reception, WeightGroup, connect
+
+CPU = torch.device("cpu")
+LIMIT_S = 60.0
+
+
+def wait_for_end(reception: Reception) -> None:
+    wait_for(lambda: reception.is_done)
+
+
+def wait_for(is_done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not is_done():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(1e-3)
+
+
+def layout_of(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+
+def arranged(
+    tensors: Sequence[Tensor], destinations: Sequence[Destination | None], num_beside: int = 0
+) -> list[Transfer]:
+    return list(landings(layout_of(tensors), destinations, CPU, num_beside=num_beside))
+
+
+def whole(region: Tensor) -> Destination:
+    return Destination(region, None)
+
+
+# ------------------------------------------------------------------------------------ where it is received
+
+
+@pytest.mark.parametrize(
+    ("destination", "lands"),
+    [
+        (whole(torch.zeros(6, 4)), True),
+        (whole(torch.zeros(9, 4).narrow(0, 3, 6)), True),  # rows of a fused parameter
+        (whole(torch.zeros(6, 9).narrow(1, 3, 4)), False),
+        (whole(torch.zeros(6, 4, dtype=torch.float64)), False),
+        (Destination(torch.zeros(3, 4), Part(0, 3, 3, is_first=True)), False),
+        (Destination(torch.zeros(6, 2), Part(1, 2, 2, is_first=True)), False),
+        (None, False),
+    ],
+)
+def test_only_what_fits_as_it_is_goes_straight_where_it_belongs(
+    destination: Destination | None, lands: bool
+) -> None:
+    tensor = torch.ones(6, 4)
+    (transfer,) = arranged([tensor], [destination])
+    assert transfer.lands is lands
+    assert layout_of([transfer.tensor]) == layout_of([tensor])
+    if lands:
+        assert destination is not None
+        assert transfer.tensor.data_ptr() == destination.region.data_ptr()
+
+
+def test_the_first_ones_can_be_held_aside() -> None:
+    tensors = [torch.ones(3) for _ in range(3)]
+    destinations = [whole(torch.zeros(3)) for _ in tensors]
+    assert [transfer.lands for transfer in arranged(tensors, destinations, 1)] == [False, True, True]
+
+
+@pytest.mark.parametrize("sizes", [[100] * 50, [1000, 10, 990, 2500, 10, 2500], [5000], [0, 3, 0], []])
+def test_memory_beside_is_used_again_but_never_of_two_rounds_that_follow_each_other(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(landing, "IN_FLIGHT_BYTES", 4096)
+    tensors = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+    transfers = arranged(tensors, [None] * len(tensors))
+    ranges = [
+        (transfer.tensor.data_ptr(), transfer.tensor.data_ptr() + transfer.tensor.nbytes, transfer.round)
+        for transfer in transfers
+        if transfer.tensor.nbytes
+    ]
+    for index, (start, end, turn) in enumerate(ranges):
+        for other_start, other_end, other_turn in ranges[:index]:
+            assert turn >= other_turn
+            if turn - other_turn < 2:
+                assert end <= other_start or other_end <= start
+    storages = {
+        transfer.tensor.untyped_storage().data_ptr(): transfer.tensor.untyped_storage().nbytes()
+        for transfer in transfers
+    }
+    assert len(storages) <= 2
+    largest = max(sizes, default=0) + landing.ALIGNMENT_BYTES
+    assert sum(storages.values()) <= max(4096, 2 * largest)
+
+
+# --------------------------------------------------------------------------------------- over a real group
+
+
+@pytest.fixture
+def trainer() -> Iterator[BroadcastingTrainer]:
+    with BroadcastingTrainer() as process:
+        yield process
+
+
+@pytest.fixture
+def group(trainer: BroadcastingTrainer) -> Iterator[WeightGroup]:
+    fields: dict[str, Any] = trainer.join("g")
+    address = GroupAddress("g", fields["master_address"], fields["master_port"], 1, 2, "gloo")
+    member = connect(address, LIMIT_S)
+    trainer.hear()
+    group = WeightGroup("g", member, CPU)
+    del member
+    yield group
+    group.close("the test is over")
+
+
+@pytest.fixture
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"t{index:02}": torch.randn(40, 30, generator=generator) for index in range(12)}
+
+
+@pytest.fixture
+def file(tensors: dict[str, Tensor], tmp_path: Path) -> Path:
+    path = tmp_path / "tensors.safetensors"
+    save_file(tensors, path)
+    return path
+
+
+@pytest.mark.parametrize("max_under_way", [1, 3, 100])
+def test_parts_fused_rows_and_other_types_arrive_through_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    trainer: BroadcastingTrainer,
+    group: WeightGroup,
+    tensors: dict[str, Tensor],
+    file: Path,
+    max_under_way: int,
+) -> None:
+    monkeypatch.setattr(landing, "IN_FLIGHT_BYTES", 10_000)  # Two of them at a time.
+    monkeypatch.setattr(landing, "MAX_UNDER_WAY", max_under_way)
+    sent = list(tensors.values())
+    fused = torch.zeros(80, 30)
+    regions = [fused[:40], fused[40:], *(torch.zeros(40, 30) for _ in range(6))]
+    destinations: list[Destination | None] = [whole(region) for region in regions]
+    destinations += [
+        None,
+        Destination(torch.zeros(10, 30), Part(0, 20, 10, is_first=True)),
+        Destination(torch.zeros(40, 15), Part(1, 15, 15, is_first=True)),
+        whole(torch.zeros(40, 30, dtype=torch.bfloat16)),
+    ]
+    for _ in range(2):
+        for destination in destinations:
+            if destination is not None:
+                destination.region.zero_()
+        reception = group.receive_into(lambda: destinations, layout_of(sent), LIMIT_S)
+        trainer.tell("plain", "g", file)
+        wait_for_end(reception)
+        assert reception.result() == []
+        trainer.hear()
+        expected = [*sent[:8], None, sent[9][20:30], sent[10][:, 15:], sent[11].to(torch.bfloat16)]
+        for destination, tensor in zip(destinations, expected, strict=True):
+            assert (destination is None) == (tensor is None)
+            if destination is not None and tensor is not None:
+                assert torch.equal(destination.region, tensor)
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_nothing_is_written_once_the_group_was_left(
+    trainer: BroadcastingTrainer,
+    group: WeightGroup,
+    tensors: dict[str, Tensor],
+    file: Path,
+    comes_back: bool,
+) -> None:
+    """Neither by a trainer that ends, nor by one that was stopped and goes on."""
+    sent = list(tensors.values())
+    regions = [torch.zeros(40, 30) for _ in sent]
+    reception = group.receive_into(lambda: [whole(region) for region in regions], layout_of(sent), LIMIT_S)
+    trainer.tell("half", "g", file)
+    trainer.hear()
+    wait_for(lambda: torch.equal(regions[5], sent[5]))
+    trainer.freeze()
+    group.close("the update is given up")
+    assert reception.ends()
+    at_the_end = [region.clone() for region in regions]
+    assert not torch.equal(regions[6], sent[6])
+    if comes_back:
+        trainer._process.send_signal(signal.SIGCONT)
+        trainer.tell("half", "g", file)
+    else:
+        trainer.kill()
+    wait_for_end(reception)
+    with pytest.raises(RequestRejected, match=r"the group 'g' was left .*the update is given up"):
+        reception.result()
+    time.sleep(0.5)
+    assert all(torch.equal(region, before) for region, before in zip(regions, at_the_end, strict=True))
+
+
+def test_broadcasts_that_do_not_come_end_by_themselves(
+    trainer: BroadcastingTrainer, group: WeightGroup
+) -> None:
+    region = torch.zeros(3)
+    reception = group.receive_into(lambda: [whole(region)], layout_of([region]), 0.5)
+    trainer.freeze()
+    wait_for_end(reception)
+    with pytest.raises(RequestRejected, match="the group 'g' was left"):
+        reception.result()
+    assert group.is_closed

@@ -1,0 +1,373 @@
+"""References to a GPU's memory: checked before they are opened, opened once, and given back whatever happens.
+
+The GPU is a stand-in here; the counts are kept in a real file, as a sender keeps them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fixtures.gpu_memory import OFFSET_BYTES, UUID, Call, Counters, Gpu
+
+from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.weight_sync.payload.allowed_globals import CudaStorageRef
+from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
+from ebbtide.srt.weight_sync.payload.cuda_memory import TorchCudaIpc
+from ebbtide.srt.weight_sync.source import ONE_RANK, WeightSource
+from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
+
+
+@pytest.fixture
+def counters() -> Iterator[Counters]:
+    counters = Counters()
+    yield counters
+    counters.close()
+
+
+@pytest.fixture
+def gpu(counters: Counters) -> Gpu:
+    return Gpu(counters)
+
+
+def open_payload(
+    gpu: Gpu | None, value: object, load_format: str | None = None, place: ParallelConfig = ONE_RANK
+) -> WeightSource:
+    return open_tensor_payload([pickle.dumps(value, 4)], load_format, cuda=gpu, place=place)
+
+
+def run(steps: Iterator[None]) -> None:
+    for _ in steps:
+        pass
+
+
+def read(source: WeightSource) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in source}
+
+
+TENSORS = {
+    "a": torch.arange(6.0).reshape(2, 3),
+    "b": torch.arange(12, dtype=torch.int16).reshape(3, 4).t(),
+    "c": torch.arange(10.0)[4:7],
+}
+
+
+@pytest.mark.parametrize("load_format", [None, "direct"])
+def test_tensors_are_opened_in_steps_awaited_when_read_and_freed_in_steps(
+    gpu: Gpu, counters: Counters, load_format: str | None
+) -> None:
+    source = open_payload(gpu, [(name, gpu.share(tensor)) for name, tensor in TENSORS.items()], load_format)
+    assert [(entry.name, entry.shape) for entry in source.entries] == [
+        ("a", (2, 3)),
+        ("b", (4, 3)),
+        ("c", (3,)),
+    ]
+    assert gpu.log == []
+    assert len(list(source.open())) == 3
+    assert gpu.log == ["open 0", "open 1", "open 2"]
+    for name, tensor in read(source).items():
+        assert torch.equal(tensor, TENSORS[name])
+    read(source)
+    assert gpu.log[3:] == ["wait 0", "wait 1", "wait 2"]
+    assert counters.values == [1, 1, 1]
+    assert len(list(source.drop())) == 3
+    assert sorted(gpu.log[6:]) == ["free 0", "free 1", "free 2"]
+    source.close()
+    source.close()
+    assert counters.values == [0, 0, 0]
+    assert len(gpu.log) == 9
+
+
+def test_a_bucket_is_one_reference(gpu: Gpu, counters: Counters) -> None:
+    bucket = FlattenedTensorBucket(list(TENSORS.items()))
+    metadata = [vars(entry) for entry in bucket.get_metadata()]
+    payload = {"flattened_tensor": gpu.share(bucket.get_flattened_tensor()), "metadata": metadata}
+    source = open_payload(gpu, payload, "flattened_bucket")
+    run(source.open())
+    for name, tensor in read(source).items():
+        assert torch.equal(tensor, TENSORS[name])
+    run(source.drop())
+    assert gpu.log == ["open 0", "wait 0", "free 0"]
+    assert counters.values == [0]
+
+
+def test_memory_that_is_ready_is_not_waited_for(gpu: Gpu) -> None:
+    source = open_payload(gpu, [("a", gpu.share(TENSORS["a"], must_wait=False))])
+    run(source.open())
+    assert torch.equal(read(source)["a"], TENSORS["a"])
+    assert gpu.log == ["open 0"]
+    source.close()
+
+
+def test_an_empty_tensor_has_no_memory(gpu: Gpu, counters: Counters) -> None:
+    nothing = dict.fromkeys(("handle", "counter_file", "event", "must_wait"))
+    call = gpu.share(torch.empty(0, 3), num_bytes=0, **nothing)
+    source = open_payload(gpu, [("empty", call)])
+    run(source.open())
+    assert read(source)["empty"].shape == (0, 3)
+    assert gpu.log == []
+
+
+def test_reading_before_opening_is_our_own_mistake(gpu: Gpu) -> None:
+    source = open_payload(gpu, [("a", gpu.share(TENSORS["a"]))])
+    with pytest.raises(EngineError, match="before it was opened"):
+        read(source)
+    source.close()
+
+
+# Every reference is given back, and nothing is opened that is refused before.
+
+
+def test_closing_gives_back_what_was_never_opened(gpu: Gpu, counters: Counters) -> None:
+    open_payload(gpu, [("a", gpu.share(TENSORS["a"])), ("b", gpu.share(TENSORS["b"]))]).close()
+    assert gpu.log == []
+    assert counters.values == [0, 0]
+
+
+def test_a_payload_that_is_refused_half_way_is_given_back(gpu: Gpu, counters: Counters) -> None:
+    good = [("a", gpu.share(TENSORS["a"])), ("b", gpu.share(TENSORS["b"]))]
+    for bad in (("c", 5), ("d", Call(os.getpid)), "e"):
+        with pytest.raises(RequestRejected):
+            open_payload(gpu, [*good, bad])
+        assert counters.values == [0, 0]
+        for index in range(2):
+            counters.add(index, 1)
+    whole = pickle.dumps(good, 4)
+    with pytest.raises(RequestRejected, match="broken pickle"):
+        open_tensor_payload([whole[:-10]], None, cuda=gpu)
+    assert counters.values[0] == 0
+    assert gpu.log == []
+
+
+@pytest.mark.parametrize("device", [1, "00000000-0000-4000-8000-0123456789ab"])
+def test_another_device_is_refused_with_the_names_of_both(gpu: Gpu, counters: Counters, device: Any) -> None:
+    with pytest.raises(RequestRejected) as refused:
+        open_payload(gpu, [("a", gpu.share(TENSORS["a"], device=device))])
+    assert str(device) in refused.value.message
+    assert UUID in refused.value.message
+    assert gpu.log == []
+    assert counters.values == [0]
+
+
+@pytest.mark.parametrize("device", [0, UUID, UUID.upper()])
+def test_this_device_is_known_by_index_and_by_uuid(gpu: Gpu, device: Any) -> None:
+    source = open_payload(gpu, [("a", gpu.share(TENSORS["a"], device=device))])
+    run(source.open())
+    source.close()
+    assert gpu.log == ["open 0", "free 0"]
+
+
+def test_an_engine_on_the_cpu_refuses_and_gives_back(gpu: Gpu, counters: Counters) -> None:
+    with pytest.raises(RequestRejected, match="this engine runs on the CPU"):
+        open_payload(None, [("a", gpu.share(TENSORS["a"]))])
+    assert counters.values == [0]
+
+
+def test_replicas_refuse_to_share_references_all_of_them(gpu: Gpu, counters: Counters) -> None:
+    payload = [("a", gpu.share(TENSORS["a"]))]
+    for dp_rank, count in ((1, 1), (0, 0)):
+        with pytest.raises(RequestRejected, match="one entry per rank"):
+            open_payload(gpu, payload, place=ParallelConfig(dp_rank=dp_rank, dp_size=2))
+        # The first one gives back what was meant for one of them.
+        assert counters.values == [count]
+    assert gpu.log == []
+
+
+def test_what_cannot_be_opened_is_given_back_with_the_rest(gpu: Gpu, counters: Counters) -> None:
+    source = open_payload(gpu, [(name, gpu.share(tensor)) for name, tensor in TENSORS.items()])
+    gpu.broken.add(b"\x02c" + b"1".ljust(64))
+    with pytest.raises(RequestRejected, match="memory 1 cannot be opened"):
+        run(source.open())
+    source.close()
+    assert gpu.log == ["open 0", "free 0"]
+    assert counters.values == [0, 0, 0]
+
+
+def test_a_payload_that_comes_twice_is_refused_the_second_time(gpu: Gpu, counters: Counters) -> None:
+    payload = [("a", gpu.share(TENSORS["a"]))]
+    open_payload(gpu, payload).close()
+    source = open_payload(gpu, payload)
+    with pytest.raises(RequestRejected, match="given back before: serialize the tensors anew"):
+        run(source.open())
+    assert gpu.log == []
+
+
+def test_a_count_that_cannot_be_seen_is_the_senders_loss(gpu: Gpu) -> None:
+    source = open_payload(gpu, [("a", gpu.share(TENSORS["a"], counter_file=b"/torch_1_2"))])
+    run(source.open())
+    assert torch.equal(read(source)["a"], TENSORS["a"])
+
+
+# The payload's word about the sender's allocation is checked against the mapping.
+
+
+@pytest.mark.parametrize(
+    ("pieces", "is_whole"),
+    [
+        ([OFFSET_BYTES + 24], True),
+        ([1 << 30], True),
+        ([OFFSET_BYTES, 16, 8], True),  # an expandable segment
+        ([OFFSET_BYTES + 23], False),
+        ([OFFSET_BYTES, 16], False),
+        ([], True),  # the driver knows nothing of it
+    ],
+)
+def test_a_storage_beyond_its_allocation_is_refused(
+    gpu: Gpu, counters: Counters, pieces: list[int], is_whole: bool
+) -> None:
+    ends: dict[int, int] = {}
+
+    def extent(address: int) -> tuple[int, int] | None:
+        number = len(ends)
+        if number == len(pieces):
+            return None
+        ends[address] = pieces[number]
+        return address, pieces[number]
+
+    gpu.extents = extent
+    source = open_payload(gpu, [("a", gpu.share(TENSORS["a"]))])
+    if is_whole:
+        run(source.open())
+    else:
+        with pytest.raises(RequestRejected, match=r"bytes 512 to 536 do not lie in .* of \d+ bytes"):
+            run(source.open())
+    source.close()
+    assert counters.values == [0]
+
+
+def test_a_mapping_that_begins_elsewhere_is_refused(gpu: Gpu) -> None:
+    gpu.extents = lambda address: (address - 64, 1 << 30)
+    source = open_payload(gpu, [("a", gpu.share(TENSORS["a"]))])
+    with pytest.raises(RequestRejected, match="do not lie in"):
+        run(source.open())
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"offset": 1}, "reaches beyond its storage of 24 bytes"),
+        ({"size": (3, 3)}, "beyond"),
+        ({"stride": (2**62, 1)}, "beyond"),
+        ({"stride": (1,)}, "2 sizes but 1 strides"),
+        ({"size": (2**40,), "stride": (0,)}, "repeats elements"),
+        ({"size": (2**62, 2**62, 0), "stride": (1, 1, 1)}, "multiply to more"),
+        ({"num_bytes": 20}, "beyond its storage of 20 bytes"),
+        ({"num_bytes": 2**63}, "storage size: expected an integer"),
+        ({"offset_bytes": 2**63}, "storage offset: expected an integer"),
+        ({"handle": b""}, "memory handle: not one"),
+        ({"handle": b"\x02x" + b"h" * 64}, "memory handle: not one"),
+        ({"handle": b"\x02c" + b"h" * 63}, "memory handle: not one"),
+        ({"handle": None}, "beyond its storage of 0 bytes"),
+        ({"counter_file": b"/etc/passwd"}, "counter file: expected the form"),
+        ({"counter_file": b"/torch_1_2/../passwd"}, "counter file: expected the form"),
+        ({"counter_file": None}, "counter file: expected the form"),
+        ({"counter_index": 10_000}, "counter index: expected 0 to 9999"),
+        ({"counter_index": None}, "counter index: expected"),
+        ({"event": b"e" * 63}, "event handle: expected 64 bytes"),
+        ({"event": None}, "event handle: expected 64 bytes"),
+    ],
+)
+def test_broken_references_are_refused_unopened(gpu: Gpu, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestRejected) as refused:
+        open_payload(gpu, [("a", gpu.share(TENSORS["a"], **changes))])
+    assert message in refused.value.message
+    assert refused.value.status == 400
+    assert gpu.log == []
+
+
+# The real opener, as far as it goes without a GPU: its calls of the driver.
+
+
+class EventHandle:
+    """As the driver's bindings have it: bytes at an address."""
+
+    def __init__(self) -> None:
+        self._bytes = ctypes.create_string_buffer(64)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self._bytes)
+
+    @property
+    def reserved(self) -> bytes:
+        return self._bytes.value
+
+
+class Driver(types.SimpleNamespace):
+    """Stands for the module of the driver's calls; `status` is what opening an event comes to."""
+
+    def __init__(self, status: str) -> None:
+        super().__init__()
+        self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=types.SimpleNamespace(name="CUDA_SUCCESS"))
+        success = self.CUresult.CUDA_SUCCESS
+        self.log: list[tuple[Any, ...]] = []
+        opened = success if status == success.name else types.SimpleNamespace(name=status)
+        self.CUipcEventHandle = EventHandle
+        self.cuIpcOpenEventHandle = lambda handle: (opened, f"event {handle.reserved!r}")
+        self.cuStreamWaitEvent = lambda *arguments: self.log.append(("wait", *arguments)) or (success,)
+        self.cuEventDestroy = lambda event: self.log.append(("destroy", event)) or (success,)
+        self.cuMemGetAddressRange = lambda address: (opened, address - 1, 10)
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = types.SimpleNamespace(cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
+
+
+def opener(driver: Driver) -> TorchCudaIpc:
+    ipc = TorchCudaIpc(0, f"GPU-{UUID}")
+    ipc.__dict__["_driver"] = driver
+    return ipc
+
+
+@pytest.mark.usefixtures("stream")
+def test_events_are_awaited_on_the_current_stream_and_destroyed() -> None:
+    driver = Driver("CUDA_SUCCESS")
+    ipc = opener(driver)
+    assert ipc.uuid == UUID
+    ipc.wait(b"e")
+    assert driver.log == [("wait", 77, "event b'e'", 0), ("destroy", "event b'e'")]
+    assert ipc.extent(100) == (99, 10)
+
+
+@pytest.mark.usefixtures("stream")
+def test_an_event_whose_sender_has_ended_is_refused() -> None:
+    ipc = opener(Driver("CUDA_ERROR_INVALID_VALUE"))
+    with pytest.raises(RequestRejected, match=r"CUDA_ERROR_INVALID_VALUE.*until the update is answered"):
+        ipc.wait(b"e")
+    assert ipc.extent(100) is None
+
+
+def test_what_torch_cannot_open_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("CUDA error: invalid argument\nand much more")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", fail)
+    ref = CudaStorageRef(UUID, b"h" * 64, 8, 0, b"/torch_1_2_3", 4, None)
+    with pytest.raises(RequestRejected) as refused:
+        TorchCudaIpc(0, UUID).open(ref)
+    assert refused.value.message == (
+        "CUDA memory counted in /torch_1_2_3[4] cannot be opened (CUDA error: invalid argument): keep the "
+        "sending process and its tensors alive until the update is answered"
+    )
+
+
+def test_a_gpu_reads_its_own_memory_and_that_of_visible_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = [UUID, UUID.replace("3c", "4d"), UUID.replace("3c", "5e")]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuids[index])
+    )
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: (own, other) == (0, 1))
+    ipc = TorchCudaIpc(0, UUID)
+    assert [ipc.reaches(index) for index in range(4)] == [True, True, False, False]
+    assert [ipc.reaches(uuid.upper()) for uuid in uuids] == [True, True, False]
+    assert not ipc.reaches(UUID.replace("3c", "6f"))

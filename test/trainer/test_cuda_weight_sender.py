@@ -1,0 +1,98 @@
+"""A trainer's tensors on the engine's GPU: read where they are, in this process's engine and over HTTP."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.checkpoints import make_checkpoint
+from fixtures.servers import Server, running_server
+from safetensors.torch import load_file
+
+from ebbtide import Engine
+from ebbtide.trainer import WeightSender, WeightSendError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+ALL_ROWS = 10**6
+BUCKET_BYTES = 32 << 10
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("cuda-sender") / "model", "Qwen3ForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    flags = ("--device", "cuda", "--attention-backend", "torch_native", "--skip-tokenizer-init")
+    with running_server(checkpoint, *flags) as server:
+        yield server
+
+
+@pytest.fixture
+def new(checkpoint: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(checkpoint / "model.safetensors", device="cuda")
+    return {name: torch.rand_like(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "ebbtide.trainer.payload_encoding.serialize_tensors", lambda _: pytest.fail("the tensors were copied")
+    )
+
+
+def held_by(server: Server, name: str) -> torch.Tensor:
+    return torch.tensor(server.post("/get_weights_by_name", {"name": name, "truncate_size": ALL_ROWS}).json())
+
+
+@pytest.mark.usefixtures("no_copies")
+def test_a_server_reads_what_is_gathered_and_lets_go_of_it(
+    server: Server, new: dict[str, torch.Tensor]
+) -> None:
+    gc.collect()
+    allocated = torch.cuda.memory_allocated()
+    sender = WeightSender(str(server.client.base_url), bucket_bytes=BUCKET_BYTES, retries=0)
+    for step in range(20):
+        sent = sender.send(((name, tensor * (step + 1)) for name, tensor in new.items()), version=step)
+        assert sent.staged is True
+        assert sent.num_tensors == len(new)
+    for name, tensor in new.items():
+        assert torch.equal(held_by(server, name), (tensor * 20).cpu()), name
+    gc.collect()
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() == allocated
+
+
+def test_a_refused_bucket_leaves_the_old_weights(server: Server, new: dict[str, torch.Tensor]) -> None:
+    before = {name: held_by(server, name) for name in new}
+    bad = {**new, "model.norm.weight": torch.zeros(3, device="cuda")}
+    with pytest.raises(WeightSendError, match=r"model\.norm\.weight"):
+        WeightSender(str(server.client.base_url), bucket_bytes=1, retries=0).send(bad.items(), "bad")
+    assert all(torch.equal(held_by(server, name), tensor) for name, tensor in before.items())
+
+
+@pytest.mark.usefixtures("no_copies")
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.multi_gpu)])
+def test_an_engine_of_this_process_reads_them_too(
+    checkpoint: Path, new: dict[str, torch.Tensor], tp_size: int
+) -> None:
+    """Its second rank from another GPU."""
+    if tp_size > 1 and not (torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(1, 0)):
+        pytest.skip("needs two GPUs that read each other's memory")
+    arguments: dict[str, Any] = {"device": "cuda", "attention_backend": "torch_native", "tp_size": tp_size}
+    with Engine(
+        model_path=str(checkpoint), max_total_tokens=4096, skip_tokenizer_init=True, **arguments
+    ) as engine:
+        WeightSender(engine, bucket_bytes=BUCKET_BYTES, retries=0).send(new.items(), version="new")
+        assert engine.weight_version == "new"
+        for name, tensor in new.items():
+            assert torch.equal(torch.tensor(engine.get_weights_by_name(name, ALL_ROWS)), tensor.cpu()), name

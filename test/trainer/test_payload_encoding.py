@@ -1,0 +1,358 @@
+"""Sending from this process: what becomes of the caller's tensors, and of the shared memory."""
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch.multiprocessing import reductions
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.storage import TypedStorage
+
+from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
+from ebbtide.srt.weight_sync.source import ONE_RANK
+from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
+from ebbtide.trainer.payload_encoding import (
+    LentTensors,
+    SharedTensors,
+    TensorSender,
+    serialize,
+    serialize_bucket,
+    serialize_tensors,
+)
+
+LeftBehind = Callable[[], set[Path]]
+
+
+def shared_objects() -> set[Path]:
+    return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+
+
+@pytest.fixture
+def left_behind() -> LeftBehind:
+    """What this process has in shared memory now and had not when the test began."""
+    before = shared_objects()
+    return lambda: shared_objects() - before
+
+
+def named() -> list[tuple[str, torch.Tensor]]:
+    return [
+        ("bytes", torch.arange(5, dtype=torch.uint8)),
+        ("transposed", torch.arange(12, dtype=torch.float64).reshape(3, 4).t()),
+        ("parameter", torch.nn.Parameter(torch.arange(3).to(torch.bfloat16))),
+        ("empty", torch.empty(2, 0)),
+        ("scalar", torch.tensor(7)),
+    ]
+
+
+def received(
+    *entries: bytes, load_format: str | None = None, place: ParallelConfig = ONE_RANK
+) -> dict[str, torch.Tensor]:
+    source = open_tensor_payload(entries, load_format, place=place)
+    tensors = {name: tensor.clone() for name, tensor in source}
+    source.close()
+    return tensors
+
+
+def assert_received(tensors: dict[str, torch.Tensor]) -> None:
+    assert list(tensors) == [name for name, _ in named()]
+    for name, expected in named():
+        assert tensors[name].dtype == expected.dtype
+        assert torch.equal(tensors[name], expected)
+
+
+def test_tensors_are_copied_into_shared_memory_for_as_long_as_the_payload_is_open(
+    left_behind: LeftBehind,
+) -> None:
+    sent = [*named(), ("expanded", torch.ones(1, 2).expand(3, 2))]
+    addresses = [tensor.data_ptr() for _, tensor in sent]
+    with serialize_tensors(iter(sent)) as shared:
+        with torch.no_grad():
+            sent[0][1].zero_()  # may be overwritten at once
+        assert len(left_behind()) == 1
+        arrived = received(shared.payload)
+        assert arrived.pop("expanded").tolist() == [[1, 1]] * 3
+        assert_received(arrived)
+    assert left_behind() == set()
+    assert [tensor.data_ptr() for _, tensor in sent] == addresses
+    assert not any(tensor.is_shared() for _, tensor in sent)
+
+
+def test_a_payload_that_nobody_opened_leaves_nothing(left_behind: LeftBehind) -> None:
+    shared = serialize_tensors(named())
+    shared.close()
+    shared.close()
+    assert left_behind() == set()
+
+
+def test_a_receiver_that_is_late_keeps_its_memory(left_behind: LeftBehind) -> None:
+    with serialize_tensors([("w", torch.arange(1000))]) as shared:
+        source = open_tensor_payload([shared.payload], None)
+    [(_, tensor)] = source
+    assert tensor.sum() == 499_500
+    source.close()
+    assert left_behind() == set()
+
+
+def test_no_tensors_are_a_payload_too() -> None:
+    with serialize_tensors([]) as shared:
+        assert received(shared.payload) == {}
+
+
+def test_in_place_sharing_leaves_the_strategy_alone_and_lives_as_long_as_the_object(
+    left_behind: LeftBehind,
+) -> None:
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    sent = named()
+    assert_received(received(serialize(sent)))
+    assert_received(received(serialize(sent)))
+    assert torch.multiprocessing.get_sharing_strategy() == strategy
+    assert left_behind() != set()
+    del sent
+    assert left_behind() == set()
+
+
+def test_buckets_are_sent_by_reference(left_behind: LeftBehind) -> None:
+    bucket = FlattenedTensorBucket(named())
+    payload = serialize_bucket(bucket)
+    assert len(left_behind()) == 1
+    assert_received(received(payload, load_format="flattened_bucket"))
+    del bucket
+    assert left_behind() == set()
+
+
+def test_threads_may_send_at_the_same_time(left_behind: LeftBehind) -> None:
+    results: list[bool] = []
+
+    def send(value: int) -> None:
+        for _ in range(10):
+            with serialize_tensors([("w", torch.full((50,), value))]) as shared:
+                results.append(bool((received(shared.payload)["w"] == value).all()))
+
+    threads = [threading.Thread(target=send, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 40
+    assert left_behind() == set()
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (("w", [1.0]), "expected pairs"),
+        (("w",), "expected pairs"),
+        ((1, torch.ones(1)), "expected pairs"),
+        (torch.ones(2), "expected pairs"),
+        (("w", torch.eye(2).to_sparse()), "w: expected a dense tensor"),
+        (("w", torch.ones(1, device="meta")), "w: .*meta"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(item: object, message: str, left_behind: LeftBehind) -> None:
+    with pytest.raises(RequestRejected, match=message):
+        serialize_tensors([item])  # type: ignore[list-item]
+    assert left_behind() == set()
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_quantized_tensors_are_refused() -> None:
+    with pytest.raises(RequestRejected, match=r"w: expected a dense tensor.*torch\.qint8"):
+        serialize_tensors([("w", torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8))])
+
+
+def test_more_than_shared_memory_holds_is_refused_before_it_is_touched(left_behind: LeftBehind) -> None:
+    endless = torch.ones(1).expand(2**44)
+    with pytest.raises(RequestRejected, match=r"/dev/shm has \d+.*buckets") as refusal:
+        serialize_tensors([("w", endless)])
+    assert refusal.value.fields["needed_bytes"] == 2**46
+    assert refusal.value.fields["free_bytes"] < 2**46
+    assert left_behind() == set()
+
+
+def test_a_block_that_was_removed_under_its_receiver_is_read_and_let_go(left_behind: LeftBehind) -> None:
+    with serialize_tensors([("w", torch.arange(4))]) as shared:
+        source = open_tensor_payload([shared.payload], None)
+        [path] = left_behind()
+        path.unlink()
+        [(_, tensor)] = source
+        assert tensor.tolist() == [0, 1, 2, 3]
+        source.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_each_of_several_ranks_opens_an_entry_of_its_own(
+    order: tuple[int, ...], left_behind: LeftBehind
+) -> None:
+    with serialize_tensors(named(), num_entries=3) as shared:
+        assert len(left_behind()) == 1
+        for rank in order:
+            place = ParallelConfig(tp_rank=rank, tp_size=3)
+            assert_received(received(*shared.entries, place=place))
+        # The sender's own reference is what is left: nobody has dropped another's.
+        assert len(left_behind()) == 1
+    assert left_behind() == set()
+
+
+def test_ranks_that_close_at_the_same_time_drop_each_its_own_reference(left_behind: LeftBehind) -> None:
+    num_ranks = 8
+    block = torch.arange(4)
+    entries = [serialize([(str(index), block) for index in range(50)]) for _ in range(num_ranks)]
+    places = [ParallelConfig(tp_rank=rank, tp_size=num_ranks) for rank in range(num_ranks)]
+    sources = [open_tensor_payload(entries, None, place=place) for place in places]
+    threads = [threading.Thread(target=source.close) for source in sources]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(left_behind()) == 1
+    del block
+    assert left_behind() == set()
+
+
+# ------------------------------------------------------------------------------------ the shorter of two ways
+
+
+@pytest.fixture
+def lending(monkeypatch: pytest.MonkeyPatch) -> TensorSender:
+    """A sender for which tensors of the host count as those of the engine's GPU."""
+    monkeypatch.setattr(TensorSender, "_can_lend", lambda *_: True)
+    return TensorSender("cuda:0")
+
+
+def test_tensors_that_are_not_on_the_engines_gpu_are_copied() -> None:
+    for device in ("cpu", "cuda:0"):
+        tensors = named()
+        with TensorSender(device).send(iter(tensors)) as sent:
+            assert isinstance(sent, SharedTensors)
+            with torch.no_grad():
+                tensors[0][1].zero_()  # a copy has been made of it
+            assert_received(received(sent.payload))
+
+
+def test_lent_tensors_arrive_and_stay_as_they_are(lending: TensorSender, left_behind: LeftBehind) -> None:
+    base = torch.arange(24).reshape(6, 4)
+    tensors = [*named(), ("rows", base[2:4]), ("tied", base)]
+    addresses = [tensor.data_ptr() for _, tensor in tensors]
+    with lending.send(iter(tensors)) as sent:
+        assert isinstance(sent, LentTensors)
+        arrived = received(sent.payload)
+        assert torch.equal(arrived.pop("tied"), base)
+        assert torch.equal(arrived.pop("rows"), base[2:4])
+        assert_received(arrived)
+    assert left_behind() == set()
+    assert [tensor.data_ptr() for _, tensor in tensors] == addresses
+    assert not any(tensor.is_shared() for _, tensor in tensors)
+
+
+def test_lent_tensors_can_be_freed_as_soon_as_the_update_is_answered(lending: TensorSender) -> None:
+    tensor = torch.ones(8)
+    memory = StorageWeakRef(tensor.untyped_storage())
+    gc.disable()  # what only the collector frees is freed too late
+    try:
+        with lending.send([("w", tensor)]) as sent:
+            assert received(sent.payload)["w"].tolist() == [1] * 8
+        del tensor
+        assert memory.expired()
+    finally:
+        gc.enable()
+
+
+def test_memory_that_cannot_be_shared_is_copied_and_the_log_says_so_once(
+    lending: TensorSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reduce = reductions.reduce_tensor
+
+    def refuse_once(tensor: torch.Tensor) -> Any:
+        monkeypatch.setattr(reductions, "reduce_tensor", reduce)
+        raise RuntimeError("invalid device pointer\nand a trace")
+
+    for _ in range(2):
+        monkeypatch.setattr(reductions, "reduce_tensor", refuse_once)
+        with lending.send(named()) as sent:
+            assert isinstance(sent, SharedTensors)
+            assert_received(received(sent.payload))
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.endswith("cannot share them: invalid device pointer")
+
+
+class CudaReductions:
+    """As torch shares CUDA tensors, with a file of counters that nobody else looks at.
+
+    Args:
+        kind: of the memory: b"c", or b"e" for an expandable segment.
+    """
+
+    def __init__(self, kind: bytes) -> None:
+        self._kind = kind
+        self.num_shared = 0
+        self.taken_back: list[tuple[bytes, int]] = []
+
+    def reduce(self, tensor: torch.Tensor) -> tuple[object, tuple[object, ...]]:
+        handle = b"\x02" + self._kind + bytes(64)
+        counter = (b"/torch_1_2", self.num_shared)
+        self.num_shared += 1
+        where = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        memory = (0, handle, tensor.nbytes, 0, False)
+        arguments = (torch.Tensor, *where, TypedStorage, tensor.dtype, *memory, *counter, bytes(64), True)
+        return reductions.rebuild_cuda_tensor, arguments
+
+    def take_back(self, file: bytes, index: int) -> None:
+        self.taken_back.append((file, index))
+
+
+@pytest.fixture
+def cuda_reductions(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], CudaReductions]:
+    def install(kind: bytes) -> CudaReductions:
+        fake = CudaReductions(kind)
+        properties = SimpleNamespace(uuid="3c1f9e0a-0000-4000-8000-0123456789ab")
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", fake.take_back)
+        monkeypatch.setattr(reductions, "reduce_tensor", fake.reduce)
+        return fake
+
+    return install
+
+
+def test_references_are_taken_back_where_the_engine_was_not_handed_them(
+    lending: TensorSender, cuda_reductions: Callable[[bytes], CudaReductions]
+) -> None:
+    fake = cuda_reductions(b"c")
+    tensors = [("a", torch.ones(3)), ("b", torch.ones(3))]
+    with lending.send(tensors):
+        pass
+    with pytest.raises(TimeoutError), lending.send(tensors):
+        raise TimeoutError  # the engine may be reading still
+    assert fake.taken_back == []
+    with pytest.raises(RequestRejected), lending.send(tensors):
+        raise RequestRejected("never sent")
+    assert fake.taken_back == [(b"/torch_1_2", 4), (b"/torch_1_2", 5)]
+
+
+def test_expandable_segments_are_not_lent(
+    lending: TensorSender,
+    cuda_reductions: Callable[[bytes], CudaReductions],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reduce = reductions.reduce_tensor
+    fake = cuda_reductions(b"e")
+
+    def reduce_in_turn(tensor: torch.Tensor) -> Any:
+        return reduce(tensor) if fake.num_shared else fake.reduce(tensor)
+
+    monkeypatch.setattr(reductions, "reduce_tensor", reduce_in_turn)
+    with lending.send(named()) as sent:
+        assert isinstance(sent, SharedTensors)
+        assert_received(received(sent.payload))
+    assert fake.taken_back == [(b"/torch_1_2", 0)]
+    assert "expandable segment" in caplog.text

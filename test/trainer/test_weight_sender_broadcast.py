@@ -1,0 +1,200 @@
+"""A `WeightSender` that broadcasts to all ranks of real engines and servers: all of it serves, or nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.checkpoints import make_checkpoint
+from fixtures.servers import Server, free_port, running_server, wait_until
+from safetensors.torch import load_file
+
+from ebbtide import Engine
+from ebbtide.srt.weight_sync.broadcast.weight_group import GroupAddress
+from ebbtide.trainer import WeightSender, WeightSendError
+from ebbtide.trainer.targets import EngineTarget
+
+Weights = dict[str, torch.Tensor]
+# Of a model of 380 kB: a dozen buckets.
+BUCKET_BYTES = 32 << 10
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("sender") / "old", "Qwen3ForCausalLM", seed=1)
+
+
+@pytest.fixture(scope="module")
+def new(checkpoint: Path) -> Weights:
+    generator = torch.Generator().manual_seed(2)
+    old = load_file(checkpoint / "model.safetensors")
+    return {name: torch.rand(tensor.shape, generator=generator) for name, tensor in old.items()}
+
+
+@pytest.fixture(scope="module")
+def shared_engine(checkpoint: Path) -> Iterator[Any]:
+    """Of two ranks, in the environment of a trainer that torchrun has started."""
+    arguments: dict[str, Any] = {"device": "cpu", "max_total_tokens": 4096, "skip_tokenizer_init": True}
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        environment.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        with Engine(model_path=str(checkpoint), tp_size=2, **arguments) as engine:
+            yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: Any, checkpoint: Path) -> Iterator[Any]:
+    shared_engine.update_weights_from_disk(str(checkpoint), weight_version="old")
+    yield shared_engine
+    assert groups_of(shared_engine) == []
+
+
+@pytest.fixture
+def server(checkpoint: Path) -> Iterator[Server]:
+    with running_server(checkpoint, "--device", "cpu", "--skip-tokenizer-init") as server:
+        yield server
+
+
+def url_of(server: Server) -> str:
+    return str(server.client.base_url).rstrip("/")
+
+
+def sender_to(target: Any, **options: Any) -> WeightSender:
+    options = {"bucket_bytes": BUCKET_BYTES, "retries": 1, "retry_pause_s": 0.01, **options}
+    return WeightSender(target, transport="broadcast", **options)
+
+
+def groups_of(engine: Any) -> list[str]:
+    groups: list[str] = engine.server_info()["weight_update"]["groups"]
+    return groups
+
+
+def serves(engine: Any, weights: Weights, version: str) -> bool:
+    """Whether these weights serve, bit for bit, and no session is open."""
+    are_equal = [
+        torch.equal(torch.tensor(engine.get_weights_by_name(name, 10**6)), tensor)
+        for name, tensor in weights.items()
+    ]
+    is_open = engine.server_info()["weight_update"]["session_open"]
+    return all(are_equal) and engine.weight_version == version and not is_open
+
+
+def no_broadcast_is_left() -> bool:
+    return not any(thread.name.startswith(("broadcast-", "join-")) for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("bucket_bytes", [BUCKET_BYTES, 1])
+def test_an_engine_takes_all_weights_in_one_group_that_is_kept(
+    engine: Any, checkpoint: Path, new: Weights, bucket_bytes: int
+) -> None:
+    odd: Weights = {name: torch.nn.Parameter(tensor) for name, tensor in new.items()}
+    odd["lm_head.weight"] = new["lm_head.weight"].t().contiguous().t()
+    odd["model.norm.weight"] = torch.arange(128, dtype=torch.float64)[::2]
+    old = load_file(checkpoint / "model.safetensors")
+    groups = []
+    with sender_to(engine, bucket_bytes=bucket_bytes) as sender:
+        for weights, version in ((old, "again"), (odd, "odd")):
+            sent = sender.send(weights.items(), version=version)
+            assert (sent.num_tensors, sent.staged) == (len(new), True)
+            groups.append(groups_of(engine))
+    assert serves(engine, {name: tensor.detach().float() for name, tensor in odd.items()}, "odd")
+    assert groups[0] == groups[1]
+    assert len(groups[0]) == 1
+
+
+def test_a_closed_sender_makes_another_group_at_its_own_port(engine: Any, new: Weights) -> None:
+    sender = sender_to(engine, master_address="127.0.0.1", master_port=free_port(), backend="gloo")
+    for version in ("1", "2"):
+        sender.send(new.items(), version=version)
+        sender.close()
+        assert groups_of(engine) == []
+    assert serves(engine, new, "2")
+
+
+def test_a_tensor_that_does_not_fit_leaves_the_old_weights_and_nobody_waiting(
+    engine: Any, checkpoint: Path, new: Weights
+) -> None:
+    bad = {**new, list(new)[9]: torch.zeros(3)}
+    reading = iter(bad.items())
+    with sender_to(engine, retries=3) as sender:
+        with pytest.raises(WeightSendError, match=rf"{list(new)[9]}: .* no engine serves any of it"):
+            sender.send(reading, version="bad")
+        # Other ranks of a trainer would wait in a gather.
+        assert next(reading, None) is None
+        assert serves(engine, load_file(checkpoint / "model.safetensors"), "old")
+        wait_until(no_broadcast_is_left, "the broadcast that nobody took has ended")
+        sender.send(new.items(), version="new")
+    assert serves(engine, new, "new")
+
+
+def test_a_group_that_breaks_is_made_again_and_the_bucket_sent_again(engine: Any, new: Weights) -> None:
+    groups: list[str] = []
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, item in enumerate(new.items()):
+            if index == 15:
+                groups.extend(groups_of(engine))
+                engine.destroy_weights_update_group(groups[0])
+            yield item
+
+    with sender_to(engine) as sender:
+        sender.send(gather(), version="new")
+        assert len(groups_of(engine)) == len(groups) == 1
+        assert groups_of(engine) != groups
+    assert serves(engine, new, "new")
+
+
+def test_an_engine_that_does_not_join_keeps_nobody_waiting(
+    engine: Any, new: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join = EngineTarget.join_group
+
+    def join_with_nccl(target: EngineTarget, address: GroupAddress, timeout_s: float) -> None:
+        join(target, replace(address, backend="nccl"), timeout_s)
+
+    monkeypatch.setattr(EngineTarget, "join_group", join_with_nccl)
+    with (
+        sender_to(engine) as sender,
+        pytest.raises(WeightSendError, match=r"bucket 0 .* runs on the CPU.* no engine serves any of it"),
+    ):
+        sender.send(new.items(), version="new")
+    wait_until(no_broadcast_is_left, "this end has stopped waiting for the others")
+
+
+def test_several_targets_until_one_dies_in_the_middle(
+    engine: Any, server: Server, checkpoint: Path, new: Weights
+) -> None:
+    old = load_file(checkpoint / "model.safetensors")
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, item in enumerate(new.items()):
+            if index == 10:
+                server.process.kill()
+            yield item
+
+    with sender_to([url_of(server), engine]) as sender:
+        sender.send(old.items(), version="both")
+        assert serves(engine, old, "both")
+        assert server.get("/model_info").json()["weight_version"] == "both"
+        for name, tensor in old.items():
+            read = server.post("/get_weights_by_name", {"name": name, "truncate_size": 10**6}).json()
+            assert torch.equal(torch.tensor(read), tensor)
+        with pytest.raises(WeightSendError, match=r"bucket \d+ .* no answer") as caught:
+            sender.send(gather(), version="dead")
+        assert url_of(server) in caught.value.failures
+        assert caught.value.committed == ()
+        assert serves(engine, old, "both")
+    wait_until(no_broadcast_is_left, "the broadcast has ended with its receiver")
+    with sender_to(engine) as sender:
+        sender.send(new.items(), version="alone")
+    assert serves(engine, new, "alone")
+
+
+def test_a_backend_must_be_one() -> None:
+    with pytest.raises(ValueError, match="backend"):
+        sender_to("http://127.0.0.1:30000", backend="mpi")
