@@ -14,7 +14,7 @@ from fixtures.tokenizers import byte_level
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.generate_request import RequestLimits
-from ebbtide.srt.managers.api.live_generation import Generation
+from ebbtide.srt.managers.api.live_generation import LiveGeneration
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,
@@ -519,7 +519,7 @@ def test_an_abort_by_the_engine_is_an_error_and_ends_the_batch(
     run(script)
 
 
-async def drain(generation: Generation) -> Any:
+async def drain(generation: LiveGeneration) -> Any:
     return (
         [chunk async for chunk in generation.stream()] if generation.is_stream else await generation.result()
     )

@@ -13,7 +13,7 @@ from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.managers.api.live_generation import Generation
+from ebbtide.srt.managers.api.live_generation import LiveGeneration
 from ebbtide.srt.managers.io_struct import (
     DEFAULT_GROUP,
     AbortReq,
@@ -141,7 +141,7 @@ class Engine:
             **fields,
         }
         answer = await self._in_loop(self._start_or_finish(given))
-        if isinstance(answer, Generation):
+        if isinstance(answer, LiveGeneration):
             return self._runner.stream(answer.stream(), answer.close)
         return answer
 

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
-from ebbtide.srt.managers.api.live_generation import Generation
+from ebbtide.srt.managers.api.live_generation import LiveGeneration
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def error_answer(message: str, status: int, **fields: Any) -> Json:
     return Json(error_body(message, status, **fields), status)
 
 
-async def answer_events(receive: Receive, generation: Generation, bodies: AsyncIterator[Any]) -> Response:
+async def answer_events(receive: Receive, generation: LiveGeneration, bodies: AsyncIterator[Any]) -> Response:
     """A generation as server-sent events. It is aborted when the client disconnects.
 
     Args:
@@ -58,7 +58,7 @@ async def answer_events(receive: Receive, generation: Generation, bodies: AsyncI
 
 
 class _Events(StreamingResponse):
-    def __init__(self, generation: Generation, bodies: AsyncIterator[Any]) -> None:
+    def __init__(self, generation: LiveGeneration, bodies: AsyncIterator[Any]) -> None:
         self._generation = generation
         self._bodies = bodies
         self._first: asyncio.Task[Any] | None = None

@@ -21,7 +21,7 @@ from ebbtide.srt.managers.api.generate_request import (
     RequestLimits,
     RequestNormalizer,
 )
-from ebbtide.srt.managers.api.live_generation import Generation, OutputState, ResponseStyle
+from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState, ResponseStyle
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,
@@ -65,7 +65,7 @@ class EngineInbox(Protocol):
 class _Entry:
     """Whose output a rid is. `generation` None: its reader has gone, and only the last output is awaited."""
 
-    generation: Generation | None
+    generation: LiveGeneration | None
     index: int
     group: str | None
 
@@ -84,7 +84,7 @@ class LiveOutputs:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, plan: GenerationPlan, generation: Generation) -> None:
+    def add(self, plan: GenerationPlan, generation: LiveGeneration) -> None:
         """Take in a request.
 
         Raises:
@@ -113,12 +113,12 @@ class LiveOutputs:
             entry.generation.outputs[entry.index].apply(output, text, weight_version)
             entry.generation.note(entry.index)
 
-    def rids_of(self, generation: Generation) -> list[str]:
+    def rids_of(self, generation: LiveGeneration) -> list[str]:
         """Outputs of a request that are still to come."""
         rids = (output.request.rid for output in generation.outputs)
         return [rid for rid in rids if (entry := self._entries.get(rid)) and entry.generation is generation]
 
-    def abandon(self, generation: Generation) -> list[str]:
+    def abandon(self, generation: LiveGeneration) -> list[str]:
         """Nobody reads this request any more. Returns what is still to come of it."""
         rids = self.rids_of(generation)
         for rid in rids:
@@ -129,7 +129,7 @@ class LiveOutputs:
         """The outputs that a posted rid stands for: the one of that id, or every one of its batch."""
         return sorted(self._groups.get(rid, (rid,)))
 
-    def clear(self) -> list[Generation]:
+    def clear(self) -> list[LiveGeneration]:
         """Forget everything. Returns the requests that were still read."""
         generations = {id(entry.generation): entry.generation for entry in self._entries.values()}
         self._entries.clear()
@@ -207,8 +207,8 @@ class TokenizerManager:
 
     # ------------------------------------------------------------------------------------------ generation
 
-    def prepare(self, given: GenerateReqInput | Mapping[str, Any]) -> Generation:
-        """Check a request and start it. Read the returned `Generation` to its end, or `close()` it.
+    def prepare(self, given: GenerateReqInput | Mapping[str, Any]) -> LiveGeneration:
+        """Check a request and start it. Read the returned `LiveGeneration` to its end, or `close()` it.
 
         Raises:
             RequestRejected: 400; nothing runs.
@@ -230,7 +230,7 @@ class TokenizerManager:
         """Yield the chunks of a stream, or once the whole answer: a dict, or a list of them.
 
         Raises:
-            RequestRejected, EngineError: as `prepare`, `Generation.result` and `Generation.stream`.
+            RequestRejected, EngineError: as `prepare`, `LiveGeneration.result` and `LiveGeneration.stream`.
         """
         generation = self.prepare(given)
         try:
@@ -247,23 +247,25 @@ class TokenizerManager:
         """Outputs that the scheduler has not ended yet."""
         return len(self._live)
 
-    def _generation(self, plan: GenerationPlan) -> Generation:
+    def _generation(self, plan: GenerationPlan) -> LiveGeneration:
         style = ResponseStyle(
             is_incremental=plan.stream and self._is_incremental,
             return_prompt_token_ids=plan.return_prompt_token_ids,
             token_text=self._token_text if plan.return_text_in_logprobs else None,
         )
-        return Generation(
+        return LiveGeneration(
             [OutputState(output, style) for output in plan.outputs],
             is_list=plan.is_list,
             is_stream=plan.stream,
             abandon=self._abandon,
         )
 
-    def _abandon(self, generation: Generation) -> None:
+    def _abandon(self, generation: LiveGeneration) -> None:
         self._abort(self._live.abandon(generation), "Aborted: the client disconnected")
 
-    def _abort_after(self, timeout_s: float, generation: Generation, arrival_s: float) -> asyncio.TimerHandle:
+    def _abort_after(
+        self, timeout_s: float, generation: LiveGeneration, arrival_s: float
+    ) -> asyncio.TimerHandle:
         message = f"Aborted: timeout_s of {timeout_s:g} s has passed"
         delay_s = arrival_s + timeout_s - time.monotonic()
         loop = asyncio.get_running_loop()

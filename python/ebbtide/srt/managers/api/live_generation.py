@@ -187,7 +187,7 @@ class OutputState:
         }
 
 
-class Generation:
+class LiveGeneration:
     """A request that runs, with one output or several. Read either its `result()` or its `stream()`.
 
     Args:
@@ -200,7 +200,7 @@ class Generation:
         *,
         is_list: bool,
         is_stream: bool,
-        abandon: Callable[[Generation], None],
+        abandon: Callable[[LiveGeneration], None],
     ) -> None:
         self.outputs = outputs
         self.is_stream = is_stream
