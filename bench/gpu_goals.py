@@ -31,6 +31,7 @@ TABLES = {
     "throughput": "Tokens per second",
     "occupation": "Memory given back and taken again",
     "update": "Updates of all weights from a trainer on the same GPU, 64 streams decoding",
+    "default": "At default flags, the trainer's copy of the weights on the same card",
     "peak_memory": "Peak device memory",
     "start": "Start",
     "parity": "Agreement with transformers",
@@ -102,8 +103,41 @@ def _parallel_goals() -> dict[str, Goal]:
     return goals
 
 
+def _default_goals() -> dict[str, Goal]:
+    """SGLang: with FlashInfer attention, `mem_fraction_static` 0.85 and graphs to 512."""
+    goals = {}
+    rows: list[tuple[str, str, float | None, str]] = []
+    for size, stall, reply, retract, theirs in (
+        (64, 15, 60, 300, ("66-68", "65-69", "312-319")),
+        (256, 25, 120, 450, ("453-491", "61-64", "461-551")),
+    ):
+        rows += [
+            (f"normal_{size}", f"{size} streams, no update: longest gap", None, ""),
+            (f"stall_in_place_{size}", f"{size} streams, in_place: longest gap", stall, theirs[0]),
+            (f"reply_in_place_{size}", f"{size} streams, in_place: reply", reply, theirs[1]),
+            (f"stall_retract_{size}", f"{size} streams, retract: longest gap", retract, theirs[2]),
+            (f"reply_retract_{size}", f"{size} streams, retract: reply", None, ""),
+        ]
+    rows += [
+        ("reply_idle", "nothing running: reply", 15, "55-60"),
+        ("buckets_reply_idle", "512 MB buckets, nothing running: all replies", 60, "72-81"),
+        ("buckets_reply_64", "512 MB buckets, 64 streams: all replies", 200, ""),
+        ("buckets_stall_64", "512 MB buckets, 64 streams: longest gap", 15, ""),
+        ("release_kv", "release KV", 30, "72-75"),
+        ("resume_kv_first_token", "resume KV, just freed: first token", 30, ""),
+        ("resume_kv_all", "resume KV, just freed: reply", None, "162-210"),
+    ]
+    for prefix, title, is_dense in (("", "Llama-3.1-8B", True), ("moe_", "Qwen3-30B-A3B", False)):
+        for name, what, goal, sglang in rows:
+            if not is_dense:
+                goal, sglang = {"reply_in_place_64": 1000, "stall_in_place_64": 25}.get(name), ""
+            goals[f"default.{prefix}{name}"] = Goal("default", f"{title}, {what}", "ms", goal, sglang=sglang)
+    return goals
+
+
 GOALS: dict[str, Goal] = {
     **_throughput_goals(),
+    **_default_goals(),
     **_parallel_goals(),
     "release.weights": Goal("occupation", "release weights", "ms", 6, sglang="10", vllm="35-39 (both)"),
     "release.kv_cache": Goal("occupation", "release KV", "ms", 25, sglang="18-22", vllm="35-39 (both)"),

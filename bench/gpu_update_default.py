@@ -1,0 +1,292 @@
+"""Updates, releases and resumes at default flags, with the trainer's copy of the weights on the same card.
+
+Nothing is set but the model and the length of a stream's increments, so that the KV pool takes what it
+takes by default, and there is no spare room for a second copy of the weights. The trainer is this process:
+its tensors are lent by CUDA IPC through `Engine`, allocated once the engine has started (`--trainer first`:
+before).
+
+- `stall_*`, `reply_*`: streams of 128 random tokens in and 400 out, greedy. 1.5 s after they were sent one
+  call brings all tensors. Per stream the longest gap between two chunks over its whole life; the figure is
+  the median over the streams. The reply is timed from the call. `normal_*` is the same without an update.
+- `reply_idle`: the same call with nothing running.
+- `buckets_*`: a session of flattened buckets of 512 MB; the reply is that of the whole session.
+- `release_kv`, `resume_kv_*`: all of the pool, just freed; `resume_kv_first_token` counts from the call to
+  the first token of a request that waited for it.
+
+The client keeps the time of each chunk, reads nothing and collects no garbage while it waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_common import SHAPES, TINY, Report, Shape, engine_args, model_folder, parse, parser_of
+from gpu_machine import GIB, Machine, synchronize
+
+from ebbtide import Engine
+from ebbtide.srt.weight_sync.payload.bucket import pack_buckets
+from ebbtide.trainer.payload_encoding import serialize_bucket
+
+PROMPT_LEN, OUTPUT_LEN, SEND_AFTER_S = 128, 400, 1.5
+BUCKET_BYTES = 512 << 20
+MODELS = {"llama8b": "", "qwen30b-a3b": "moe_"}
+"""Shapes, and what their rows begin with."""
+PARTS = ("idle", "in_place", "retract", "buckets", "kv")
+
+Update = Callable[[], Awaitable[dict[str, Any]]]
+
+
+def checkpoint_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint, experts apart from each other as trainers send them."""
+    hidden, head_dim = shape["hidden_size"], shape["head_dim"]
+    q_size, kv_size = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not shape["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (shape["vocab_size"], hidden)
+    has_qk_norm = shape["model_type"].startswith("qwen3")
+    num_experts = shape.config.get("num_experts", 0)
+    for index in range(shape["num_hidden_layers"]):
+        layer = f"model.layers.{index}."
+        shapes[layer + "input_layernorm.weight"] = (hidden,)
+        shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
+        shapes[layer + "self_attn.q_proj.weight"] = (q_size, hidden)
+        shapes[layer + "self_attn.k_proj.weight"] = (kv_size, hidden)
+        shapes[layer + "self_attn.v_proj.weight"] = (kv_size, hidden)
+        shapes[layer + "self_attn.o_proj.weight"] = (hidden, q_size)
+        if has_qk_norm:
+            shapes[layer + "self_attn.q_norm.weight"] = (head_dim,)
+            shapes[layer + "self_attn.k_norm.weight"] = (head_dim,)
+        if num_experts:
+            shapes[layer + "mlp.gate.weight"] = (num_experts, hidden)
+        experts = [f"mlp.experts.{expert}." for expert in range(num_experts)] or ["mlp."]
+        width = shape["moe_intermediate_size"] if num_experts else shape["intermediate_size"]
+        for expert in experts:
+            shapes[f"{layer}{expert}gate_proj.weight"] = (width, hidden)
+            shapes[f"{layer}{expert}up_proj.weight"] = (width, hidden)
+            shapes[f"{layer}{expert}down_proj.weight"] = (hidden, width)
+    return shapes
+
+
+class Bench:
+    """The engine under test, and the trainer's tensors.
+
+    Attributes:
+        weights: (checkpoint name, tensor on the device).
+    """
+
+    def __init__(self, args: argparse.Namespace, engine: Engine, shape: Shape) -> None:
+        self._args = args
+        self._engine = engine
+        self._vocab_size = shape["vocab_size"]
+        self._rng = np.random.default_rng(0)
+        self.weights: list[tuple[str, torch.Tensor]] = []
+
+    async def stream(self, prompt: list[int], started: asyncio.Event) -> list[float]:
+        """When each chunk of a request came."""
+        params = {
+            "temperature": 0.0,
+            "max_new_tokens": 40 if self._args.tiny else OUTPUT_LEN,
+            "ignore_eos": True,
+        }
+        times: list[float] = []
+        async for chunk in await self._engine.async_generate(
+            input_ids=prompt, sampling_params=params, stream=True
+        ):
+            times.append(time.perf_counter())
+            started.set()
+            if chunk["meta_info"]["finish_reason"] is not None:
+                reason = chunk["meta_info"]["finish_reason"]["type"]
+                if reason != "length":
+                    raise RuntimeError(f"a stream ended by {reason}")
+        return times
+
+    async def in_flight(self, num_streams: int, update: Update | None) -> dict[str, Any]:
+        """One run of so many streams, and an update in the middle of it, if any."""
+        num_streams = 4 if self._args.tiny else num_streams
+        prompts = self._rng.integers(0, self._vocab_size, (num_streams, PROMPT_LEN)).tolist()
+        started = asyncio.Event()
+        gc.collect()
+        gc.disable()
+        try:
+            begun = time.perf_counter()
+            streams = [asyncio.ensure_future(self.stream(prompt, started)) for prompt in prompts]
+            run: dict[str, Any] = {}
+            if update is not None:
+                await started.wait()
+                after_s = 0.05 if self._args.tiny else SEND_AFTER_S
+                await asyncio.sleep(max(0.0, after_s - (time.perf_counter() - begun)))
+                sent = time.perf_counter()
+                reply = await update()
+                run["reply_ms"] = (time.perf_counter() - sent) * 1e3
+                run["reply"] = {
+                    key: reply.get(key)
+                    for key in ("staged", "stall_ms", "duration_ms", "num_tensors", "num_bytes", "message")
+                }
+            all_times = await asyncio.gather(*streams)
+        finally:
+            gc.enable()
+        gaps = [[after - before for before, after in itertools.pairwise(times)] for times in all_times]
+        run["stall_ms"] = statistics.median(max(gap) for gap in gaps) * 1e3
+        run["worst_stream_ms"] = max(max(gap) for gap in gaps) * 1e3
+        run["median_gap_ms"] = statistics.median(gap for stream in gaps for gap in stream) * 1e3
+        run["seconds"] = max(times[-1] for times in all_times) - begun
+        await self._engine.async_flush_cache()
+        return run
+
+    async def update(self, pause_mode: str | None, *, flush: bool) -> dict[str, Any]:
+        return await self._engine.async_update_weights_from_tensor(
+            self.weights, pause_mode=pause_mode, flush_cache=flush
+        )
+
+    async def session(self, pause_mode: str | None) -> dict[str, Any]:
+        """All weights in buckets, committed at once."""
+        num_entries = self._engine.server_args.tp_size
+        await self._engine.async_begin_weight_update()
+        for bucket in pack_buckets(self.weights, BUCKET_BYTES):
+            payload = serialize_bucket(bucket)
+            synchronize(self._args.device)
+            await self._engine.async_update_weights_from_tensor(
+                [payload] * num_entries, load_format="flattened_bucket", flush_cache=False
+            )
+            del bucket
+        return await self._engine.async_end_weight_update(pause_mode=pause_mode, flush_cache=False)
+
+    async def idle(self, update: Update) -> dict[str, Any]:
+        sent = time.perf_counter()
+        reply = await update()
+        return {
+            "reply_ms": (time.perf_counter() - sent) * 1e3,
+            "reply": {k: reply.get(k) for k in ("staged",)},
+        }
+
+    async def kv_cycle(self) -> dict[str, Any]:
+        """Release all of the KV, resume it at once; a request waits for it."""
+        sent = time.perf_counter()
+        freed = (await self._engine.async_release_memory_occupation(["kv_cache"]))["freed_bytes"]["kv_cache"]
+        released = time.perf_counter()
+        started = asyncio.Event()
+        prompt = self._rng.integers(0, self._vocab_size, PROMPT_LEN).tolist()
+        waiting = asyncio.ensure_future(self.stream(prompt, started))
+        await asyncio.sleep(0.005)
+        resumed = time.perf_counter()
+        resume = asyncio.ensure_future(self._engine.async_resume_memory_occupation(["kv_cache"]))
+        await started.wait()
+        first_token = time.perf_counter()
+        await resume
+        done = time.perf_counter()
+        await waiting
+        return {
+            "release_ms": (released - sent) * 1e3,
+            "first_token_ms": (first_token - resumed) * 1e3,
+            "all_ms": (done - resumed) * 1e3,
+            "bytes": freed,
+        }
+
+
+async def repeated(num_runs: int, run: Callable[[], Awaitable[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """After one that does not count."""
+    await run()
+    return [await run() for _ in range(num_runs)]
+
+
+async def measure(
+    report: Report, bench: Bench, args: argparse.Namespace, prefix: str, copy_ms: float
+) -> None:
+    copy = {"limit": copy_ms, "limit_basis": "one copy of every byte, with nothing else on the device"}
+
+    def note(row: str, runs: list[dict[str, Any]], key: str, **limit: Any) -> None:
+        report.add(prefix + row, [run[key] for run in runs], all_runs=runs, **limit)
+
+    sizes = args.streams
+    normal: dict[int, dict[str, Any]] = {}
+    for size in sizes if set(args.parts) & {"in_place", "retract", "buckets"} else []:
+        runs = await repeated(args.runs, lambda size=size: bench.in_flight(size, None))
+        note(f"normal_{size}", runs, "stall_ms")
+        normal[size] = {
+            "limit": statistics.median(run["stall_ms"] for run in runs),
+            "limit_basis": "the longest gap of the same streams without an update",
+        }
+    if "idle" in args.parts:
+        note(
+            "reply_idle",
+            await repeated(args.runs, lambda: bench.idle(lambda: bench.update(None, flush=True))),
+            "reply_ms",
+            **copy,
+        )
+    for mode, flush in (("in_place", False), ("retract", True)):
+        for size in sizes if mode in args.parts else []:
+            runs = await repeated(
+                args.runs,
+                lambda size=size, mode=mode, flush=flush: bench.in_flight(
+                    size, lambda: bench.update(mode, flush=flush)
+                ),
+            )
+            note(f"stall_{mode}_{size}", runs, "stall_ms", **normal[size])
+            note(f"reply_{mode}_{size}", runs, "reply_ms", **copy)
+    if "buckets" in args.parts:
+        note(
+            "buckets_reply_idle",
+            await repeated(args.runs, lambda: bench.idle(lambda: bench.session(None))),
+            "reply_ms",
+            **copy,
+        )
+        size = sizes[0]
+        runs = await repeated(args.runs, lambda: bench.in_flight(size, lambda: bench.session("in_place")))
+        note(f"buckets_reply_{size}", runs, "reply_ms", **copy)
+        note(f"buckets_stall_{size}", runs, "stall_ms", **normal[size])
+    if "kv" in args.parts:
+        runs = await repeated(args.runs, bench.kv_cycle)
+        note("release_kv", runs, "release_ms")
+        note("resume_kv_first_token", runs, "first_token_ms")
+        note("resume_kv_all", runs, "all_ms")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", choices=tuple(MODELS), default="llama8b")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--streams", nargs="+", type=int, choices=(64, 256), default=[64, 256])
+    parser.add_argument("--trainer", choices=("after", "first"), default="after")
+    args = parse(parser, argv)
+    machine = Machine.measure(args.device, tiny=args.tiny)
+    report = Report("gpu_update_default", args)
+    report.facts["machine"] = machine.runs
+    shape = TINY if args.tiny else SHAPES[args.model]
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+
+    def weights() -> list[tuple[str, torch.Tensor]]:
+        return [
+            (name, torch.empty(size, dtype=dtype, device=args.device).normal_(0, 0.02))
+            for name, size in checkpoint_shapes(shape).items()
+        ]
+
+    prefix = "default." + MODELS[args.model]
+    with report.attempt(prefix + "reply_idle"), model_folder(args, args.model) as (_, folder):
+        first = weights() if args.trainer == "first" else None
+        given = {"max_total_tokens": 32_768} if args.tiny else {}
+        with Engine(**engine_args(args, folder, incremental_streaming_output=True, **given)) as engine:
+            bench = Bench(args, engine, shape)
+            bench.weights = weights() if first is None else first
+            num_bytes = sum(tensor.nbytes for _, tensor in bench.weights)
+            report.facts["trainer_bytes"] = num_bytes
+            report.facts["memory"] = engine.memory_occupation()
+            copy_ms = 2 * num_bytes / machine.copy_bytes_per_s * 1e3
+            print(f"trainer {num_bytes / GIB:.1f} GiB, {report.facts['memory']}"[:600], flush=True)
+            asyncio.run(measure(report, bench, args, prefix, copy_ms))
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
