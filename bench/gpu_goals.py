@@ -29,6 +29,7 @@ class Goal:
 
 TABLES = {
     "throughput": "Tokens per second",
+    "rollout": "Rollouts: groups, long tails, temperature 1, logprobs (Llama-3.1-8B, default flags)",
     "occupation": "Memory given back and taken again",
     "update": "Updates of all weights from a trainer on the same GPU, 64 streams decoding",
     "default": "At default flags, the trainer's copy of the weights on the same card",
@@ -135,8 +136,52 @@ def _default_goals() -> dict[str, Goal]:
     return goals
 
 
+def _rollout_goals() -> dict[str, Goal]:
+    goals = {
+        "rollout.grpo_512_tok_s": Goal(
+            "rollout", "64 prompts of 512, 8 samples each", "tok/s", 13_000, True, sglang="7,350"
+        ),
+        "rollout.grpo_4096_tok_s": Goal(
+            "rollout", "64 prompts of 4,096, 8 samples each", "tok/s", None, True
+        ),
+        "rollout.prefill_16x8192_tok_s": Goal(
+            "rollout", "prefill, 16 x 8,192", "tok/s", None, True, sglang="37,387"
+        ),
+        "rollout.prefill_128x1024_tok_s": Goal(
+            "rollout", "prefill, 128 x 1,024", "tok/s", 48_000, True, sglang="42,591"
+        ),
+        "rollout.prefill_16x16384_tok_s": Goal(
+            "rollout", "prefill, 16 x 16,384", "tok/s", None, True, sglang="30,357"
+        ),
+        "rollout.decode_64x8k_tok_s": Goal("rollout", "decode, 64 x 8k", "tok/s", None, True),
+        "rollout.decode_16x32k_tok_s": Goal("rollout", "decode, 16 x 32k", "tok/s", None, True),
+    }
+    asked = {
+        "t1": "temperature 1",
+        "rl": "temperature 1, logprobs",
+        "topp": "the same with top_p 0.95, top_k 50",
+        "top20": "the same with the top 20 logprobs",
+        "prompt_logprobs": "the same with logprobs of the prompt",
+        "penalties": "the same with penalties",
+    }
+    wanted = {("rl", 256): 0.995, ("topp", 256): 0.99}
+    for size in WORKLOADS:
+        for name, title in asked.items():
+            goals[f"rollout.ratio_{name}_b{size}"] = Goal(
+                "rollout", f"batch {size}, {title}: of greedy", "share", wanted.get((name, size)), True
+            )
+    for size in (64, 256):
+        for name, title in {"p50": "median", "p99": "p99", "max": "longest"}.items():
+            goals[f"rollout.gap_{name}_b{size}"] = Goal("rollout", f"{size} streams, {title} gap", "ms", None)
+        goals[f"rollout.gap_first_b{size}"] = Goal(
+            "rollout", f"{size} streams at once, first token", "ms", None
+        )
+    return goals
+
+
 GOALS: dict[str, Goal] = {
     **_throughput_goals(),
+    **_rollout_goals(),
     **_default_goals(),
     **_parallel_goals(),
     "release.weights": Goal("occupation", "release weights", "ms", 6, sglang="10", vllm="35-39 (both)"),
