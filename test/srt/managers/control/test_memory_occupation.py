@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from ebbtide.srt.managers.control.memory_occupation import WeightContent
 from ebbtide.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     ContinueGenerationReqOutput,
@@ -43,6 +44,16 @@ def update(harness: SchedulerHarness, value: int, **fields: object) -> UpdateWei
 @pytest.fixture
 def harness() -> SchedulerHarness:
     return SchedulerHarness()
+
+
+def test_missing_names_are_sorted_when_they_change_and_not_whenever_they_are_reported() -> None:
+    content = WeightContent(frozenset({"b", "a", "c"}))
+    content.lose(frozenset({"c", "b"}))
+    report = content.report()
+    assert report.missing == ["b", "c"]
+    assert content.report() is report
+    content.note_written(frozenset({"b"}))
+    assert content.report().missing == ["c"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

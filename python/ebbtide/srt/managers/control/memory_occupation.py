@@ -51,6 +51,7 @@ class WeightContent:
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
+        self._report: WeightsContent | None = None
         self.state: Valid | Stale = Valid()
 
     def lose(self, names: frozenset[str] | None = None) -> None:
@@ -59,25 +60,32 @@ class WeightContent:
         if isinstance(self.state, Stale):
             missing |= self.state.missing
         if missing:
-            self.state = Stale(missing)
+            self._change(Stale(missing))
 
     def note_written(self, names: frozenset[str]) -> None:
         """A committed update has written these parameters."""
         if isinstance(self.state, Stale):
             missing = self.state.missing - names
-            self.state = Stale(missing) if missing else Valid()
+            self._change(Stale(missing) if missing else Valid())
 
     @property
     def missing(self) -> frozenset[str]:
         return self.state.missing if isinstance(self.state, Stale) else frozenset()
 
     def report(self) -> WeightsContent:
-        missing = self.missing
-        return WeightsContent(
-            content="stale" if missing else "valid",
-            num_missing=len(missing),
-            missing=sorted(missing)[:MAX_NAMES],
-        )
+        """The state as clients see it. It is asked for in every turn, and sorted when it has changed."""
+        if self._report is None:
+            missing = self.missing
+            self._report = WeightsContent(
+                content="stale" if missing else "valid",
+                num_missing=len(missing),
+                missing=sorted(missing)[:MAX_NAMES],
+            )
+        return self._report
+
+    def _change(self, state: Valid | Stale) -> None:
+        self.state = state
+        self._report = None
 
 
 class MemoryOccupation:

@@ -159,8 +159,8 @@ class Requests(Protocol):
         """Empty the prefix cache but for what running requests hold; returns the tokens freed."""
         ...
 
-    def serve_version(self, version: str) -> None:
-        """The next forward pass is run by weights of this version."""
+    def serve(self, version: str) -> None:
+        """The next forward pass is run by other weights, or by the same ones under this version."""
         ...
 
 

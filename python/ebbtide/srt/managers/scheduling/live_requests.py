@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason
+from ebbtide.srt.managers.scheduling.kv_versions import Commit
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
@@ -56,8 +57,8 @@ class LiveRequests:
     def flush_cache(self) -> int:
         return self._policy.flush_cache()
 
-    def serve_version(self, version: str) -> None:
-        self._policy.weight_version = version
+    def serve(self, version: str) -> None:
+        self._policy.commit = Commit(self._policy.commit.number + 1, version)
 
     def _send_aborted(self, requests: list[Req], message: str) -> int:
         output = self._processor.abort(requests, FinishReason("abort", message=message))

@@ -34,7 +34,7 @@ class OutputProcessor:
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> TokenOutput | None:
         """Advance every request of the batch by the step that has run."""
-        version = self._policy.weight_version
+        commit = self._policy.commit
         outputs: list[RequestOutput] = []
         finished: list[Req] = []
         plan = batch.plan
@@ -46,12 +46,12 @@ class OutputProcessor:
             if req.kv is not kv:
                 continue
             req.num_in_flight -= samples[index]
-            req.note_kv(version, kv.num_computed)
+            req.note_kv(commit, kv.num_computed)
             if result.input_logprobs is not None:
                 self._collect_input_logprobs(req, result.input_logprobs[index])
             self._policy.note_computed(req, num_new[index])
             if samples[index]:
-                self._append(req, result, index, version)
+                self._append(req, result, index, commit.version)
             elif req.max_new_tokens == 0 and kv.num_computed == req.num_tokens:
                 req.finish = FinishReason("length", length=0)
             if req.finish is not None:
@@ -61,7 +61,7 @@ class OutputProcessor:
                 outputs.append(self.output(req))
         if finished:
             self._policy.finish_running(finished)
-        return TokenOutput(weight_version=version, outputs=outputs) if outputs else None
+        return TokenOutput(weight_version=commit.version, outputs=outputs) if outputs else None
 
     def abort(self, requests: Iterable[Req], reason: FinishReason) -> TokenOutput | None:
         """The last outputs of requests that have been ended from outside."""
@@ -69,7 +69,7 @@ class OutputProcessor:
         for req in requests:
             req.finish = reason
             outputs.append(self.output(req))
-        return TokenOutput(weight_version=self._policy.weight_version, outputs=outputs) if outputs else None
+        return TokenOutput(weight_version=self._policy.commit.version, outputs=outputs) if outputs else None
 
     def output(self, req: Req) -> RequestOutput:
         """What is new about a request since its last output."""

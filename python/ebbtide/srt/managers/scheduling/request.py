@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ebbtide.srt.managers.io_struct import FinishReason, TokenLogprobs
+from ebbtide.srt.managers.scheduling.kv_versions import Commit
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease
 from ebbtide.srt.model_executor.batch_plan import SampleSpec
@@ -29,7 +30,7 @@ class KVHold:
         row: the request's row in the page table.
         num_computed: tokens whose KV is in the pages.
         num_launched: the same, with those that a step in flight computes.
-        version_starts: (weight version, first token) per span of KV that this request computed itself.
+        commit_starts: (commit, first token) per span of KV that this request computed itself.
     """
 
     lease: PrefixLease
@@ -37,7 +38,7 @@ class KVHold:
     row: int
     num_computed: int
     num_launched: int
-    version_starts: list[tuple[str, int]] = field(default_factory=list)
+    commit_starts: list[tuple[Commit, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -142,12 +143,12 @@ class Req:
             self.version_starts.append((version, len(self.spec.output_ids)))
             self.versions_changed = True
 
-    def note_kv(self, version: str, first_token: int) -> None:
+    def note_kv(self, commit: Commit, first_token: int) -> None:
         """KV from `first_token` on is being computed by these weights."""
         assert self.kv is not None
-        if not self.kv.version_starts or self.kv.version_starts[-1][0] != version:
-            self.kv.version_starts.append((version, first_token))
-        self.note_kv_used(version)
+        if not self.kv.commit_starts or self.kv.commit_starts[-1][0] != commit:
+            self.kv.commit_starts.append((commit, first_token))
+        self.note_kv_used(commit.version)
 
     def note_kv_used(self, version: str) -> None:
         if version not in self.kv_versions:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.scheduling.kv_versions import KVVersions
+from ebbtide.srt.managers.scheduling.kv_versions import Commit, KVVersions
 from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
@@ -94,7 +94,7 @@ class SchedulePolicy:
         self.cache_by_version = cache_by_version
         self.shares_prefixes = not isinstance(cache, NoPrefixCache)
         self.kv_versions = KVVersions()
-        self.weight_version = ""
+        self.commit = Commit(0, "")
         self.holds_admission = False
         self.waiting: list[Req] = []
         self.running: list[Req] = []
@@ -369,17 +369,17 @@ class SchedulePolicy:
         return self.allocator.allocate(num_pages)
 
     def _namespace(self, req: Req) -> Namespace:
-        return (*req.namespace, self.weight_version) if self.cache_by_version else req.namespace
+        return (*req.namespace, str(self.commit.number)) if self.cache_by_version else req.namespace
 
     def _publish(self, req: Req) -> None:
-        """Hand the request's whole pages to the prefix cache, one run of weight versions at a time."""
+        """Hand the request's whole pages to the prefix cache, one run of commits at a time."""
         kv = req.kv
         assert kv is not None
         end_page = kv.num_computed // self.page_size
-        starts = kv.version_starts
+        starts = kv.commit_starts
         if self.cache_by_version and starts:
-            # A page of this namespace holds KV of one version only: stop where the next version begins.
-            later = [start for version, start in starts if version != kv.lease.namespace[-1]]
+            # A page of this namespace holds KV of one commit only: stop where the next commit begins.
+            later = [start for commit, start in starts if str(commit.number) != kv.lease.namespace[-1]]
             end_page = min([end_page, *(start // self.page_size for start in later)])
         first_page = len(kv.lease.pages)
         tokens = req.tokens(0, kv.num_computed)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.control.weights import session as weight_session
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
@@ -166,6 +167,16 @@ def test_in_place_the_whole_time_from_the_first_write_to_the_commit_is_a_stall(
     in_place = update(harness, 4)
     assert staged.stall_ms < 2000
     assert in_place.stall_ms > 4000
+
+
+def test_a_second_copy_that_cannot_be_given_back_piece_by_piece_is_told_of(
+    harness: SchedulerHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness.generate(PROMPT, max_new_tokens=60)
+    harness.turn(4)
+    harness.weights.faults["give_back"] = EngineError("the driver said no")
+    assert update(harness, 3, pause_mode=PauseMode.IN_PLACE, flush_cache=False).success
+    assert "the driver said no" in caplog.text
 
 
 class TestWhileRunning:
@@ -369,17 +380,18 @@ class TestVersions:
         assert harness.outputs[rid].cached_tokens == 16
         assert harness.outputs[rid].kv_versions == ["default", "1"]
 
-    def test_scope_version_shares_prefixes_within_one_version_only(self) -> None:
+    @pytest.mark.parametrize("version", ["1", "default", None])
+    def test_scope_version_shares_prefixes_within_one_commit_only(self, version: str | None) -> None:
         harness = SchedulerHarness(cache_by_version=True)
         harness.generate(PROMPT)
         harness.run_until_idle()
-        update(harness, 1, weight_version="1", flush_cache=False)
+        update(harness, 1, weight_version=version, flush_cache=False)
         rids = []
         for _ in range(2):
             rids.append(harness.generate(PROMPT))
             harness.run_until_idle()
         assert [harness.outputs[rid].cached_tokens for rid in rids] == [0, 16]
-        assert harness.outputs[rids[1]].kv_versions == ["1"]
+        assert harness.outputs[rids[1]].kv_versions == [version or "default"]
 
     def test_scope_version_keeps_mixed_kv_out_of_the_cache(self) -> None:
         harness = SchedulerHarness(cache_by_version=True)

@@ -10,7 +10,7 @@ import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from typing import Final
 
 from msgspec import structs
@@ -126,7 +126,7 @@ class WeightUpdates:
             **GroupRequests(weights, ranks, wake).handlers,
         }
         memory.on_weights_release = self._end_for_release
-        requests.serve_version(version)
+        requests.serve(version)
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -167,7 +167,7 @@ class WeightUpdates:
         else:
             if request.abort_all_requests:
                 self._generation.stop_requests(PauseMode.ABORT, CAUSE)
-            self._serve_version(request.new_version)
+            self._serve(request.new_version)
             message = f"Weight version updated to {request.new_version}."
         return UpdateWeightVersionReqOutput(new_version=request.new_version, message=message)
 
@@ -358,8 +358,7 @@ class WeightUpdates:
             num_paused = self._requests.num_running
             self._conditions.stop_requests(terms, mode)
             session.commit()
-            if version is not None:
-                self._serve_version(version)
+            self._serve(version if version is not None else self.version)
             if session.folder is not None:
                 self.model_path, self.load_format = session.folder
             if terms.flush_cache:
@@ -429,9 +428,11 @@ class WeightUpdates:
         cancellation or failure changes the reply any more.
         """
         if not isinstance(self._generation.state, Paused) and self._requests.num_running > 0:
-            with suppress(DeadlinePassed, RequestRejected, EngineError):
+            try:
                 yield Progress.WORKING
                 yield from session.give_back()
+            except (DeadlinePassed, RequestRejected, EngineError) as error:
+                logger.warning("the second copy of the weights is given back in one piece: %r", error)
 
     @contextmanager
     def _turn(self) -> Iterator[Callable[[], bool]]:
@@ -445,9 +446,9 @@ class WeightUpdates:
 
     # -------------------------------------------------------------------------------------------- effects
 
-    def _serve_version(self, version: str) -> None:
+    def _serve(self, version: str) -> None:
         self.version = version
-        self._requests.serve_version(version)
+        self._requests.serve(version)
 
     def _abort_session(self, why: str) -> None:
         session = self._session
