@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.srt.compat_args import DefaultOnlyArgs, NoEffectArgs
 from ebbtide.srt.config import EngineConfig, ParallelConfig, resolve
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import ServerArgs
@@ -291,37 +290,6 @@ def test_the_gpus_of_all_ranks_of_a_node_must_be_there(folder: Path, monkeypatch
     assert "4 ranks on this node (tp_size=4" in refused(folder, tp_size=4, base_gpu_id=1)
     assert "need 5 visible GPUs, found 4" in refused(folder, tp_size=4, base_gpu_id=1)
     assert "need 7 visible GPUs, found 4" in refused(folder, tp_size=2, dp_size=2, gpu_id_step=2)
-
-
-OTHER_VALUES: dict[type, Any] = {str: "other", int: 7, float: 0.5, bool: True, type(None): "other"}
-
-
-@pytest.mark.parametrize("name", [entry.name for entry in dataclasses.fields(DefaultOnlyArgs)])
-def test_what_would_change_results_is_refused_by_name(folder: Path, name: str) -> None:
-    default = getattr(ServerArgs(model_path="m"), name)
-    assert name in refused(folder, **{name: OTHER_VALUES[type(default)]})
-
-
-def test_off_may_be_written_as_null_or_false(folder: Path) -> None:
-    resolved(folder, enable_lora=False, grpc_mode=None)
-
-
-@pytest.mark.parametrize("name", [entry.name for entry in dataclasses.fields(NoEffectArgs)])
-def test_what_has_no_effect_is_warned_about_once(
-    folder: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    default = getattr(ServerArgs(model_path="m"), name)
-    resolved(folder, **{name: OTHER_VALUES[type(default)]})
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == [f"--{name.replace('_', '-')} has no effect in Ebbtide"]
-
-
-def test_what_is_not_built_yet_is_not_ignored_silently(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    resolved(folder, watchdog_timeout=60, log_requests=True)
-    assert "--watchdog-timeout has no effect" in caplog.text
-    assert "--log-requests has no effect" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["api_key", "admin_api_key"])

@@ -2,12 +2,19 @@
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from ebbtide.srt.server_args import ServerArgs, is_loopback
+from ebbtide.srt.argument_checks import check_arguments, settled
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.server_args import ServerArgs, argument_specs, is_loopback
+from ebbtide.srt.sglang_arguments import Kind, sglang_arguments
+
+# The fields of SGLang 0.5.23's ServerArgs, but for three that only note what was given.
+SGLANG_NAMES = (Path(__file__).parent / "fixtures" / "sglang_0_5_23_arguments.txt").read_text().split()
 
 
 def parse(*argv: str) -> ServerArgs:
@@ -43,6 +50,67 @@ def test_every_field_has_its_flag() -> None:
     assert first_flags == {"--" + entry.name.replace("_", "-") for entry in dataclasses.fields(ServerArgs)}
 
 
+def test_sglangs_arguments_are_known_each_in_one_place() -> None:
+    own = {spec.name for spec in argument_specs()}
+    assert len(SGLANG_NAMES) == len(set(SGLANG_NAMES)) == 543
+    assert set(SGLANG_NAMES) <= own | sglang_arguments().keys()
+    assert not own & sglang_arguments().keys()
+
+
+def other_value(name: str) -> Any:
+    """A value that is not the default, of the type that the command line makes."""
+    argument = sglang_arguments()[name]
+    if argument.value_type in ("bool", "switch"):
+        return not argument.default
+    return {"int": 7, "float": 0.25, "str": "other"}.get(argument.value_type, ["other"])
+
+
+def of_kind(kind: Kind) -> list[str]:
+    return [name for name, argument in sglang_arguments().items() if argument.kind is kind]
+
+
+def test_what_would_change_results_is_refused_by_name() -> None:
+    for name in of_kind(Kind.DEFAULT_ONLY):
+        with pytest.raises(ConfigurationError, match=rf"not supported: {name}="):
+            check_arguments(ServerArgs(model_path="m", **{name: other_value(name)}))
+
+
+@pytest.mark.parametrize("off", [{"enable_lora": False}, {"grpc_mode": None}, {"lora_paths": []}])
+def test_off_may_be_written_in_several_ways(off: dict[str, Any]) -> None:
+    check_arguments(ServerArgs(model_path="m", **off))
+
+
+def test_what_has_no_effect_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    names = of_kind(Kind.NO_EFFECT)
+    check_arguments(ServerArgs(model_path="m", **{name: other_value(name) for name in names}))
+    assert sorted(caplog.messages) == sorted(
+        f"--{name.replace('_', '-')} has no effect in Ebbtide" for name in names
+    )
+
+
+def test_what_is_not_built_yet_is_not_ignored_silently(caplog: pytest.LogCaptureFixture) -> None:
+    check_arguments(ServerArgs(model_path="m", watchdog_timeout=60, schedule_policy="lof"))
+    assert caplog.messages == [
+        "--watchdog-timeout has no effect in Ebbtide",
+        "--schedule-policy lof is fcfs in Ebbtide: order of arrival",
+    ]
+
+
+def test_an_alias_is_what_it_stands_for() -> None:
+    args = ServerArgs(model_path="m", cuda_graph_bs_decode=[1, 2], disable_decode_cuda_graph=True)  # type: ignore[call-arg]
+    assert (settled(args).cuda_graph_bs, settled(args).disable_cuda_graph) == ([1, 2], True)
+    both = ServerArgs(model_path="m", cuda_graph_max_bs=8, cuda_graph_max_bs_decode=9)  # type: ignore[call-arg]
+    with pytest.raises(ConfigurationError, match="another name of cuda_graph_max_bs: got 9 and 8"):
+        settled(both)
+
+
+def test_a_dtype_may_be_an_object_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    args = settled(ServerArgs(model_path="m", dtype=torch.bfloat16, kv_cache_dtype=torch.float16))
+    check_arguments(args)
+    assert (args.dtype, args.kv_cache_dtype) == ("bfloat16", "float16")
+
+
 @pytest.mark.parametrize(
     ("argv", "name", "value"),
     [
@@ -63,8 +131,16 @@ def test_every_field_has_its_flag() -> None:
         (["--skip-tokenizer-init"], "skip_tokenizer_init", True),
         (["--cuda-graph-bs", "1", "2", "4"], "cuda_graph_bs", [1, 2, 4]),
         (["--custom-weight-loader", "a.b", "c.d"], "custom_weight_loader", ["a.b", "c.d"]),
+        (["--nccl-init-addr", "node-0:5000"], "dist_init_addr", "node-0:5000"),
         (["--enable-lora"], "enable_lora", True),
         (["--schedule-conservativeness", "0.3"], "schedule_conservativeness", 0.3),
+        (["--ep", "2"], "ep_size", 2),
+        (["--expert-parallel-size", "2"], "ep_size", 2),
+        (["--pipeline-parallel-size", "2"], "pp_size", 2),
+        (["--enable-hicache"], "enable_hierarchical_cache", True),
+        (["--speculative-draft-model", "d"], "speculative_draft_model_path", "d"),
+        (["--no-enable-fused-qk-norm-rope"], "enable_fused_qk_norm_rope", False),
+        (["--gc-threshold", "700", "10"], "gc_threshold", [700, 10]),
     ],
 )
 def test_flags_set_their_fields(argv: list[str], name: str, value: Any) -> None:

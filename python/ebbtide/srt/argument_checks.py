@@ -5,16 +5,46 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
-from ebbtide.srt.compat_args import DefaultOnlyArgs, NoEffectArgs
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.server_args import ArgumentSpec, ServerArgs, argument_specs, bare_host, is_loopback
+from ebbtide.srt.server_args import (
+    OWN_SCHEDULE_POLICIES,
+    ArgumentSpec,
+    ServerArgs,
+    argument_specs,
+    bare_host,
+    is_loopback,
+)
+from ebbtide.srt.sglang_arguments import Kind, SglangArgument, sglang_arguments
 
 logger = logging.getLogger(__name__)
 
 ALLOW_UNAUTHENTICATED_CONTROL = "EBBTIDE_ALLOW_UNAUTHENTICATED_CONTROL"
+
+
+def settled(args: ServerArgs) -> ServerArgs:
+    """The arguments with the values of aliases under the names that they stand for, and dtypes as text.
+
+    Raises:
+        ConfigurationError: an alias and what it stands for were given different values.
+    """
+    changes: dict[str, Any] = {
+        name: str(getattr(args, name)).removeprefix("torch.") for name in ("dtype", "kv_cache_dtype")
+    }
+    defaults = {spec.name: spec.default for spec in argument_specs()}
+    for alias in sglang_arguments().values():
+        value = getattr(args, alias.name)
+        if alias.kind is not Kind.ALIAS or value == alias.default:
+            continue
+        own = getattr(args, alias.stands_for)
+        if own not in (defaults[alias.stands_for], value):
+            raise ConfigurationError(
+                f"{alias.name} is another name of {alias.stands_for}: got {value!r} and {own!r}"
+            )
+        changes[alias.stands_for] = value
+    return replace(args, **changes)
 
 
 def check_arguments(args: ServerArgs) -> None:
@@ -32,13 +62,11 @@ def check_arguments(args: ServerArgs) -> None:
     _warn_without_effect(args)
 
 
-_COMPAT_NAMES = frozenset(entry.name for group in (NoEffectArgs, DefaultOnlyArgs) for entry in fields(group))
 _TYPE_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 
 def _check_value(spec: ArgumentSpec, value: Any) -> None:
-    # What frameworks pass for arguments without effect is their affair.
-    if spec.name in _COMPAT_NAMES or (value is None and spec.optional):
+    if value is None and spec.optional:
         return
     items = value if spec.is_list and isinstance(value, list | tuple) else [value]
     if not all(_is_a(item, spec.types) for item in items):
@@ -81,13 +109,19 @@ def _check_bounds(args: ServerArgs) -> None:
 
 
 def _check_supported(args: ServerArgs) -> None:
-    for entry in fields(DefaultOnlyArgs):
-        value = getattr(args, entry.name)
-        # Frameworks write "off" as null or as false where the default is the other.
-        if value != entry.default and not (value in (None, False) and entry.default in (None, False)):
-            raise ConfigurationError(
-                f"not supported: {entry.name}={value!r} (only {entry.default!r} is accepted)"
-            )
+    for argument in sglang_arguments().values():
+        value, default = getattr(args, argument.name), argument.default
+        if argument.kind is not Kind.DEFAULT_ONLY or _is_off(value, default):
+            continue
+        raise ConfigurationError(f"not supported: {argument.name}={value!r} (only {default!r} is accepted)")
+
+
+# Frameworks write "off" as one of these where the default is another.
+_OFF: tuple[Any, ...] = (None, False, "", [])
+
+
+def _is_off(value: Any, default: Any) -> bool:
+    return bool(value == default) or (value in _OFF and default in _OFF)
 
 
 def _check_nodes(args: ServerArgs) -> None:
@@ -132,16 +166,17 @@ def _check_exposure(args: ServerArgs) -> None:
         )
 
 
-_NO_EFFECT = frozenset(
-    [
-        *(entry.name for entry in fields(NoEffectArgs)),
-        # Ebbtide's own, whose part of the engine is still to come.
-        *("watchdog_timeout", "log_requests", "log_requests_level", "decode_log_interval"),
-    ]
-)
+# Ebbtide's own, whose part of the engine is still to come.
+_TO_COME = ("watchdog_timeout", "log_requests", "log_requests_level", "decode_log_interval")
 
 
 def _warn_without_effect(args: ServerArgs) -> None:
-    for spec in argument_specs():
-        if spec.name in _NO_EFFECT and getattr(args, spec.name) != spec.default:
-            logger.warning("%s has no effect in Ebbtide", spec.flag)
+    ignored: list[ArgumentSpec | SglangArgument] = [
+        spec for spec in argument_specs() if spec.name in _TO_COME
+    ]
+    ignored += [argument for argument in sglang_arguments().values() if argument.kind is Kind.NO_EFFECT]
+    for argument in ignored:
+        if getattr(args, argument.name) != argument.default:
+            logger.warning("%s has no effect in Ebbtide", argument.flag)
+    if args.schedule_policy not in OWN_SCHEDULE_POLICIES:
+        logger.warning("--schedule-policy %s is fcfs in Ebbtide: order of arrival", args.schedule_policy)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ebbtide.srt import hf_folder
-from ebbtide.srt.argument_checks import check_arguments
+from ebbtide.srt.argument_checks import check_arguments, settled
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.server_args import ServerArgs, bare_host
+from ebbtide.srt.server_args import OWN_SCHEDULE_POLICIES, ServerArgs, bare_host
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -206,6 +206,7 @@ def resolve(args: ServerArgs) -> EngineConfig:
     Raises:
         ConfigurationError: names the argument or file, what was expected and what was found.
     """
+    args = settled(args)
     check_arguments(args)
     return resolve_for(args, _resolve_model(args))
 
@@ -278,7 +279,7 @@ def _context_len(given: int | None, longest: int) -> int:
 
 
 def _dtype_name(given: str) -> str:
-    return "float16" if given == "half" else given
+    return {"half": "float16", "float": "float32", "bf16": "bfloat16"}.get(given, given)
 
 
 def _resolve_device(args: ServerArgs) -> str:
@@ -329,7 +330,7 @@ def _resolve_schedule(args: ServerArgs, device: str) -> ScheduleConfig:
         max_queued_requests=args.max_queued_requests,
         chunked_prefill_size=chunk if chunk != -1 else None,
         max_prefill_tokens=args.max_prefill_tokens,
-        policy=args.schedule_policy,
+        policy=args.schedule_policy if args.schedule_policy in OWN_SCHEDULE_POLICIES else "fcfs",
         stream_interval=args.stream_interval,
         incremental_streaming_output=args.incremental_streaming_output,
         # On a CPU the host is the device: there is nothing to overlap with.

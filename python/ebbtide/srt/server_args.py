@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
-from ebbtide.srt.compat_args import DefaultOnlyArgs, NoEffectArgs
+from ebbtide.srt.sglang_arguments import SglangArgument, SglangArguments, sglang_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,17 @@ class Arg:
     also: int | None = None
 
 
-_DTYPES = ("auto", "float32", "float16", "half", "bfloat16")
+_DTYPES = ("auto", "float32", "float", "float16", "half", "bfloat16", "bf16")
+OWN_SCHEDULE_POLICIES = ("fcfs", "lpm")
+_OTHER_SCHEDULE_POLICIES = (
+    *("random", "dfs-weight", "lof", "priority"),
+    *("routing-key", "hrrn", "shortest-prefill-first"),
+)
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 @dataclass
-class ServerArgs(DefaultOnlyArgs, NoEffectArgs):
+class ServerArgs(SglangArguments):
     """Every argument with its default. Building one checks and touches nothing: `config.resolve` does.
 
     A field `a_b` is the flag `--a-b`. An unknown field is a `TypeError`.
@@ -96,7 +101,11 @@ class ServerArgs(DefaultOnlyArgs, NoEffectArgs):
     nnodes: Annotated[int, Arg("Machines that the ranks are on.", minimum=1)] = 1
     node_rank: Annotated[int, Arg("Which of them this is; 0 serves.", minimum=0)] = 0
     dist_init_addr: Annotated[
-        str | None, Arg("host:port of node 0, where several nodes meet; one node needs none.")
+        str | None,
+        Arg(
+            "host:port of node 0, where several nodes meet; one node needs none.",
+            aliases=("--nccl-init-addr",),
+        ),
     ] = None
     dist_timeout: Annotated[
         int | None, Arg("Seconds in which nodes and ranks must have met (default: 600).", minimum=1)
@@ -134,7 +143,11 @@ class ServerArgs(DefaultOnlyArgs, NoEffectArgs):
         16384
     )
     schedule_policy: Annotated[
-        str, Arg("Order of waiting requests: arrival, or longest cached prefix.", choices=("fcfs", "lpm"))
+        str,
+        Arg(
+            "Order of waiting requests: arrival, or longest cached prefix (the other names are fcfs).",
+            choices=(*OWN_SCHEDULE_POLICIES, *_OTHER_SCHEDULE_POLICIES),
+        ),
     ] = "fcfs"
     disable_radix_cache: Annotated[bool, Arg("No prefix cache.")] = False
     prefix_cache_scope: Annotated[
@@ -184,8 +197,9 @@ class ServerArgs(DefaultOnlyArgs, NoEffectArgs):
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
         """Add one flag per field by `parser.add_argument`, which callers wrap to prefix the flags."""
-        for spec in argument_specs():
-            parser.add_argument(*spec.flags, **spec.argparse_options())
+        known: list[ArgumentSpec | SglangArgument] = [*argument_specs(), *sglang_arguments().values()]
+        for argument in known:
+            parser.add_argument(*argument.flags, **argument.argparse_options())
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
@@ -209,7 +223,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSpec:
-    """A field of ServerArgs as the command line and the checks see it.
+    """A field of Ebbtide's own as the command line and the checks see it.
 
     Attributes:
         types: the plain types a value may have; a list's item type for lists.
@@ -251,22 +265,18 @@ class ArgumentSpec:
 
 @functools.cache
 def argument_specs() -> tuple[ArgumentSpec, ...]:
-    """All fields: Ebbtide's own in the order of the class, then those accepted for compatibility."""
+    """Ebbtide's own fields, in the order of the class; `sglang_arguments` has the others."""
     hints = get_type_hints(ServerArgs, include_extras=True)
-    compat = {
-        **{entry.name: _NO_EFFECT for entry in dataclasses.fields(NoEffectArgs)},
-        **{entry.name: _DEFAULT_ONLY for entry in dataclasses.fields(DefaultOnlyArgs)},
-    }
-    entries = sorted(dataclasses.fields(ServerArgs), key=lambda entry: entry.name in compat)
-    return tuple(_spec(entry, hints[entry.name], compat.get(entry.name)) for entry in entries)
+    others = sglang_arguments()
+    return tuple(
+        _spec(entry, hints[entry.name])
+        for entry in dataclasses.fields(ServerArgs)
+        if entry.name not in others
+    )
 
 
-_NO_EFFECT = Arg("Accepted for compatibility; has no effect.")
-_DEFAULT_ONLY = Arg("Accepted for compatibility, at its default only.")
-
-
-def _spec(entry: dataclasses.Field[Any], hint: Any, compat: Arg | None) -> ArgumentSpec:
-    plain, arg = (hint, compat) if compat is not None else get_args(hint)
+def _spec(entry: dataclasses.Field[Any], hint: Any) -> ArgumentSpec:
+    plain, arg = get_args(hint)
     members = get_args(plain) if isinstance(plain, UnionType) else (plain,)
     lists = [member for member in members if get_origin(member) is list]
     scalars = tuple(member for member in members if member is not type(None) and member not in lists)
