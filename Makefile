@@ -16,6 +16,9 @@ TESTS := test
 WORKERS ?= 2
 # How many sequences `make fuzz` tries; about 80 a second on one core.
 FUZZ_SEQUENCES ?= 50000
+# How long `make soak` goes on, and further arguments, e.g. SOAK_OPTIONS="--device cuda --streams 64"
+SOAK_MINUTES ?= 30
+SOAK_OPTIONS ?=
 # The Python of the GPU targets: that of .venv, or another one that has everything, e.g. GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.installed-cuda)
@@ -32,12 +35,13 @@ RUFF_OPTIONS := --config python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test format-check lint types imports unit fuzz format demo clean test-gpu test-multi-gpu bench-gpu
+.PHONY: help install test format-check lint types imports unit fuzz soak format demo clean test-gpu test-multi-gpu bench-gpu
 
 help:
 	@echo "make test     formatting, lint, types, import order, tests"
 	@echo "make demo     a small model learns addition; writes demo_out/report.html"
 	@echo "make fuzz     50,000 random sequences of control requests (FUZZ_SEQUENCES)"
+	@echo "make soak     a server under a storm of control requests for 30 minutes (SOAK_MINUTES)"
 	@echo "make test-gpu what needs a CUDA GPU, and the end-to-end tests on it"
 	@echo "make test-multi-gpu  what needs two CUDA GPUs or more, and the contract's sequences on them"
 	@echo "make bench-gpu  the figures of docs/performance.md, on a CUDA GPU"
@@ -114,6 +118,9 @@ bench-gpu: $(GPU_INSTALLED)
 fuzz: $(INSTALLED)
 	@EBBTIDE_FUZZ_SEQUENCES=$(FUZZ_SEQUENCES) $(BIN)/pytest -c python/pyproject.toml --rootdir=. --quiet \
 		--timeout=0 -p no:logging test/srt/managers/control/test_control_fuzz.py
+
+soak: $(INSTALLED)
+	@$(BIN)/python -m ebbtide.testing.soak --minutes $(SOAK_MINUTES) $(SOAK_OPTIONS)
 
 format: $(INSTALLED)
 	@$(RUFF) check $(RUFF_OPTIONS) --quiet --fix $(SOURCES)

@@ -1,0 +1,33 @@
+"""A short soak: the storm runs over a real server, and nothing is lost."""
+
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from ebbtide.testing.soak import Soak, Tally
+
+
+def test_a_short_storm_loses_nothing() -> None:
+    command = [sys.executable, "-m", "ebbtide.testing.soak", "--minutes", "0.2", "--streams", "4"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish", "span_end", "column"),
+    [([7, 8, 9], "length", 3, "wrong"), ([1, 2], "length", 2, "lost"), ([1, 2, 3], "length", 2, "wrong")],
+    ids=["other tokens", "too few tokens", "spans that do not cover them"],
+)
+def test_what_is_wrong_is_seen(
+    tmp_path: Path, tokens: list[int], finish: str, span_end: int, column: str
+) -> None:
+    tally = Tally()
+    soak = Soak(Namespace(seed=0), "http://127.0.0.1:1", tmp_path, tally)
+    soak._expected = [[1, 2, 3, 4]]
+    spans = [{"version": "v1", "start": 0, "end": span_end}]
+    meta = {"finish_reason": {"type": finish}, "weight_versions": spans}
+    soak._check({"output_ids": tokens, "meta_info": meta}, 0, 3, may_be_aborted=False)
+    assert getattr(tally, column) == 1
