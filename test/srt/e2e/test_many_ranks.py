@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fixtures.gpu_device import DEVICE
-from fixtures.layouts import FOUR_RANKS, TWO_RANKS
+from fixtures.layouts import FOUR_RANKS, TWO_RANKS, Layout
 from fixtures.references import Reference
 from fixtures.servers import address_space_exhausted, free_port, is_alive, wait_until
 
@@ -60,12 +60,6 @@ def ranks_of(engine: Engine) -> list[tuple[int, int]]:
     return [(dp, tp) for dp in range(info["dp_size"]) for tp in range(info["tp_size"])]
 
 
-def test_it_generates_what_one_rank_would(engine: Engine, reference_a: Reference) -> None:
-    assert_serves(engine, reference_a)
-    # Again, from the prefix cache.
-    assert_serves(engine, reference_a)
-
-
 def test_every_rank_gives_its_memory_back_and_takes_it_again(
     engine: Engine, checkpoint_a: Path, reference_a: Reference
 ) -> None:
@@ -110,41 +104,7 @@ def test_where_one_rank_has_no_memory_no_replica_resumes(engine: Engine, referen
     assert_serves(engine, reference_a)
 
 
-def test_new_weights_reach_every_rank(
-    engine: Engine, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
-) -> None:
-    engine.update_weights_from_disk(str(checkpoint_b), weight_version="b")
-    assert_serves(engine, reference_b)
-    with engine.weight_update(weight_version="a again"):
-        weights = list(reference_a.weights().items())
-        for part in (weights[:5], weights[5:]):
-            engine.update_weights_from_tensor(part)
-        assert_serves(engine, reference_b)
-    assert engine.weight_version == "a again"
-    assert_serves(engine, reference_a)
-    for name, tensor in reference_a.weights().items():
-        assert engine.get_weights_by_name(name, 10**6) == tensor.tolist()
-
-
-def test_a_refused_update_leaves_every_rank_as_it_was(engine: Engine, reference_a: Reference) -> None:
-    weights = {name: 2 * tensor for name, tensor in reference_a.weights().items()}
-    narrow = weights["model.layers.1.self_attn.o_proj.weight"][:, :-1].contiguous()
-    wrong = list({**weights, "model.layers.1.self_attn.o_proj.weight": narrow}.items())
-    with pytest.raises(RequestRejected, match=rf"o_proj.*{narrow.shape[1]}"):
-        engine.update_weights_from_tensor(wrong, weight_version="b")
-    assert engine.weight_version == "a"
-    assert_serves(engine, reference_a)
-
-
 # ---------------------------------------------------------------------------------------------------- deaths
-
-
-@pytest.fixture
-def mortal(request: pytest.FixtureRequest, checkpoint_a: Path) -> Iterator[Engine]:
-    """An engine that a test kills a part of."""
-    engine = Engine(model_path=str(checkpoint_a), **ARGUMENTS, **request.param.server_args)
-    yield engine
-    engine.shutdown()
 
 
 def pids_of(engine: Engine) -> dict[str, int]:
@@ -163,11 +123,11 @@ def assert_dies_of(said: str, waiting: Future[Any], pids: dict[str, int]) -> Non
     wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "all have gone", DEATH_TIMEOUT_S)
 
 
-@pytest.mark.parametrize("mortal", [LAYOUT], indirect=True)
-def test_a_rank_that_dies_in_mid_decode_ends_the_engine(mortal: Engine) -> None:
-    pids = pids_of(mortal)
-    last = mortal.server_args.dp_size - 1
-    chunks = mortal.generate(
+# The last one that takes the shared engine: it is gone after it.
+def test_a_rank_that_dies_in_mid_decode_ends_the_engine(engine: Engine) -> None:
+    pids = pids_of(engine)
+    last = engine.server_args.dp_size - 1
+    chunks = engine.generate(
         input_ids=[1, 2, 3],
         sampling_params={**GREEDY, "max_new_tokens": 250},
         routed_dp_rank=last,
@@ -182,19 +142,24 @@ def test_a_rank_that_dies_in_mid_decode_ends_the_engine(mortal: Engine) -> None:
         os.kill(pids[victim], signal.SIGKILL)
         assert_dies_of(f"the {victim} process was ended by SIGKILL", waiting, pids)
     with pytest.raises(EngineError, match=victim):
-        mortal.generate(input_ids=[1], sampling_params=GREEDY)
+        engine.generate(input_ids=[1], sampling_params=GREEDY)
 
 
-@pytest.mark.parametrize("mortal", [TWO_RANKS], indirect=True)
-def test_a_rank_that_dies_in_mid_update_ends_the_engine(mortal: Engine, reference_a: Reference) -> None:
-    pids = pids_of(mortal)
-    mortal.begin_weight_update()
-    mortal.update_weights_from_tensor(list(reference_a.weights().items())[:5])
-    with ThreadPoolExecutor(1) as pool:
+@pytest.mark.parametrize("layout", [TWO_RANKS])
+def test_a_rank_that_dies_in_mid_update_ends_the_engine(
+    layout: Layout, checkpoint_a: Path, reference_a: Reference
+) -> None:
+    with (
+        Engine(model_path=str(checkpoint_a), **ARGUMENTS, **layout.server_args) as engine,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        pids = pids_of(engine)
+        engine.begin_weight_update()
+        engine.update_weights_from_tensor(list(reference_a.weights().items())[:5])
         # No trainer is there: every rank waits for it.
         waiting = pool.submit(
-            mortal.init_weights_update_group, "127.0.0.1", free_port(), 1, 3, "group", "gloo"
+            engine.init_weights_update_group, "127.0.0.1", free_port(), 1, 3, "group", "gloo"
         )
-        wait_until(lambda: mortal.server_info()["weight_update"]["session_open"], "the session is open")
+        wait_until(lambda: engine.server_info()["weight_update"]["session_open"], "the session is open")
         os.kill(pids["scheduler-tp1"], signal.SIGKILL)
         assert_dies_of("the scheduler-tp1 process was ended by SIGKILL", waiting, pids)

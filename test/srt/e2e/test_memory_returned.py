@@ -241,15 +241,6 @@ def test_kept_weights_come_back_bit_for_bit(
     assert abs(held_bytes(engine) - with_backup) <= 0.25 * TAG_BYTES["weights"]
 
 
-def test_weights_that_are_not_kept_are_stale_until_they_are_written(engine: EngineClass) -> None:
-    engine.release_memory_occupation(["weights"])
-    resumed = engine.resume_memory_occupation(["weights"])
-    assert resumed["weights"]["content"] == "stale"
-    with pytest.raises(RequestRejected, match="stale"):
-        engine.get_weights_by_name("model.norm.weight")
-    assert engine.memory_occupation()["can_run"] is False
-
-
 # -------------------------------------------------------------------------------------------- no leaks
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -229,20 +228,3 @@ def test_a_prompt_in_chunks_is_the_same_prompt(
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output["output_ids"] == reference.greedy(prompt, 24)
         check_against_reference(output, prompt, reference)
-
-
-def test_one_engine_of_a_process_sleeps_while_the_other_serves(
-    engines: Engines, engine: Engine, checkpoints: dict[str, Path], reference: Reference
-) -> None:
-    llama = checkpoints["LlamaForCausalLM"]
-    other, prompt = engines(llama), PROMPTS[2]
-    other.release_memory_occupation()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(other.generate, input_ids=prompt, sampling_params=GREEDY)
-        for _ in range(3):
-            served = engine.generate(input_ids=prompt, sampling_params=GREEDY)
-            assert served["output_ids"] == reference.greedy(prompt, 24)
-        assert not waiting.done()
-        other.resume_memory_occupation()
-        other.update_weights_from_disk(str(llama))
-        assert waiting.result()["output_ids"] == Reference(llama).greedy(prompt, 24)

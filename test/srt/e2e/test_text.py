@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fixtures.engines import Engines
 from fixtures.scripts import CONTEXT_LEN, EOS, SCRIPT, make_script_checkpoint, script_ids
-from fixtures.servers import wait_until
 from fixtures.tokenizers import byte_level
 
 from ebbtide import Engine
@@ -144,13 +142,6 @@ def test_a_stop_string_ends_the_text(
     assert matched not in decode(ids[:-1])
 
 
-@pytest.mark.parametrize("stop", ["dogs", "!?", "The", ["quickly", "zebra"]])
-def test_a_stop_string_that_does_not_come_takes_nothing_away(engine: Engine, stop: Any) -> None:
-    assert engine.generate("The", {**GREEDY, "stop": stop})["text"] == SAID
-    *_, last = engine.generate("The", {**GREEDY, "stop": stop}, stream=True)
-    assert last["text"] == SAID
-
-
 def test_a_stop_token_ends_the_text(engine: Engine) -> None:
     ump = token_of("ump")
     params = {**GREEDY, "stop_token_ids": [ump, None]}
@@ -201,31 +192,6 @@ def test_an_abort_in_the_middle_of_a_stream_keeps_what_was_said(engine: Engine) 
     assert len(last["output_ids"]) == meta["completion_tokens"] == len(meta["output_token_logprobs"])
     assert last["output_ids"][: len(first["output_ids"])] == first["output_ids"]
     assert last["text"] == decode(last["output_ids"])
-
-
-def test_an_abort_answers_who_waits_for_the_whole(engine: Engine) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(engine.generate, ["The", "The"], ENDLESS, rid="both")
-        wait_until(lambda: engine.abort_request("both")["num_aborted"] > 0, "the batch is there")
-        for output in waiting.result():
-            assert output["meta_info"]["finish_reason"]["type"] == "abort"
-            assert output["text"] == decode(output["output_ids"])
-
-
-def test_a_timeout_keeps_what_was_said(engine: Engine) -> None:
-    """Also while nothing can run."""
-    chunks = engine.generate("The", ENDLESS, stream=True, timeout_s=1.0)
-    first = next(chunks)
-    engine.pause_generation("in_place")
-    try:
-        *_, last = chunks
-    finally:
-        engine.continue_generation()
-    reason = last["meta_info"]["finish_reason"]
-    assert reason["type"] == "abort"
-    assert "timeout_s of 1 s" in reason["message"]
-    assert first["output_ids"] == last["output_ids"][: len(first["output_ids"])]
-    assert last["text"] == decode(last["output_ids"]) != ""
 
 
 # -------------------------------------------------------------------------------------------------- lengths
@@ -285,78 +251,3 @@ def test_logprobs_come_with_the_texts_of_their_tokens(engine: Engine) -> None:
         assert top[0][0] > top[1][0] == pytest.approx(chosen[1][0])
     silent = engine.generate("The", GREEDY)["meta_info"]
     assert not any("logprob" in key for key in silent)
-
-
-def test_samples_and_their_rids(engine: Engine) -> None:
-    def rids(answer: Any) -> list[str]:
-        return [output["meta_info"]["id"] for output in answer]
-
-    assert engine.generate("The", GREEDY, rid="mine")["meta_info"]["id"] == "mine"
-    samples = engine.generate("The", {**GREEDY, "n": 3}, rid="group")
-    assert [output["text"] for output in samples] == [SAID] * 3
-    assert rids(samples) == ["group_0", "group_1", "group_2"]
-    assert rids(engine.generate(["The"] * 2, GREEDY, rid="batch")) == ["batch_0", "batch_1"]
-    pairs = engine.generate(["The", "dog"], {**GREEDY, "n": 2}, rid=["x", "y"])
-    assert rids(pairs) == ["x_0", "x_1", "y_0", "y_1"]
-    made = rids(engine.generate(["The"] * 3, GREEDY))
-    assert len(set(made)) == 3
-    assert all(len(rid) == 32 for rid in made)
-
-
-def test_a_rid_is_taken_while_its_request_lives(engine: Engine) -> None:
-    chunks = engine.generate("The", ENDLESS, stream=True, rid="taken")
-    next(chunks)
-    with pytest.raises(RequestRejected, match="taken"):
-        engine.generate("The", GREEDY, rid="taken")
-    chunks.close()
-    wait_until(lambda: not engine.abort_request("taken")["num_aborted"], "the first one has ended")
-    assert engine.generate("The", GREEDY, rid="taken")["text"] == SAID
-    for bad in ("", "x" * 257, ["a", "b"]):
-        with pytest.raises(RequestRejected, match="rid"):
-            engine.generate("The", GREEDY, rid=bad)
-    with pytest.raises(RequestRejected, match="twice"):
-        engine.generate(["The", "The"], GREEDY, rid=["a", "a"])
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_k": 0}, "top_k"),
-        ({"min_p": 1.5}, "min_p"),
-        ({"frequency_penalty": 2.5}, "frequency_penalty"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty"),
-        ({"max_new_tokens": -1}, "max_new_tokens"),
-        ({"max_new_tokens": 2, "min_new_tokens": 3}, "min_new_tokens"),
-        ({"n": 0}, "n: "),
-        ({"stop": ["a"] * 33}, "stop"),
-        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
-        ({"logit_bias": {"448": 1.0}}, "logit_bias"),
-        ({"stream_interval": 0}, "stream_interval"),
-        ({"sampling_seed": 2**63}, "sampling_seed"),
-        ({"regex": "a+"}, "regex"),
-        ({"max_tokens": 5}, "max_tokens.*max_new_tokens"),
-        ([GREEDY, GREEDY], "sampling_params"),
-    ],
-)
-def test_bad_sampling_params_are_refused_by_name(engine: Engine, params: Any, message: str) -> None:
-    with pytest.raises(RequestRejected, match=message) as refused:
-        engine.generate("The", params)
-    assert refused.value.status == 400
-
-
-def test_null_is_the_default_of_every_parameter(engine: Engine) -> None:
-    names = (
-        "top_p",
-        "top_k",
-        "min_p",
-        "stop",
-        "stop_token_ids",
-        "n",
-        "logit_bias",
-        "min_new_tokens",
-        "regex",
-    )
-    assert engine.generate("The", {**GREEDY, **dict.fromkeys(names)})["text"] == SAID

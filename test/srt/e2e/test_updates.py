@@ -16,7 +16,6 @@ import torch
 from fixtures.checkpoints import make_checkpoint
 from fixtures.engines import Engines
 from fixtures.references import Reference
-from fixtures.servers import running_server
 from fixtures.trainer_process import TrainerProcess
 
 from ebbtide import Engine
@@ -97,8 +96,9 @@ def send(engine: Engine, form: str, weights: Weights, folder: Path, version: str
             return engine.update_weights_from_disk(str(folder), weight_version=version)
         case "pairs":
             return engine.update_weights_from_tensor(named, weight_version=version)
-        case "named":
-            entries, load_format = [serialize(named)], None
+        case "generator":
+            doubles = ((name, tensor.double()) for name, tensor in named)
+            return engine.update_weights_from_tensor(doubles, weight_version=version)
         case "bucket":
             bucket = FlattenedTensorBucket(named)
             entries, load_format = [serialize_bucket(bucket)], "flattened_bucket"
@@ -111,7 +111,7 @@ def send(engine: Engine, form: str, weights: Weights, folder: Path, version: str
     return engine.update_weights_from_tensor(entries, load_format, weight_version=version)
 
 
-@pytest.mark.parametrize("form", ["disk", "pairs", "named", "bucket", "direct", "safetensors"])
+@pytest.mark.parametrize("form", ["disk", "pairs", "generator", "bucket", "direct", "safetensors"])
 def test_new_weights_serve_and_old_ones_come_back(
     engine: Engine,
     checkpoint_a: Path,
@@ -159,39 +159,6 @@ def test_a_trainer_in_a_process_of_its_own(
         assert trainer.shared_objects() == set()
 
 
-def test_an_update_of_some_weights_leaves_the_others(engine: Engine, checkpoint_a: Path) -> None:
-    mixed = Reference(checkpoint_a)
-    changed = {
-        name: -parameter.detach().clone()
-        for name, parameter in mixed.model.named_parameters()
-        if name.endswith(("layers.1.self_attn.k_proj.weight", "layers.0.mlp.up_proj.weight"))
-    }
-    mixed.model.load_state_dict(changed, strict=False)
-    reply = engine.update_weights_from_tensor(changed.items(), weight_version="mixed")
-    assert reply["num_tensors"] == 2
-    assert_serves(engine, mixed)
-
-
-def test_cached_prefixes_go_with_the_weights_unless_they_are_to_stay(
-    engine: Engine, reference_b: Reference
-) -> None:
-    prompt = PROMPTS[1]
-
-    def generate() -> dict[str, Any]:
-        meta: dict[str, Any] = engine.generate(input_ids=prompt, sampling_params=GREEDY)["meta_info"]
-        return meta
-
-    generate()
-    assert generate()["cached_tokens"] >= 32
-    engine.update_weights_from_tensor(reference_b.weights().items(), flush_cache=False, weight_version="b")
-    kept = generate()
-    assert kept["cached_tokens"] >= 32
-    assert kept["kv_weight_versions"] == ["a", "b"]
-    engine.update_weights_from_tensor(reference_b.weights().items(), weight_version="b2")
-    fresh = generate()
-    assert (fresh["cached_tokens"], fresh["kv_weight_versions"]) == (0, ["b2"])
-
-
 def test_a_tied_sharded_bfloat16_model(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("tied")
     old, new = (
@@ -236,34 +203,12 @@ def assert_near_reference(engine: Engine, reference: Reference) -> None:
 # -------------------------------------------------------------------------------------------------- refused
 
 
-def out_of_bounds(weights: Weights) -> bytes:
-    bucket = FlattenedTensorBucket(list(weights.items()))
-    listed = [vars(item) for item in bucket.get_metadata()]
-    listed[-1] = {
-        **listed[-1],
-        "start_idx": listed[-1]["start_idx"] + 4,
-        "end_idx": listed[-1]["end_idx"] + 4,
-    }
-    return serialize({"flattened_tensor": bucket.get_flattened_tensor(), "metadata": listed})
-
-
 NORM = "model.norm.weight"
 BAD_PAYLOADS: dict[str, tuple[Callable[[Weights], Any], str | None, str]] = {
-    "unknown name": (lambda w: [*w.items(), ("model.nothing.weight", torch.zeros(3))], None, "model.nothing"),
     "wrong shape": (lambda w: {**w, NORM: w[NORM][:-1]}.items(), None, NORM),
-    "turned": (lambda w: {**w, "lm_head.weight": w["lm_head.weight"].t()}.items(), None, "lm_head"),
-    "integers": (lambda w: {**w, NORM: torch.ones(64, dtype=torch.int64)}.items(), None, NORM),
     "fused name": (lambda w: fused(w).items(), None, "qkv_proj"),
     "not fused": (lambda w: [serialize(list(w.items()))], "direct", "q_proj"),
-    "too many ranks": (lambda w: [serialize(list(w.items())), b"\x80"], None, "2"),
     "half a pickle": (lambda w: [serialize(list(w.items()))[:-40]], None, "payload"),
-    "no bucket": (lambda w: [serialize(list(w.items()))], "flattened_bucket", "flattened_tensor"),
-    "bucket out of bounds": (lambda w: [out_of_bounds(w)], "flattened_bucket", "bytes"),
-    "half a safetensors image": (
-        lambda w: [base64.b64encode(safetensors.torch.save(w)[:-40]).decode()],
-        "safetensors",
-        "safetensors",
-    ),
 }
 
 
@@ -292,15 +237,10 @@ def test_a_refused_folder_changes_no_bit(
 
     cut = folder("cut") / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-40])
-    sharded = make_checkpoint(tmp_path / "sharded", "Qwen3ForCausalLM", seed=2, shards=3)
-    min(sharded.glob("*.safetensors")).unlink()
     cases = {
-        tmp_path / "nowhere": "nowhere",
-        make_checkpoint(tmp_path / "llama", "LlamaForCausalLM"): "LlamaForCausalLM",
         make_checkpoint(tmp_path / "wide", "Qwen3ForCausalLM", intermediate_size=128): "gate_proj",
         folder("more", **{"model.nothing.weight": torch.zeros(3)}): "model.nothing",
         cut.parent: "model.safetensors",
-        sharded: "missing",
     }
     for path, message in cases.items():
         with pytest.raises(RequestRejected, match=message) as refused:
@@ -320,9 +260,7 @@ class Gadget:
         return os.system, (self._command,)
 
 
-def test_a_payload_never_runs_code(
-    engine: Engine, checkpoint_a: Path, reference_a: Reference, tmp_path: Path
-) -> None:
+def test_a_payload_never_runs_code(engine: Engine, reference_a: Reference, tmp_path: Path) -> None:
     marker = tmp_path / "was-run"
     gadget = Gadget(f"touch {marker}")
     objects: list[Any] = [
@@ -335,21 +273,11 @@ def test_a_payload_never_runs_code(
     assert pickle.loads(payloads[0]) == 0
     assert marker.exists()
     marker.unlink()
-    with running_server(checkpoint_a, "--log-level", "warning") as server:
-        for payload in payloads:
-            for load_format in (None, "direct", "flattened_bucket", "safetensors"):
-                with pytest.raises(RequestRejected) as refused:
-                    engine.update_weights_from_tensor([payload], load_format)
-                assert refused.value.status == 400
-                body = {
-                    "serialized_named_tensors": [base64.b64encode(payload).decode()],
-                    "load_format": load_format,
-                }
-                response = server.post("/update_weights_from_tensor", body)
-                assert response.status_code == 400
-                assert load_format == "safetensors" or "posix.system" in response.json()["message"]
-        answers = server.post("/generate", {"input_ids": PROMPTS, "sampling_params": GREEDY}).json()
-        assert [answer["output_ids"] for answer in answers] == expected_outputs(reference_a)
+    for payload in payloads:
+        for load_format in (None, "direct", "flattened_bucket", "safetensors"):
+            with pytest.raises(RequestRejected, match=r"posix\.system|safetensors") as refused:
+                engine.update_weights_from_tensor([payload], load_format)
+            assert refused.value.status == 400
     assert_serves(engine, reference_a)
     assert not marker.exists()
 

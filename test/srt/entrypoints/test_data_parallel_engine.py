@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -56,77 +55,6 @@ def engine(shared_engine: TwoReplicas) -> Iterator[TwoReplicas]:
     shared_engine.resume_memory_occupation()
     shared_engine.continue_generation()
     shared_engine.update_weights_from_disk("0", weight_version="default")
-
-
-def test_requests_of_a_batch_are_on_both_replicas(engine: TwoReplicas) -> None:
-    engine.pause_generation("in_place")
-    with ThreadPoolExecutor(1) as pool:
-        batch = pool.submit(engine.generate, input_ids=[[1], [2], [3], [4]], sampling_params=SHORT)
-        while engine.pause_generation("in_place")["num_queued"] < 4:
-            time.sleep(0.01)
-        # A replica that is alone with all four would say so.
-        reply = engine.abort_request(abort_all=True)
-        assert reply["message"] == "Aborted 2 requests."
-        assert reply["num_aborted"] == 4
-        finished = [answer["meta_info"]["finish_reason"]["type"] for answer in batch.result()]
-    assert finished == ["abort"] * 4
-
-
-def test_an_answer_says_which_replica_gave_it(engine: TwoReplicas) -> None:
-    batch = engine.generate(input_ids=[[1], [2], [3]], sampling_params=SHORT | {"n": 2})
-    first, *ranks = [answer["meta_info"]["dp_rank"] for answer in batch]
-    assert ranks == [first, 1 - first, 1 - first, first, first]
-    for dp_rank in (1, 1, 0):
-        answer = engine.generate(input_ids=[1], sampling_params=SHORT, routed_dp_rank=dp_rank)
-        assert answer["meta_info"]["dp_rank"] == dp_rank
-    with pytest.raises(RequestRejected, match="routed_dp_rank: expected 0 to 1, got 2"):
-        engine.generate(input_ids=[1], routed_dp_rank=2)
-
-
-def test_an_abort_reaches_the_replica_that_has_the_request(engine: TwoReplicas) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        running = [
-            pool.submit(engine.generate, input_ids=[1], sampling_params=LONG, rid=rid) for rid in ("a", "b")
-        ]
-        for rid, one in zip(("a", "b"), running, strict=True):
-            while not engine.abort_request(rid)["changed"]:
-                assert not one.done()
-            assert one.result()["meta_info"]["finish_reason"]["type"] == "abort"
-
-
-def test_memory_is_released_and_resumed_on_every_replica(engine: TwoReplicas) -> None:
-    before = engine.memory_occupation()
-    released = engine.release_memory_occupation()
-    assert [(share["dp_rank"], share["freed_bytes"]["weights"]) for share in released["ranks"]] == [
-        (0, 2000),
-        (1, 2000),
-    ]
-    assert released["freed_bytes"] == {"weights": 4000, "kv_cache": 10000, "cuda_graph": 200}
-    asleep = engine.memory_occupation()
-    assert [tag["resident_bytes"] for tag in asleep["tags"].values()] == [0, 0, 0]
-    assert [rank["dp_rank"] for rank in asleep["ranks"]] == [0, 1]
-    assert len({rank["pid"] for rank in asleep["ranks"]}) == 2
-    engine.resume_memory_occupation()
-    assert engine.memory_occupation()["reason"].startswith("weights are stale")
-    engine.update_weights_from_disk("0")
-    after = engine.memory_occupation()
-    assert after["tags"] == before["tags"]
-    assert after["can_run"]
-
-
-def test_an_update_reaches_every_replica(engine: TwoReplicas) -> None:
-    reply = engine.update_weights_from_disk("5", weight_version="7")
-    assert reply["weight_version"] == "7"
-    assert len(reply["ranks"]) == 2
-    assert engine.versions == ["7", "7"]
-    batch = engine.generate(input_ids=[[1], [2]], sampling_params=SHORT)
-    assert [answer["meta_info"]["weight_version"] for answer in batch] == ["7", "7"]
-
-
-def test_an_update_that_all_refuse_is_refused_as_one(engine: TwoReplicas) -> None:
-    with pytest.raises(RequestRejected, match=r"^model_path: expected an integer, got 'x'$"):
-        engine.update_weights_from_disk("x")
-    assert engine.versions == ["default", "default"]
 
 
 def test_an_update_that_one_replica_refuses_changes_none(engine: TwoReplicas) -> None:
@@ -208,23 +136,11 @@ def test_a_session_of_which_one_replica_refused_a_part_is_discarded_on_both(engi
     assert engine.versions == ["9", "9"]
 
 
-def test_a_pause_that_one_replica_cannot_keep_is_taken_back_on_the_other(engine: TwoReplicas) -> None:
-    chunks = engine.generate(input_ids=[1], sampling_params=LONG, stream=True)
-    next(chunks)
-    with pytest.raises(RequestRejected, match=r"^replica \d: 1 requests were still running") as caught:
-        engine.pause_generation("wait", timeout_s=0.0)
-    assert caught.value.body["num_running"] == 1
-    assert engine.memory_occupation()["can_run"]
-    assert len(engine.generate(input_ids=[[2], [3]], sampling_params=SHORT)) == 2
-    next(chunks)
-    chunks.close()
-
-
-def test_a_dead_replica_takes_the_engine_down() -> None:
-    with TwoReplicas() as engine:
-        os.kill(engine.pids["scheduler-dp1-tp0"], signal.SIGKILL)
-        with pytest.raises(EngineError, match="scheduler-dp1-tp0 process was ended by SIGKILL"):
-            use_for_ever(engine)
+# The last one: the shared engine is gone after it.
+def test_a_dead_replica_takes_the_engine_down(shared_engine: TwoReplicas) -> None:
+    os.kill(shared_engine.pids["scheduler-dp1-tp0"], signal.SIGKILL)
+    with pytest.raises(EngineError, match="scheduler-dp1-tp0 process was ended by SIGKILL"):
+        use_for_ever(shared_engine)
 
 
 def use_for_ever(engine: TwoReplicas) -> None:

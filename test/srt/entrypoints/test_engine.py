@@ -16,17 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from fixtures.checkpoints import make_checkpoint
 from fixtures.servers import ENVIRONMENT, is_alive, wait_until
-from safetensors.torch import load_file
 
 from ebbtide import Engine, SamplingParams, ServerArgs
 from ebbtide.srt.entrypoints.engine import Engine as EngineClass
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
-from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
-from ebbtide.trainer import payload_encoding as sender
-from ebbtide.trainer.payload_encoding import TensorSender, serialize_bucket
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 ENDLESS: dict[str, Any] = {"temperature": 0, "max_new_tokens": None, "ignore_eos": True}
@@ -52,11 +47,6 @@ def pids_of(engine: EngineClass) -> list[int]:
     return list(engine._service.pids.values())
 
 
-def shared_blocks() -> set[Path]:
-    """The blocks of shared memory that this process has made; other tests may have left theirs."""
-    return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
-
-
 def num_running(engine: EngineClass) -> int:
     return int(engine.pause_generation("in_place")["num_running"])
 
@@ -75,30 +65,6 @@ def test_a_prompt_ids_and_parameters_in_any_form_give_the_same(engine: EngineCla
     assert [one["meta_info"]["id"] for one in batch] == ["x", "y"]
     samples = engine.generate("tide", {**GREEDY, "n": 3})
     assert [one["output_ids"] for one in samples] == [ids] * 3
-
-
-def test_what_http_refuses_python_refuses(engine: EngineClass) -> None:
-    for arguments, message in (
-        ({}, "exactly one of text and input_ids"),
-        ({"prompt": ""}, "empty"),
-        ({"prompt": "a", "sampling_params": {"temprature": 1}}, "temprature"),
-        ({"prompt": "a", "image_data": ["x"]}, "image_data"),
-        ({"prompt": "a", "sampling_params": {"n": 2**40}}, "at most 65536 outputs"),
-        ({"prompt": "a", "timeout_s": float("nan")}, "timeout_s"),
-        ({"input_ids": [10**30]}, "not in the vocabulary"),
-    ):
-        with pytest.raises(RequestRejected, match=message) as raised:
-            engine.generate(**arguments)
-        assert raised.value.status == 400
-        assert raised.value.body["error"]["code"] == 400
-    for refused in (
-        lambda: engine.get_weights_by_name("model.norm.weight", truncate_size=10**30),
-        lambda: engine.pause_generation("wait", timeout_s=float("inf")),
-        lambda: engine.update_weights_from_tensor([b"neither", b"nor"]),
-    ):
-        with pytest.raises(RequestRejected) as raised:
-            refused()
-        assert raised.value.status == 400
 
 
 def test_a_stream_is_an_iterator_of_chunks(engine: EngineClass) -> None:
@@ -214,108 +180,7 @@ def test_control_methods_return_the_bodies_of_replies(engine: EngineClass) -> No
         engine.pause_generation("later")
 
 
-def test_a_flush_that_is_not_full_says_so(engine: EngineClass) -> None:
-    chunks = engine.generate("tide", ENDLESS, stream=True)
-    next(chunks)
-    assert num_running(engine) == 1
-    assert engine.flush_cache()["fully_flushed"] is False
-    chunks.close()
-
-
-@pytest.mark.parametrize("form", ["pairs", "bucket of pairs", "generator", "entries", "disk"])
-def test_new_weights_in_every_form_serve_alike(engine: EngineClass, checkpoints: Any, form: str) -> None:
-    old = engine.generate("tide", GREEDY)["output_ids"]
-    tensors = load_file(checkpoints.b / "model.safetensors")
-    engine.update_weights_from_disk(checkpoints.b)
-    expected = engine.generate("tide", GREEDY)["output_ids"]
-    engine.update_weights_from_disk(checkpoints.a)
-    assert engine.generate("tide", GREEDY)["output_ids"] == old != expected
-    match form:
-        case "pairs":
-            body = engine.update_weights_from_tensor(list(tensors.items()), weight_version=3)
-        case "bucket of pairs":
-            body = engine.update_weights_from_tensor(tensors.items(), "flattened_bucket", weight_version="3")
-        case "generator":
-            body = engine.update_weights_from_tensor(
-                ((name, tensor.double()) for name, tensor in tensors.items()), weight_version="3"
-            )
-        case "entries":
-            bucket = FlattenedTensorBucket(list(tensors.items()))
-            entries = [serialize_bucket(bucket)]
-            body = engine.update_weights_from_tensor(entries, "flattened_bucket", weight_version="3")
-        case "disk":
-            body = engine.update_weights_from_disk(str(checkpoints.b), weight_version="3")
-    assert (body["success"], body["weight_version"], body["num_tensors"]) == (True, "3", len(tensors))
-    assert engine.weight_version == "3"
-    assert engine.generate("tide", GREEDY)["output_ids"] == expected
-    norm = engine.get_weights_by_name("model.norm.weight", truncate_size=4)
-    assert norm == tensors["model.norm.weight"][:4].tolist()
-
-
-def test_the_senders_tensors_stay_as_they_are(engine: EngineClass) -> None:
-    before = shared_blocks()
-    tensor = torch.full((64,), 0.5)
-    address = tensor.data_ptr()
-    engine.update_weights_from_tensor([("model.norm.weight", tensor)])
-    assert (tensor.data_ptr(), tensor.is_shared()) == (address, False)
-    tensor.zero_()
-    assert engine.get_weights_by_name("model.norm.weight", 1) == [0.5]
-    assert shared_blocks() == before
-
-
-def test_tensors_on_the_engines_gpu_are_lent_and_not_copied(
-    engine: EngineClass, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = shared_blocks()
-    # All that differs where there is no GPU: the references are to shared memory.
-    monkeypatch.setattr(TensorSender, "_can_lend", lambda *_: True)
-    monkeypatch.setattr(sender, "serialize_tensors", lambda _: pytest.fail("the tensors were copied"))
-    layer = torch.nn.Linear(1, 64)
-    scaled = layer.weight[:, 0] * 0 + 0.25
-    assert not scaled.is_leaf
-    engine.update_weights_from_tensor([("model.norm.weight", scaled)])
-    assert engine.get_weights_by_name("model.norm.weight", 1) == [0.25]
-    engine.update_weights_from_tensor([("model.norm.weight", torch.nn.Parameter(torch.full((64,), 0.5)))])
-    assert engine.get_weights_by_name("model.norm.weight", 1) == [0.5]
-    with pytest.raises(RequestRejected, match=r"model\.norm\.weight"):
-        engine.update_weights_from_tensor([("model.norm.weight", torch.zeros(3))])
-    assert shared_blocks() == before
-
-
-def test_a_refused_update_frees_the_shared_memory(engine: EngineClass) -> None:
-    before = shared_blocks()
-    with pytest.raises(RequestRejected, match=r"model\.norm\.weight"):
-        engine.update_weights_from_tensor([("model.norm.weight", torch.zeros(3))])
-    engine.release_memory_occupation(["weights"])
-    with pytest.raises(RequestRejected, match="released"):
-        engine.update_weights_from_tensor([("model.norm.weight", torch.zeros(64))])
-    with pytest.raises(RequestRejected, match="pairs"):
-        engine.update_weights_from_tensor([torch.zeros(64)])  # type: ignore[arg-type, list-item]
-    assert shared_blocks() == before
-
-
 # -------------------------------------------------------------------------------------------------- lifetime
-
-
-def test_one_engine_sleeps_while_another_serves(engine: EngineClass, checkpoints: Any) -> None:
-    mine = engine.generate("tide", GREEDY)["output_ids"]
-    with Engine(model_path=str(checkpoints.b), max_total_tokens=4096) as other:
-        theirs = other.generate("tide", GREEDY)["output_ids"]
-        assert theirs != mine
-        engine.release_memory_occupation()
-        assert other.generate("tide", GREEDY)["output_ids"] == theirs
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(engine.generate, "tide", GREEDY)
-            assert other.generate("tide", GREEDY)["output_ids"] == theirs
-            assert not waiting.done()
-            engine.resume_memory_occupation()
-            engine.update_weights_from_disk(checkpoints.a)
-            assert waiting.result()["output_ids"] == mine
-        other.release_memory_occupation()
-        assert engine.generate("tide", GREEDY)["output_ids"] == mine
-        pids = pids_of(other)
-    assert not any(is_alive(pid) for pid in pids)
-    assert engine.generate("tide", GREEDY)["output_ids"] == mine
 
 
 def test_shutdown_ends_what_waits_and_refuses_what_comes(checkpoints: Any) -> None:
@@ -427,8 +292,3 @@ def test_a_script_without_guard_or_shutdown_works_and_leaves_nothing(
     pids, num_tokens = done.stdout.splitlines()
     assert num_tokens == "5"
     assert not any(is_alive(int(pid)) for pid in pids.split())
-
-
-def test_an_ipc_update_on_the_cpu_is_refused(engine: EngineClass) -> None:
-    with pytest.raises(RequestRejected, match="runs on the CPU"):
-        engine.update_weights_from_ipc({"GPU-x": "ipc:///sender"})

@@ -70,15 +70,6 @@ def test_the_rate_stays_known_when_the_engine_is_idle(server: Server) -> None:
     assert last_rate() > 0
 
 
-def test_prompts_from_the_cache_are_hits(server: Server) -> None:
-    body = {"text": "a prompt of some length, twice" * 4, "sampling_params": {"max_new_tokens": 1}}
-    server.post("/generate", body)
-    before = load(server)["cache_hit_rate"]
-    for _ in range(4):
-        server.post("/generate", body)
-    assert before < load(server)["cache_hit_rate"] < 1
-
-
 def test_sections_and_replicas_can_be_chosen(server: Server) -> None:
     assert not {"memory", "queues"} & load(server).keys()
     assert not {"memory", "queues"} & load(server, "?include=core,spec").keys()

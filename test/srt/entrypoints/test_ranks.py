@@ -132,12 +132,6 @@ def test_there_is_a_process_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> N
     assert not any(is_alive(pid) for pid in pids.values())
 
 
-def test_the_users_number_of_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    with running(EngineProcesses(config_of(tp_size=2), target("report_rank"))) as processes:
-        assert {environment_of(pid)["OMP_NUM_THREADS"] for pid in processes.pids.values()} == {"3"}
-
-
 def test_two_engines_of_one_host_share_nothing() -> None:
     config = config_of(tp_size=2, dp_size=2)
     with running(EngineProcesses(config, target("converse"))) as one:
@@ -173,15 +167,6 @@ def test_not_the_rank_that_fails_for_another_is_named() -> None:
         wait_until(lambda: not is_alive(processes.pids["scheduler-tp0"]), "rank 0 has failed, too")
         processes.watch(deaths.put)
         assert deaths.get(timeout=5) == "the scheduler-tp1 process was ended by SIGKILL"
-
-
-def test_a_rank_that_fails_by_itself_is_named() -> None:
-    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with running(EngineProcesses(config_of(dp_size=2), target("crash_on_replica_1"))) as processes:
-        processes.wait_ready()
-        processes.watch(deaths.put)
-        said = "the scheduler-dp1-tp0 process ended with exit code 1: ValueError: boom"
-        assert deaths.get(timeout=5) == said
 
 
 def test_a_start_that_one_rank_refuses_leaves_none() -> None:
@@ -387,9 +372,3 @@ def test_node_0_says_where_it_cannot_listen(nodes: Callable[..., Nodes]) -> None
     elsewhere = nodes("report_rank", tp_size=2, nnodes=2)
     with pytest.raises(ConfigurationError, match=r"dist_init_addr: node 0 cannot listen at 192\.0\.2\.1:5"):
         elsewhere.start(0, dist_init_addr="192.0.2.1:5").result(60)
-
-
-def test_requests_come_to_node_0() -> None:
-    config = config_of(tp_size=2, nnodes=2, node_rank=1, dist_init_addr="127.0.0.1:5")
-    with pytest.raises(ConfigurationError, match="node_rank=1: requests come to node 0"):
-        EngineProcesses(config)
