@@ -70,7 +70,7 @@ def make_model(folder: Path, seed: int) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    model = Qwen3ForCausalLM(Qwen3Config(architectures=["Qwen3ForCausalLM"], **SHAPE))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
