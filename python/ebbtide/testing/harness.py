@@ -17,6 +17,7 @@ from ebbtide.srt.managers.io_struct import (
     AnyReply,
     ControlCall,
     ControlReply,
+    DetokenizerInput,
     FinishReason,
     ManagerInput,
     Refusal,
@@ -28,7 +29,6 @@ from ebbtide.srt.managers.io_struct import (
     TokenOutput,
 )
 from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.scheduling.live_requests import OutputEnd
 from ebbtide.srt.managers.scheduling.lockstep import (
     Demand,
     FollowerInbox,
@@ -37,7 +37,8 @@ from ebbtide.srt.managers.scheduling.lockstep import (
     NoOutputs,
     RankInbox,
 )
-from ebbtide.srt.managers.wire.rank_messages import RankMessage, Tick
+from ebbtide.srt.managers.scheduling.rank_messages import RankMessage, Tick
+from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.testing.null_parts import NullDevice, NullRunner, NullWeights, null_memories
@@ -64,7 +65,7 @@ class NullRank:
         self,
         config: SchedulerConfig,
         inbox: RankInbox,
-        outputs: OutputEnd,
+        outputs: SendEnd[DetokenizerInput],
         device: NullDevice,
         *,
         num_pages: int,
@@ -108,6 +109,9 @@ class _FollowerLink:
             self.ticks.append(msgspec.msgpack.decode(data, type=Tick))
         else:
             self._to_leader.append(msgspec.msgpack.decode(data, type=RankMessage))
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class SchedulerHarness:
@@ -162,7 +166,7 @@ class SchedulerHarness:
             eos_token_ids=eos_token_ids,
         )
 
-        def rank(inbox: RankInbox, outputs: OutputEnd, device: NullDevice) -> NullRank:
+        def rank(inbox: RankInbox, outputs: SendEnd[DetokenizerInput], device: NullDevice) -> NullRank:
             return NullRank(
                 config,
                 inbox,
@@ -305,6 +309,9 @@ class SchedulerHarness:
             case TokenOutput() | TextOutput():
                 for output in message.outputs:
                     self._collect(output)
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
     def _collect(self, output: RequestOutput) -> None:
         known = self.outputs[output.rid]

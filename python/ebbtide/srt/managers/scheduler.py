@@ -15,21 +15,24 @@ from ebbtide.srt.managers.control.control_plane import ControlPlane
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     ControlCall,
+    DetokenizerInput,
     Expire,
     FinishReason,
     StateReport,
     TokenizedGenerateReqInput,
     Verdict,
 )
-from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, OutputEnd
+from ebbtide.srt.managers.scheduling.live_requests import LiveRequests
 from ebbtide.srt.managers.scheduling.lockstep import Demand, RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import PROMPT_TAIL, OutputProcessor
+from ebbtide.srt.managers.scheduling.rank_messages import TurnInput
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import ScheduledBatch, SchedulePolicy
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
-from ebbtide.srt.managers.wire.rank_messages import Decision, TurnInput
+from ebbtide.srt.managers.wire.agreement import Decision
+from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PendingStep, Runner, SampleSpec
 
 
@@ -37,6 +40,7 @@ class Scheduler:
     """One rank's loop.
 
     Args:
+        outputs: to the detokenizer, or to the API process itself where there is no tokenizer.
         tokenizer: for stop strings; None when the engine deals in token ids only.
         eos_token_ids: of the model and its tokenizer.
         overlap: whether a step is launched before the one before it is committed.
@@ -46,7 +50,7 @@ class Scheduler:
     def __init__(
         self,
         inbox: RankInbox,
-        outputs: OutputEnd,
+        outputs: SendEnd[DetokenizerInput],
         policy: SchedulePolicy,
         processor: OutputProcessor,
         requests: LiveRequests,

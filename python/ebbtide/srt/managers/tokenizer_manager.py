@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -37,28 +37,13 @@ from ebbtide.srt.managers.io_struct import (
     TokenOutput,
 )
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
+from ebbtide.srt.managers.wire.channel import AsyncReceiveEnd, SendEnd
 from ebbtide.srt.managers.wire.reply_merging import merge_reports
 
 logger = logging.getLogger(__name__)
 
 # Chooses the replica of each output of a request.
 Placement: TypeAlias = Callable[[Sequence[TokenizedGenerateReqInput]], list[TokenizedGenerateReqInput]]
-
-
-class SchedulerEnd(Protocol):
-    """Where messages to the engine go."""
-
-    def send(self, message: SchedulerInput) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class EngineInbox(Protocol):
-    """Where the engine's messages come from."""
-
-    async def receive_async(self) -> list[ManagerInput]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -161,8 +146,8 @@ class TokenizerManager:
     def __init__(
         self,
         config: EngineConfig,
-        scheduler: SchedulerEnd,
-        inbox: EngineInbox,
+        scheduler: SendEnd[SchedulerInput],
+        inbox: AsyncReceiveEnd[ManagerInput],
         limits: RequestLimits,
         tokenizer: Tokenizer | None,
         place: Placement | None = None,

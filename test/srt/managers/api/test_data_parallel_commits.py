@@ -34,7 +34,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
     WeightSessionReqOutput,
 )
-from ebbtide.srt.managers.scheduling import lockstep as replication
+from ebbtide.srt.managers.scheduling import lockstep
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 WEIGHTS = (MemoryTag.WEIGHTS,)
@@ -323,7 +323,7 @@ class TestDeadlines:
     def test_a_rank_that_hangs_at_the_commit_is_named_and_follows(
         self, overlap: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(replication, "ANSWER_GRACE_S", 0.0)
+        monkeypatch.setattr(lockstep, "ANSWER_GRACE_S", 0.0)
         replicas = Replicas(num_ranks=2)
         call = replicas.call(update(7, timeout_s=1.0))
         replicas.turn(0, count=40)

@@ -37,9 +37,9 @@ from ebbtide.srt.managers.io_struct import (
     WeightSessionReqOutput,
     WeightsUpdateGroupReqOutput,
 )
-from ebbtide.srt.managers.scheduling import lockstep as replication
+from ebbtide.srt.managers.scheduling import lockstep
 from ebbtide.srt.managers.scheduling.lockstep import Demand, LeaderInbox
-from ebbtide.srt.managers.wire.rank_messages import Tick
+from ebbtide.srt.managers.scheduling.rank_messages import Tick
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import NullDevice, SchedulerHarness, default_schedule
 
@@ -333,7 +333,7 @@ class TestMemory:
     def test_graphs_come_back_on_all_ranks_or_on_none(
         self, harness: SchedulerHarness, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(replication, "PROPOSAL_INTERVAL_S", 0.0)
+        monkeypatch.setattr(lockstep, "PROPOSAL_INTERVAL_S", 0.0)
         harness.apply(ReleaseMemoryOccupationReqInput(tags=GRAPHS), ReleaseMemoryOccupationReqOutput)
         harness.ranks[1].device.take(3000)
         rid = start_stream(harness)
@@ -379,7 +379,7 @@ class TestSlowRanks:
     def test_it_holds_up_a_reply_until_the_limit_and_is_named(
         self, harness: SchedulerHarness, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(replication, "ANSWER_GRACE_S", 0.05)
+        monkeypatch.setattr(lockstep, "ANSWER_GRACE_S", 0.05)
         call = harness.call(update(7, timeout_s=0.0))
         turn_all_but(harness, 1, count=20)
         assert call not in harness.replies

@@ -46,7 +46,7 @@ NUM_RANKS = 3
 TAGS = st.lists(st.sampled_from(list(MemoryTag)), max_size=3).map(tuple)
 RANKS = st.integers(0, NUM_RANKS - 1)
 TOLD = "told to fail"
-# A commit that fails ends its process: see test_replication.
+# A commit that fails ends its process: see test_lockstep.
 STEPS = [step for step in NullWeights.STEPS if step != "commit"]
 SIMPLE: list[AnyControlRequest] = [
     AbortWeightUpdateReqInput(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,15 +18,15 @@ from ebbtide.srt.managers.io_struct import (
     RankReport,
     Refusal,
     ReleaseMemoryOccupationReqOutput,
+    Reply,
     ResumeMemoryOccupationReqOutput,
     StateReport,
     UpdateWeightsReqOutput,
     UpdateWeightVersionReqOutput,
     WeightsContent,
 )
+from ebbtide.srt.managers.wire.control_request import ControlRow
 from ebbtide.srt.managers.wire.reply_merging import (
-    OVER_RANKS,
-    OVER_REPLICAS,
     merge_ranks,
     merge_refusals,
     merge_replicas,
@@ -84,16 +84,12 @@ def test_one_reply_is_itself() -> None:
     assert "ranks" not in msgspec.to_builtins(merged.replicas)
 
 
-def test_every_field_of_every_reply_has_a_rule() -> None:
-    fields = {
-        name
-        for kind in get_args(AnyReply)
-        if not issubclass(kind, Refusal)
-        for name in kind.__struct_fields__
-        if name not in ("message", "ranks")
-    }
-    assert set(OVER_RANKS) == fields
-    assert set(OVER_REPLICAS) == fields
+def test_a_field_without_a_rule_is_refused_where_its_row_is_written() -> None:
+    class Unruled(Reply, frozen=True, kw_only=True):
+        num_found: int
+
+    with pytest.raises(TypeError, match="Unruled: no rule says how to merge num_found"):
+        ControlRow(Unruled)
 
 
 def test_bytes_are_summed_per_tag_and_the_slowest_rank_gives_the_time() -> None:

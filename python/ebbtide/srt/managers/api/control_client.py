@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Protocol
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import (
@@ -15,18 +14,13 @@ from ebbtide.srt.managers.io_struct import (
     Refusal,
     Reply,
 )
-
-
-class CallSender(Protocol):
-    """Where calls go: the scheduler's channel."""
-
-    def send(self, message: ControlCall) -> None: ...
+from ebbtide.srt.managers.wire.channel import SendEnd
 
 
 class ControlClient:
     """Sends control requests and hands each caller the reply with its id. Lives in one event loop."""
 
-    def __init__(self, scheduler: CallSender) -> None:
+    def __init__(self, scheduler: SendEnd[ControlCall]) -> None:
         self._scheduler = scheduler
         self._ids = itertools.count()
         self._waiting: dict[str, asyncio.Future[AnyReply]] = {}

@@ -8,62 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
-    AbortWeightUpdateReqInput,
     AnyControlRequest,
     AnyReply,
-    BeginWeightUpdateReqInput,
-    ContinueGenerationReqInput,
     ControlCall,
     ControlReply,
-    DestroyWeightsUpdateGroupReqInput,
-    EndWeightUpdateReqInput,
     Expire,
-    InitWeightsUpdateGroupReqInput,
     ManagerInput,
-    PauseGenerationReqInput,
-    PauseMode,
     Prepared,
     Refusal,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqOutput,
     SchedulerInput,
     StateReport,
     TextOutput,
     TokenizedGenerateReqInput,
     TokenOutput,
-    UpdateWeightsFromTensorReqInput,
-    UpdateWeightsReqOutput,
     Verdict,
-    WeightUpdateRequest,
 )
-from ebbtide.srt.managers.wire.rank_messages import dealt
+from ebbtide.srt.managers.wire.channel import AsyncReceiveEnd, SendEnd
+from ebbtide.srt.managers.wire.control_request import ControlRequest, Outcome, dealt, num_entries
 from ebbtide.srt.managers.wire.reply_merging import merge_replica_refusals, merge_replicas
-from ebbtide.srt.memory_saver.tags import MemoryTag
 
 SHORTEST_QUEUE = "shortest_queue"
-
-
-class ReplicaEnd(Protocol):
-    """The channel to one replica. What is encoded already is sent as it is."""
-
-    def send(self, message: SchedulerInput | msgspec.Raw) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class ManagerEnd(Protocol):
-    """The channel on which all replicas and the detokenizer answer."""
-
-    async def receive_async(self) -> list[ManagerInput]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -71,7 +40,7 @@ class _Call:
     """A control request that is being carried out.
 
     Attributes:
-        subject: what it is about, if it can be taken back, or is about the same as one that can.
+        subject: what it is about; see `ControlRow`.
         latest: the call that had changed that last when this one was sent; maybe this one.
         awaited: the replicas that have not answered.
         is_open: whether replicas wait for a verdict, or will.
@@ -98,15 +67,19 @@ class DataParallelController:
     says who has done what.
 
     Args:
-        replicas: by dp_rank; closed with this.
-        inbox: closed with this.
+        replicas: by dp_rank; closed with this. What is encoded already is sent as it is.
+        inbox: where all replicas and the detokenizer answer; closed with this.
         tp_size: ranks of each replica.
         load_balance_method: `round_robin`, or `shortest_queue`: the replica with the fewest tokens, those of
             its requests' prompts and those that they may still generate.
     """
 
     def __init__(
-        self, replicas: Sequence[ReplicaEnd], inbox: ManagerEnd, tp_size: int, load_balance_method: str
+        self,
+        replicas: Sequence[SendEnd[SchedulerInput | msgspec.Raw]],
+        inbox: AsyncReceiveEnd[ManagerInput],
+        tp_size: int,
+        load_balance_method: str,
     ) -> None:
         self._replicas = replicas
         self._inbox = inbox
@@ -196,38 +169,33 @@ class DataParallelController:
     # ------------------------------------------------------------------------------------ control requests
 
     def _call(self, call: ControlCall) -> None:
-        subject = _subject(call.request)
-        is_joint = isinstance(call.request, WeightUpdateRequest | EndWeightUpdateReqInput)
-        # A second session is refused while one is open: only what discards one makes way for another.
-        if subject is not None and not is_joint and not isinstance(call.request, BeginWeightUpdateReqInput):
+        request, row = call.request, call.request.row
+        subject = request.subject
+        if subject is not None and row.settles:
             self._latest[subject] = call.id
         latest = None if subject is None else self._latest.get(subject)
         everyone = set(range(len(self._replicas)))
-        self._calls[call.id] = _Call(call.request, subject, latest, everyone, is_open=is_joint)
-        call = msgspec.structs.replace(call, is_joint=is_joint)
-        if isinstance(call.request, UpdateWeightsFromTensorReqInput) and self._is_per_rank(call.request):
-            self._deal(call, call.request)
+        self._calls[call.id] = _Call(request, subject, latest, everyone, is_open=row.is_joint)
+        call = msgspec.structs.replace(call, is_joint=row.is_joint)
+        if num_entries(request) == len(self._replicas) * self._tp_size:
+            self._deal(call)
         else:
             # Encoded once: payloads of weights may be long.
             encoded = msgspec.Raw(self._encoder.encode(call))
             for replica in self._replicas:
                 replica.send(encoded)
-        self._give_up_before(call.request)
+        self._give_up_before(request)
 
-    def _is_per_rank(self, request: UpdateWeightsFromTensorReqInput) -> bool:
-        """Whether there is an entry for every rank of every replica."""
-        return len(request.serialized_named_tensors) == len(self._replicas) * self._tp_size
-
-    def _deal(self, call: ControlCall, request: UpdateWeightsFromTensorReqInput) -> None:
-        """Send each replica the entries of its own ranks."""
+    def _deal(self, call: ControlCall) -> None:
+        """There is an entry for every rank of every replica: send each replica those of its own ranks."""
         for dp_rank, replica in enumerate(self._replicas):
             own = range(dp_rank * self._tp_size, (dp_rank + 1) * self._tp_size)
-            replica.send(msgspec.structs.replace(call, request=dealt(request, own)))
+            replica.send(msgspec.structs.replace(call, request=dealt(call.request, own)))
 
-    def _give_up_before(self, request: AnyControlRequest) -> None:
+    def _give_up_before(self, request: ControlRequest) -> None:
         """Commit no more what this request ends: it may do so on some replicas, and fail on others."""
         for call_id, call in self._calls.items():
-            if call.is_open and _ends(request, call.request):
+            if call.is_open and request.ends(call.request):
                 self._decide(call_id, call, "nothing was committed: a request that ends it came in between")
 
     def _collect(self, message: ControlReply) -> list[ManagerInput]:
@@ -271,13 +239,12 @@ class DataParallelController:
         if not refused or call.subject is None or self._latest.get(call.subject) != call.latest:
             # All is well, or what came later about the same thing has the last word.
             return False
-        undoing = _undoing(call, self._has_session)
+        undoing = call.request.undo(Outcome(call.replies, self._has_session))
         if not undoing:
             return False
         refusal = merge_replica_refusals(refused, len(self._replicas))
-        if isinstance(call.request, WeightUpdateRequest | EndWeightUpdateReqInput):
-            others = "had staged this update" if isinstance(call.request, WeightUpdateRequest) else "have it"
-            message = f"{refusal.message}. The session was discarded, as others {others}"
+        if call.request.row.undone:
+            message = f"{refusal.message}. {call.request.row.undone}"
             refusal = msgspec.structs.replace(refusal, message=message)
         call.refusal = refusal
         call.awaited = set(undoing)
@@ -289,73 +256,3 @@ class DataParallelController:
 
 def _max_tokens(output: TokenizedGenerateReqInput) -> int:
     return len(output.input_ids) + output.max_new_tokens
-
-
-def _subject(request: AnyControlRequest) -> str | None:
-    """What a request is about, where later ones about the same decide whether it can be taken back."""
-    match request:
-        case PauseGenerationReqInput() | ContinueGenerationReqInput():
-            return "generation"
-        case ReleaseMemoryOccupationReqInput() | ResumeMemoryOccupationReqInput():
-            return "memory"
-        case BeginWeightUpdateReqInput() | EndWeightUpdateReqInput() | AbortWeightUpdateReqInput():
-            return "session"
-        case WeightUpdateRequest():
-            return "session"
-        case InitWeightsUpdateGroupReqInput() | DestroyWeightsUpdateGroupReqInput():
-            return f"group {request.group_name}"
-        case _:
-            return None
-
-
-def _ends(request: AnyControlRequest, update: AnyControlRequest) -> bool:
-    """Whether a request refuses an update that is not committed."""
-    match request:
-        case ReleaseMemoryOccupationReqInput():
-            return not request.tags or MemoryTag.WEIGHTS in request.tags
-        case AbortWeightUpdateReqInput():
-            return isinstance(update, EndWeightUpdateReqInput)
-        case _:
-            return False
-
-
-def _undoing(call: _Call, has_session: Sequence[bool]) -> dict[int, AnyControlRequest]:
-    """What takes a call back, by replica: empty where there is nothing to take back.
-
-    Args:
-        has_session: of every replica, whether a session is open there.
-    """
-    request = call.request
-    changed = [rank for rank, reply in sorted(call.replies.items()) if getattr(reply, "changed", False)]
-    match request:
-        # The other modes are never refused for the state of one replica.
-        case PauseGenerationReqInput(mode=PauseMode.WAIT):
-            return dict.fromkeys(changed, ContinueGenerationReqInput())
-        case ResumeMemoryOccupationReqInput():
-            resumed = {rank: _resumed_tags(call.replies[rank]) for rank in changed}
-            return {
-                rank: ReleaseMemoryOccupationReqInput(tags=tags) for rank, tags in resumed.items() if tags
-            }
-        case BeginWeightUpdateReqInput():
-            return dict.fromkeys(changed, AbortWeightUpdateReqInput())
-        case InitWeightsUpdateGroupReqInput():
-            return dict.fromkeys(changed, DestroyWeightsUpdateGroupReqInput(group_name=request.group_name))
-        case WeightUpdateRequest() if any(_is_staged(reply) for reply in call.replies.values()):
-            # A part of a session cannot be unstaged, and a commit would bring it to some replicas only.
-            return dict.fromkeys(sorted(call.replies), AbortWeightUpdateReqInput())
-        case EndWeightUpdateReqInput() if not all(has_session):
-            # What is gone on one replica can never be committed on all.
-            return {rank: AbortWeightUpdateReqInput() for rank, is_open in enumerate(has_session) if is_open}
-        case _:
-            return {}
-
-
-def _resumed_tags(reply: AnyReply) -> tuple[MemoryTag, ...]:
-    """The tags that a resume found released; not those that were resident before it."""
-    assert isinstance(reply, ResumeMemoryOccupationReqOutput)
-    return tuple(tag for tag, num_bytes in reply.mapped_bytes.items() if num_bytes)
-
-
-def _is_staged(reply: AnyReply) -> bool:
-    """Whether an update waits for its session's commit."""
-    return isinstance(reply, UpdateWeightsReqOutput) and not reply.committed

@@ -12,27 +12,15 @@ from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import HandlerTable, Operation, OutOfStep, Ranks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import (
-    AnyControlRequest,
     AnyReply,
-    BeginWeightUpdateReqInput,
     ControlCall,
-    DestroyWeightsUpdateGroupReqInput,
-    EndWeightUpdateReqInput,
-    FlushCacheReqInput,
-    InitWeightsUpdateGroupReqInput,
-    PauseGenerationReqInput,
     PauseMode,
     PingReqInput,
     PingReqOutput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
     Verdict,
-    WeightUpdateRequest,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
-# Joining a group ends by itself at its limit, with a better reason: this is for a rank that does not.
-JOIN_GRACE_S: Final = 2.0
 # How long after its deadline a prepared update waits for the verdict. All replicas have answered by then: it
 # is for a verdict that is never made.
 VERDICT_GRACE_S: Final = 10.0
@@ -112,7 +100,7 @@ class ControlPlane:
             self._reply(call.id, outcome)
             return
         self.operations.start(call.id, request, outcome, is_joint=call.is_joint)
-        timeout_s = self._timeout_s(request)
+        timeout_s = request.row.deadline(request, self.updates.timeout_s)
         if timeout_s is not None and self.operations.is_pending(call.id):
             self._set_deadline(call.id, timeout_s)
 
@@ -143,21 +131,6 @@ class ControlPlane:
         if self.operations.expire(deadline_id):
             self._set_deadline(deadline_id, VERDICT_GRACE_S)
         self.updates.expire(deadline_id)
-
-    def _timeout_s(self, request: AnyControlRequest) -> float | None:
-        match request:
-            case WeightUpdateRequest() | BeginWeightUpdateReqInput() | EndWeightUpdateReqInput():
-                return self.updates.timeout_s if request.timeout_s is None else request.timeout_s
-            case PauseGenerationReqInput() | FlushCacheReqInput():
-                return request.timeout_s
-            case InitWeightsUpdateGroupReqInput():
-                return request.timeout_s + JOIN_GRACE_S
-            case DestroyWeightsUpdateGroupReqInput():
-                return self.updates.timeout_s
-            case ReleaseMemoryOccupationReqInput() | ResumeMemoryOccupationReqInput():
-                return self.updates.timeout_s  # of several ranks, which wait for each other
-            case _:
-                return None
 
     @property
     def paused(self) -> PauseMode | None:

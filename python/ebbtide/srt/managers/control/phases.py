@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, TypeVar
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.ports import OutOfStep, Progress, Work
 from ebbtide.srt.managers.io_struct import AnyControlRequest, Refusal
-from ebbtide.srt.managers.wire.rank_messages import Decision
+from ebbtide.srt.managers.wire.agreement import Decision
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from ebbtide.srt.managers.io_struct import (
     RankChecksums,
     WeightUpdateRequest,
 )
-from ebbtide.srt.managers.wire.rank_messages import Decision
+from ebbtide.srt.managers.wire.agreement import Decision
 
 T = TypeVar("T")
 Fact = TypeVar("Fact")

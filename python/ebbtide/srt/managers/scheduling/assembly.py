@@ -15,14 +15,15 @@ from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import TagMemory, Weights
 from ebbtide.srt.managers.control.weights.checks import WeightChecks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
-from ebbtide.srt.managers.io_struct import RankReport, StateReport
+from ebbtide.srt.managers.io_struct import DetokenizerInput, RankReport, StateReport
 from ebbtide.srt.managers.scheduler import Scheduler
-from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, OutputEnd
+from ebbtide.srt.managers.scheduling.live_requests import LiveRequests
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports
 from ebbtide.srt.managers.scheduling.lockstep import RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
+from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.mem_cache.prefix_cache import NoPrefixCache
@@ -87,7 +88,7 @@ class RankParts:
 
 
 def assemble_scheduler(
-    config: SchedulerConfig, parts: RankParts, inbox: RankInbox, outputs: OutputEnd
+    config: SchedulerConfig, parts: RankParts, inbox: RankInbox, outputs: SendEnd[DetokenizerInput]
 ) -> Scheduler:
     """Wire the policy, the control plane and the loop of one rank."""
     allocator = PageAllocator(parts.num_pages)

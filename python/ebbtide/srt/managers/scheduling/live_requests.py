@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason
 from ebbtide.srt.managers.scheduling.kv_versions import Commit
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
-
-
-class OutputEnd(Protocol):
-    """Where outputs go: the detokenizer, or the API process itself where there is no tokenizer."""
-
-    def send(self, message: DetokenizerInput) -> None: ...
+from ebbtide.srt.managers.wire.channel import SendEnd
 
 
 class LiveRequests:
     """Implements `control.ports.Requests` over the policy; aborted requests get their last output."""
 
-    def __init__(self, policy: SchedulePolicy, processor: OutputProcessor, outputs: OutputEnd) -> None:
+    def __init__(
+        self, policy: SchedulePolicy, processor: OutputProcessor, outputs: SendEnd[DetokenizerInput]
+    ) -> None:
         self._policy = policy
         self._processor = processor
         self._outputs = outputs

@@ -30,18 +30,18 @@ from ebbtide.srt.managers.io_struct import (
     Refusal,
     SchedulerInput,
     StateReport,
-    UpdateWeightsFromTensorReqInput,
 )
-from ebbtide.srt.managers.wire.rank_messages import (
-    Decision,
+from ebbtide.srt.managers.scheduling.rank_messages import (
     RankMessage,
     RankReply,
     RankUpdate,
     RankVote,
     Tick,
     TurnInput,
-    dealt,
 )
+from ebbtide.srt.managers.wire.agreement import Decision
+from ebbtide.srt.managers.wire.channel import ReceiveEnd, SendEnd
+from ebbtide.srt.managers.wire.control_request import dealt, num_entries
 from ebbtide.srt.managers.wire.reply_merging import merge_ranks, merge_refusals
 
 # How much longer than a request itself its answer may take to come from all ranks.
@@ -57,30 +57,6 @@ class Demand(enum.Enum):
     TURN = enum.auto()  # another turn, all ranks together
     WORK = enum.auto()  # this rank's own part of a phase
     NOTHING = enum.auto()
-
-
-class InputEnd(Protocol):
-    def receive(self, timeout_s: float | None) -> Sequence[SchedulerInput]: ...
-
-
-class LeaderInputEnd(Protocol):
-    def receive(self, timeout_s: float | None) -> Sequence[SchedulerInput | RankMessage]: ...
-
-
-class TickInputEnd(Protocol):
-    def receive(self, timeout_s: float | None) -> Sequence[Tick]: ...
-
-
-class ManagerEnd(Protocol):
-    def send(self, message: ManagerInput) -> None: ...
-
-
-class TickEnd(Protocol):
-    def send(self, message: Tick) -> None: ...
-
-
-class LeaderEnd(Protocol):
-    def send(self, message: RankMessage) -> None: ...
 
 
 class RankInbox(Protocol):
@@ -175,7 +151,9 @@ class Inbox:
 
     tp_rank = 0
 
-    def __init__(self, messages: InputEnd, manager: ManagerEnd, dp_rank: int = 0) -> None:
+    def __init__(
+        self, messages: ReceiveEnd[SchedulerInput], manager: SendEnd[ManagerInput], dp_rank: int = 0
+    ) -> None:
         self.dp_rank = dp_rank
         self.ranks: Ranks = OneRank()
         self._messages = messages
@@ -272,7 +250,11 @@ class LeaderInbox:
     tp_rank = 0
 
     def __init__(
-        self, messages: LeaderInputEnd, manager: ManagerEnd, ticks: Sequence[TickEnd], dp_rank: int = 0
+        self,
+        messages: ReceiveEnd[SchedulerInput | RankMessage],
+        manager: SendEnd[ManagerInput],
+        ticks: Sequence[SendEnd[Tick]],
+        dp_rank: int = 0,
     ) -> None:
         self.dp_rank = dp_rank
         self._messages = messages
@@ -335,14 +317,11 @@ class LeaderInbox:
         """What a follower needs of a message: of a payload with an entry for each rank, its own."""
         if not isinstance(message, ControlCall):
             return message
-        request = message.request
-        if not isinstance(request, UpdateWeightsFromTensorReqInput):
-            return message
-        num_entries = len(request.serialized_named_tensors)
-        if num_entries % self._num_ranks:
+        count = num_entries(message.request)
+        if count is None or count % self._num_ranks:
             return message  # One for all; or a number that every rank refuses.
-        first = 0 if num_entries == self._num_ranks else self.dp_rank * self._num_ranks
-        return msgspec.structs.replace(message, request=dealt(request, (first + tp_rank,)))
+        own = tp_rank if count == self._num_ranks else self.dp_rank * self._num_ranks + tp_rank
+        return msgspec.structs.replace(message, request=dealt(message.request, (own,)))
 
     def _propose(self, request: AnyControlRequest) -> None:
         now = time.monotonic()
@@ -391,7 +370,7 @@ class LeaderInbox:
 class _Ballot:
     """A follower's votes, on their way to the leader."""
 
-    def __init__(self, leader: LeaderEnd, tp_rank: int) -> None:
+    def __init__(self, leader: SendEnd[RankMessage], tp_rank: int) -> None:
         self._leader = leader
         self._tp_rank = tp_rank
 
@@ -409,7 +388,9 @@ class _Ballot:
 class FollowerInbox:
     """The inbox of every other rank: it hears from the leader alone, and answers to nobody else."""
 
-    def __init__(self, ticks: TickInputEnd, leader: LeaderEnd, tp_rank: int, dp_rank: int = 0) -> None:
+    def __init__(
+        self, ticks: ReceiveEnd[Tick], leader: SendEnd[RankMessage], tp_rank: int, dp_rank: int = 0
+    ) -> None:
         self.tp_rank = tp_rank
         self.dp_rank = dp_rank
         # The leader makes its proposals in the same turn.
@@ -455,3 +436,6 @@ class NoOutputs:
 
     def send(self, message: object) -> None:
         """Nobody needs it twice."""
+
+    def close(self) -> None:
+        """There is nothing to close."""

@@ -14,7 +14,7 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import RankChecksums
-from ebbtide.srt.managers.wire.rank_reports import Parallelism
+from ebbtide.srt.managers.wire.reports import Parallelism
 from ebbtide.srt.model_executor.weight_store import WeightStore
 
 # What is read at once: intermediate results take twice as much beside it.

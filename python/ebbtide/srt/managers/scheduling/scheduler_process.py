@@ -13,11 +13,11 @@ from ebbtide.srt.distributed.parallel_group import join_parallel_group
 from ebbtide.srt.heap import freeze_heap
 from ebbtide.srt.managers.control.ports import TagMemory
 from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.scheduling.rank_channels import open_rank_channels
 from ebbtide.srt.managers.scheduling.tag_memory import ArenaMemory, BackedUpWeights
 from ebbtide.srt.managers.scheduling.weight_io import EngineWeights
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
-from ebbtide.srt.managers.wire.rank_channels import open_rank_channels
 from ebbtide.srt.memory_saver.saver import MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.builder import build_model_runner

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import zmq
 
 T = TypeVar("T")
+Taken = TypeVar("Taken", contravariant=True)
+Given = TypeVar("Given", covariant=True)
 
 # Below this many bytes, handing the buffer over to ZMQ costs more than copying it.
 ZERO_COPY_FROM_BYTES = 1 << 16
@@ -41,6 +43,28 @@ class ChannelAddresses:
     ticks: tuple[str, ...] = ()
     ranks: str = ""
     rendezvous: str = ""
+
+
+class SendEnd(Protocol[Taken]):
+    """Where messages of one kind go: a `Sender`, or what stands for one within a process."""
+
+    def send(self, message: Taken) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ReceiveEnd(Protocol[Given]):
+    """Where a loop that may sleep takes messages of one kind from: a `Receiver`, or what stands for one."""
+
+    def receive(self, timeout_s: float | None) -> Sequence[Given]: ...
+
+
+class AsyncReceiveEnd(Protocol[Given]):
+    """The same for an event loop."""
+
+    async def receive_async(self) -> Sequence[Given]: ...
+
+    def close(self) -> None: ...
 
 
 class Sender(Generic[T]):

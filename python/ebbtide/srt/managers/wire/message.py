@@ -17,6 +17,16 @@ class Reply(Message, frozen=True, kw_only=True):
     success: bool = True
     message: str = ""
 
+    @property
+    def served_version(self) -> str | None:
+        """The version of the weights that serve, where this reply tells."""
+        return None
+
+    @property
+    def has_changed_weights(self) -> bool:
+        """Whether other weights serve than before, or the same under another version."""
+        return False
+
 
 class TotalsReply(Reply, frozen=True, kw_only=True):
     """A reply with totals. `ranks`: of several ranks, what each adds, with its `dp_rank` and `tp_rank`."""

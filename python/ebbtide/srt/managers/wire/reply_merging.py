@@ -6,123 +6,33 @@ totals are sums over ranks and replicas, `ranks` lists the shares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar
 
 from msgspec import UNSET
 
-from ebbtide.srt.managers.io_struct import (
-    AnyReply,
-    GivenUp,
-    Refusal,
-    StateReport,
-    TotalsReply,
-    UpdateWeightsReqOutput,
-    UpdateWeightVersionReqOutput,
-    WeightsContent,
-)
+from ebbtide.srt.managers.wire.agreement import GivenUp
+from ebbtide.srt.managers.wire.merge_rules import Rule, agreed, first, merge_rules
+from ebbtide.srt.managers.wire.message import Refusal, Reply, TotalsReply
+from ebbtide.srt.managers.wire.reports import StateReport
 
-T = TypeVar("T")
+R = TypeVar("R", bound=Reply)
 
-MAX_ERRORS = 20
+MAX_ERRORS: Final = 20
+
+# How the further fields of refusals are merged. What is not here is the first one's.
+REFUSED_OVER_RANKS: Final[dict[str, Rule]] = {"needed_bytes": sum, "free_bytes": sum, "num_errors": sum}
+REFUSED_OVER_REPLICAS: Final[dict[str, Rule]] = REFUSED_OVER_RANKS | {"num_running": sum}
 
 
-def _first(values: list[T]) -> T:
-    return values[0]
-
-
-def _worst(values: list[WeightsContent]) -> WeightsContent:
-    return max(values, key=lambda value: value.num_missing)
-
-
-def _agreed(values: list[str]) -> str:
-    """The one value, or plainly none that a client could take for one."""
-    distinct = list(dict.fromkeys(values))
-    return distinct[0] if len(distinct) == 1 else f"mixed: {', '.join(distinct)}"
-
-
-def _joined(values: list[list[Any]]) -> list[Any]:
-    return [entry for value in values for entry in value]
-
-
-def _sum_per_tag(values: list[dict[Any, int]]) -> dict[Any, int]:
-    return {tag: sum(value[tag] for value in values) for tag in values[0]}
-
-
-def _joined_if_given(values: list[Any]) -> Any:
-    return UNSET if values[0] is UNSET else _joined(values)
-
-
-Rule = Callable[[list[Any]], Any]
-
-# Of what each rank has a share of its own, and a reply the total.
-SHARED: dict[str, Rule] = {
-    "freed_bytes": _sum_per_tag,
-    "mapped_bytes": _sum_per_tag,
-    "device_free_bytes_before": sum,
-    "device_free_bytes_after": sum,
-    "num_bytes": sum,
-}
-# By the name of a field: what becomes of its values. Ranks of one replica have the same requests.
-OVER_RANKS: dict[str, Rule] = {
-    **SHARED,
-    "success": all,
-    "changed": any,
-    "committed": all,
-    "staged": all,
-    "fully_flushed": all,
-    "replaced": any,
-    "duration_ms": max,
-    "stall_ms": max,
-    "weights": _worst,
-    "content": min,  # "stale" comes before "valid"
-    "num_missing": max,
-    "weight_version": _agreed,
-    "new_version": _agreed,
-    "per_engine_checksum": _agreed,
-    **dict.fromkeys(
-        (
-            "status",
-            "tags",
-            "mode",
-            "num_running",
-            "num_retracted",
-            "num_aborted",
-            "num_queued",
-            "num_paused_requests",
-            "freed_tokens",
-            "num_tensors",
-            "num_ignored",
-            "values",
-            "loads",
-            "by_rank",
-        ),
-        _first,
-    ),
-}
-# Replicas have requests of their own.
-OVER_REPLICAS: dict[str, Rule] = {
-    **OVER_RANKS,
-    **dict.fromkeys(
-        ("num_running", "num_retracted", "num_aborted", "num_queued", "num_paused_requests", "freed_tokens"),
-        sum,
-    ),
-    "loads": _joined,
-    "by_rank": _joined_if_given,
-}
-# Of the further fields of refusals. What is not here is the first one's.
-REFUSED_OVER_RANKS: dict[str, Rule] = {"needed_bytes": sum, "free_bytes": sum, "num_errors": sum}
-REFUSED_OVER_REPLICAS: dict[str, Rule] = REFUSED_OVER_RANKS | {"num_running": sum}
-
-
-def merge_ranks(replies: Sequence[AnyReply]) -> AnyReply:
+def merge_ranks(replies: Sequence[R]) -> R | Refusal:
     """The reply of a replica out of those of its ranks, by tp_rank: one type, or refusals among them."""
     if len(replies) == 1:
         return replies[0]
     refusals = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, Refusal)}
     if refusals:
         return merge_refusals(refusals, len(replies))
-    return _merged(replies, "rank", OVER_RANKS, [_share(reply, rank) for rank, reply in enumerate(replies)])
+    return _merged(replies, "rank", [_share(reply, rank) for rank, reply in enumerate(replies)])
 
 
 def merge_refusals(
@@ -133,13 +43,13 @@ def merge_refusals(
     It is their common one if all refuse alike. Otherwise the message names them, and so does every entry of
     `errors`, as `rank` or `dp_rank`.
     """
-    first, *others = refusals.values()
-    if len(refusals) == num_asked and all(other == first for other in others):
-        return first
+    common, *others = refusals.values()
+    if len(refusals) == num_asked and all(other == common for other in others):
+        return common
     rules = REFUSED_OVER_RANKS if noun == "rank" else REFUSED_OVER_REPLICAS
     names = dict.fromkeys(name for refusal in refusals.values() for name in refusal.fields)
     fields = {
-        name: rules.get(name, _first)([one.fields[name] for one in refusals.values() if name in one.fields])
+        name: rules.get(name, first)([one.fields[name] for one in refusals.values() if name in one.fields])
         for name in names
     }
     if "errors" in fields:
@@ -155,7 +65,7 @@ def merge_refusals(
     )
 
 
-def merge_replicas(replies: Sequence[AnyReply]) -> AnyReply:
+def merge_replicas(replies: Sequence[R]) -> R | Refusal:
     """The reply of the engine out of those of its replicas, by dp_rank.
 
     Where some did what others refused, it is a refusal with `replicas`, an entry for each: `dp_rank`,
@@ -167,12 +77,12 @@ def merge_replicas(replies: Sequence[AnyReply]) -> AnyReply:
     refused = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, Refusal)}
     if not refused:
         shares = [share for rank, reply in enumerate(replies) for share in _shares(reply, rank)]
-        return _merged(replies, "replica", OVER_REPLICAS, shares)
+        return _merged(replies, "replica", shares)
     refusal = merge_replica_refusals(refused, len(replies))
     if len(refused) == len(replies):
         return refusal
     done = {rank: reply for rank, reply in enumerate(replies) if rank not in refused}
-    differ = any(_has_changed_weights(reply) for reply in done.values())
+    differ = any(reply.has_changed_weights for reply in done.values())
     advice = " The replicas serve different weights now: send the update again" if differ else ""
     return Refusal(
         status=500 if differ else refusal.status,
@@ -214,33 +124,34 @@ def merge_reports(reports: Sequence[StateReport]) -> StateReport:
         can_run=not reasons,
         reason=_common_or_told(reasons, len(reports), "replica") if reasons else "",
         ranks=[rank for report in reports for rank in report.ranks],
-        weight_version=_agreed([report.weight_version for report in reports]),
-        model_path=_agreed([report.model_path for report in reports]),
-        load_format=_agreed([report.load_format for report in reports]),
+        weight_version=agreed([report.weight_version for report in reports]),
+        model_path=agreed([report.model_path for report in reports]),
+        load_format=agreed([report.load_format for report in reports]),
         session=sessions[0] if sessions else None,
         weight_groups=list(dict.fromkeys(name for report in reports for name in report.weight_groups)),
     )
 
 
-def _merged(
-    replies: Sequence[AnyReply], noun: str, rules: Mapping[str, Rule], shares: list[dict[str, Any]]
-) -> AnyReply:
+def _merged(replies: Sequence[R], noun: Literal["rank", "replica"], shares: list[dict[str, Any]]) -> R:
     kind = type(replies[0])
     assert all(type(reply) is kind for reply in replies), "replies to one request are of one type"
-    names = [name for name in kind.__struct_fields__ if name not in ("message", "ranks")]
-    fields = {name: rules[name]([getattr(reply, name) for reply in replies]) for name in names}
+    fields = {}
+    for name, merge in merge_rules(kind).items():
+        rule = merge.over_ranks if noun == "rank" else merge.over_replicas
+        fields[name] = rule([getattr(reply, name) for reply in replies])
     if issubclass(kind, TotalsReply):
         fields["ranks"] = shares
     return kind(message=_common_or_told(_messages(dict(enumerate(replies))), len(replies), noun), **fields)
 
 
-def _share(reply: AnyReply, tp_rank: int) -> dict[str, Any]:
+def _share(reply: Reply, tp_rank: int) -> dict[str, Any]:
     """What one rank adds to the totals."""
-    own = {name: getattr(reply, name) for name in SHARED if hasattr(reply, name)}
+    rules = merge_rules(type(reply))
+    own = {name: getattr(reply, name) for name, merge in rules.items() if merge.is_share}
     return {"dp_rank": 0, "tp_rank": tp_rank, **own}
 
 
-def _shares(reply: AnyReply, dp_rank: int) -> list[dict[str, Any]]:
+def _shares(reply: Reply, dp_rank: int) -> list[dict[str, Any]]:
     """What each rank of a replica adds to the totals. A replica of one rank lists none: it is the share."""
     listed = (
         reply.ranks if isinstance(reply, TotalsReply) and reply.ranks is not UNSET else [_share(reply, 0)]
@@ -248,27 +159,14 @@ def _shares(reply: AnyReply, dp_rank: int) -> list[dict[str, Any]]:
     return [{**share, "dp_rank": dp_rank} for share in listed]
 
 
-def _has_changed_weights(reply: AnyReply) -> bool:
-    match reply:
-        case UpdateWeightsReqOutput():
-            return reply.committed
-        case UpdateWeightVersionReqOutput():
-            return True
-        case _:
-            return False
-
-
-def _outcome(dp_rank: int, reply: AnyReply) -> dict[str, Any]:
+def _outcome(dp_rank: int, reply: Reply) -> dict[str, Any]:
     outcome = {"dp_rank": dp_rank, "success": reply.success, "message": reply.message}
-    match reply:
-        case UpdateWeightsReqOutput():
-            outcome["weight_version"] = reply.weight_version
-        case UpdateWeightVersionReqOutput():
-            outcome["weight_version"] = reply.new_version
+    if reply.served_version is not None:
+        outcome["weight_version"] = reply.served_version
     return outcome
 
 
-def _messages(replies: Mapping[int, AnyReply]) -> dict[int, str]:
+def _messages(replies: Mapping[int, Reply]) -> dict[int, str]:
     return {index: reply.message for index, reply in replies.items()}
 
 

@@ -5,34 +5,10 @@ Source: architecture, "Processes and messages".
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
 from typing import Any
 
-import msgspec
-
-from ebbtide.srt.managers.io_struct import (
-    AnyReply,
-    Message,
-    RankReport,
-    Refusal,
-    SchedulerInput,
-    UpdateWeightsFromTensorReqInput,
-)
-
-
-class Decision(Message, frozen=True, kw_only=True):
-    """How a phase of a control request has ended, for all ranks at the same place among their messages.
-
-    Attributes:
-        phase: its number; every rank counts alike.
-        failure: of all who failed, as one; None if all ranks have done their part.
-        facts: what each rank said of its part, by tp_rank; empty after a failure.
-    """
-
-    phase: int
-    failure: Refusal | None = None
-    facts: Sequence[Any] = ()
-
+from ebbtide.srt.managers.io_struct import AnyReply, Message, RankReport, Refusal, SchedulerInput
+from ebbtide.srt.managers.wire.agreement import Decision
 
 # What a turn of the loop begins with.
 TurnInput = SchedulerInput | Decision
@@ -73,13 +49,3 @@ class RankUpdate(Message, frozen=True, kw_only=True):
 
 
 RankMessage = RankVote | RankReply | RankUpdate
-
-
-def dealt(request: UpdateWeightsFromTensorReqInput, own: Container[int]) -> UpdateWeightsFromTensorReqInput:
-    """The request with the entries of these ranks alone: all of them to all would be quadratic in bytes.
-
-    The places of the others are kept, and empty.
-    """
-    entries = request.serialized_named_tensors
-    share = [entry if index in own else b"" for index, entry in enumerate(entries)]
-    return msgspec.structs.replace(request, serialized_named_tensors=share)

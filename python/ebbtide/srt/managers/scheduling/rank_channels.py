@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.io_struct import DetokenizerInput, ManagerInput, SchedulerInput
-from ebbtide.srt.managers.scheduling.live_requests import OutputEnd
 from ebbtide.srt.managers.scheduling.lockstep import FollowerInbox, Inbox, LeaderInbox, NoOutputs, RankInbox
-from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
-from ebbtide.srt.managers.wire.rank_messages import RankMessage, Tick
+from ebbtide.srt.managers.scheduling.rank_messages import RankMessage, Tick
+from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, SendEnd, Sender
 
 
 class LeaderReceiver(Receiver[SchedulerInput | RankMessage]):
@@ -18,7 +17,9 @@ class LeaderReceiver(Receiver[SchedulerInput | RankMessage]):
         self._socket.bind(addresses.ranks)
 
 
-def open_rank_channels(config: EngineConfig, addresses: ChannelAddresses) -> tuple[RankInbox, OutputEnd]:
+def open_rank_channels(
+    config: EngineConfig, addresses: ChannelAddresses
+) -> tuple[RankInbox, SendEnd[DetokenizerInput]]:
     """The inbox of the rank that `config.parallel` names, and where its outputs go."""
     parallel = config.parallel
     if not parallel.is_leader:

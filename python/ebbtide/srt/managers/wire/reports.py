@@ -1,12 +1,31 @@
-"""What a rank says of itself, in the messages of `io_struct`."""
+"""What ranks and replicas say of their state."""
 
 from __future__ import annotations
 
+import enum
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from ebbtide.srt.managers.wire.message import Message
 from ebbtide.srt.memory_saver.tags import MemoryTag
+
+
+class PauseMode(enum.StrEnum):
+    """What a pause does with the running requests. The order is that of escalation."""
+
+    WAIT = "wait"
+    IN_PLACE = "in_place"
+    RETRACT = "retract"
+    ABORT = "abort"
+
+
+class WeightsContent(Struct, frozen=True, kw_only=True):
+    """Whether the parameters hold a whole set of weights. `missing` names up to ten that are not written."""
+
+    content: Literal["valid", "stale"]
+    num_missing: int = 0
+    missing: list[str] = []
 
 
 class TagReport(Struct, frozen=True, kw_only=True):
@@ -57,3 +76,21 @@ class RankChecksums(Struct, frozen=True, kw_only=True):
     checksums: dict[str, str]
     per_gpu_checksum: str
     parallelism_info: list[Parallelism]
+
+
+class StateReport(Message, frozen=True, kw_only=True):
+    """The state machines as they stand. Sent when they change, ahead of the reply to what changed them.
+
+    Those of the ranks of one replica are the same; `ranks` has each of them.
+    """
+
+    dp_rank: int = 0
+    paused: PauseMode | None
+    can_run: bool
+    reason: str
+    ranks: list[RankReport]
+    weight_version: str
+    model_path: str
+    load_format: str
+    session: SessionReport | None = None
+    weight_groups: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""How several replicas commit an update together: each says when it is ready, and is told what all do.
+"""How ranks end a phase of a control request together, and how replicas commit an update together.
 
 An update, or the end of a session, is prepared on every replica as far as its commit. Then the replica says
 `Prepared`, and from there on refuses no more. When all have said so, each is sent a `Verdict` to commit; when
@@ -8,7 +8,24 @@ replica, so whatever else is asked for meanwhile finds the same state on all of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from ebbtide.srt.managers.wire.message import Message, Refusal, Reply
+
+
+class Decision(Message, frozen=True, kw_only=True):
+    """How a phase of a control request has ended, for all ranks at the same place among their messages.
+
+    Attributes:
+        phase: its number; every rank counts alike.
+        failure: of all who failed, as one; None if all ranks have done their part.
+        facts: what each rank said of its part, by tp_rank; empty after a failure.
+    """
+
+    phase: int
+    failure: Refusal | None = None
+    facts: Sequence[Any] = ()
 
 
 class Prepared(Reply, frozen=True, kw_only=True):

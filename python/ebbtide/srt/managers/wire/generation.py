@@ -1,10 +1,47 @@
-"""What the outputs of a request are made of, in the messages of `io_struct`."""
+"""The messages about generation: a request on its way in, its outputs on their way out."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from msgspec import Struct
+
+from ebbtide.srt.managers.wire.message import Message
+from ebbtide.srt.sampling_params import SamplingParams
+
+
+class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
+    """One output to generate. Everything in it has been checked by the TokenizerManager.
+
+    Attributes:
+        logprob_start: first prompt position whose logprob is wanted; None for none of the prompt.
+        cache_namespace: prefixes are shared only between requests with equal namespaces.
+        max_new_tokens: how many tokens the context leaves room for, at most what was asked for.
+        arrival_s: when the request arrived, on the clock of `time.monotonic`.
+        dp_rank: the replica that it is for; None as long as none has been chosen, or if there is only one.
+    """
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    max_new_tokens: int
+    seed: int
+    stream: bool = False
+    stream_interval: int = 1
+    return_logprob: bool = False
+    logprob_start: int | None = None
+    top_logprobs_num: int = 0
+    token_ids_logprob: tuple[int, ...] = ()
+    cache_namespace: tuple[str, ...] = ()
+    arrival_s: float = 0.0
+    dp_rank: int | None = None
+
+
+class AbortGeneration(Message, frozen=True, kw_only=True):
+    """End one request from the API process itself: its client went away, or its time is up."""
+
+    rid: str
+    message: str
 
 
 class FinishReason(Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -79,3 +116,18 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     kv_versions: list[str] | None = None
     num_retractions: int = 0
     logprobs: list[TokenLogprobs] | None = None
+
+
+class TokenOutput(Message, frozen=True, kw_only=True):
+    """The outputs of one step, for the detokenizer (or, without a tokenizer, for the TokenizerManager)."""
+
+    weight_version: str
+    outputs: list[RequestOutput]
+
+
+class TextOutput(Message, frozen=True, kw_only=True):
+    """`outputs` with the text that each adds; the text never ends in half a character."""
+
+    weight_version: str
+    outputs: list[RequestOutput]
+    texts: list[str]

@@ -1,0 +1,324 @@
+"""The control requests about weights, with their replies and rows. Source: wire_api section 3.3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, UnsetType, field
+
+from ebbtide.srt.managers.wire.control_request import (
+    POST_OR_GET,
+    ControlRequest,
+    ControlRow,
+    Outcome,
+    joining_deadline,
+    own_or_update_deadline,
+    update_deadline,
+)
+from ebbtide.srt.managers.wire.merge_rules import (
+    AGREED,
+    ALL,
+    ANY,
+    LARGEST,
+    LISTED_PER_REPLICA,
+    PER_REPLICA,
+    SAME,
+    SHARE,
+    STALER,
+)
+from ebbtide.srt.managers.wire.message import Reply, TotalsReply
+from ebbtide.srt.managers.wire.reports import PauseMode, RankChecksums
+
+# The name of a weight update group where none is given.
+DEFAULT_GROUP = "weight_update_group"
+
+
+class UpdateWeightsReqOutput(TotalsReply, frozen=True, kw_only=True):
+    weight_version: Annotated[str, AGREED]
+    committed: Annotated[bool, ALL]
+    staged: Annotated[bool, ALL]
+    num_tensors: Annotated[int, SAME]
+    num_ignored: Annotated[int, SAME]
+    num_bytes: Annotated[int, SHARE]
+    stall_ms: Annotated[float, LARGEST]
+    num_paused_requests: Annotated[int, PER_REPLICA]
+    content: Annotated[Literal["valid", "stale"], STALER]
+    num_missing: Annotated[int, LARGEST]
+
+    @property
+    def served_version(self) -> str:
+        return self.weight_version
+
+    @property
+    def has_changed_weights(self) -> bool:
+        return self.committed
+
+
+class WeightUpdateRequest(ControlRequest, frozen=True, kw_only=True):
+    """The fields of every weight update. Source: wire_api section 3.3.
+
+    `session_id`: refused unless the session that was begun under this name is open.
+    """
+
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    pause_mode: PauseMode | None = None
+    weight_version: str | int | None = None
+    timeout_s: float | None = None
+    selector: Literal["target", "draft", "all"] = "all"
+    torch_empty_cache: bool = False
+    session_id: str | None = None
+
+    def undo(self, outcome: Outcome) -> Mapping[int, AbortWeightUpdateReqInput]:
+        # A part of a session cannot be unstaged, and a commit would bring it to some replicas only.
+        replies = outcome.replies
+        is_staged = any(
+            isinstance(reply, UpdateWeightsReqOutput) and not reply.committed for reply in replies.values()
+        )
+        return dict.fromkeys(sorted(replies), AbortWeightUpdateReqInput()) if is_staged else {}
+
+
+def _update(path: str, op: str | None = None, per_rank: str | None = None) -> ControlRow:
+    """The row of a weight update."""
+    return ControlRow(
+        *(UpdateWeightsReqOutput, path),
+        op=op,
+        deadline=own_or_update_deadline,
+        per_rank=per_rank,
+        subject="session",
+        settles=False,
+        is_joint=True,
+        undone="The session was discarded, as others had staged this update",
+    )
+
+
+class UpdateWeightFromDiskReqInput(WeightUpdateRequest, frozen=True, kw_only=True):
+    """Take the weights of a Hugging Face checkpoint folder. Fields after `load_format` are ignored."""
+
+    row = _update("/update_weights_from_disk", op="update_from_disk")
+
+    model_path: str
+    load_format: str | None = None
+    is_async: Any = None
+    keep_pause: Any = None
+    recapture_cuda_graph: Any = None
+    token_step: Any = None
+    manifest: Any = None
+
+
+class UpdateWeightsFromTensorReqInput(WeightUpdateRequest, frozen=True, kw_only=True):
+    """Take serialized named tensors, one entry per rank; in JSON each entry is base64. wire_api section 4."""
+
+    row = _update("/update_weights_from_tensor", per_rank="serialized_named_tensors")
+
+    serialized_named_tensors: list[bytes]
+    load_format: str | None = None
+
+
+class UpdateWeightsFromDistributedReqInput(WeightUpdateRequest, frozen=True, kw_only=True):
+    """Take tensors that rank 0 of a group broadcasts. `name`, `dtype`, `shape` are older words for one."""
+
+    row = _update("/update_weights_from_distributed")
+
+    names: list[str] | None = None
+    dtypes: list[str] | None = None
+    shapes: list[list[int]] | None = None
+    group_name: str = DEFAULT_GROUP
+    load_format: str | None = None
+    name: str | None = None
+    dtype: str | None = None
+    shape: list[int] | None = None
+
+
+class UpdateWeightsFromIPCReqInput(WeightUpdateRequest, frozen=True, kw_only=True):
+    """Take what checkpoint-engine's senders bring: their addresses by device. wire_api section 4.5."""
+
+    row = _update("/update_weights_from_ipc")
+
+    zmq_handles: dict[str, str]
+
+
+class WeightsUpdateGroupReqOutput(Reply, frozen=True, kw_only=True):
+    """A group was joined or left. `replaced`: a live one of that name was left first."""
+
+    changed: Annotated[bool, ANY]
+    replaced: Annotated[bool, ANY] = False
+
+
+class InitWeightsUpdateGroupReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Join a process group whose rank 0 is the trainer. wire_api section 3.3. `pp_rank` is ignored."""
+
+    row = ControlRow(WeightsUpdateGroupReqOutput, "/init_weights_update_group", deadline=joining_deadline)
+
+    master_address: str
+    master_port: int | str
+    rank_offset: int
+    world_size: int
+    group_name: str = DEFAULT_GROUP
+    backend: Literal["nccl", "gloo"] = "nccl"
+    timeout_s: float = 300.0
+    pp_rank: Any = None
+
+    @property
+    def subject(self) -> str:
+        return f"group {self.group_name}"
+
+    def undo(self, outcome: Outcome) -> Mapping[int, DestroyWeightsUpdateGroupReqInput]:
+        leaving = DestroyWeightsUpdateGroupReqInput(group_name=self.group_name)
+        return dict.fromkeys(outcome.changed, leaving)
+
+
+class DestroyWeightsUpdateGroupReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Leave a group, also one that is just being joined; an unknown one is not an error."""
+
+    row = ControlRow(WeightsUpdateGroupReqOutput, "/destroy_weights_update_group", deadline=update_deadline)
+
+    group_name: str = DEFAULT_GROUP
+
+    @property
+    def subject(self) -> str:
+        return f"group {self.group_name}"
+
+
+class WeightSessionReqOutput(Reply, frozen=True, kw_only=True):
+    """A session was opened or discarded."""
+
+    changed: Annotated[bool, ANY]
+
+
+class BeginWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Open a weight update session: updates are staged until `EndWeightUpdateReqInput` commits them all."""
+
+    row = ControlRow(
+        *(WeightSessionReqOutput, "/begin_weight_update"),
+        deadline=own_or_update_deadline,
+        subject="session",
+        settles=False,
+    )
+
+    selector: Literal["target", "draft", "all"] = "all"
+    timeout_s: float | None = None
+    session_id: str | None = None
+
+    def undo(self, outcome: Outcome) -> Mapping[int, AbortWeightUpdateReqInput]:
+        return dict.fromkeys(outcome.changed, AbortWeightUpdateReqInput())
+
+
+class EndWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Commit the open session. `flush_cache` null: if any staged update asked for it."""
+
+    row = ControlRow(
+        *(UpdateWeightsReqOutput, "/end_weight_update"),
+        deadline=own_or_update_deadline,
+        subject="session",
+        settles=False,
+        is_joint=True,
+        undone="The session was discarded, as others have it",
+    )
+
+    weight_version: str | int | None = None
+    flush_cache: bool | None = None
+    pause_mode: PauseMode | None = None
+    timeout_s: float | None = None
+    session_id: str | None = None
+
+    def undo(self, outcome: Outcome) -> Mapping[int, AbortWeightUpdateReqInput]:
+        if all(outcome.has_session):
+            return {}
+        # What is gone on one replica can never be committed on all.
+        open_on = [dp_rank for dp_rank, is_open in enumerate(outcome.has_session) if is_open]
+        return dict.fromkeys(open_on, AbortWeightUpdateReqInput())
+
+
+class AbortWeightUpdateReqInput(ControlRequest, frozen=True):
+    """Discard the open session."""
+
+    row = ControlRow(WeightSessionReqOutput, "/abort_weight_update", subject="session")
+
+    def ends(self, update: ControlRequest) -> bool:
+        return isinstance(update, EndWeightUpdateReqInput)
+
+
+class UpdateWeightVersionReqOutput(Reply, frozen=True, kw_only=True):
+    new_version: Annotated[str, AGREED]
+
+    @property
+    def served_version(self) -> str:
+        return self.new_version
+
+    @property
+    def has_changed_weights(self) -> bool:
+        return True
+
+
+class UpdateWeightVersionReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Give the weights another version; in a session it takes effect with the commit."""
+
+    row = ControlRow(UpdateWeightVersionReqOutput, "/update_weight_version")
+
+    new_version: str
+    abort_all_requests: bool = False
+
+
+class GetWeightsByNameReqOutput(Reply, frozen=True, kw_only=True):
+    """`values` is the bare list that clients get: numbers for 1-D weights, rows for 2-D ones."""
+
+    values: Annotated[list[Any], SAME]
+
+
+class GetWeightsByNameReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Read the first rows of a weight under its checkpoint name."""
+
+    row = ControlRow(GetWeightsByNameReqOutput, "/get_weights_by_name", POST_OR_GET, body_field="values")
+
+    name: str
+    truncate_size: int = 100
+
+
+class CheckWeightsReqOutput(Reply, frozen=True, kw_only=True):
+    """For checksums: those of every rank, and what they come to; replicas with the same weights agree."""
+
+    per_engine_checksum: Annotated[str | UnsetType, AGREED] = UNSET
+    by_rank: Annotated[list[RankChecksums] | UnsetType, LISTED_PER_REPLICA] = field(
+        default=UNSET, name="ranks"
+    )
+
+
+class CheckWeightsReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Sum up the parameters, keep a copy of them, fill them with anything, or compare them with the copy.
+
+    `skip_tensor_list`: what is in the names of parameters to leave out. The rest is accepted and ignored.
+    """
+
+    row = ControlRow(CheckWeightsReqOutput, "/weights_checker", POST_OR_GET)
+
+    action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
+    skip_tensor_list: list[str] | None = None
+    allow_quant_error: Any = None
+    selector: Any = None
+
+
+AnyWeightRequest = (
+    UpdateWeightFromDiskReqInput
+    | UpdateWeightsFromTensorReqInput
+    | UpdateWeightsFromDistributedReqInput
+    | UpdateWeightsFromIPCReqInput
+    | InitWeightsUpdateGroupReqInput
+    | DestroyWeightsUpdateGroupReqInput
+    | BeginWeightUpdateReqInput
+    | EndWeightUpdateReqInput
+    | AbortWeightUpdateReqInput
+    | UpdateWeightVersionReqInput
+    | GetWeightsByNameReqInput
+    | CheckWeightsReqInput
+)
+
+AnyWeightReply = (
+    UpdateWeightsReqOutput
+    | WeightsUpdateGroupReqOutput
+    | WeightSessionReqOutput
+    | UpdateWeightVersionReqOutput
+    | GetWeightsByNameReqOutput
+    | CheckWeightsReqOutput
+)
