@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fixtures.checkpoints import make_checkpoint
-from fixtures.servers import ENVIRONMENT, Server, running_server
+from fixtures.servers import ENVIRONMENT, Server, running_server, url_of
 
 ROOT = Path(__file__).parent.parent
 CONTROL_PLANE = ROOT / "docs" / "control_plane.md"
@@ -67,7 +67,7 @@ def run_example(name: str, *arguments: str) -> str:
 def run_command(command: str, server: Server, checkpoints: tuple[Path, Path], folder: Path) -> str:
     """What a command of the page writes to its standard output."""
     first, second = map(str, checkpoints)
-    env = {**os.environ, "URL": str(server.client.base_url).rstrip("/"), "A": first, "B": second}
+    env = {**os.environ, "URL": url_of(server), "A": first, "B": second}
     done = subprocess.run(["bash", "-euc", command], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -121,8 +121,9 @@ def test_an_rl_loop_goes_on_when_answers_are_lost(server: Server, checkpoints: t
     arguments = ["--model-path", str(checkpoints[0]), "--steps", "3"]
     disturbed = run_example("rl_step_with_retries.py", *arguments, "--lose-every", "2")
     assert disturbed.count("/transition (the answer was lost)") == disturbed.count("(replayed)") > 0
-    url = str(server.client.base_url).rstrip("/")
-    undisturbed = run_example("rl_step_with_retries.py", *arguments, "--lose-every", "0", "--url", url)
+    undisturbed = run_example(
+        "rl_step_with_retries.py", *arguments, "--lose-every", "0", "--url", url_of(server)
+    )
     assert "no answer" not in undisturbed
     rewards = [re.findall(r"mean reward (\S+)", output) for output in (disturbed, undisturbed)]
     assert rewards[0] == rewards[1]

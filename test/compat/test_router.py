@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import pytest
 from fixtures.checkpoints import make_checkpoint
-from fixtures.servers import Server, free_port, running_server, wait_until
+from fixtures.servers import Server, free_port, running_server, url_of, wait_until
 
 if find_spec("sglang_router") is None:
     pytest.skip("sglang-router is not installed", allow_module_level=True)
@@ -45,10 +45,6 @@ class Router:
         return {worker["url"]: worker["is_healthy"] for worker in found}
 
 
-def address(server: Server) -> str:
-    return str(server.client.base_url).rstrip("/")
-
-
 def num_requests(server: Server) -> int:
     return int(server.get("/get_load").json()[0]["num_reqs"])
 
@@ -61,7 +57,7 @@ def running_router(servers: list[Server], log: Path) -> Iterator[Router]:
     command += ["--port", str(port), "--prometheus-port", str(free_port())]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--worker-urls", address(servers[0])], stdout=output, stderr=output
+            [*command, "--worker-urls", url_of(servers[0])], stdout=output, stderr=output
         )
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
@@ -76,7 +72,7 @@ def running_router(servers: list[Server], log: Path) -> Iterator[Router]:
 
             wait_until(is_up, "the router has a worker", 60)
             for server in servers[1:]:
-                answer = client.post("/workers", json={"url": address(server), "worker_type": "regular"})
+                answer = client.post("/workers", json={"url": url_of(server), "worker_type": "regular"})
                 assert answer.status_code == 202, answer.text
             wait_until(lambda: sum(router.workers().values()) == len(servers), "the router has all workers")
             yield router
@@ -210,5 +206,5 @@ def test_what_a_dead_server_had_is_done_by_the_other(router: Router, pool: Threa
     results = [answer.result() for answer in answers]
     assert [result.status_code for result in results] == [200] * 4
     assert len({tuple(result.json()["output_ids"]) for result in results}) == 1
-    wait_until(lambda: router.workers() == {address(dead): False, address(alive): True}, "it is noticed")
+    wait_until(lambda: router.workers() == {url_of(dead): False, url_of(alive): True}, "it is noticed")
     assert [router.generate().status_code for _ in range(4)] == [200] * 4

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.compat import COMPAT_ENVIRONMENT, output_of, run_python
+from fixtures.compat import COMPAT_ENVIRONMENT, output_of
 from fixtures.trainer_process import sample_tensors
 
 from ebbtide.srt.config import ParallelConfig
@@ -208,14 +208,6 @@ def test_nothing_stays_in_shared_memory_and_tensors_outlive_the_senders(trainer:
     trainer.send("empty")
     assert trainer.shared_objects() == set()
     assert torch.equal(dict(decoded)["plain"], dict(sample_tensors())["plain"])
-
-
-def test_the_decoder_runs_nothing() -> None:
-    script = "import os\nfrom sglang.srt.utils import MultiprocessingSerializer as serializer\n"
-    script += "class Gadget:\n    def __reduce__(self):\n        return os.system, ('echo was run',)\n"
-    done = run_python(script + "serializer.deserialize(serializer.serialize([('w', Gadget())]))")
-    assert "was run" not in done.stdout
-    assert "RequestRejected: the payload names the global 'posix.system'" in done.stderr
 
 
 FOREIGN = """

@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from fixtures.checkpoints import make_checkpoint
-from fixtures.servers import ENVIRONMENT, Server, free_port, is_alive, running_server, wait_until
+from fixtures.servers import ENVIRONMENT, Server, free_port, is_alive, running_server, url_of, wait_until
 from fixtures.sharding_trainer import send_from_two_processes
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,28 +26,12 @@ from ebbtide import Engine
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
-from ebbtide.trainer import SentWeights, WeightSender, WeightSendError
+from ebbtide.trainer import WeightSender, WeightSendError
 
 Weights = dict[str, torch.Tensor]
 ALL_ROWS = 10**6
 # Of a model of 380 kB: a dozen buckets.
 BUCKET_BYTES = 32 << 10
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("sender") / "old", "Qwen3ForCausalLM", seed=1)
-
-
-@pytest.fixture(scope="module")
-def old(checkpoint: Path) -> Weights:
-    return load_file(checkpoint / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def new(old: Weights) -> Weights:
-    generator = torch.Generator().manual_seed(2)
-    return {name: torch.rand(tensor.shape, generator=generator) for name, tensor in old.items()}
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +71,6 @@ def nothing_left_in_shared_memory() -> Iterator[None]:
     before = objects()
     yield
     assert objects() == before
-
-
-def url_of(server: Server) -> str:
-    return str(server.client.base_url).rstrip("/")
 
 
 def serves(target: Any, weights: Weights, version: str) -> bool:
@@ -169,16 +148,6 @@ def test_parameters_views_types_and_a_kept_version(target: Any, old: Weights, ne
     assert serves(target, {name: tensor.detach().float() for name, tensor in odd.items()}, "old")
 
 
-def test_requests_in_flight_go_on_through_an_update(engine: Any, new: Weights) -> None:
-    params = {"max_new_tokens": 200, "ignore_eos": True, "temperature": 0}
-    stream = engine.generate(input_ids=[5, 6, 7], sampling_params=params, stream=True)
-    next(stream)
-    sender_to(engine).send(new.items(), version="new")
-    *_, last = stream
-    assert last["meta_info"]["finish_reason"]["type"] == "length"
-    assert last["meta_info"]["weight_versions"][0]["version"] == "old"
-
-
 def test_an_engine_that_has_slept_serves_once_all_weights_are_there(engine: Any, new: Weights) -> None:
     params = {"max_new_tokens": 4, "ignore_eos": True, "temperature": 0}
     engine.release_memory_occupation()
@@ -242,17 +211,6 @@ def test_every_rank_of_every_replica_gets_the_weights(
         assert replicas_agree(many_ranks)
 
 
-def test_a_bucket_that_does_not_fit_leaves_the_old_weights_on_every_rank(
-    many_ranks: Server, old: Weights, new: Weights
-) -> None:
-    sender = sender_to(many_ranks)
-    sender.send(old.items(), version="old")
-    with pytest.raises(WeightSendError, match=r"model\.norm\.weight: "):
-        sender.send([*list(new.items())[:9], ("model.norm.weight", torch.zeros(3))], version="bad")
-    assert serves(many_ranks, old, "old")
-    assert replicas_agree(many_ranks)
-
-
 def test_sharded_parameters_of_two_processes_reach_every_rank(
     many_ranks: Server, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -260,17 +218,6 @@ def test_sharded_parameters_of_two_processes_reach_every_rank(
     send_from_two_processes(url_of(many_ranks), checkpoint / "model.safetensors", saved)
     assert serves(many_ranks, load_file(saved), "sharded")
     assert replicas_agree(many_ranks)
-
-
-def test_an_engine_of_two_ranks_and_servers_get_the_same_update(
-    many_ranks: Server, server: Server, checkpoint: Path, new: Weights
-) -> None:
-    arguments: dict[str, Any] = {"device": "cpu", "max_total_tokens": 4096, "skip_tokenizer_init": True}
-    with Engine(model_path=str(checkpoint), tp_size=2, **arguments) as engine:
-        targets = [engine, url_of(many_ranks), url_of(server)]
-        WeightSender(targets, bucket_bytes=BUCKET_BYTES).send(new.items(), "all")
-        for target in (engine, many_ranks, server):
-            assert serves(target, new, "all")
 
 
 def replicas_agree(server: Server) -> bool:
@@ -368,24 +315,20 @@ def test_a_refused_bucket_leaves_the_old_weights_and_is_named(
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
-def test_what_the_generator_raises_ends_the_update(
-    target: Any, old: Weights, new: Weights, kind: type[BaseException]
+@pytest.mark.parametrize("where", ["generator", "progress"])
+def test_what_the_caller_raises_ends_the_update(
+    target: Any, old: Weights, new: Weights, kind: type[BaseException], where: str
 ) -> None:
-    def gather() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(new.items())[:15]
+    def fail(*sent: object) -> None:
         raise kind("mine")
 
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(new.items())[:15]
+        if where == "generator":
+            fail()
+
     with pytest.raises(kind, match="mine"):
-        sender_to(target).send(gather(), version="bad")
-    assert serves(target, old, "old")
-
-
-def test_what_the_progress_callback_raises_ends_the_update(target: Any, old: Weights, new: Weights) -> None:
-    def progress(num_bytes: int, num_tensors: int) -> None:
-        raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        sender_to(target, progress=progress).send(new.items(), version="bad")
+        sender_to(target, progress=fail if where == "progress" else None).send(gather(), version="bad")
     assert serves(target, old, "old")
 
 
@@ -437,7 +380,9 @@ def test_a_bucket_whose_session_has_ended_is_refused_and_the_old_weights_serve(
                     call("begin_weight_update", session_id=next_session)
             yield item
 
-    with pytest.raises(WeightSendError, match=r"the session '\w+' is not open"):
+    # The bucket before it may have been on its way still.
+    ended = r"the session '\w+' is not open|the weight update session was discarded: aborted"
+    with pytest.raises(WeightSendError, match=ended):
         sender_to(target, bucket_bytes=1).send(gather(), version="new")
     assert serves(target, old, "old")
 
@@ -721,8 +666,3 @@ def fake_server(
 
     with serving(Handler) as url:
         yield url
-
-
-def test_the_result_is_a_record() -> None:
-    sent = WeightSender(FakeEngine()).send([("a", torch.zeros(2))], version=4)
-    assert sent == SentWeights("4", 1, 8, sent.seconds, True, 1.0)

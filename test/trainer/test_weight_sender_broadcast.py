@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import make_checkpoint
-from fixtures.servers import Server, free_port, running_server, wait_until
-from safetensors.torch import load_file
+from fixtures.servers import Server, free_port, running_server, url_of, wait_until
 
 from ebbtide import Engine
 from ebbtide.srt.weight_sync.broadcast.weight_group import GroupAddress
@@ -22,18 +20,6 @@ from ebbtide.trainer.targets import EngineTarget
 Weights = dict[str, torch.Tensor]
 # Of a model of 380 kB: a dozen buckets.
 BUCKET_BYTES = 32 << 10
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("sender") / "old", "Qwen3ForCausalLM", seed=1)
-
-
-@pytest.fixture(scope="module")
-def new(checkpoint: Path) -> Weights:
-    generator = torch.Generator().manual_seed(2)
-    old = load_file(checkpoint / "model.safetensors")
-    return {name: torch.rand(tensor.shape, generator=generator) for name, tensor in old.items()}
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +44,6 @@ def engine(shared_engine: Any, checkpoint: Path) -> Iterator[Any]:
 def server(checkpoint: Path) -> Iterator[Server]:
     with running_server(checkpoint, "--device", "cpu", "--skip-tokenizer-init") as server:
         yield server
-
-
-def url_of(server: Server) -> str:
-    return str(server.client.base_url).rstrip("/")
 
 
 def sender_to(target: Any, **options: Any) -> WeightSender:
@@ -90,12 +72,11 @@ def no_broadcast_is_left() -> bool:
 
 @pytest.mark.parametrize("bucket_bytes", [BUCKET_BYTES, 1])
 def test_an_engine_takes_all_weights_in_one_group_that_is_kept(
-    engine: Any, checkpoint: Path, new: Weights, bucket_bytes: int
+    engine: Any, old: Weights, new: Weights, bucket_bytes: int
 ) -> None:
     odd: Weights = {name: torch.nn.Parameter(tensor) for name, tensor in new.items()}
     odd["lm_head.weight"] = new["lm_head.weight"].t().contiguous().t()
     odd["model.norm.weight"] = torch.arange(128, dtype=torch.float64)[::2]
-    old = load_file(checkpoint / "model.safetensors")
     groups = []
     with sender_to(engine, bucket_bytes=bucket_bytes) as sender:
         for weights, version in ((old, "again"), (odd, "odd")):
@@ -117,7 +98,7 @@ def test_a_closed_sender_makes_another_group_at_its_own_port(engine: Any, new: W
 
 
 def test_a_tensor_that_does_not_fit_leaves_the_old_weights_and_nobody_waiting(
-    engine: Any, checkpoint: Path, new: Weights
+    engine: Any, old: Weights, new: Weights
 ) -> None:
     bad = {**new, list(new)[9]: torch.zeros(3)}
     reading = iter(bad.items())
@@ -126,7 +107,7 @@ def test_a_tensor_that_does_not_fit_leaves_the_old_weights_and_nobody_waiting(
             sender.send(reading, version="bad")
         # Other ranks of a trainer would wait in a gather.
         assert next(reading, None) is None
-        assert serves(engine, load_file(checkpoint / "model.safetensors"), "old")
+        assert serves(engine, old, "old")
         wait_until(no_broadcast_is_left, "the broadcast that nobody took has ended")
         sender.send(new.items(), version="new")
     assert serves(engine, new, "new")
@@ -167,9 +148,8 @@ def test_an_engine_that_does_not_join_keeps_nobody_waiting(
 
 
 def test_several_targets_until_one_dies_in_the_middle(
-    engine: Any, server: Server, checkpoint: Path, new: Weights
+    engine: Any, server: Server, old: Weights, new: Weights
 ) -> None:
-    old = load_file(checkpoint / "model.safetensors")
 
     def gather() -> Iterator[tuple[str, torch.Tensor]]:
         for index, item in enumerate(new.items()):

@@ -254,11 +254,6 @@ def test_a_mapping_that_begins_elsewhere_is_refused(gpu: Gpu) -> None:
     ("changes", "message"),
     [
         ({"offset": 1}, "reaches beyond its storage of 24 bytes"),
-        ({"size": (3, 3)}, "beyond"),
-        ({"stride": (2**62, 1)}, "beyond"),
-        ({"stride": (1,)}, "2 sizes but 1 strides"),
-        ({"size": (2**40,), "stride": (0,)}, "repeats elements"),
-        ({"size": (2**62, 2**62, 0), "stride": (1, 1, 1)}, "multiply to more"),
         ({"num_bytes": 20}, "beyond its storage of 20 bytes"),
         ({"num_bytes": 2**63}, "storage size: expected an integer"),
         ({"offset_bytes": 2**63}, "storage offset: expected an integer"),

@@ -2,15 +2,9 @@
 
 import base64
 import builtins
-import codecs
-import copyreg
 import functools
-import importlib
-import operator
 import os
 import pickle
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections import OrderedDict
@@ -21,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -30,10 +23,10 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorMetadata
 from ebbtide.srt.weight_sync.payload.envelope import LocalSerializedTensor
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
-from ebbtide.trainer.payload_encoding import serialize, serialize_bucket
+from ebbtide.trainer.payload_encoding import serialize
 
 
 class Call:
@@ -66,32 +59,14 @@ MARKER = Path(tempfile.gettempdir()) / f"ebbtide-payload-was-run-{os.getpid()}"
 
 GADGETS: dict[str, tuple[object, str]] = {
     "system": (Call(os.system, f"touch {MARKER}"), "posix.system"),
-    "popen": (Call(subprocess.Popen, ["touch", str(MARKER)]), "subprocess.Popen"),
-    "check_output": (Call(subprocess.check_output, ["touch", str(MARKER)]), "subprocess.check_output"),
     "eval": (Call(eval, f"open('{MARKER}', 'w')"), "builtins.eval"),
-    "exec": (Call(exec, f"open('{MARKER}', 'w')"), "builtins.exec"),
-    "open": (Call(open, str(MARKER), "w"), "io.open"),
-    "compile": (Call(compile, "1", "f", "eval"), "builtins.compile"),
     "import": (Call(builtins.__import__, "os"), "builtins.__import__"),
-    "import_module": (Call(importlib.import_module, "antigravity"), "importlib.import_module"),
     "getattr": (Call(getattr, Call(builtins.__import__, "os"), "system"), "builtins.getattr"),
     "partial": (Call(functools.partial, os.system, f"touch {MARKER}"), "functools.partial"),
-    "reduce": (Call(functools.reduce, os.system, [f"touch {MARKER}"]), "functools.reduce"),
-    "attrgetter": (Call(operator.attrgetter("system"), 1), "operator.attrgetter"),
-    "methodcaller": (Call(operator.methodcaller("system", f"touch {MARKER}"), 1), "operator.methodcaller"),
-    "codecs": (Call(codecs.decode, b"636f6465", "hex"), "_codecs.decode"),
     "bytearray": (Call(bytearray, 2**40), "builtins.bytearray"),
-    "rmtree": (Call(shutil.rmtree, str(MARKER)), "shutil.rmtree"),
-    "torch.load": (Call(torch.load, str(MARKER)), "torch.serialization.load"),
-    "torch.hub": (Call(torch.hub.load, "a/b", "c"), "torch.hub.load"),
-    "pickle.loads": (Call(pickle.loads, b"N."), "_pickle.loads"),
-    "add_extension": (Call(copyreg.add_extension, "os", "system", 1), "copyreg.add_extension"),
-    "reconstructor": (Call(copyreg._reconstructor, object, object, None), "copyreg._reconstructor"),
     "meta tensor": (torch.empty(2**40, device="meta"), "rebuild_meta_tensor"),
     "from_file": (Call(UntypedStorage.from_file, "/etc/passwd", False, 8), "builtins.getattr"),
-    "type": (Call(type, "name", (), {}), "builtins.type"),
     "complex": (1j, "builtins.complex"),
-    "set": (Call(set, [1]), "builtins.set"),
     "path": (Path("/"), "pathlib"),
     "module attribute of torch": (Call(torch.set_default_device, "meta"), "torch.set_default_device"),
 }
@@ -121,22 +96,15 @@ def test_the_arguments_of_a_gadget_are_not_run_either() -> None:
     ("module", "name"),
     [
         ("torch", "Tensor.__reduce_ex__"),
-        ("torch", "Size.__class__"),
         ("torch", "empty"),
-        ("torch", "storage.UntypedStorage"),
         ("torch.storage", "UntypedStorage.from_file"),
         ("torch.multiprocessing", "reductions.rebuild_tensor"),
         ("torch.multiprocessing.reductions", "rebuild_tensor.__globals__"),
-        ("torch.multiprocessing.reductions", "rebuild_event"),
-        ("torch.multiprocessing.reductions", "rebuild_nested_tensor"),
         ("torch.multiprocessing.reductions", "os.system"),
         ("torch", "qint8"),
-        ("torch", "uint3"),
-        ("torch", "float3"),
         ("torch", ""),
         ("", "torch.float32"),
         ("trainer", "x.FlattenedTensorMetadata"),
-        ("trainer", "FlattenedTensorMetadata.__init__"),
         ("antigravity", "LocalSerializedTensors"),
         ("elsewhere.patch_torch", "_rebuild_cuda_tensor_modified"),
     ],
@@ -381,12 +349,6 @@ def test_file_descriptors_are_refused_with_advice() -> None:
 
 # Shapes of the decoded object.
 
-SAMPLE = [
-    ("a", torch.arange(6.0).reshape(2, 3)),
-    ("b", torch.arange(5, dtype=torch.uint8)),
-    ("c", torch.ones(2)),
-]
-
 
 @pytest.mark.parametrize(
     ("value", "message"),
@@ -448,9 +410,6 @@ METADATA = {
         ([{**METADATA, "dtype": "float32"}], "dtype: expected a torch.dtype"),
         ([{**METADATA, "start_idx": -8}], "start_idx: expected an integer"),
         ([{**METADATA, "end_idx": 8.0}], "end_idx: expected an integer"),
-        ([{**METADATA, "end_idx": 16, "numel": 16}], "not within the 8 bytes sent"),
-        ([{**METADATA, "numel": 2}], "numel (in bytes)"),
-        ([{**METADATA, "shape": torch.Size([3])}], "takes 12 bytes"),
     ],
 )
 def test_broken_metadata_is_refused(block: Block, metadata: object, message: str) -> None:
@@ -495,64 +454,6 @@ def test_envelopes_that_hold_no_pickle_are_refused(entry: bytes | str, message: 
 
 
 # Mutations of what is valid: refused, or decoded into tensors that can be read; nothing else ever happens.
-
-
-@pytest.fixture(scope="module")
-def originals() -> list[tuple[bytes, str | None]]:
-    bucket = FlattenedTensorBucket(SAMPLE)
-    local = [(name, LocalSerializedTensor([serialize(tensor)])) for name, tensor in SAMPLE]
-    return [
-        (serialize(SAMPLE), None),
-        (serialize(local), None),
-        (serialize_bucket(bucket), "flattened_bucket"),
-    ]
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=600, deadline=None)
-@given(data=st.data())
-def test_mutated_payloads_are_refused_or_readable(
-    originals: list[tuple[bytes, str | None]], data: st.DataObject
-) -> None:
-    payload, load_format = data.draw(st.sampled_from(originals))
-    mutated = bytearray(payload)
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(mutated) - 1))
-        match data.draw(st.sampled_from(["set", "insert", "delete", "copy"])):
-            case "set":
-                mutated[at] = data.draw(st.integers(0, 255))
-            case "insert":
-                mutated[at:at] = data.draw(st.binary(min_size=1, max_size=9))
-            case "delete":
-                del mutated[at : at + data.draw(st.integers(1, 9))]
-            case "copy":
-                start = data.draw(st.integers(0, len(mutated) - 1))
-                mutated[at:at] = mutated[start : start + data.draw(st.integers(1, 40))]
-        if not mutated:
-            return
-    try:
-        source = open_tensor_payload([b"\x80" + bytes(mutated[1:])], load_format, place=SECOND_REPLICA)
-    except RequestRejected:
-        return
-    total = sum(tensor.numel() * tensor.element_size() for _, tensor in source)
-    assert total <= sum(tensor.nbytes for _, tensor in SAMPLE) * 4
-    assert all(
-        len(tensor.clone().shape) == len(entry.shape)
-        for (_, tensor), entry in zip(source, source.entries, strict=True)
-    )
-    source.close()
-
-
-@settings(deadline=None)
-@given(data=st.data())
-def test_mutated_safetensors_are_refused_or_readable(data: st.DataObject) -> None:
-    image = bytearray(safetensors.torch.save(dict(SAMPLE)))
-    for _ in range(data.draw(st.integers(1, 3))):
-        image[data.draw(st.integers(0, len(image) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        source = open_tensor_payload([bytes(image)], "safetensors")
-    except RequestRejected:
-        return
-    assert sum(tensor.clone().nbytes for _, tensor in source) <= len(image)
 
 
 junk = st.recursive(
