@@ -52,27 +52,6 @@ def test_sizes_are_rounded_up_to_the_granularity_but_views_are_not(make_arena):
         arena.view(0, (GRANULE + 2,), torch.uint8)
 
 
-def test_release_and_resume_are_idempotent_and_say_what_they_moved(make_arena):
-    arena = make_arena(3 * GRANULE)
-    assert arena.release() == 0
-    assert arena.resume() == 3 * GRANULE
-    assert arena.resume() == 0
-    assert arena.release() == 3 * GRANULE
-    assert arena.release() == 0
-
-
-def test_addresses_and_tensors_survive_release_and_resume(make_arena, chunk_bytes):
-    arena = make_arena(3 * GRANULE, chunk_bytes=chunk_bytes)
-    view = arena.view(8, (5, 7), torch.float32)
-    address, pointer = arena.address, view.data_ptr()
-    for value in (1.0, 2.0, 3.0):
-        arena.resume()
-        view.fill_(value)
-        assert view.sum().item() == 35 * value
-        arena.release()
-        assert (arena.address, view.data_ptr()) == (address, pointer)
-
-
 def test_memory_goes_back_to_the_operating_system_and_returns_at_resume(make_arena, chunk_bytes, held_bytes):
     size = 64 * MIB
     arena = make_arena(size, chunk_bytes=chunk_bytes)
@@ -114,33 +93,6 @@ def test_a_swap_copies_nothing_and_keeps_what_is_held(make_arena, held_bytes):
         arena.swap(shadow)
         assert abs(held_bytes() - alone - size) <= 0.05 * size
     assert abs(held_bytes() - alone) <= 0.05 * size
-
-
-def test_a_shadow_is_isolated_until_it_is_swapped_in(make_arena):
-    arena = make_arena(GRANULE)
-    arena.resume()
-    live = arena.view(0, (8,), torch.int64)
-    live.copy_(torch.arange(8))
-    with arena.stage() as shadow:
-        staged = shadow.view(0, (8,), torch.int64).zero_()
-        shadow.copy_from_live(8, 16)
-        assert staged.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
-        staged.fill_(-1)
-        assert live.tolist() == list(range(8))
-        live.fill_(5)
-        assert staged.tolist() == [-1] * 8
-
-
-def test_a_shadow_outlives_a_release_and_can_be_swapped_in_after_the_resume(make_arena):
-    arena = make_arena(GRANULE)
-    arena.resume()
-    live = arena.view(0, (4,), torch.int32)
-    with arena.stage() as shadow:
-        shadow.view(0, (4,), torch.int32).fill_(9)
-        arena.release()
-        arena.resume()
-        arena.swap(shadow)
-    assert live.tolist() == [9] * 4
 
 
 def test_wrong_views_are_refused(make_arena):

@@ -60,11 +60,6 @@ def test_more_than_is_available_is_refused_before_it_is_taken():
     vm.release(vm.create(3 * GRANULE))
 
 
-def test_more_than_the_machine_has_is_refused(vm):
-    with pytest.raises(OutOfDeviceMemory):
-        vm.create(1 << 45)
-
-
 def test_an_exhausted_address_space_is_out_of_memory(vm):
     with pytest.raises(OutOfDeviceMemory):
         vm.reserve(1 << 60)

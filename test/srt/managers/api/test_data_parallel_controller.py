@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.io_struct import (
@@ -26,7 +26,6 @@ from ebbtide.srt.managers.io_struct import (
     ControlReply,
     DestroyWeightsUpdateGroupReqInput,
     FinishReason,
-    GivenUp,
     InitWeightsUpdateGroupReqInput,
     ManagerInput,
     PauseGenerationReqInput,
@@ -362,63 +361,6 @@ def test_replies_to_calls_that_cross_find_their_callers() -> None:
     run(script)
 
 
-def test_one_replica_s_failure_is_the_engine_s() -> None:
-    async def script(setup: Setup) -> None:
-        task = await setup.call(PingReqInput())
-        await setup.answer(0, PingReqOutput())
-        await setup.answer(1, Refusal(status=500, message="rank 1: boom"))
-        with pytest.raises(EngineError, match="replica 1: rank 1: boom"):
-            await task
-
-    run(script)
-
-
-def test_an_update_is_committed_when_all_are_prepared() -> None:
-    async def script(setup: Setup) -> None:
-        task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
-        [call_id] = {replica.calls[0].id for replica in setup.replicas}
-        assert all(replica.calls[0].is_joint for replica in setup.replicas)
-        await setup.answer(1, Prepared())
-        assert all(replica.verdicts == [] for replica in setup.replicas)
-        await setup.answer(0, Prepared())
-        assert all(replica.verdicts == [Verdict(id=call_id)] for replica in setup.replicas)
-        for dp_rank in range(2):
-            assert not task.done()
-            await setup.answer(dp_rank, updated(is_committed=True))
-        assert (await task).num_bytes == 2
-
-    run(script)
-
-
-def test_an_update_that_one_refuses_is_given_up_by_the_others() -> None:
-    async def script(setup: Setup) -> None:
-        task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
-        await setup.answer(0, Prepared())
-        await setup.answer(1, Refusal(status=400, message="the folder cannot be read"))
-        assert [len(replica.verdicts) for replica in setup.replicas] == [1, 0, 1]
-        assert all(verdict.refusal for replica in setup.replicas for verdict in replica.verdicts)
-        # One gives up as it is told to, and one had refused by itself.
-        await setup.answer(0, GivenUp(status=400, message="others have refused"))
-        await setup.answer(2, Refusal(status=400, message="is too large"))
-        with pytest.raises(RequestRejected, match=r"^replica 1: the folder.*read; replica 2: is too large$"):
-            await task
-
-    run(script, 3)
-
-
-def test_an_update_that_only_some_committed_says_so() -> None:
-    async def script(setup: Setup) -> None:
-        task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
-        for dp_rank in range(2):
-            await setup.answer(dp_rank, Prepared())
-        await setup.answer(1, Refusal(status=400, message="the verdict came too late"))
-        await setup.answer(0, updated(is_committed=True))
-        with pytest.raises(EngineError, match=r"replica 1: the verdict came too late.*different weights"):
-            await task
-
-    run(script)
-
-
 @pytest.mark.parametrize(
     ("request_", "ends"),
     [
@@ -487,24 +429,6 @@ def test_what_only_some_replicas_did_is_taken_back_before_the_refusal(
         await again
 
     run(script, 3)
-
-
-def test_a_part_of_a_session_that_only_some_staged_ends_the_session_everywhere() -> None:
-    async def script(setup: Setup) -> None:
-        beginning = await setup.call(BeginWeightUpdateReqInput())
-        for dp_rank in range(2):
-            await setup.answer(dp_rank, WeightSessionReqOutput(changed=True))
-        await beginning
-        task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
-        await setup.answer(0, updated(is_committed=False))
-        await setup.answer(1, Refusal(status=400, message="cannot be read"))
-        assert [replica.calls[-1].request for replica in setup.replicas] == [AbortWeightUpdateReqInput()] * 2
-        for dp_rank in range(2):
-            await setup.answer(dp_rank, WeightSessionReqOutput(changed=True))
-        with pytest.raises(RequestRejected, match=r"replica 1: cannot be read\. The session was discarded"):
-            await task
-
-    run(script)
 
 
 def test_a_session_that_was_begun_later_is_left_alone() -> None:
