@@ -8,6 +8,7 @@ from sglang._absent import NamesOnly, refuse_real_sglang
 from sglang.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from sglang._runtime import Runtime as Runtime
     from sglang.srt.entrypoints.engine import Engine as Engine
     from sglang.srt.server_args import ServerArgs as ServerArgs
 
@@ -26,4 +27,8 @@ def __getattr__(name: str) -> Any:
             from sglang.srt.server_args import ServerArgs
 
             return ServerArgs
+        case "Runtime":
+            from sglang._runtime import Runtime
+
+            return Runtime
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -48,6 +48,11 @@ class EngineCore(ebbtide.Engine):
         info: dict[str, Any] = self._wait(self._service.server_info())
         return {name: info[name] for name in ("max_total_num_tokens", "max_req_input_len") if name in info}
 
+    @property
+    def is_down(self) -> bool:
+        """Whether the engine has ended by itself."""
+        return self._service.is_down
+
     def application(self) -> ASGIApp:
         """The endpoints of this engine, for any event loop."""
         # Serving takes seconds of imports that an engine alone does without.

@@ -19,6 +19,7 @@ import sglang.srt.managers.io_struct as io_struct
 import sglang.srt.managers.tokenizer_manager as tokenizer_manager
 import torch
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from fixtures.compat import COMPAT_ENVIRONMENT, PATHS, output_of
 from fixtures.tokenizers import byte_level
 from sglang.srt import constants
@@ -27,6 +28,7 @@ from sglang.srt.entrypoints.EngineBase import EngineBase
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.model_executor.model_runner import LocalSerializedTensor
+from sglang.srt.model_executor.model_runner_components.weight_updater import _model_load_weights_direct
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs, prepare_server_args
 from sglang.srt.utils import MultiprocessingSerializer, assert_pkg_version, kill_process_tree
@@ -34,12 +36,11 @@ from sglang.srt.utils import common as utils_common
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from sglang.srt.utils.patch_torch import _reduce_tensor_modified, monkey_patch_torch_reductions
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
-from starlette.routing import Route
 from torch.multiprocessing import reductions
 
 from ebbtide import SamplingParams as EngineSamplingParams
 
-# Of wire_api sections 2.1 and 3, by what frameworks send.
+# The fields of wire_api sections 2.1 and 3 that frameworks send.
 UPDATE = "flush_cache abort_all_requests weight_version selector torch_empty_cache pause_mode timeout_s"
 FIELDS = {
     "GenerateReqInput": "text input_ids sampling_params rid stream return_logprob logprob_start_len "
@@ -65,6 +66,8 @@ FIELDS = {
     "GetWeightsByNameReqInput": "name truncate_size",
     "AbortReq": "rid abort_all",
     "LoadLoRAAdapterFromTensorsReqInput": "lora_name config_dict serialized_tensors",
+    "RpcReqInput": "method parameters",
+    "RpcReqOutput": "success message",
     "Function": "description name parameters",
     "Tool": "function type",
 }
@@ -163,7 +166,8 @@ def test_what_serves_can_be_spawned_and_is_a_fastapi_application() -> None:
     )
     multiprocessing.get_context("spawn").Process(target=http_server.launch_server, args=(arguments,))
     assert isinstance(http_server.app, FastAPI)
-    paths = {route.path for route in http_server.app.routes if isinstance(route, Route)}
+    # By this class frameworks find the routes that they take away.
+    paths = {route.path for route in http_server.app.routes if isinstance(route, APIRoute)}
     assert {
         "/generate",
         "/health",
@@ -198,10 +202,11 @@ def test_hooks_that_are_passed_on_say_what_starts_an_engine() -> None:
 def test_both_utils_are_one() -> None:
     import sglang.srt.utils as utils
 
-    for name in PATHS["sglang.srt.utils"]:
+    for name in PATHS["sglang.srt.utils.common"]:
         assert getattr(utils, name) is getattr(utils_common, name)
     assert_pkg_version("flashinfer_python", "99.0", "please upgrade")
     assert 0 < utils_common.get_open_port() < 65536
+    assert utils_common.get_device(1) == ("cuda:1" if utils_common.is_cuda() else "cpu")
     assert utils_common.get_ip().count(".") == 3
     for nothing in (
         "set_prometheus_multiproc_dir",
@@ -253,6 +258,17 @@ def test_buckets_local_tensors_and_the_serializer() -> None:
     text = MultiprocessingSerializer.serialize({"answer": 42}, output_str=True)
     assert text.startswith("gASV")
     assert MultiprocessingSerializer.deserialize(text) == {"answer": 42}
+
+
+def test_a_loader_of_ones_own_writes_parameters_by_name() -> None:
+    model = torch.nn.Linear(2, 3)
+    _model_load_weights_direct(model, [("bias", torch.ones(3))])
+    assert model.bias.tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match="scale: the model has no such parameter"):
+        _model_load_weights_direct(model, [("scale", torch.ones(3))])
+    with pytest.raises(ValueError, match=r"bias: expected shape \[3\], got \[1\]"):
+        _model_load_weights_direct(model, [("bias", torch.zeros(1))])
+    assert model.bias.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_the_patch_leaves_cpu_tensors_alone_and_may_be_repeated() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Coroutine, Sequence
 from types import SimpleNamespace, TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 from ebbtide.srt.managers.io_struct import DEFAULT_GROUP
 from sglang._core import EngineCore
+from sglang._rpc import refuse_rpc
 from sglang.srt.entrypoints.EngineBase import EngineBase
+from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run_detokenizer_process
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     DestroyWeightsUpdateGroupReqInput,
@@ -26,9 +29,20 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
+
+class SchedulerInitResult(dict[str, Any]):
+    """What the scheduler reports at its start, by name; newer launchers read it as `scheduler_infos[0]`."""
+
+    @property
+    def scheduler_infos(self) -> list[dict[str, Any]]:
+        return [self]
+
+
 # A tokenizer manager, a template manager, the ports, the sizes of the scheduler, a watchdog (Ebbtide's engine
 # has one of its own).
-Started = tuple[TokenizerManager, Any, PortArgs, dict[str, Any], None]
+Started = tuple[TokenizerManager, Any, PortArgs, SchedulerInitResult, None]
 
 
 def _set_envs_and_config(server_args: ServerArgs) -> None:
@@ -43,11 +57,6 @@ def init_tokenizer_manager(*args: Any, **kwargs: Any) -> NoReturn:
 def run_scheduler_process(*args: Any, **kwargs: Any) -> NoReturn:
     """As `init_tokenizer_manager`."""
     raise NotImplementedError("run_scheduler_process: an engine is started by Engine._launch_subprocesses")
-
-
-def run_detokenizer_process(*args: Any, **kwargs: Any) -> NoReturn:
-    """As `init_tokenizer_manager`."""
-    raise NotImplementedError("run_detokenizer_process: an engine is started by Engine._launch_subprocesses")
 
 
 def _launch_subprocesses(
@@ -90,11 +99,19 @@ class Engine(EngineBase):
         run_detokenizer_process_func: Any = None,
         port_args: PortArgs | None = None,
     ) -> Started:
-        """Start an engine. The functions are accepted and not used: its processes are Ebbtide's own."""
+        """Start an engine. The functions are accepted and not used: its processes are Ebbtide's own.
+
+        A client's own scheduler would answer at `rpc_ipc_name`: there every call is refused.
+        """
         _set_envs_and_config(server_args)
         core = EngineCore(server_args=server_args)
         ports = PortArgs.init_new(server_args) if port_args is None else port_args
-        return TokenizerManager(core), SimpleNamespace(), ports, core.sizes(), None
+        if run_scheduler_process_func not in (None, run_scheduler_process):
+            reason = f"{run_scheduler_process_func.__name__} does not run: Ebbtide's scheduler is its own"
+            logger.warning(reason)
+            refuse_rpc(ports.rpc_ipc_name, reason)
+        sizes = SchedulerInitResult(core.sizes())
+        return TokenizerManager(core), SimpleNamespace(), ports, sizes, None
 
     # ------------------------------------------------------------------------------------------ generation
 
@@ -235,5 +252,5 @@ class Engine(EngineBase):
         return self.tokenizer_manager.core
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        # Of the caller's name; a coroutine has it, whatever its type says.
+        # The error names what the caller asked for; a coroutine has a name, whatever its type says.
         return self._core.wait(work, f"tokenizer_manager.{getattr(work, '__name__', '')}")

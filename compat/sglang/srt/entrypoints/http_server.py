@@ -6,10 +6,19 @@ them leads to the engine that `launch_server` or `set_global_state` binds it to.
 
 from __future__ import annotations
 
+import logging
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import uvicorn
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,11 +30,21 @@ from ebbtide.srt.entrypoints.http_server import create_app, serve
 from ebbtide.srt.entrypoints.node_server import launch_node
 from ebbtide.srt.entrypoints.process import configure_logging
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.errors import error_body
+from ebbtide.srt.errors import EngineError, error_body
+from ebbtide.srt.server_args import bare_host
+from sglang._core import EngineCore
 from sglang.srt.entrypoints.engine import Engine as Engine
 from sglang.srt.entrypoints.engine import _launch_subprocesses as _launch_subprocesses
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.server_args import PortArgs
 from sglang.srt.server_args import ServerArgs as ServerArgs
+
+logger = logging.getLogger(__name__)
+
+# What is still being answered when the server stops has that long.
+_STOP_TIMEOUT_S = 2
+_WARMUP_TIMEOUT_S = 120.0
+_POLL_S = 0.1
 
 
 class _Endpoints:
@@ -54,14 +73,29 @@ class _GlobalState:
 
 
 def _make_app() -> FastAPI:
-    # Of an engine only the first request would want something.
+    # Only the paths are read: no engine is asked for anything before the first request.
     known = create_app(cast(EngineService, object()))
     made = FastAPI(openapi_url=None)
     for route in known.routes:
         if isinstance(route, Route):
-            made.router.routes.append(Route(route.path, _endpoints, methods=route.methods, name=route.name))
+            made.router.routes.append(_Route(route))
     made.add_exception_handler(HTTPException, _answer_http_exception)
     return made
+
+
+class _Route(APIRoute):
+    """A route of `app`, of the class by which frameworks find the ones that they remove."""
+
+    def __init__(self, known: Route) -> None:
+        super().__init__(
+            known.path, _endpoint, methods=known.methods, name=known.name, include_in_schema=False
+        )
+        self.app = _endpoints
+
+
+async def _endpoint(request: Request) -> Response:
+    """Stands for every endpoint in the list of routes; `_Route` calls `_endpoints` in its place."""
+    raise NotImplementedError
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
@@ -93,6 +127,99 @@ def launch_server(server_args: ServerArgs) -> None:
         return
     configure_logging(server_args.log_level, "server")
     serve(lambda: resolve(server_args), application=_bound_to)
+
+
+def _execute_server_warmup(server_args: ServerArgs) -> bool:
+    """Wait until the server answers and has generated a token; whether it has."""
+    headers = {} if server_args.api_key is None else {"Authorization": f"Bearer {server_args.api_key}"}
+    request = urllib.request.Request(f"{server_args.url()}/health_generate", headers=headers)
+    deadline_s = time.monotonic() + _WARMUP_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            with urllib.request.urlopen(request, timeout=_WARMUP_TIMEOUT_S):
+                return True
+        except OSError as error:  # nobody listens yet, or a status that is not 200
+            failure = error
+            time.sleep(_POLL_S)
+    logger.error("%s did not answer: %s", request.full_url, failure)
+    return False
+
+
+def _setup_and_run_http_server(
+    server_args: ServerArgs,
+    tokenizer_manager: TokenizerManager,
+    template_manager: Any,
+    port_args: PortArgs,
+    scheduler_infos: Sequence[dict[str, Any]],
+    subprocess_watchdog: Any,
+    execute_warmup_func: Callable[[ServerArgs], bool] = _execute_server_warmup,
+    launch_callback: Callable[[], None] | None = None,
+) -> None:
+    """Serve `app` over an engine that `Engine._launch_subprocesses` has started, until SIGINT or SIGTERM.
+
+    The engine has ended when it returns.
+
+    Args:
+        execute_warmup_func: called in a thread once the server listens, unless `skip_server_warmup`.
+        launch_callback: called after that.
+
+    Raises:
+        EngineError: a process of the engine died.
+    """
+    set_global_state(_GlobalState(tokenizer_manager, template_manager, scheduler_infos[0]))
+    server = _Server(server_args, tokenizer_manager.core)
+
+    def get_ready() -> None:
+        if not server_args.skip_server_warmup and not execute_warmup_func(server_args):
+            tokenizer_manager.server_status = ServerStatus.UnHealthy
+            return
+        tokenizer_manager.server_status = ServerStatus.Up
+        if launch_callback is not None:
+            launch_callback()
+
+    threading.Thread(target=get_ready, name="sglang-warmup", daemon=True).start()
+    try:
+        server.run()
+        has_died = tokenizer_manager.core.is_down
+    finally:
+        tokenizer_manager.core.shutdown()
+    if has_died:
+        raise EngineError("a process of the engine died: the server has stopped")
+
+
+class _Server(uvicorn.Server):
+    """Stops as well when the engine has died."""
+
+    def __init__(self, server_args: ServerArgs, core: EngineCore) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=bare_host(server_args.host),
+                port=server_args.port,
+                lifespan="off",
+                log_config=None,
+                log_level=server_args.log_level_http or server_args.log_level,
+                timeout_graceful_shutdown=_STOP_TIMEOUT_S,
+            )
+        )
+        self._core = core
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._core.is_down
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn would raise a signal again once it has stopped, and the engine would not be shut down.
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        previous = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 async def health_generate(request: Request) -> Response:

@@ -13,7 +13,7 @@ import msgspec
 from ebbtide.srt.managers import io_struct
 from ebbtide.srt.managers.api import generate_request
 
-# Of `/generate`; accepted, and ignored.
+# Fields of `/generate` that are accepted and ignored.
 _IGNORED_FIELDS = (
     "log_metrics",
     "no_logs",
@@ -81,6 +81,22 @@ class LoadLoRAAdapterFromTensorsReqInput:
     added_tokens_config: dict[str, Any] | None = None
     lora_id: str | None = None
     load_format: str | None = None
+
+
+@dataclass(kw_only=True)
+class RpcReqInput:
+    """A call of a method of a client's own scheduler, which Ebbtide refuses."""
+
+    method: str
+    parameters: dict[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
+class RpcReqOutput:
+    """What has become of it."""
+
+    success: bool
+    message: str
 
 
 @dataclass

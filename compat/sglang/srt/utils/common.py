@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -110,6 +111,64 @@ def _has_gpu() -> bool:
 
     device = torch.accelerator.current_accelerator(check_available=True)
     return device is not None and device.type == "cuda"
+
+
+def get_device(device_id: int | None = None) -> str:
+    """`cuda`, or `cuda:<device_id>`, where torch sees such a device; else `cpu`."""
+    if not _has_gpu():
+        return "cpu"
+    return "cuda" if device_id is None else f"cuda:{device_id}"
+
+
+def init_custom_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: Any = None,
+) -> Any:
+    """A process group beside torch's default one, whose members meet by its name.
+
+    It meets the ranks of an engine that `init_weights_update_group` was asked of with the same name. Source:
+    wire_api section 3.3.
+
+    Args:
+        init_method: a URL such as `tcp://host:port`; None: `env://`. Not together with `store`.
+    """
+    from torch.distributed import distributed_c10d
+
+    c10d: Any = distributed_c10d  # not all of it is exported
+
+    if store is not None and init_method is not None:
+        raise ValueError("give init_method or store, not both")
+    timeout = timeout if timeout is not None else c10d.default_pg_timeout
+    if store is None:
+        url = init_method if init_method is not None else "env://"
+        store, rank, world_size = next(c10d.rendezvous(url, rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        store = c10d.PrefixStore(group_name, store)
+    elif world_size <= 0 or rank < 0:
+        raise ValueError(
+            f"a store needs world_size, at least 1, and rank, at least 0: got {world_size} and {rank}"
+        )
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        c10d.Backend(backend if backend is not None else "undefined"),
+        store,
+        group_name=group_name,
+        backend_options=pg_options,
+        timeout=timeout,
+        device_id=device_id,
+    )
+    # The group's own ranks: without them torch takes those of the default group, or finds none.
+    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    return group
 
 
 def get_ip() -> str:
