@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import subprocess
 import sys
@@ -98,9 +99,14 @@ class Tally:
             self.problems.append(problem[:500])
 
 
+def shared_objects(pids: Sequence[int]) -> list[Path]:
+    """The shared memory that torch made in these processes, as far as it is still there."""
+    return [path for pid in pids for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
+
+
 @dataclass(frozen=True)
 class Holdings:
-    """What a server's processes hold."""
+    """What a server's processes hold, and the shared memory that their senders left behind."""
 
     rss_bytes: int
     descriptors: int
@@ -109,14 +115,14 @@ class Holdings:
     shared_memory: int
 
     @staticmethod
-    def of(process: psutil.Process) -> Holdings:
+    def of(process: psutil.Process, senders: Sequence[int] = ()) -> Holdings:
         family = [process, *process.children(recursive=True)]
         return Holdings(
             rss_bytes=sum(one.memory_info().rss for one in family),
             descriptors=sum(one.num_fds() for one in family),
             threads=sum(one.num_threads() for one in family),
             processes=len(family),
-            shared_memory=sum(1 for _ in Path("/dev/shm").iterdir()),
+            shared_memory=len(shared_objects(senders)),
         )
 
 
@@ -133,6 +139,8 @@ class Soak:
         self._until_s = 0.0
         # Requests that were under way when it grew may come back as aborted.
         self._num_aborts = 0
+        # Process ids of all that have lent tensors to the server.
+        self.senders = [os.getpid()]
         self._version = 0
         self._prompts = [
             [self._rng.randrange(SHAPE["vocab_size"]) for _ in range(self._rng.randrange(4, 200))]
@@ -152,9 +160,15 @@ class Soak:
             await asyncio.wait_for(asyncio.gather(*streams), REPLY_TIMEOUT_S)
 
     async def settle(self) -> None:
-        """Forget what was cached, so that holdings can be compared."""
+        """Forget what was cached, so that holdings can be compared.
+
+        What a killed sender had lent is unlinked by torch's manager of shared memory, some time later.
+        """
         async with httpx.AsyncClient(base_url=self._url, timeout=REPLY_TIMEOUT_S) as client:
             await client.post("/flush_cache", json={"timeout_s": 30.0})
+        until_s = time.monotonic() + 30
+        while shared_objects(self.senders) and time.monotonic() < until_s:
+            await asyncio.sleep(0.1)
 
     # ----------------------------------------------------------------------------------------- the clients
 
@@ -381,6 +395,7 @@ class Soak:
             limit=1 << 24,
         )
         assert process.stdout is not None
+        self.senders.append(process.pid)
         entries = json.loads(await process.stdout.readline())
         update = asyncio.create_task(
             self._post(
@@ -487,7 +502,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             before = Holdings.of(psutil.Process(process.pid))
             asyncio.run(soak.run())
             asyncio.run(soak.settle())
-            after = Holdings.of(psutil.Process(process.pid))
+            after = Holdings.of(psutil.Process(process.pid), soak.senders)
         finally:
             process.terminate()
             process.wait(60)
