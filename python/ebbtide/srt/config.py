@@ -117,6 +117,7 @@ class RuntimeConfig:
         device: as torch spells it, with its index: "cpu", "cuda:0".
         attention_backend: None: the best that this machine has.
         cuda_graph_bs: batch sizes of decode steps to capture, ascending; empty for none.
+        ranks_per_device: how many ranks share the memory of this one's device: on a CPU all of this machine.
     """
 
     device: str
@@ -124,6 +125,7 @@ class RuntimeConfig:
     cuda_graph_bs: tuple[int, ...]
     random_seed: int
     log_level: str
+    ranks_per_device: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +364,7 @@ def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) ->
         cuda_graph_bs=_cuda_graph_bs(args, schedule) if _is_cuda(device) else (),
         random_seed=seed,
         log_level=args.log_level,
+        ranks_per_device=1 if _is_cuda(device) else args.tp_size * args.dp_size // args.nnodes,
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ebbtide.srt.device.cpu import CpuDevice
-from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 
 SIZE = 64 << 20
 
@@ -34,7 +34,7 @@ def process_bytes_without_files(device):
 
 
 def test_what_a_process_holds_follows_an_arena(device):
-    arena = Arena(MemoryTag.KV_CACHE, SIZE, device.virtual_memory())
+    arena = VirtualArena(MemoryTag.KV_CACHE, SIZE, device.virtual_memory())
     released = process_bytes_without_files(device)
     arena.resume()
     assert process_bytes_without_files(device) - released >= 0.95 * SIZE

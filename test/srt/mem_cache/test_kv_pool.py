@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ebbtide.srt.mem_cache.kv_pool import KVPool
-from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 # An odd shape: 5 pages of 3 tokens, 3 heads of 10, so that a layer is no multiple of any alignment.
@@ -15,7 +15,7 @@ SHAPE = {"num_layers": 3, "num_pages": 5, "page_size": 3, "num_kv_heads": 3, "he
 
 
 def make_arena(num_bytes):
-    return Arena(MemoryTag.KV_CACHE, num_bytes, HostVirtualMemory())
+    return VirtualArena(MemoryTag.KV_CACHE, num_bytes, HostVirtualMemory())
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 MIB = 1 << 20
@@ -20,7 +20,7 @@ GRANULE = HostVirtualMemory.granularity
 @pytest.fixture
 def make_arena(request, vm):
     def make(num_bytes, source=None, chunk_bytes=None):
-        arena = Arena(MemoryTag.WEIGHTS, num_bytes, source if source is not None else vm, chunk_bytes)
+        arena = VirtualArena(MemoryTag.WEIGHTS, num_bytes, source if source is not None else vm, chunk_bytes)
         request.addfinalizer(arena.close)
         return arena
 
@@ -251,10 +251,10 @@ def test_fifty_cycles_leak_nothing(make_arena, chunk_bytes, held_bytes, assert_n
 
 
 def test_closing_gives_the_addresses_back(vm, assert_nothing_leaks):
-    Arena(MemoryTag.WEIGHTS, 1, vm).close()  # whatever the first arena loads is loaded
+    VirtualArena(MemoryTag.WEIGHTS, 1, vm).close()  # whatever the first arena loads is loaded
     with assert_nothing_leaks():
         for _ in range(5):
-            arena = Arena(MemoryTag.WEIGHTS, 64 * MIB, vm)
+            arena = VirtualArena(MemoryTag.WEIGHTS, 64 * MIB, vm)
             arena.resume()
             arena.close()
 
@@ -263,8 +263,8 @@ LIMITED_PROCESS = """
 import resource
 import torch
 from ebbtide.srt.errors import OutOfDeviceMemory
-from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 def held(what="VmData"):
@@ -279,7 +279,7 @@ def attempt(name, action):
     except OutOfDeviceMemory as refusal:
         print(name, "refused", refusal.needed_bytes >> 20, refusal.free_bytes > 0)
 
-arena = Arena(MemoryTag.KV_CACHE, 256 << 20, HostVirtualMemory(), chunk_bytes=64 << 20)
+arena = VirtualArena(MemoryTag.KV_CACHE, 256 << 20, HostVirtualMemory(), chunk_bytes=64 << 20)
 view = arena.view(0, (256 << 20,), torch.uint8)
 before, addresses_before = held(), held("VmSize")
 limit(before + (160 << 20))

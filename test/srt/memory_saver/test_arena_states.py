@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ebbtide.srt.memory_saver.arena import Arena, Shadow
+from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 GRANULE = HostVirtualMemory.granularity
@@ -31,7 +32,7 @@ class ArenaStates(RuleBasedStateMachine):
 
     @initialize(chunk_bytes=st.sampled_from([None, 1, GRANULE, 2 * GRANULE]))
     def make(self, chunk_bytes: int | None) -> None:
-        self.arena = Arena(MemoryTag.WEIGHTS, NUM_BYTES, HostVirtualMemory(), chunk_bytes)
+        self.arena = VirtualArena(MemoryTag.WEIGHTS, NUM_BYTES, HostVirtualMemory(), chunk_bytes)
         self.views = [self.arena.view(offset, (WINDOW,), torch.uint8) for offset in OFFSETS]
         self.pointers = [view.data_ptr() for view in self.views]
         self.expected: list[bytes] | None = None

@@ -9,9 +9,9 @@ import torch
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver import backup as backup_module
-from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.backup import HostBackup
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 SIZE = 5_000_001
@@ -19,7 +19,9 @@ SIZE = 5_000_001
 
 @pytest.fixture
 def arena():
-    arena = Arena(MemoryTag.WEIGHTS, SIZE, HostVirtualMemory(), chunk_bytes=HostVirtualMemory.granularity)
+    arena = VirtualArena(
+        MemoryTag.WEIGHTS, SIZE, HostVirtualMemory(), chunk_bytes=HostVirtualMemory.granularity
+    )
     arena.resume()
     yield arena
     arena.close()
@@ -97,7 +99,7 @@ def test_a_released_arena_is_neither_saved_nor_restored(arena, backup):
 
 
 def test_an_arena_of_no_bytes_is_saved_and_restored():
-    arena = Arena(MemoryTag.CUDA_GRAPH, 0, HostVirtualMemory())
+    arena = VirtualArena(MemoryTag.CUDA_GRAPH, 0, HostVirtualMemory())
     arena.resume()
     backup = HostBackup(arena)
     backup.save(generation=3)

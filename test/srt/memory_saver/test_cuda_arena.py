@@ -9,8 +9,8 @@ import torch
 
 from ebbtide.srt.device import nvml
 from ebbtide.srt.errors import OutOfDeviceMemory
-from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +22,7 @@ MATRIX_BYTES = ROWS * ROWS * 2
 @pytest.fixture
 def make_arena(request, cuda_device):
     def make(num_bytes, chunk_bytes=None):
-        arena = Arena(MemoryTag.WEIGHTS, num_bytes, cuda_device.virtual_memory(), chunk_bytes)
+        arena = VirtualArena(MemoryTag.WEIGHTS, num_bytes, cuda_device.virtual_memory(), chunk_bytes)
         request.addfinalizer(arena.close)
         return arena
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ebbtide.srt.memory_saver import backup as backup_module
-from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.backup import HostBackup
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ SIZE = (200 << 20) + 12_345
 
 @pytest.fixture
 def arena(cuda_device):
-    arena = Arena(MemoryTag.WEIGHTS, SIZE, cuda_device.virtual_memory(), 64 << 20)
+    arena = VirtualArena(MemoryTag.WEIGHTS, SIZE, cuda_device.virtual_memory(), 64 << 20)
     arena.resume()
     yield arena
     arena.close()

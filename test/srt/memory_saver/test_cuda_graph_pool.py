@@ -7,9 +7,9 @@ import gc
 import pytest
 import torch
 
-from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ ROWS = 2048
 
 @pytest.fixture
 def arena(cuda_device):
-    arena = Arena(MemoryTag.CUDA_GRAPH, 512 * MIB, cuda_device.virtual_memory(), 32 * MIB)
+    arena = VirtualArena(MemoryTag.CUDA_GRAPH, 512 * MIB, cuda_device.virtual_memory(), 32 * MIB)
     arena.resume()
     yield arena
     arena.close()
@@ -98,7 +98,7 @@ def test_graphs_share_the_pool(arena, pool):
 
 
 def test_a_capture_that_does_not_fit_is_out_of_memory_and_harms_nothing(cuda_device):
-    arena = Arena(MemoryTag.CUDA_GRAPH, 2 * MIB, cuda_device.virtual_memory())
+    arena = VirtualArena(MemoryTag.CUDA_GRAPH, 2 * MIB, cuda_device.virtual_memory())
     arena.resume()
     pool = GraphPool(arena)
     with pytest.raises(torch.OutOfMemoryError):

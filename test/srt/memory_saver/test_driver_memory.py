@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning, CudaVirtualMemory
 from ebbtide.srt.memory_saver.virtual_memory.cuda_driver import CudaDriver
 
@@ -44,6 +44,7 @@ class BookkeepingDriver:
         self.reserved = {}
         self.pinned = {}
         self.calls = []
+        self.failing_unmap = self.failing_release = None  # which call of its name fails, from 1
 
     def cuGetErrorString(self, status):
         return Status.CUDA_SUCCESS, f"the text of {status.name}".encode()
@@ -89,13 +90,21 @@ class BookkeepingDriver:
 
     def cuMemUnmap(self, address, size):
         self.calls.append("cuMemUnmap")
-        key = self.mapped.pop(address)
-        assert self.sizes[key] == size
-        self.accessible.discard(address)
-        self._free(key)
+        if self.calls.count("cuMemUnmap") == self.failing_unmap:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        inside = [place for place in sorted(self.mapped) if address <= place < address + size]
+        if sum(self.sizes[self.mapped[place]] for place in inside) != size:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        for place in inside:
+            key = self.mapped.pop(place)
+            self.accessible.discard(place)
+            self._free(key)
         return (Status.CUDA_SUCCESS,)
 
     def cuMemRelease(self, key):
+        self.calls.append("cuMemRelease")
+        if self.calls.count("cuMemRelease") == self.failing_release or key in self.released:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
         self.released.add(key)
         self._free(key)
         return (Status.CUDA_SUCCESS,)
@@ -143,7 +152,7 @@ class Machine:
         self.cached_bytes = 0
 
     def arena(self, num_bytes, chunk_bytes=GRANULE):
-        return Arena(MemoryTag.WEIGHTS, num_bytes, self.vm, chunk_bytes)
+        return VirtualArena(MemoryTag.WEIGHTS, num_bytes, self.vm, chunk_bytes)
 
 
 def test_memory_comes_and_goes_with_the_arena():
@@ -185,6 +194,36 @@ def test_the_device_is_waited_for_once_before_anything_is_unmapped(action):
     arena.swap(shadow) if action == "swap" else arena.release()
     assert machine.driver.calls[:2] == ["synchronize", "cuMemUnmap"]
     assert machine.driver.calls.count("synchronize") == 1
+    # However many chunks there are, each range goes in one call.
+    assert machine.driver.calls.count("cuMemUnmap") == (2 if action == "swap" else 1)
+
+
+@pytest.mark.parametrize(("call", "number"), [("unmap", 1), ("release", 1), ("release", 3)])
+def test_a_release_that_the_driver_breaks_off_is_ended_by_a_second_one(call, number):
+    machine = Machine(8 * GRANULE)
+    arena = machine.arena(4 * GRANULE)
+    arena.resume()
+    setattr(machine.driver, f"failing_{call}", number)
+    with pytest.raises(EngineError, match="cuMem"):
+        arena.release()
+    assert arena.is_resident == (call == "unmap")
+    held_bytes = arena.resident_bytes
+    assert arena.release() == held_bytes
+    assert (machine.driver.free_bytes, machine.driver.mapped) == (8 * GRANULE, {})
+    assert machine.vm.held_bytes == arena.release() == 0
+    assert arena.resume() == 4 * GRANULE
+
+
+def test_a_resume_after_a_release_that_was_broken_off_takes_only_what_is_missing():
+    machine = Machine(8 * GRANULE)
+    arena = machine.arena(4 * GRANULE)
+    arena.resume()
+    machine.driver.failing_release = 3
+    with pytest.raises(EngineError, match="cuMemRelease"):
+        arena.release()
+    assert arena.resume() == arena.resident_bytes == 4 * GRANULE
+    assert machine.driver.free_bytes == 4 * GRANULE
+    assert len(machine.driver.accessible) == 4
 
 
 @pytest.mark.parametrize("steps_taken", range(5))

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.srt.errors import EngineError
-from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import ALIGNMENT_BYTES, Blocks, GraphPool
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 MIB = 1 << 20
@@ -54,7 +54,7 @@ class FakePool:
 
 @pytest.fixture
 def arena():
-    arena = Arena(MemoryTag.CUDA_GRAPH, CAPACITY, HostVirtualMemory(), 4 * MIB)
+    arena = VirtualArena(MemoryTag.CUDA_GRAPH, CAPACITY, HostVirtualMemory(), 4 * MIB)
     arena.resume()
     yield arena
     arena.close()

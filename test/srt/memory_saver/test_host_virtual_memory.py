@@ -99,7 +99,7 @@ def test_what_is_in_use_or_unknown_is_not_given_back(vm):
     with pytest.raises(ValueError, match="still mapped in this reservation"):
         vm.free_reservation(place)
     for offset, num_bytes in [(GRANULE, GRANULE), (0, 2 * GRANULE)]:
-        with pytest.raises(ValueError, match="no handle of"):
+        with pytest.raises(ValueError, match="no handles of"):
             vm.unmap(place, offset, num_bytes)
     vm.unmap(place, 0, GRANULE)
     vm.release(handle)

@@ -80,6 +80,27 @@ def test_the_built_runner_is_resident_and_of_the_asked_size(tmp_path: Path) -> N
     assert runner.page_table.array.shape[1] == 32
 
 
+def test_ranks_that_share_the_hosts_memory_take_a_part_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, free_bytes = make_checkpoint(tmp_path, "LlamaForCausalLM"), 100 << 20
+    monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: free_bytes)
+    taken_bytes = []
+    for num_ranks in (1, 2):
+        runner = RunnerDriver(
+            path,
+            max_total_tokens=None,
+            mem_fraction_static=0.8,
+            dp_size=num_ranks,
+            max_running_requests=4096,
+        ).runner
+        weight_bytes = runner.weight_store.arena.resident_bytes
+        taken_bytes.append(num_ranks * (weight_bytes + runner.kv_pool.arena.resident_bytes))
+        rounding_bytes = num_ranks * (4 << 20)
+        assert taken_bytes[-1] <= 0.8 * (free_bytes + num_ranks * weight_bytes) + rounding_bytes
+    assert taken_bytes[1] > 0.9 * taken_bytes[0]
+
+
 def test_too_little_memory_is_a_configuration_error(tmp_path: Path) -> None:
     config = resolve(ServerArgs(model_path=str(make_checkpoint(tmp_path, "LlamaForCausalLM"))))
     device = SmallDevice()

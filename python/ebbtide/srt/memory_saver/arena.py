@@ -2,73 +2,116 @@
 
 Everything with the tag is a view into its arena: release and resume are a few calls, whatever the number of
 tensors, and addresses never change. Not for use from several threads at once.
+
+An arena is done with memory in three ways: `release` gives the physical memory back and keeps the addresses,
+`close` ends the arena for good, and `shrink` ends its tail for good.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator
+from enum import Enum, auto
+from math import prod
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 
-from ebbtide.srt.memory_saver.span import Span, SpanState, VirtualSpan, require_resident
+from ebbtide.srt.errors import EngineError
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
 
 T = TypeVar("T")
 
 
-class Arena:
+class ArenaState(Enum):
+    RELEASED = auto()  # not all of its memory is there
+    RESIDENT = auto()
+    CLOSED = auto()
+
+
+class Arena(ABC):
     """The memory of one tag. It starts released: call `resume` before touching a view.
 
-    Args:
+    Attributes:
         tag: what the memory is for.
-        num_bytes: bytes wanted; rounded up to the granularity of `vm`. 0 is legal: both states, no memory.
-        vm: where addresses and memory come from.
-        chunk_bytes: size of the pieces that the memory is taken in; rounded up likewise. None: one piece.
-
-    Raises:
-        OutOfDeviceMemory: the addresses could not be reserved.
+        num_bytes: bytes asked for: what views may cover. 0 is legal: both states, no memory.
+        virtual_bytes: bytes of address space, which is also what a whole arena holds.
     """
 
-    def __init__(
-        self, tag: MemoryTag, num_bytes: int, vm: VirtualMemory, chunk_bytes: int | None = None
-    ) -> None:
+    def __init__(self, tag: MemoryTag, num_bytes: int) -> None:
+        if num_bytes < 0:
+            raise ValueError(f"{num_bytes} bytes make no arena")
         self.tag = tag
-        self._span: Span = VirtualSpan(num_bytes, vm, chunk_bytes)
+        self.num_bytes = num_bytes
+        self.virtual_bytes = num_bytes
 
-    @classmethod
-    def over(cls, tag: MemoryTag, span: Span) -> Self:
-        """An arena whose memory is managed in another way than by a VirtualMemory."""
-        arena = cls.__new__(cls)
-        arena.tag = tag
-        arena._span = span
-        return arena
+    # ------------------------------------------------------------------------- what each kind does in its way
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes asked for: what views may cover."""
-        return self._span.num_bytes
+    @abstractmethod
+    def state(self) -> ArenaState: ...
 
     @property
-    def virtual_bytes(self) -> int:
-        """Bytes of address space, which is also what a resume takes and a release gives back."""
-        return self._span.virtual_bytes
-
-    @property
+    @abstractmethod
     def resident_bytes(self) -> int:
         """Bytes of physical memory held now. Shadows are not counted."""
-        return self.virtual_bytes if self.is_resident else 0
+
+    @property
+    @abstractmethod
+    def address(self) -> int:
+        """The first address, the same for the arena's whole life; 0 for an arena of no bytes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give memory and addresses back; no view may be touched again. Idempotent."""
+
+    @abstractmethod
+    def close_by_chunks(self) -> Generator[int, None, None]:
+        """As `close`, yielding the bytes of each piece. Nothing may be running that reads or writes them.
+
+        Ended early, the rest is given back at once.
+        """
+
+    @abstractmethod
+    def shrink(self, num_bytes: int) -> int:
+        """Give up for good the chunks that lie wholly behind `num_bytes`; later resumes do not take them.
+
+        For an arena that was laid out before it was known how much is needed. Views into what is given up,
+        and shadows, may not be used again. Memory that torch allocates stays as it is.
+
+        Returns:
+            Bytes given up.
+        """
+
+    @abstractmethod
+    def _flat(self) -> torch.Tensor:
+        """All of it as a uint8 tensor, at least `num_bytes` long."""
+
+    @abstractmethod
+    def _resume_by_chunks(self, *, at_once: bool) -> Generator[int, None, None]:
+        """Take the memory that is missing, yielding the bytes of each piece; ended early, it keeps nothing.
+
+        Args:
+            at_once: nothing happens between the pieces.
+        """
+
+    @abstractmethod
+    def _release(self) -> int: ...
+
+    @abstractmethod
+    def _twin(self) -> Arena:
+        """A second, released arena of the same size."""
+
+    @abstractmethod
+    def _exchange(self, other: Arena) -> None:
+        """Change contents with a resident twin, after all that was launched has run."""
+
+    # ------------------------------------------------------------------------------------------- what all do
 
     @property
     def is_resident(self) -> bool:
-        return self._span.state is SpanState.RESIDENT
-
-    @property
-    def address(self) -> int:
-        """The first address, the same for the arena's whole life; 0 for an arena of no bytes."""
-        return self._span.address
+        return self.state is ArenaState.RESIDENT
 
     def resume(self) -> int:
         """Put physical memory under the addresses, contents undefined.
@@ -77,19 +120,24 @@ class Arena:
             Bytes mapped; 0 if the arena is resident already.
 
         Raises:
-            OutOfDeviceMemory: `needed_bytes` is the whole arena. Nothing is kept; a retry is legal.
+            OutOfDeviceMemory: `needed_bytes` is all that was missing. Nothing is kept; a retry is legal.
+            EngineError: the arena is closed.
         """
-        return 0 if self.is_resident else self._span.populate()
+        if self.is_resident:
+            return 0
+        self._require_open()
+        return sum(self._resume_by_chunks(at_once=True))
 
     def release(self) -> int:
         """Give the physical memory back; the contents are lost, the addresses stay.
 
-        What was launched on a device is waited for first: it may still read the memory.
+        What was launched on a device is waited for first: it may still read the memory. Where the driver
+        fails half-way, a second call gives back the rest.
 
         Returns:
-            Bytes freed; 0 if the arena is released already.
+            Bytes freed; 0 if there were none.
         """
-        return self._span.empty() if self.is_resident else 0
+        return self._release() if self.resident_bytes or self.is_resident else 0
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor at `offset` bytes; it stays good across release, resume and swap.
@@ -99,7 +147,12 @@ class Arena:
         Raises:
             ValueError: it does not fit into the arena, or `offset` is not a multiple of the element size.
         """
-        return self._span.view(offset, shape, dtype)
+        end = offset + prod(shape) * dtype.itemsize
+        if not 0 <= offset <= end <= self.num_bytes:
+            raise ValueError(f"bytes {offset} to {end} do not lie in an arena of {self.num_bytes} bytes")
+        if offset % dtype.itemsize:
+            raise ValueError(f"offset {offset} is not a multiple of the element size, {dtype.itemsize}")
+        return self._flat()[offset:end].view(dtype).view(shape)
 
     def stage(self) -> Shadow:
         """Take a second set of physical memory of the same layout, to be written aside and swapped in.
@@ -114,13 +167,13 @@ class Arena:
 
         Ended early, it keeps nothing.
         """
-        span = self._span.twin()
+        twin = self._twin()
         try:
-            yield from span.populate_by_chunks()
+            yield from twin._resume_by_chunks(at_once=False)
         except BaseException:
-            span.close()
+            twin.close()
             raise
-        return Shadow(self._span, span)
+        return Shadow(self, twin)
 
     def swap(self, shadow: Shadow) -> None:
         """Exchange physical memory with a shadow under the live addresses; no byte is copied.
@@ -134,55 +187,56 @@ class Arena:
             OutOfDeviceMemory: the machine has no room to hold the pages while they change places.
             ValueError: the shadow is not one of this arena.
         """
-        if shadow._live is not self._span:
+        if shadow.live is not self:
             raise ValueError("the shadow belongs to another arena")
-        self._span.exchange(shadow._span)
+        self.require_resident()
+        shadow.twin.require_resident()
+        self._exchange(shadow.twin)
 
-    def shrink(self, num_bytes: int) -> int:
-        """Give up for good the chunks that lie wholly behind `num_bytes`; later resumes do not take them.
+    def require_resident(self) -> None:
+        """Raises EngineError if memory is missing, or the arena is closed."""
+        if not self.is_resident:
+            raise EngineError(f"this memory is {self.state.name.lower()}, and must be resident")
 
-        For an arena that was laid out before it was known how much is needed. Views into what is given up,
-        and shadows, may not be used again. Memory that torch allocates stays as it is.
-
-        Returns:
-            Bytes given up.
-        """
-        return self._span.shrink(num_bytes)
-
-    def close(self) -> None:
-        """Give memory and addresses back; no view may be touched again. Idempotent."""
-        self._span.close()
+    def _require_open(self) -> None:
+        if self.state is ArenaState.CLOSED:
+            raise EngineError("this memory is closed, and cannot be resumed")
 
 
 class Shadow:
-    """A second set of an arena's memory at addresses of its own. A context manager: leaving it closes it."""
+    """A second set of an arena's memory at addresses of its own. A context manager: leaving it closes it.
 
-    def __init__(self, live: Span, span: Span) -> None:
-        self._live = live
-        self._span = span
+    Attributes:
+        live: the arena that it is a copy of.
+        twin: where the copy is.
+    """
+
+    def __init__(self, live: Arena, twin: Arena) -> None:
+        self.live = live
+        self.twin = twin
 
     @property
     def num_bytes(self) -> int:
         """Bytes that views may cover, as of the arena."""
-        return self._span.num_bytes
+        return self.twin.num_bytes
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """As `Arena.view`: what will be at that offset of the arena after a swap."""
-        return self._span.view(offset, shape, dtype)
+        return self.twin.view(offset, shape, dtype)
 
     def copy_from_live(self, offset: int, num_bytes: int) -> None:
         """Copy bytes that will not be written from the arena, which must be resident."""
-        require_resident(self._live)
-        source = self._live.view(offset, (num_bytes,), torch.uint8)
+        self.live.require_resident()
+        source = self.live.view(offset, (num_bytes,), torch.uint8)
         self.view(offset, (num_bytes,), torch.uint8).copy_(source)
 
     def close(self) -> None:
         """Give memory and addresses back; no view may be touched again. Idempotent."""
-        self._span.close()
+        self.twin.close()
 
     def close_by_chunks(self) -> Generator[int, None, None]:
         """As `close`, yielding the bytes of each chunk just given back. Copies must have run to their end."""
-        return self._span.close_by_chunks()
+        return self.twin.close_by_chunks()
 
     def __enter__(self) -> Self:
         return self
@@ -191,6 +245,10 @@ class Shadow:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def round_up(num_bytes: int, multiple: int) -> int:
+    return -(-num_bytes // multiple) * multiple
 
 
 def _result(work: Generator[Any, None, T]) -> T:

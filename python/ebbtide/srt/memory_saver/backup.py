@@ -13,6 +13,7 @@ import torch
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class HostBackup:
 
     def __init__(self, arena: Arena, pinning: HostPinning | None = None) -> None:
         self._arena = arena
-        self._buffer = Arena(arena.tag, arena.num_bytes, HostVirtualMemory(), PIECE_BYTES)
+        self._buffer = VirtualArena(arena.tag, arena.num_bytes, HostVirtualMemory(), PIECE_BYTES)
         self._pinning = pinning
         self._pins = ExitStack()  # undoes what is pinned
         self._pin_state = _PinState.WANTED if pinning is not None else _PinState.NONE

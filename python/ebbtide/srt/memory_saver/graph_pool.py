@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from ebbtide.srt.errors import EngineError
-from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.arena import Arena, round_up
 from ebbtide.srt.memory_saver.immortal import keep_for_ever, let_go
-from ebbtide.srt.memory_saver.span import round_up
 
 # What torch expects of an allocation on a device.
 ALIGNMENT_BYTES = 512

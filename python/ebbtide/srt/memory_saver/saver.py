@@ -6,7 +6,8 @@ from typing import Protocol
 
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.torch_span import TorchMemory, TorchSpan
+from ebbtide.srt.memory_saver.torch_arena import TorchArena, TorchMemory
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
 
 
@@ -29,7 +30,7 @@ class VirtualMemorySaver:
         self._vm = vm
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
-        return Arena(tag, num_bytes, self._vm, chunk_bytes)
+        return VirtualArena(tag, num_bytes, self._vm, chunk_bytes)
 
 
 class PlainMemory:
@@ -42,4 +43,4 @@ class PlainMemory:
         self._device = device
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
-        return Arena.over(tag, TorchSpan(num_bytes, self._device))
+        return TorchArena(tag, num_bytes, self._device)

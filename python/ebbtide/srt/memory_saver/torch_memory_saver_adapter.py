@@ -9,6 +9,7 @@ guarded against.)
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from contextlib import suppress
 from importlib import import_module
 from secrets import token_hex
@@ -17,11 +18,10 @@ from typing import Any
 import torch
 
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.arena import Arena, ArenaState, round_up
 from ebbtide.srt.memory_saver.immortal import keep_for_ever
-from ebbtide.srt.memory_saver.span import SpanState, require_released, require_resident, round_up
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.torch_span import TorchMemory, TorchSpan
+from ebbtide.srt.memory_saver.torch_arena import TorchArena, TorchMemory
 
 _PRELOAD_STEM = "torch_memory_saver_hook_mode_preload"
 # torch cuts smaller requests out of segments of this size, and pages of the driver are this large: a request
@@ -77,44 +77,42 @@ class TorchMemorySaverBackend:
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
         if not num_bytes:
-            return Arena.over(tag, TorchSpan(0, self._device))
-        return Arena.over(tag, _SavedSpan(tag, num_bytes, self._device, self._library))
+            return TorchArena(tag, 0, self._device)
+        return _SavedArena(tag, num_bytes, self._device, self._library)
 
 
-class _SavedSpan(TorchSpan):
+class _SavedArena(TorchArena):
     """One allocation in a region of its own: two of one name would be paused together."""
 
     def __init__(self, tag: MemoryTag, num_bytes: int, device: TorchMemory, library: Any) -> None:
         self._region = f"{tag}-{token_hex(4)}"
         self._library = library
-        super().__init__(num_bytes, device)
+        super().__init__(tag, num_bytes, device)
         self.virtual_bytes = _whole_segments(num_bytes)
         # Dropped, its memory could be given out again while it is paused.
         keep_for_ever(self._bytes)
         self._library.pause(self._region)
-
-    def populate(self) -> int:
-        require_released(self)
-        self._require_room(self.virtual_bytes)
-        self._library.resume(self._region)
-        self.state = SpanState.RESIDENT
-        return self.virtual_bytes
-
-    def empty(self) -> int:
-        require_resident(self)
-        self._device.synchronize()  # the library unmaps at once
-        self._library.pause(self._region)
-        self.state = SpanState.RELEASED
-        return self.virtual_bytes
 
     def close(self) -> None:
         """Give the memory back. The addresses stay taken: the library cannot free what it has paused.
 
         Idempotent.
         """
-        if self.state is SpanState.RESIDENT:
-            self.empty()
-        self.state = SpanState.CLOSED
+        if self.is_resident:
+            self._release()
+        self._state = ArenaState.CLOSED
+
+    def _resume_by_chunks(self, *, at_once: bool) -> Generator[int, None, None]:
+        self._require_room(self.virtual_bytes)
+        self._library.resume(self._region)
+        self._state = ArenaState.RESIDENT
+        yield self.virtual_bytes
+
+    def _release(self) -> int:
+        self._device.synchronize()  # the library unmaps at once
+        self._library.pause(self._region)
+        self._state = ArenaState.RELEASED
+        return self.virtual_bytes
 
     def _allocate(self) -> torch.Tensor:
         num_bytes = _whole_segments(self.num_bytes)

@@ -84,7 +84,7 @@ def build_model_runner(
         saver,
         group,
         chunk_bytes=CUDA_KV_CHUNK_BYTES if is_cuda else None,
-        free_bytes=device.free_bytes(),
+        free_bytes=device.free_bytes() // runtime_config.ranks_per_device,
         weight_bytes=weight_store.arena.resident_bytes,
     )
     logger.info(
@@ -272,7 +272,7 @@ def choose_num_pages(
     `max_running_requests` full contexts can fill.
 
     Args:
-        free_bytes: free now, with the weights loaded.
+        free_bytes: this rank's share of what is free now, with the weights loaded.
         weight_bytes: what they take.
 
     Raises ConfigurationError, with the bytes, where not one page fits.

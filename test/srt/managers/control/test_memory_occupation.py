@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.control.memory_occupation import WeightContent
 from ebbtide.srt.managers.io_struct import (
     ContinueGenerationReqInput,
@@ -90,6 +91,27 @@ def test_doing_it_again_changes_nothing(harness: SchedulerHarness) -> None:
     partly = release(harness)
     assert partly.freed_bytes == {WEIGHTS: 0, KV_CACHE: 5000, CUDA_GRAPH: 100}
     assert partly.changed
+
+
+def test_after_a_release_that_broke_off_nothing_runs_and_the_next_one_gives_back_the_rest(
+    harness: SchedulerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = harness.ranks[0].runner.needed[1]
+
+    def break_off() -> int:
+        memory.resident_bytes -= 1000
+        raise EngineError("cuMemUnmap: the driver refused")
+
+    rid = harness.generate(PROMPT, max_new_tokens=5)
+    harness.turn(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "release", break_off)
+        assert harness.refuse(ReleaseMemoryOccupationReqInput(tags=(KV_CACHE,))).status == 500
+    assert not harness.scheduler.is_runnable
+    assert release(harness, KV_CACHE).freed_bytes == {KV_CACHE: 4000}
+    resume(harness, KV_CACHE)
+    harness.run_until_idle()
+    assert harness.outputs[rid].finish == FinishReason("length", length=5)
 
 
 def test_running_requests_survive_a_release_of_everything(harness: SchedulerHarness) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ebbtide.srt.managers.scheduling.tag_memory import ArenaMemory, BackedUpWeights
-from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 SIZE = 3_000_000
@@ -17,7 +17,7 @@ SIZE = 3_000_000
 
 @pytest.fixture
 def arena():
-    arena = Arena(MemoryTag.WEIGHTS, SIZE, HostVirtualMemory())
+    arena = VirtualArena(MemoryTag.WEIGHTS, SIZE, HostVirtualMemory())
     arena.resume()
     yield arena
     arena.close()

@@ -139,7 +139,7 @@ class MemoryOccupation:
         started = time.perf_counter()
         self._require_memory_saver()
         tags = self._selected(request.tags)
-        to_release = [tag for tag in tags if tag not in self._released]
+        to_release = [tag for tag in tags if tag not in self._released or self._memories[tag].resident_bytes]
         free_before = self._free_bytes()
         if any(self._memories[tag].keeps_contents for tag in to_release):
             yield from self._on_all_ranks(lambda: self._prepare_release(to_release))
@@ -237,8 +237,9 @@ class MemoryOccupation:
 
     def _release(self, tag: MemoryTag) -> int:
         memory = self._memories[tag]
-        freed_bytes = memory.release()
+        # Where it fails half-way, some of the memory is gone: nothing may run on the rest.
         self._released |= {tag}
+        freed_bytes = memory.release()
         if tag is MemoryTag.WEIGHTS and not memory.keeps_contents:
             self.content.lose()
         return freed_bytes

@@ -70,10 +70,10 @@ class VirtualMemory(Protocol):
         ...
 
     def unmap(self, at: Reservation, offset: int, num_bytes: int) -> None:
-        """Take the handle of `num_bytes` at `at.address + offset` away; its contents stay with it.
+        """Take away the handles that fill `num_bytes` from `at.address + offset` on, with their contents.
 
-        Raises OutOfDeviceMemory, with the handle where it was, when keeping it needs more than there is. This
-        cannot happen to a handle that was released.
+        Raises OutOfDeviceMemory when keeping one needs more than there is: that and those behind it are then
+        where they were. This cannot happen to handles that were released.
         """
         ...
 

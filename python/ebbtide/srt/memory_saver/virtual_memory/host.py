@@ -121,17 +121,15 @@ class HostVirtualMemory:
         """To launch is to run."""
 
     def unmap(self, at: Reservation, offset: int, num_bytes: int) -> None:
-        address = at.address + offset
-        handle = self._handle_at.get(address)
-        if handle is None or handle.num_bytes != num_bytes:
-            raise ValueError(f"no handle of {num_bytes} bytes is mapped at offset {offset}")
-        if handle in self._given_up:
-            self._given_up.remove(handle)
-        else:
-            with _running_out_of_memory(num_bytes, self._free_bytes):
-                self._parked_at[handle] = _park(address, num_bytes)
-        _fence(address, num_bytes)
-        del self._handle_at[address]
+        address, end = at.address + offset, at.address + offset + num_bytes
+        handles: list[tuple[int, Handle]] = []
+        while address < end and address in self._handle_at:
+            handles.append((address, self._handle_at[address]))
+            address += handles[-1][1].num_bytes
+        if address != end:
+            raise ValueError(f"no handles of {num_bytes} bytes in all are mapped at offset {offset}")
+        for place, handle in handles:
+            self._unmap(place, handle)
 
     def release(self, handle: Handle) -> None:
         if handle in self._parked_at:
@@ -140,6 +138,15 @@ class HostVirtualMemory:
             self._given_up.add(handle)
         else:
             raise ValueError("the handle was released already, or is not of this virtual memory")
+
+    def _unmap(self, address: int, handle: Handle) -> None:
+        if handle in self._given_up:
+            self._given_up.remove(handle)
+        else:
+            with _running_out_of_memory(handle.num_bytes, self._free_bytes):
+                self._parked_at[handle] = _park(address, handle.num_bytes)
+        _fence(address, handle.num_bytes)
+        del self._handle_at[address]
 
     def as_tensor(self, reservation: Reservation) -> torch.Tensor:
         memory = (ctypes.c_uint8 * reservation.num_bytes).from_address(reservation.address)
