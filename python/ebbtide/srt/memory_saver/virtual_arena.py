@@ -193,7 +193,7 @@ class VirtualArena(Arena):
             self._vm.make_accessible(self._reservation, run[0].offset, _num_bytes(run))
 
     def _unmap_all(self, slots: Iterable[_Slot]) -> Generator[list[_Slot], None, None]:
-        """Yields the slots that each call has unmapped: whole runs, where a call cannot break off half-way."""
+        """Yields the slots that each call has unmapped: whole runs, where a call cannot break off."""
         for run in _runs(slots):
             for part in [run] if self._vm.keeps_for_free else [[slot] for slot in run]:
                 assert self._reservation is not None
