@@ -222,6 +222,10 @@ def test_the_model_and_the_server_are_described(server: Server, checkpoints: Any
     assert (described["status"], described["max_total_num_tokens"]) == ("ready", 4096)
     assert described["max_req_input_len"] == 2047
     assert described["api_key"] is None
+    # Left open on the command line.
+    assert (described["page_size"], described["device"], described["context_length"]) == (16, "cpu", 2048)
+    startup_time = described["startup_time"]
+    assert 0 < startup_time["scheduler_e2e"] < startup_time["tokenizer_e2e"]
     state = server.get("/memory_occupation").json()
     assert described["state"]["tags"] == state["tags"]
     assert "ranks" not in described["state"]

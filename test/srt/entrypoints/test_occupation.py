@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import msgspec
 import pytest
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.device.nvml_memory import device_memory_bytes
 from ebbtide.srt.entrypoints import occupation
-from ebbtide.srt.entrypoints.occupation import count_devices_once, num_gpus, occupation_body
+from ebbtide.srt.entrypoints.occupation import count_devices_once, memory_occupation, num_gpus
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.io_struct import PauseMode, RankReport, StateReport, TagReport
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -56,8 +57,13 @@ def state(*ranks: RankReport) -> StateReport:
     )
 
 
+def body_of(state: StateReport, parallel: ParallelConfig) -> dict[str, Any]:
+    body: dict[str, Any] = msgspec.to_builtins(memory_occupation(state, parallel))
+    return body
+
+
 def test_tags_are_added_and_listed_by_rank() -> None:
-    body = occupation_body(state(rank(0), rank(1)), TP2)
+    body = body_of(state(rank(0), rank(1)), TP2)
     assert body["generation"] == {"state": "paused", "mode": "retract"}
     assert body["tags"]["weights"]["resident_bytes"] == 200
     assert body["tags"]["kv_cache"] == {
@@ -75,22 +81,22 @@ def test_tags_are_added_and_listed_by_rank() -> None:
 
 def test_what_is_stale_or_released_anywhere_is_so() -> None:
     stale = rank(1, content="stale", num_missing=1, missing=["norm"])
-    weights = occupation_body(state(rank(0), stale), TP2)["tags"]["weights"]
+    weights = body_of(state(rank(0), stale), TP2)["tags"]["weights"]
     assert (weights["content"], weights["num_missing"], weights["missing"]) == ("stale", 1, ["norm"])
     released = rank(1, state="released", resident_bytes=0)
-    weights = occupation_body(state(rank(0), released), TP2)["tags"]["weights"]
+    weights = body_of(state(rank(0), released), TP2)["tags"]["weights"]
     assert (weights["state"], weights["virtual_bytes"], weights["resident_bytes"]) == ("released", 200, 100)
 
 
 def test_ranks_on_one_host_share_its_memory() -> None:
-    body = occupation_body(state(rank(0), rank(1)), TP2)
+    body = body_of(state(rank(0), rank(1)), TP2)
     shares = [entry["device_bytes"] for entry in body["ranks"]]
     assert body["device"]["total_bytes"] == shares[0]["total_bytes"]
     assert body["device"]["unmanaged_bytes"] == sum(share["unmanaged_bytes"] for share in shares)
 
 
 def test_the_memory_of_another_node_is_not_known_here() -> None:
-    body = occupation_body(state(rank(0), rank(1)), TWO_NODES)
+    body = body_of(state(rank(0), rank(1)), TWO_NODES)
     here, there = (entry["device_bytes"] for entry in body["ranks"])
     assert there is None
     assert body["device"] == here
@@ -100,13 +106,13 @@ def test_cuda_devices_are_asked_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None
     memories = {"a": (1000, 600), "b": (1000, 300)}
     monkeypatch.setattr(occupation, "device_memory_bytes", memories.get)
     monkeypatch.setattr(occupation, "process_bytes", lambda uuid: {os.getpid(): 150})
-    body = occupation_body(state(rank(0, uuid="a"), rank(1, uuid="b")), TP2)
+    body = body_of(state(rank(0, uuid="a"), rank(1, uuid="b")), TP2)
     assert body["device"] == {"total_bytes": 2000, "free_bytes": 900, "unmanaged_bytes": 80}
     monkeypatch.setattr(occupation, "process_bytes", lambda uuid: {})
-    body = occupation_body(state(rank(0, uuid="a"), rank(1, uuid="b")), TP2)
+    body = body_of(state(rank(0, uuid="a"), rank(1, uuid="b")), TP2)
     assert body["device"] == {"total_bytes": 2000, "free_bytes": 900, "unmanaged_bytes": None}
     monkeypatch.setattr(occupation, "device_memory_bytes", lambda uuid: None)
-    body = occupation_body(state(rank(0, uuid="a"), rank(1, uuid="b")), TP2)
+    body = body_of(state(rank(0, uuid="a"), rank(1, uuid="b")), TP2)
     assert body["device"] == {"total_bytes": None, "free_bytes": None, "unmanaged_bytes": None}
     assert num_gpus([rank(0, uuid="a"), rank(1, uuid="b"), rank(2, uuid="a")]) == 2
 
@@ -114,7 +120,7 @@ def test_cuda_devices_are_asked_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_process_that_has_ended_is_an_error() -> None:
     gone = RankReport(dp_rank=0, tp_rank=0, pid=2**22 + 1, device="cpu", uuid=None, tags=rank().tags)
     with pytest.raises(EngineError, match="has ended"):
-        occupation_body(state(gone), ParallelConfig())
+        body_of(state(gone), ParallelConfig())
 
 
 @pytest.mark.parametrize(

@@ -1,124 +1,26 @@
-"""The control endpoints: path → methods, request and what the reply becomes. Source: wire_api section 3."""
+"""The control endpoints: one for each control request whose row has a path. Source: wire_api section 3."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, get_args, get_origin
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, get_args, get_origin
 
 import msgspec
 from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
 
+from ebbtide.srt.entrypoints.http_answers import Json
+from ebbtide.srt.entrypoints.request_body import MAX_BODY_BYTES, read_fields
+from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import error_body
-from ebbtide.srt.managers.io_struct import (
-    AbortReq,
-    AbortReqOutput,
-    AbortWeightUpdateReqInput,
-    BeginWeightUpdateReqInput,
-    CheckWeightsReqInput,
-    CheckWeightsReqOutput,
-    ContinueGenerationReqInput,
-    ContinueGenerationReqOutput,
-    ControlRequest,
-    DestroyWeightsUpdateGroupReqInput,
-    EndWeightUpdateReqInput,
-    FlushCacheReqInput,
-    FlushCacheReqOutput,
-    GetWeightsByNameReqInput,
-    GetWeightsByNameReqOutput,
-    InitWeightsUpdateGroupReqInput,
-    PauseGenerationReqInput,
-    PauseGenerationReqOutput,
-    ReleaseMemoryOccupationReqInput,
-    ReleaseMemoryOccupationReqOutput,
-    Reply,
-    ResumeMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqOutput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
-    UpdateWeightsReqOutput,
-    UpdateWeightVersionReqInput,
-    UpdateWeightVersionReqOutput,
-    WeightSessionReqOutput,
-    WeightsUpdateGroupReqOutput,
-)
+from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
+from ebbtide.srt.memory_saver.tags import MemoryTag
 
-POST = ("POST",)
-POST_OR_GET = ("POST", "GET")
+Endpoint = Callable[[Request], Awaitable[Response]]
 
-# A status and a body; None for an empty one.
-Answer = tuple[int, Any]
-
-
-@dataclass(frozen=True)
-class ControlRoute:
-    """One control endpoint.
-
-    Attributes:
-        reply: what it is answered with.
-        query_aliases: further names of fields in the query.
-        answer: makes the answer of the fields that were sent and the body of the reply.
-    """
-
-    request: type[ControlRequest]
-    reply: type[Reply]
-    methods: tuple[str, ...] = POST
-    query_aliases: Mapping[str, str] = field(default_factory=dict)
-    answer: Callable[[Mapping[str, Any], Any], Answer] = lambda fields, reply: (200, reply)
-
-    @property
-    def binary_fields(self) -> frozenset[str]:
-        """Fields that are lists of base64 in JSON."""
-        fields = msgspec.structs.fields(self.request)
-        return frozenset(known.name for known in fields if known.type == list[bytes])
-
-
-def _abort_answer(fields: Mapping[str, Any], reply: Any) -> Answer:
-    return 200, reply if fields.get("report") else None
-
-
-def _flush_answer(fields: Mapping[str, Any], reply: Any) -> Answer:
-    """Not full is an error for clients that poll, and the reply's own fields stay."""
-    if reply["fully_flushed"]:
-        return 200, reply
-    return 400, {**error_body(reply["message"], 400), **reply}
-
-
-CONTROL_ROUTES: dict[str, ControlRoute] = {
-    "/release_memory_occupation": ControlRoute(
-        ReleaseMemoryOccupationReqInput, ReleaseMemoryOccupationReqOutput, POST_OR_GET
-    ),
-    "/resume_memory_occupation": ControlRoute(
-        ResumeMemoryOccupationReqInput, ResumeMemoryOccupationReqOutput, POST_OR_GET
-    ),
-    "/pause_generation": ControlRoute(PauseGenerationReqInput, PauseGenerationReqOutput),
-    "/continue_generation": ControlRoute(ContinueGenerationReqInput, ContinueGenerationReqOutput),
-    "/abort_request": ControlRoute(AbortReq, AbortReqOutput, answer=_abort_answer),
-    "/flush_cache": ControlRoute(
-        FlushCacheReqInput,
-        FlushCacheReqOutput,
-        POST_OR_GET,
-        query_aliases={"timeout": "timeout_s"},
-        answer=_flush_answer,
-    ),
-    "/update_weights_from_disk": ControlRoute(UpdateWeightFromDiskReqInput, UpdateWeightsReqOutput),
-    "/update_weights_from_tensor": ControlRoute(UpdateWeightsFromTensorReqInput, UpdateWeightsReqOutput),
-    "/update_weights_from_distributed": ControlRoute(
-        UpdateWeightsFromDistributedReqInput, UpdateWeightsReqOutput
-    ),
-    "/update_weights_from_ipc": ControlRoute(UpdateWeightsFromIPCReqInput, UpdateWeightsReqOutput),
-    "/init_weights_update_group": ControlRoute(InitWeightsUpdateGroupReqInput, WeightsUpdateGroupReqOutput),
-    "/destroy_weights_update_group": ControlRoute(
-        DestroyWeightsUpdateGroupReqInput, WeightsUpdateGroupReqOutput
-    ),
-    "/begin_weight_update": ControlRoute(BeginWeightUpdateReqInput, WeightSessionReqOutput),
-    "/end_weight_update": ControlRoute(EndWeightUpdateReqInput, UpdateWeightsReqOutput),
-    "/abort_weight_update": ControlRoute(AbortWeightUpdateReqInput, WeightSessionReqOutput),
-    "/update_weight_version": ControlRoute(UpdateWeightVersionReqInput, UpdateWeightVersionReqOutput),
-    "/get_weights_by_name": ControlRoute(GetWeightsByNameReqInput, GetWeightsByNameReqOutput, POST_OR_GET),
-    "/weights_checker": ControlRoute(CheckWeightsReqInput, CheckWeightsReqOutput, POST_OR_GET),
+CONTROL_ROUTES: Final[dict[str, type[ControlRequest]]] = {
+    kind.row.path: kind for kind in CONTROL_REQUESTS if kind.row.path is not None
 }
 
 # Paths that SGLang has and this version does not.
@@ -148,15 +50,34 @@ NOT_IMPLEMENTED = (
 )
 
 
-def query_fields(route: ControlRoute, query: QueryParams) -> dict[str, Any]:
+def control_endpoint(service: EngineService, kind: type[ControlRequest]) -> Endpoint:
+    """The endpoint of a control request. A client that disconnects does not end it."""
+    binary = binary_fields(kind)
+
+    async def endpoint(request: Request) -> Response:
+        max_bytes = _max_weight_bytes(service) if binary else MAX_BODY_BYTES
+        body = await read_fields(request.stream(), binary, max_bytes)
+        fields = query_fields(kind, request.query_params) | body
+        return _answer(kind, fields, await service.control(kind, fields))
+
+    return endpoint
+
+
+def binary_fields(kind: type[ControlRequest]) -> frozenset[str]:
+    """Fields that are lists of base64 in JSON."""
+    fields = msgspec.structs.fields(kind)
+    return frozenset(known.name for known in fields if known.type == list[bytes])
+
+
+def query_fields(kind: type[ControlRequest], query: QueryParams) -> dict[str, Any]:
     """The fields in a query, with the types that the request gives them; a list is a field that is repeated.
 
     What does not fit its type stays text: building the request then says what was expected.
     """
-    types = {known.name: known.type for known in msgspec.structs.fields(route.request)}
+    types = {known.name: known.type for known in msgspec.structs.fields(kind)}
     fields: dict[str, Any] = {}
     for key in query:
-        name = route.query_aliases.get(key, key)
+        name = kind.row.query_aliases.get(key, key)
         wanted = types.get(name, str)
         given: Any = query.getlist(key) if _takes_list(wanted) else query[key]
         try:
@@ -169,3 +90,19 @@ def query_fields(route: ControlRoute, query: QueryParams) -> dict[str, Any]:
 def _takes_list(annotation: Any) -> bool:
     members = (annotation, *get_args(annotation))
     return str not in members and any(get_origin(member) in (list, tuple) for member in members)
+
+
+def _answer(kind: type[ControlRequest], fields: Mapping[str, Any], reply: Any) -> Response:
+    if kind.row.body_if is not None and not fields.get(kind.row.body_if):
+        return Response()
+    if isinstance(reply, dict) and not reply["success"]:
+        # It was carried out, and not in full: an error for clients that poll, and the reply's fields stay.
+        return Json({**error_body(reply["message"], 400), **reply}, 400)
+    return Json(reply)
+
+
+def _max_weight_bytes(service: EngineService) -> int:
+    """What a body with weights may hold: all of them, for each rank, as float32 and in base64."""
+    ranks = service.state.ranks
+    weight_bytes = sum(rank.tags[MemoryTag.WEIGHTS].virtual_bytes for rank in ranks)
+    return MAX_BODY_BYTES + 3 * weight_bytes * len(ranks)

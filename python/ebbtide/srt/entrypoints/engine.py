@@ -257,7 +257,7 @@ class Engine:
         return await self._control(
             UpdateWeightsFromDistributedReqInput,
             names=list(names),
-            dtypes=[str(dtype) for dtype in dtypes],
+            dtypes=list(dtypes),
             shapes=[list(shape) for shape in shapes],
             group_name=group_name,
             load_format=load_format,

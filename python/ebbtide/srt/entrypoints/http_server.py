@@ -24,14 +24,16 @@ from starlette.types import ASGIApp
 
 from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
 from ebbtide.srt.entrypoints.auth import KeyCheck, Keys
+from ebbtide.srt.entrypoints.bodies import Reply
 from ebbtide.srt.entrypoints.control_routes import (
     CONTROL_ROUTES,
     NOT_IMPLEMENTED,
-    ControlRoute,
-    query_fields,
+    Endpoint,
+    control_endpoint,
 )
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.http_answers import Json, answer_events, error_answer, while_connected
+from ebbtide.srt.entrypoints.information import WeightVersion
 from ebbtide.srt.entrypoints.loads import load_summaries
 from ebbtide.srt.entrypoints.metrics import Metrics
 from ebbtide.srt.entrypoints.node_server import launch_node
@@ -39,16 +41,13 @@ from ebbtide.srt.entrypoints.openai.chat_template import read_chat_template
 from ebbtide.srt.entrypoints.openai.routes import OpenAIApi
 from ebbtide.srt.entrypoints.openapi import openapi_document
 from ebbtide.srt.entrypoints.process import configure_logging
-from ebbtide.srt.entrypoints.request_body import MAX_BODY_BYTES, read_fields
+from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body
 from ebbtide.srt.heap import freeze_heap
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 ALL_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 BACKLOG = 2048
@@ -72,8 +71,8 @@ def create_app(service: EngineService) -> FastAPI:
         app.add_route(path, endpoint, methods=["GET"])
     for method, path, endpoint in OpenAIApi(service, metrics).routes():
         app.add_route(path, endpoint, methods=[method])
-    for path, route in CONTROL_ROUTES.items():
-        app.add_route(path, endpoints.control(route), methods=list(route.methods))
+    for path, kind in CONTROL_ROUTES.items():
+        app.add_route(path, control_endpoint(service, kind), methods=list(kind.row.methods))
     app.add_route("/transition", endpoints.transition, methods=["POST"])
     for path in NOT_IMPLEMENTED:
         app.add_route(path, _not_implemented, methods=ALL_METHODS)
@@ -123,18 +122,6 @@ class _Endpoints:
         self._metrics.note(result)
         return Json(result)
 
-    def control(self, route: ControlRoute) -> Endpoint:
-        """The endpoint of a control route. A client that disconnects does not end it."""
-
-        async def endpoint(request: Request) -> Response:
-            max_bytes = self._max_weight_bytes() if route.binary_fields else MAX_BODY_BYTES
-            body = await read_fields(request.stream(), route.binary_fields, max_bytes)
-            fields = query_fields(route, request.query_params) | body
-            status, reply = route.answer(fields, await self._service.control(route.request, fields))
-            return Response(status_code=status) if reply is None else Json(reply, status)
-
-        return endpoint
-
     async def transition(self, request: Request) -> Response:
         return Json(await self._service.transitions.run(await read_fields(request.stream())))
 
@@ -142,12 +129,6 @@ class _Endpoints:
         """500; 503 when the engine is down or going down."""
         fields = error.fields if isinstance(error, EngineError) else {}
         return error_answer(str(error), 503 if self._service.is_down else 500, **fields)
-
-    def _max_weight_bytes(self) -> int:
-        """What a body with weights may hold: all of them, for each rank, as float32 and in base64."""
-        ranks = self._service.state.ranks
-        weight_bytes = sum(rank.tags[MemoryTag.WEIGHTS].virtual_bytes for rank in ranks)
-        return MAX_BODY_BYTES + 3 * weight_bytes * len(ranks)
 
     async def _health(self, request: Request) -> Response:
         return await _healthy(self._service.check_health())
@@ -157,7 +138,7 @@ class _Endpoints:
 
     async def _ready(self, request: Request) -> Response:
         state = self._service.state
-        return Json({"success": True, "message": ""}) if state.can_run else error_answer(state.reason, 503)
+        return Json(Reply()) if state.can_run else error_answer(state.reason, 503)
 
     async def _metrics_text(self, request: Request) -> Response:
         if not self._service.config.server_args.enable_metrics:
@@ -182,7 +163,7 @@ class _Endpoints:
         return Json(await self._service.loads_body(query.getlist("include"), query.get("dp_rank")))
 
     async def _weight_version(self, request: Request) -> Response:
-        return Json({"success": True, "message": "", "weight_version": self._service.state.weight_version})
+        return Json(WeightVersion(weight_version=self._service.state.weight_version))
 
 
 async def _healthy(check: Awaitable[None]) -> Response:

@@ -6,56 +6,81 @@ of CUDA devices where NVML answers. What cannot be measured is null.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, Struct
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.device.nvml import process_bytes
 from ebbtide.srt.device.nvml_memory import device_memory_bytes
+from ebbtide.srt.entrypoints.bodies import Reply
 from ebbtide.srt.entrypoints.placement import node_of
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.io_struct import RankReport, StateReport, TagReport
 
-Body: TypeAlias = dict[str, Any]
+
+class GenerationState(Struct, kw_only=True):
+    state: Literal["running", "paused"]
+    mode: str | None
 
 
-def occupation_body(state: StateReport, parallel: ParallelConfig) -> Body:
-    """The body of `GET /memory_occupation`. Reads /proc, which takes milliseconds where much is mapped.
+class DeviceMemory(Struct, kw_only=True):
+    """Null is what cannot be measured from the server."""
+
+    total_bytes: int | None
+    free_bytes: int | None
+    unmanaged_bytes: int | None
+
+
+class RankOccupation(RankReport, frozen=True, kw_only=True):
+    device_bytes: DeviceMemory | None
+
+
+class EngineState(Reply, kw_only=True):
+    generation: GenerationState
+    can_run: bool
+    reason: str
+    tags: dict[str, TagReport]
+    device: DeviceMemory
+
+
+class MemoryOccupation(EngineState, kw_only=True):
+    ranks: list[RankOccupation]
+
+
+def engine_state(state: StateReport, parallel: ParallelConfig) -> EngineState:
+    """The state and the memory of the whole engine. Reads /proc: milliseconds where much is mapped.
 
     Raises:
         EngineError: the process of a rank has ended.
     """
-    devices = [_measured(rank, parallel) for rank in state.ranks]
-    return {
-        "success": True,
-        "message": "",
-        "generation": {"state": "paused", "mode": state.paused.value}
-        if state.paused is not None
-        else {"state": "running", "mode": None},
-        "can_run": state.can_run,
-        "reason": state.reason,
-        "tags": total_tags(state.ranks),
-        "device": _total_device(state.ranks, devices, parallel),
-        "ranks": [
-            {
-                **msgspec.to_builtins(rank),
-                "tags": {tag.value: _tag_body(report) for tag, report in rank.tags.items()},
-                "device_bytes": device,
-            }
-            for rank, device in zip(state.ranks, devices, strict=True)
-        ],
-    }
+    return _engine_state(state, _measured_ranks(state, parallel), parallel)
 
 
-def total_tags(ranks: Sequence[RankReport]) -> dict[str, Body]:
+def memory_occupation(state: StateReport, parallel: ParallelConfig) -> MemoryOccupation:
+    """The same, and that of every rank: the body of `GET /memory_occupation`.
+
+    Raises:
+        EngineError: the process of a rank has ended.
+    """
+    devices = _measured_ranks(state, parallel)
+    whole = _engine_state(state, devices, parallel)
+    ranks = [
+        RankOccupation(**msgspec.structs.asdict(rank), device_bytes=device)
+        for rank, device in zip(state.ranks, devices, strict=True)
+    ]
+    return MemoryOccupation(**msgspec.structs.asdict(whole), ranks=ranks)
+
+
+def total_tags(ranks: Sequence[RankReport]) -> dict[str, TagReport]:
     """Every tag over all of these ranks: bytes are added; released, or stale, if it is so anywhere."""
-    return {tag.value: _tag_body(_total([rank.tags[tag] for rank in ranks])) for tag in ranks[0].tags}
+    return {tag.value: _total([rank.tags[tag] for rank in ranks]) for tag in ranks[0].tags}
 
 
-def count_devices_once(body: Body, ranks: Sequence[RankReport], parallel: ParallelConfig) -> None:
+def count_devices_once(body: dict[str, Any], ranks: Sequence[RankReport], parallel: ParallelConfig) -> None:
     """In the reply to a release or a resume, add the free memory of devices, not of ranks that share one.
 
     Of what such ranks saw, that counts which shows all of the change: they do not act at the same instant.
@@ -80,7 +105,7 @@ def _device_key(rank: RankReport, parallel: ParallelConfig) -> Hashable:
 
 
 def _total(reports: Sequence[TagReport]) -> TagReport:
-    worst = max(reports, key=lambda report: report.num_missing or 0)
+    worst = max(reports, key=lambda report: 0 if report.num_missing is UNSET else report.num_missing)
     return TagReport(
         state="released" if any(report.state == "released" for report in reports) else "resident",
         virtual_bytes=sum(report.virtual_bytes for report in reports),
@@ -92,13 +117,26 @@ def _total(reports: Sequence[TagReport]) -> TagReport:
     )
 
 
-def _tag_body(report: TagReport) -> Body:
-    """Without what only the weights have, where it is another tag's."""
-    body = msgspec.to_builtins(report)
-    return {name: value for name, value in body.items() if value is not None or name == "content"}
+def _engine_state(
+    state: StateReport, devices: Sequence[DeviceMemory | None], parallel: ParallelConfig
+) -> EngineState:
+    return EngineState(
+        generation=GenerationState(
+            state="running" if state.paused is None else "paused",
+            mode=None if state.paused is None else state.paused.value,
+        ),
+        can_run=state.can_run,
+        reason=state.reason,
+        tags=total_tags(state.ranks),
+        device=_total_device(state.ranks, devices, parallel),
+    )
 
 
-def _measured(rank: RankReport, parallel: ParallelConfig) -> Body | None:
+def _measured_ranks(state: StateReport, parallel: ParallelConfig) -> list[DeviceMemory | None]:
+    return [_measured(rank, parallel) for rank in state.ranks]
+
+
+def _measured(rank: RankReport, parallel: ParallelConfig) -> DeviceMemory | None:
     """The memory of a rank's device now; None where it cannot be seen from here."""
     if node_of(parallel, rank.dp_rank, rank.tp_rank) != parallel.node_rank:
         return None
@@ -116,28 +154,32 @@ def _measured(rank: RankReport, parallel: ParallelConfig) -> Body | None:
         total_bytes, free_bytes = device
         held_bytes = process_bytes(rank.uuid).get(rank.pid)
     resident_bytes = sum(tag.resident_bytes for tag in rank.tags.values())
-    return {
-        "total_bytes": total_bytes,
-        "free_bytes": free_bytes,
+    return DeviceMemory(
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
         # State and measurement are of different moments: memory may have gone in between.
-        "unmanaged_bytes": None if held_bytes is None else max(0, held_bytes - resident_bytes),
-    }
+        unmanaged_bytes=None if held_bytes is None else max(0, held_bytes - resident_bytes),
+    )
 
 
 def _total_device(
-    ranks: Sequence[RankReport], devices: Sequence[Mapping[str, Any] | None], parallel: ParallelConfig
-) -> Body:
+    ranks: Sequence[RankReport], devices: Sequence[DeviceMemory | None], parallel: ParallelConfig
+) -> DeviceMemory:
     """Over the devices that were measured, each counted once; `unmanaged_bytes` over their ranks."""
     measured = {
         _device_key(rank, parallel): device
         for rank, device in zip(ranks, devices, strict=True)
         if device is not None
     }
-    if not measured:
-        return dict.fromkeys(("total_bytes", "free_bytes", "unmanaged_bytes"))
-    unmanaged = [device["unmanaged_bytes"] for device in devices if device is not None]
-    return {
-        "total_bytes": sum(device["total_bytes"] for device in measured.values()),
-        "free_bytes": sum(device["free_bytes"] for device in measured.values()),
-        "unmanaged_bytes": None if None in unmanaged else sum(unmanaged),
-    }
+    unmanaged = [device.unmanaged_bytes for device in devices if device is not None]
+    return DeviceMemory(
+        total_bytes=_sum([device.total_bytes for device in measured.values()]),
+        free_bytes=_sum([device.free_bytes for device in measured.values()]),
+        unmanaged_bytes=_sum(unmanaged),
+    )
+
+
+def _sum(values: Sequence[int | None]) -> int | None:
+    """None where one of them is unknown, or none is known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None

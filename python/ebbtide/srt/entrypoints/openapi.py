@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
 from ebbtide import __version__
-from ebbtide.srt.entrypoints import openapi_schemas as bodies
+from ebbtide.srt.entrypoints import bodies
 from ebbtide.srt.entrypoints.auth import Access, access_of
-from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, ControlRoute
+from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES
+from ebbtide.srt.entrypoints.information import ModelInfo, ServerInfo, WeightVersion
 from ebbtide.srt.entrypoints.loads import Loads, LoadSummary
+from ebbtide.srt.entrypoints.occupation import MemoryOccupation
 from ebbtide.srt.entrypoints.openai.protocol import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -22,9 +24,9 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     ModelCard,
     ModelList,
 )
-from ebbtide.srt.entrypoints.transition import TransitionRequest
+from ebbtide.srt.entrypoints.transition import TransitionReply, TransitionRequest
 from ebbtide.srt.managers.api.generate_request import GenerateReqInput
-from ebbtide.srt.managers.io_struct import AbortReqOutput, GetWeightsByNameReqOutput
+from ebbtide.srt.managers.io_struct import ControlRequest, Reply
 from ebbtide.srt.sampling_params import SamplingParams
 
 REF_TEMPLATE = "#/components/schemas/{name}"
@@ -86,27 +88,27 @@ _OPERATIONS = (
         media_type="text/plain",
     ),
     *(
-        Operation(path, GET, "information", "The model.", None, bodies.ModelInfo)
+        Operation(path, GET, "information", "The model.", None, ModelInfo)
         for path in ("/model_info", "/get_model_info")
     ),
     *(
-        Operation(path, GET, "information", "Arguments and state of the server.", None, bodies.ServerInfo)
+        Operation(path, GET, "information", "Arguments and state of the server.", None, ServerInfo)
         for path in ("/server_info", "/get_server_info")
     ),
-    Operation("/memory_occupation", GET, "information", "Memory by tag.", None, bodies.MemoryOccupation),
+    Operation("/memory_occupation", GET, "information", "Memory by tag.", None, MemoryOccupation),
     Operation("/v1/loads", GET, "information", "What every replica has to do.", LoadsQuery, Loads),
     Operation("/get_load", GET, "information", "The same in short.", None, list[LoadSummary]),
-    Operation("/get_weight_version", GET, "information", "The weights' version.", None, bodies.WeightVersion),
+    Operation("/get_weight_version", GET, "information", "The weights' version.", None, WeightVersion),
     Operation(
         *("/transition", POST, "control", "Several control requests in order; may be sent again."),
-        *(TransitionRequest, bodies.TransitionReply),
+        *(TransitionRequest, TransitionReply),
     ),
 )
 
 
 def openapi_document() -> Schema:
     """The whole document."""
-    operations = [*_OPERATIONS, *(_control_operation(path, route) for path, route in CONTROL_ROUTES.items())]
+    operations = [*_OPERATIONS, *(_control_operation(path, kind) for path, kind in CONTROL_ROUTES.items())]
     schemas = _Schemas(operations)
     paths: dict[str, Schema] = {}
     for operation in operations:
@@ -124,14 +126,17 @@ def openapi_document() -> Schema:
     }
 
 
-def _control_operation(path: str, route: ControlRoute) -> Operation:
-    summary = (route.request.__doc__ or "").partition("\n")[0]
-    reply: Any = route.reply
-    if reply is GetWeightsByNameReqOutput:
-        reply = list[Any]
-    elif reply is AbortReqOutput:
-        reply, summary = None, f"{summary} Only with `report` there is a body: `changed`, `num_aborted`."
-    return Operation(path, route.methods, "control", summary, route.request, reply)
+def _control_operation(path: str, kind: type[ControlRequest]) -> Operation:
+    row = kind.row
+    summary = (kind.__doc__ or "").partition("\n")[0]
+    reply: Any = row.reply
+    if row.body_field is not None:
+        reply = get_type_hints(row.reply)[row.body_field]
+    if row.body_if is not None:
+        own = [name for name in row.reply.__struct_fields__ if name not in Reply.__struct_fields__]
+        told = ", ".join(f"`{name}`" for name in own)
+        reply, summary = None, f"{summary} Only with `{row.body_if}` there is a body: {told}."
+    return Operation(path, row.methods, "control", summary, kind, reply)
 
 
 class _Schemas:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from ebbtide import __version__
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.information import StartupTime, model_info, server_info
 from ebbtide.srt.entrypoints.launcher import EngineProcesses
 from ebbtide.srt.entrypoints.loads import loads_body, loads_of_rank, wanted_sections
-from ebbtide.srt.entrypoints.occupation import count_devices_once, num_gpus, occupation_body, total_tags
+from ebbtide.srt.entrypoints.occupation import (
+    count_devices_once,
+    engine_state,
+    memory_occupation,
+)
 from ebbtide.srt.entrypoints.transition import Transitions
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
@@ -24,7 +27,6 @@ from ebbtide.srt.managers.api.request_fields import build_request
 from ebbtide.srt.managers.io_struct import (
     GetLoadReqInput,
     GetLoadReqOutput,
-    GetWeightsByNameReqOutput,
     Load,
     ManagerInput,
     PingReqInput,
@@ -36,8 +38,6 @@ from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
 from ebbtide.srt.managers.wire.channel import Receiver, Sender
 
 HEALTH_TIMEOUT_S = 20.0
-# In /server_info the value of a key is nobody's business.
-KEY_FIELDS = ("api_key", "admin_api_key")
 
 
 class EngineService:
@@ -62,6 +62,8 @@ class EngineService:
         early: EarlyProcesses | None = None,
     ) -> None:
         self.config = config
+        self._started_s = time.monotonic()
+        self._scheduler_s = self._open_s = 0.0
         self._failure: str | None = None
         self._manager: TokenizerManager | None = None
         self.transitions = Transitions(self.control)
@@ -74,6 +76,7 @@ class EngineService:
                 else load_tokenizer(config.model, config.server_args.revision)
             )
             self._facts = self._processes.wait_ready()
+            self._scheduler_s = time.monotonic() - self._started_s
         except BaseException:
             self.shutdown()
             raise
@@ -101,6 +104,7 @@ class EngineService:
 
         self._processes.watch(hand_over)
         await self._manager.control(PingReqInput(), HEALTH_TIMEOUT_S)
+        self._open_s = time.monotonic() - self._started_s
 
     def _connect(self) -> TokenizerManager:
         limits = RequestLimits.of(self.config, self._facts["max_total_num_tokens"])
@@ -178,8 +182,8 @@ class EngineService:
         """
         request, ignored = build_request(kind, fields)
         reply = await self.manager.control(request)
-        if isinstance(reply, GetWeightsByNameReqOutput):
-            return reply.values
+        if kind.row.body_field is not None:
+            return getattr(reply, kind.row.body_field)
         body = msgspec.to_builtins(reply)
         del body["type"]  # with which it travelled
         if "ranks" in body and "device_free_bytes_before" in body:
@@ -247,89 +251,25 @@ class EngineService:
 
     async def memory_occupation(self) -> dict[str, Any]:
         """The body of `GET /memory_occupation`. Never waits for the engine."""
-        return await asyncio.to_thread(occupation_body, self.state, self.config.parallel)
+        occupation = await asyncio.to_thread(memory_occupation, self.state, self.config.parallel)
+        body: dict[str, Any] = msgspec.to_builtins(occupation)
+        return body
 
     def model_info(self) -> dict[str, Any]:
-        """The body of `GET /model_info`; of several replicas, also the versions that each serves."""
-        model, state = self.config.model, self.state
-        versions = [report.weight_version for report in self._reports]
-        return {
-            "success": True,
-            "message": "",
-            "model_path": state.model_path,
-            "served_model_name": model.served_model_name,
-            "tokenizer_path": model.tokenizer_path,
-            "is_generation": True,
-            "preferred_sampling_params": None,
-            "weight_version": state.weight_version,
-            **({"weight_versions": versions} if len(versions) > 1 else {}),
-            "load_format": state.load_format,
-            "reasoning_parser": None,
-            "tool_call_parser": None,
-            "disaggregation_mode": "null",
-            "has_image_understanding": False,
-            "has_audio_understanding": False,
-            "model_type": model.model_type,
-            "architectures": model.architectures,
-            "context_len": model.context_len,
-            "dtype": model.dtype,
-            "vocab_size": model.vocab_size,
-        }
+        """The body of `GET /model_info`."""
+        body: dict[str, Any] = msgspec.to_builtins(model_info(self.config, self.state, self._reports))
+        return body
 
     async def server_info(self) -> dict[str, Any]:
         """The body of `GET /server_info`."""
-        arguments = dataclasses.asdict(self.config.server_args)
-        occupation = await self.memory_occupation()
-        del occupation["ranks"]
+        occupation = await asyncio.to_thread(engine_state, self.state, self.config.parallel)
         loads = await self.loads()
-        return {
-            "success": True,
-            "message": "",
-            **arguments,
-            **{name: "***" for name in KEY_FIELDS if arguments[name] is not None},
-            **self._facts,
-            "version": __version__,
-            "status": "ready",
-            "num_gpus": num_gpus(self.state.ranks),
-            "internal_states": [
-                self._replica_body(report, load) for report, load in zip(self._reports, loads, strict=True)
-            ],
-            "state": occupation,
-            "weight_update": _weight_update_body(self.state),
-        }
+        startup_time = StartupTime(scheduler_e2e=self._scheduler_s, tokenizer_e2e=self._open_s)
+        return server_info(
+            self.config, self._facts, startup_time, self._reports, loads, self.state, occupation
+        )
 
     @property
     def _reports(self) -> list[StateReport]:
         """What the replicas reported last, by dp_rank."""
         return [report for _, report in sorted(self.manager.reports.items())]
-
-    def _replica_body(self, report: StateReport, load: Load) -> dict[str, Any]:
-        """One of the `internal_states`."""
-        return {
-            "dp_rank": report.dp_rank,
-            "last_gen_throughput": load.last_gen_throughput,
-            "memory_usage": _memory_usage(total_tags(report.ranks), self._facts["max_total_num_tokens"]),
-            "effective_max_running_requests_per_dp": self.config.schedule.max_running_requests,
-            "weight_version": report.weight_version,
-            "can_run": report.can_run,
-            "reason": report.reason,
-        }
-
-
-def _weight_update_body(state: StateReport) -> dict[str, Any]:
-    session = state.session
-    if session is None:
-        return {"session_open": False, "age_s": None, "num_tensors_staged": 0, "groups": state.weight_groups}
-    return {
-        "session_open": True,
-        "age_s": max(0.0, time.time() - session.opened_at),
-        "num_tensors_staged": session.num_tensors_staged,
-        "groups": state.weight_groups,
-    }
-
-
-def _memory_usage(tags: Mapping[str, Mapping[str, Any]], num_tokens: int) -> dict[str, float]:
-    """In GiB, under the names that clients of SGLang read."""
-    names = {"weight": "weights", "kvcache": "kv_cache", "graph": "cuda_graph"}
-    gib = {name: tags[tag]["resident_bytes"] / 2**30 for name, tag in names.items()}
-    return {**gib, "token_capacity": num_tokens}

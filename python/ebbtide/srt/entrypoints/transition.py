@@ -11,30 +11,18 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
+from ebbtide.srt.entrypoints.bodies import Reply
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
-from ebbtide.srt.managers.api.request_fields import build_request
-from ebbtide.srt.managers.io_struct import (
-    ContinueGenerationReqInput,
-    ControlRequest,
-    FlushCacheReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    UpdateWeightFromDiskReqInput,
-)
+from ebbtide.srt.managers.api.request_fields import MAX_CHARACTERS, build_request
+from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
 
-STEPS: dict[str, type[ControlRequest]] = {
-    "pause": PauseGenerationReqInput,
-    "release": ReleaseMemoryOccupationReqInput,
-    "resume": ResumeMemoryOccupationReqInput,
-    "update_from_disk": UpdateWeightFromDiskReqInput,
-    "flush": FlushCacheReqInput,
-    "continue": ContinueGenerationReqInput,
+STEPS: Final[dict[str, type[ControlRequest]]] = {
+    kind.row.op: kind for kind in CONTROL_REQUESTS if kind.row.op is not None
 }
 # How many outcomes are remembered. A retry comes within seconds or minutes, not after a thousand others.
 MAX_RECORDED = 1024
@@ -54,6 +42,24 @@ class TransitionRequest(Struct, frozen=True):
     op_id: str | None = None
 
 
+class StepOutcome(Struct, kw_only=True):
+    """A step that ran."""
+
+    op: str
+    status: int
+    duration_ms: float
+    reply: dict[str, Any]
+
+
+class TransitionReply(Reply, kw_only=True):
+    """The body of the answer. `replayed`: it had been run before."""
+
+    op_id: str
+    replayed: bool
+    num_done: int
+    steps: list[StepOutcome] = field(default_factory=list)
+
+
 class Transitions:
     """Carries transitions out, and remembers their outcomes by `op_id`.
 
@@ -63,13 +69,12 @@ class Transitions:
 
     def __init__(self, control: Callable[[type[Any], Mapping[str, Any]], Awaitable[Any]]) -> None:
         self._control = control
-        self._recorded: OrderedDict[str, tuple[list[Body], asyncio.Task[Body]]] = OrderedDict()
+        self._recorded: OrderedDict[str, tuple[list[Body], asyncio.Task[list[StepOutcome]]]] = OrderedDict()
 
     async def run(self, fields: Mapping[str, Any]) -> Body:
         """Carry the steps out in order, up to the first refusal; all are checked before the first runs.
 
-        Returns the body of the answer: `op_id`, `replayed` (it had been run before), `num_done`, and per step
-        that ran `op`, `status`, `duration_ms` and its `reply`. A caller that goes away does not end it.
+        Returns the body of the answer, a `TransitionReply`. A caller that goes away does not end it.
 
         Raises:
             RequestRejected: malformed (400), nothing ran; or the refusal of a step, with the whole answer.
@@ -79,38 +84,45 @@ class Transitions:
         op_id = request.op_id if request.op_id is not None else uuid.uuid4().hex
         replayed = op_id in self._recorded
         if replayed:
-            steps, task = self._recorded[op_id]
-            if steps != request.steps:
+            recorded, task = self._recorded[op_id]
+            if recorded != request.steps:
                 raise RequestRejected(f"op_id {op_id!r} was used for other steps: take a new one", 409)
         else:
             task = asyncio.ensure_future(self._run(request.steps))
             self._recorded[op_id] = request.steps, task
             self._forget_old()
-        outcome = {"op_id": op_id, "replayed": replayed, **await asyncio.shield(task)}
-        status = outcome["steps"][-1]["status"] if outcome["steps"] else 200
-        if status == 200:
-            return outcome
-        if status >= 500:
-            raise EngineError(outcome["message"])
-        del outcome["success"]
-        raise RequestRejected(outcome.pop("message"), status, **outcome)
+        steps = await asyncio.shield(task)
+        failed = steps[-1] if steps and steps[-1].status != 200 else None
+        if failed is None:
+            message = f"{len(steps)} {'step' if len(steps) == 1 else 'steps'} done."
+        else:
+            message = f"step {len(steps)} ({failed.op}): {failed.reply['message']}"
+        reply = TransitionReply(
+            success=failed is None,
+            message=message,
+            op_id=op_id,
+            replayed=replayed,
+            num_done=len(steps) if failed is None else len(steps) - 1,
+            steps=steps,
+        )
+        body: Body = msgspec.to_builtins(reply)
+        if failed is None:
+            return body
+        if failed.status >= 500:
+            raise EngineError(message)
+        del body["success"], body["message"]
+        raise RequestRejected(message, failed.status, **body)
 
-    async def _run(self, steps: list[Body]) -> Body:
-        results: list[Body] = []
+    async def _run(self, steps: list[Body]) -> list[StepOutcome]:
+        """Those that ran: all of them, or up to the one that did not succeed."""
+        outcomes: list[StepOutcome] = []
         for step in steps:
-            results.append(await self._step(step))
-            if results[-1]["status"] != 200:
-                failed = results[-1]
-                return {
-                    "success": False,
-                    "message": f"step {len(results)} ({failed['op']}): {failed['reply']['message']}",
-                    "num_done": len(results) - 1,
-                    "steps": results,
-                }
-        message = f"{len(results)} {'step' if len(results) == 1 else 'steps'} done."
-        return {"success": True, "message": message, "num_done": len(results), "steps": results}
+            outcomes.append(await self._step(step))
+            if outcomes[-1].status != 200:
+                break
+        return outcomes
 
-    async def _step(self, step: Body) -> Body:
+    async def _step(self, step: Body) -> StepOutcome:
         started = time.perf_counter()
         try:
             reply = await self._control(STEPS[step["op"]], _step_fields(step))
@@ -121,7 +133,7 @@ class Transitions:
         except EngineError as error:
             reply, status = error_body(str(error), 500), 500
         duration_ms = (time.perf_counter() - started) * 1e3
-        return {"op": step["op"], "status": status, "duration_ms": duration_ms, "reply": reply}
+        return StepOutcome(op=step["op"], status=status, duration_ms=duration_ms, reply=reply)
 
     def _forget_old(self) -> None:
         """Drop the oldest outcomes, but none that is still on its way."""
@@ -138,14 +150,14 @@ def _request(fields: Mapping[str, Any]) -> TransitionRequest:
     except msgspec.ValidationError as error:
         raise RequestRejected(f"transition: {error}") from None
     for number, step in enumerate(request.steps, 1):
-        if step.get("op") not in STEPS:
-            raise RequestRejected(
-                f"step {number}: unknown op {step.get('op')!r}; expected one of {', '.join(STEPS)}"
-            )
+        op = step.get("op")
+        if not isinstance(op, str) or op not in STEPS:
+            given = repr(op)[:MAX_CHARACTERS]
+            raise RequestRejected(f"step {number}: unknown op {given}; expected one of {', '.join(STEPS)}")
         try:
-            build_request(STEPS[step["op"]], _step_fields(step))
+            build_request(STEPS[op], _step_fields(step))
         except RequestRejected as error:
-            raise RequestRejected(f"step {number} ({step['op']}): {error.message}") from None
+            raise RequestRejected(f"step {number} ({op}): {error.message}") from None
     return request
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.request_fields import build_request
@@ -49,6 +50,16 @@ def test_what_is_ignored_is_not_looked_at() -> None:
     assert (request, ignored) == (FlushCacheReqInput(), ["zeal"])
     fields = {"model_path": "a", "is_async": "maybe", "token_step": "seven", "keep_pause": 3}
     assert build_request(UpdateWeightFromDiskReqInput, fields)[1] == []
+
+
+def test_a_dtype_of_torch_stands_for_its_name() -> None:
+    many = {"names": ["a", "b"], "dtypes": [torch.bfloat16, "float32"], "shapes": [[1], [2]]}
+    assert build_request(UpdateWeightsFromDistributedReqInput, many)[0].dtypes == [
+        "torch.bfloat16",
+        "float32",
+    ]
+    one = {"name": "a", "dtype": torch.bfloat16, "shape": [1]}
+    assert build_request(UpdateWeightsFromDistributedReqInput, one)[0].dtype == "torch.bfloat16"
 
 
 def test_endless_lists_are_refused() -> None:

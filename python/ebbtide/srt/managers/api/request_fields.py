@@ -20,7 +20,7 @@ INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
 # Several times the tensors of the largest checkpoints. Every entry of a list costs each rank some time.
 MAX_ENTRIES: Final = 1 << 18
-# Of what is said again of a request.
+# How much is said again of what a request brings, and how many of its ignored fields.
 MAX_CHARACTERS: Final = 200
 MAX_IGNORED: Final = 100
 
@@ -29,7 +29,7 @@ def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str
     """Build a control request from loose fields: a JSON body, or keyword arguments.
 
     Null means "not given". Unknown fields are ignored; up to a hundred are returned, sorted, for
-    `ignored_fields`.
+    `ignored_fields`. In Python, a torch.dtype may stand for its name.
 
     Raises:
         RequestRejected: 400, with the field's path and what was expected.
@@ -40,12 +40,25 @@ def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str
             _check_sizes(kind, f"$.{name}", value)
     except RecursionError:
         raise RequestRejected(f"{kind.__name__}: a field is nested too deeply") from None
-    given = {name: value for name, value in known.items() if value is not None}
+    given = {name: _plain(value) for name, value in known.items() if value is not None}
     ignored = [name[:MAX_CHARACTERS] for name in sorted(set(fields) - set(known))[:MAX_IGNORED]]
     try:
         return msgspec.convert({"type": kind.__name__, **given}, kind), ignored
     except msgspec.ValidationError as error:
         raise RequestRejected(f"{kind.__name__}: {explain(error, kind)}") from None
+
+
+def _plain(value: Any) -> Any:
+    """The value, with a torch.dtype, or a list of them, by name."""
+    if isinstance(value, list | tuple):
+        return [str(member) if _is_dtype(member) else member for member in value]
+    return str(value) if _is_dtype(value) else value
+
+
+def _is_dtype(value: Any) -> bool:
+    # By name: torch takes seconds to import, and nothing else in this process may need it.
+    kind = type(value)
+    return (kind.__module__, kind.__name__) == ("torch", "dtype")
 
 
 def _check_sizes(kind: type[Struct], path: str, value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Literal
 
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 
 from ebbtide.srt.managers.wire.message import Message
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -36,8 +36,8 @@ class TagReport(Struct, frozen=True, kw_only=True):
     resident_bytes: int
     backup_bytes: int
     content: Literal["valid", "stale"] | None = None
-    num_missing: int | None = None
-    missing: list[str] | None = None
+    num_missing: int | UnsetType = UNSET
+    missing: list[str] | UnsetType = UNSET
 
 
 class RankReport(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,85 @@
+"""The bodies that answers have in common, and those of generation, which its streams put together.
+
+A field that is not always there is one with a default.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from ebbtide.srt.entrypoints.openai.protocol import VersionSpan
+
+# Logprob, token id, text.
+Triple = tuple[float | None, int, str | None]
+Positions = list[list[Triple] | None]
+
+
+class Reply(Struct, kw_only=True):
+    """What every body has."""
+
+    success: bool = True
+    message: str = ""
+
+
+class ErrorDetail(Struct, kw_only=True):
+    message: str
+    type: str
+    code: int
+
+
+class Error(Reply, kw_only=True):
+    """Any refusal or failure. Some have further fields."""
+
+    error: ErrorDetail
+
+
+# ---------------------------------------------------------------------------------------------- generation
+
+
+class FinishReason(Struct, kw_only=True):
+    """Of `stop` there is `matched`, of `length` its `length`, of `abort` the `message`."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    length: int = 0
+    message: str = ""
+    status_code: int | None = None
+    err_type: str | None = None
+
+
+class MetaInfo(Struct, kw_only=True):
+    """Times are in seconds, and there once the output has ended."""
+
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
+    num_retractions: int
+    dp_rank: int
+    weight_version: str
+    weight_versions: list[VersionSpan]
+    kv_weight_versions: list[str]
+    output_token_logprobs: list[Triple] | UnsetType = UNSET
+    output_token_logprobs_length: int | UnsetType = UNSET
+    output_top_logprobs: Positions | UnsetType = UNSET
+    output_token_ids_logprobs: Positions | UnsetType = UNSET
+    input_token_logprobs: list[Triple] | UnsetType = UNSET
+    input_top_logprobs: Positions | UnsetType = UNSET
+    input_token_ids_logprobs: Positions | UnsetType = UNSET
+    e2e_latency: float | UnsetType = UNSET
+    queue_time: float | UnsetType = UNSET
+    first_token_latency: float | UnsetType = UNSET
+
+
+class GenerateOutput(Struct, kw_only=True):
+    """One output. Of a stream of several, each chunk has the `index` of its output."""
+
+    text: str | UnsetType = UNSET
+    output_ids: list[int]
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    meta_info: MetaInfo
+    index: int | UnsetType = UNSET
