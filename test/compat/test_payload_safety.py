@@ -158,7 +158,7 @@ def test_damaged_payloads(watch: Watch, kind: str, reader: Callable[[bytes, str 
     reader(whole, load_format)  # imports what is imported at the first use
     peak_before = peak_bytes()
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     @given(changes=edits)
     def try_one(changes: list[tuple[int, tuple[str, bytes]]]) -> None:
         # Each with memory of its own: what is read takes the sender's references.

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+
+from ebbtide import Engine
 from fixtures.checkpoints import ARCHITECTURES, EOS_ID, LLAMA3_ROPE, make_checkpoint
 from fixtures.engines import Engines
 from fixtures.references import Reference
-
-from ebbtide import Engine
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 # Between two implementations in float32, and between two ways to cut the same work.
@@ -114,22 +114,6 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(
         check_against_reference(output, prompt, reference)
 
 
-def test_input_logprobs_start_where_they_are_asked_for(engine: Engine, reference: Reference) -> None:
-    prompt = PROMPTS[4]
-    expected = reference.logprobs(prompt)
-    for start in (0, 1, 17, len(prompt) - 1):
-        output = engine.generate(
-            input_ids=prompt, sampling_params=GREEDY, return_logprob=True, logprob_start_len=start
-        )
-        first, *rest = output["meta_info"]["input_token_logprobs"]
-        assert first == (None, prompt[start], None)
-        assert [triple[1] for triple in rest] == prompt[start + 1 :]
-        rows = expected[start:-1].gather(1, torch.tensor(prompt[start + 1 :]).view(-1, 1)).flatten()
-        assert_near(logprobs_of(rest), rows)
-    none = engine.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True)
-    assert none["meta_info"]["input_token_logprobs"] == []
-
-
 def test_the_prefix_cache_changes_no_output(
     engines: Engines, engine: Engine, checkpoints: dict[str, Path]
 ) -> None:
@@ -185,24 +169,6 @@ def test_200_requests_at_once_give_what_each_gives_alone(engine: Engine) -> None
     assert {type(reason["matched"]) for reason in reasons if "matched" in reason} == {int, str}
 
 
-def test_the_samples_of_a_prompt_are_those_of_its_seeds(engine: Engine) -> None:
-    """Groups as in GRPO: sample k of a request with a seed is the request with that seed + k."""
-    params = {"max_new_tokens": 16, "ignore_eos": True}
-    groups = engine.generate(
-        input_ids=PROMPTS[1:4],
-        sampling_params=[{**params, "n": 4, "sampling_seed": seed} for seed in (5, 50, 500)],
-        return_logprob=True,
-    )
-    assert len({tuple(output["output_ids"]) for output in groups}) == 12
-    for index, output in enumerate(groups):
-        alone = engine.generate(
-            input_ids=PROMPTS[1 + index // 4],
-            sampling_params={**params, "sampling_seed": 5 * 10 ** (index // 4) + index % 4},
-            return_logprob=True,
-        )
-        assert_same_output(output, alone)
-
-
 def test_retraction_in_a_tiny_pool_changes_no_output(
     engines: Engines, engine: Engine, checkpoints: dict[str, Path]
 ) -> None:
@@ -218,13 +184,3 @@ def test_retraction_in_a_tiny_pool_changes_no_output(
         assert_same_output(output, expected)
         assert expected["meta_info"]["num_retractions"] == 0
     assert sum(output["meta_info"]["num_retractions"] for output in squeezed) > 0
-
-
-def test_a_prompt_in_chunks_is_the_same_prompt(
-    engines: Engines, checkpoints: dict[str, Path], reference: Reference
-) -> None:
-    tight = engines(checkpoints["Qwen3ForCausalLM"], **TIGHT)
-    outputs = tight.generate(input_ids=PROMPTS, sampling_params=GREEDY, **EVERY_LOGPROB)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        assert output["output_ids"] == reference.greedy(prompt, 24)
-        check_against_reference(output, prompt, reference)

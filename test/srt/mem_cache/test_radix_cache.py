@@ -351,6 +351,6 @@ class SingleTokenPagesMachine(CacheMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestCacheMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestSingleTokenPages = SingleTokenPagesMachine.TestCase
-TestSingleTokenPages.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestSingleTokenPages.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)

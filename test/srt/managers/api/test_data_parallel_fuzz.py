@@ -32,7 +32,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import default_schedule
 
-NUM_SEQUENCES = int(os.environ.get("EBBTIDE_FUZZ_SEQUENCES", "150"))
+NUM_SEQUENCES = int(os.environ.get("EBBTIDE_FUZZ_SEQUENCES", "400")) // 8
 NUM_REPLICAS = 2
 REPLICAS = st.integers(0, NUM_REPLICAS - 1)
 MODES = st.none() | st.sampled_from(list(PauseMode))

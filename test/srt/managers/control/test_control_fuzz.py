@@ -31,7 +31,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import SchedulerHarness, default_schedule
 
-NUM_SEQUENCES = int(os.environ.get("EBBTIDE_FUZZ_SEQUENCES", "1000"))
+NUM_SEQUENCES = int(os.environ.get("EBBTIDE_FUZZ_SEQUENCES", "400"))
 TAGS = st.lists(st.sampled_from(list(MemoryTag)), max_size=3).map(tuple)
 NAMES = st.none() | st.lists(st.sampled_from([f"layer.{i}" for i in range(4)] + ["nope"]), max_size=4)
 

@@ -41,7 +41,7 @@ from ebbtide.srt.model_executor.batch_plan import BatchPlan
 from ebbtide.testing import NullWeights, SchedulerHarness, default_schedule
 from ebbtide.testing.harness import NullRank
 
-NUM_SEQUENCES = int(os.environ.get("EBBTIDE_FUZZ_SEQUENCES", "1000")) // 8
+NUM_SEQUENCES = int(os.environ.get("EBBTIDE_FUZZ_SEQUENCES", "400")) // 8
 NUM_RANKS = 3
 TAGS = st.lists(st.sampled_from(list(MemoryTag)), max_size=3).map(tuple)
 RANKS = st.integers(0, NUM_RANKS - 1)
