@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-
-from ebbtide import Engine
 from fixtures.checkpoints import ARCHITECTURES, EOS_ID, LLAMA3_ROPE, make_checkpoint
 from fixtures.engines import Engines
 from fixtures.references import Reference
+
+from ebbtide import Engine
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 # Between two implementations in float32, and between two ways to cut the same work.
