@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
-from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.heap import freeze_heap
 from ebbtide.srt.managers.io_struct import (
@@ -18,6 +18,9 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer, StopTrimmer
 from ebbtide.srt.managers.text.tokenizer import Tokenizer, load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
+
+if TYPE_CHECKING:
+    from ebbtide.srt.config import EngineConfig
 
 
 class OutputText:

@@ -8,11 +8,10 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
 from ebbtide.srt.managers.api.generate_request import (
@@ -39,6 +38,9 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import AsyncReceiveEnd, SendEnd
 from ebbtide.srt.managers.wire.reply_merging import merge_reports
+
+if TYPE_CHECKING:
+    from ebbtide.srt.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,17 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from ebbtide.srt.config import EngineConfig
 
 V = TypeVar("V")
 
