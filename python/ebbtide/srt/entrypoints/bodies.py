@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from ebbtide.srt.entrypoints.openai.protocol import VersionSpan
 
-# Logprob, token id, text.
+# A logprob, the token's id, its text.
 Triple = tuple[float | None, int, str | None]
 Positions = list[list[Triple] | None]
 

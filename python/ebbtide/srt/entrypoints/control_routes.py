@@ -23,7 +23,7 @@ CONTROL_ROUTES: Final[dict[str, type[ControlRequest]]] = {
     kind.row.path: kind for kind in CONTROL_REQUESTS if kind.row.path is not None
 }
 
-# Paths that SGLang has and this version does not.
+# SGLang has these paths, and this version does not.
 NOT_IMPLEMENTED = (
     "/encode",
     "/classify",

@@ -421,7 +421,7 @@ class Engine:
         return self._service.model_info()
 
     async def async_server_info(self) -> dict[str, Any]:
-        """Every argument as passed, and the state of the engine. wire_api section 3.4."""
+        """Every argument as given or chosen, and the state of the engine. wire_api section 3.4."""
         return await self._in_loop(self._service.server_info())
 
     async def async_loads(self, include: str = "core", dp_rank: int | None = None) -> dict[str, Any]:
@@ -452,7 +452,7 @@ class Engine:
     model_info = blocking(async_model_info)
     server_info = blocking(async_server_info)
     loads = blocking(async_loads)
-    # SGLang's names for the same.
+    # SGLang has other names for the same.
     async_get_model_info, get_model_info = async_model_info, model_info
     async_get_server_info, get_server_info = async_server_info, server_info
 
@@ -464,7 +464,7 @@ class Engine:
         Unlike the other plain methods this works in a running event loop too, which it blocks for a moment.
         """
         self._finalizer()
-        # Of two calls at once, the second has something to wait for.
+        # The second of two calls at once waits here for the first.
         self._service.shutdown()
 
     async def async_shutdown(self) -> None:

@@ -16,7 +16,7 @@ from ebbtide.srt.entrypoints.bodies import Reply
 from ebbtide.srt.entrypoints.occupation import EngineState, num_gpus, total_tags
 from ebbtide.srt.managers.io_struct import Load, StateReport, TagReport
 
-# In /server_info the value of a key is nobody's business.
+# /server_info says that there are keys, and not which.
 KEY_FIELDS: Final = ("api_key", "admin_api_key")
 
 

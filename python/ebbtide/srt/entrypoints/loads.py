@@ -13,7 +13,7 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import Load
 
-# Of speculative decoding, LoRA and disaggregation, which this version lacks, there is nothing to tell.
+# This version has no speculative decoding, LoRA or disaggregation: their sections are empty.
 SECTIONS = ("core", "memory", "queues", "spec", "lora", "disagg", "all")
 
 

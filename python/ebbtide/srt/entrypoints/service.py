@@ -69,7 +69,7 @@ class EngineService:
         self.transitions = Transitions(self.control)
         self._processes = EngineProcesses(config, targets, early)
         try:
-            # While the scheduler loads the weights.
+            # This runs while the scheduler loads the weights.
             self._tokenizer = (
                 None
                 if config.model.skip_tokenizer_init
@@ -185,7 +185,7 @@ class EngineService:
         if kind.row.body_field is not None:
             return getattr(reply, kind.row.body_field)
         body = msgspec.to_builtins(reply)
-        del body["type"]  # with which it travelled
+        del body["type"]  # The tag with which it travelled is no part of the body.
         if "ranks" in body and "device_free_bytes_before" in body:
             count_devices_once(body, self.state.ranks, self.config.parallel)
         return {**body, "ignored_fields": ignored} if ignored else body

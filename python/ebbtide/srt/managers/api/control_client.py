@@ -74,7 +74,7 @@ def _accepted(reply: AnyReply) -> Reply:
         return reply
     fields = reply.fields
     if "errors" in fields:
-        # What all ranks of a replica found alike is listed once: it is the first one's.
+        # What all ranks of a replica found alike is listed once, as the first one's.
         fields = {**fields, "errors": [{"rank": 0, **error} for error in fields["errors"]]}
     if reply.status < 500:
         raise RequestRejected(reply.message, reply.status, **fields)

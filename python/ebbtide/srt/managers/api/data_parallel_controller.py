@@ -87,10 +87,10 @@ class DataParallelController:
         self._by_queue = load_balance_method == SHORTEST_QUEUE
         self._next = 0
         self._num_tokens = [0] * len(replicas)
-        # Of every output that has not ended: where it is, and the tokens that it counts for.
+        # Every output that has not ended, by rid: its replica, and the tokens that it counts for.
         self._placed: dict[str, tuple[int, int]] = {}
         self._calls: dict[str, _Call] = {}
-        # By subject: the last call that was to change it.
+        # The last call that was to change each subject.
         self._latest: dict[str, str] = {}
         self._has_session = [False] * len(replicas)
         self._encoder = msgspec.msgpack.Encoder()
@@ -180,7 +180,7 @@ class DataParallelController:
         if num_entries(request) == len(self._replicas) * self._tp_size:
             self._deal(call)
         else:
-            # Encoded once: payloads of weights may be long.
+            # It is encoded once: payloads of weights may be long.
             encoded = msgspec.Raw(self._encoder.encode(call))
             for replica in self._replicas:
                 replica.send(encoded)

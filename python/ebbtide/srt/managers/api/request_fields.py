@@ -18,9 +18,9 @@ R = TypeVar("R", bound=ControlRequest)
 
 INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
-# Several times the tensors of the largest checkpoints. Every entry of a list costs each rank some time.
+# Every entry of a list costs each rank some time. This is several times the tensors of the largest models.
 MAX_ENTRIES: Final = 1 << 18
-# How much is said again of what a request brings, and how many of its ignored fields.
+# An answer quotes no more characters of a request, and names no more of its ignored fields, than this.
 MAX_CHARACTERS: Final = 200
 MAX_IGNORED: Final = 100
 
@@ -56,7 +56,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_dtype(value: Any) -> bool:
-    # By name: torch takes seconds to import, and nothing else in this process may need it.
+    # It is known by name: torch takes seconds to import, and nothing else here needs it.
     kind = type(value)
     return (kind.__module__, kind.__name__) == ("torch", "dtype")
 

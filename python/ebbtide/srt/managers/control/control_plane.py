@@ -21,8 +21,8 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
-# How long after its deadline a prepared update waits for the verdict. All replicas have answered by then: it
-# is for a verdict that is never made.
+# A prepared update waits so much longer than its deadline for the verdict. All replicas have answered by
+# then, so this ends only the wait for a verdict that is never made.
 VERDICT_GRACE_S: Final = 10.0
 
 

@@ -108,7 +108,7 @@ class MemoryOccupation:
         is_enabled: bool,
     ) -> None:
         self.content = content
-        # Set by who updates weights: what is on its way in has lost its destination.
+        # Whoever updates weights sets this: what is on its way in has lost its destination.
         self.on_weights_release: Callable[[], None] = lambda: None
         self._memories = memories
         self._released: frozenset[MemoryTag] = frozenset()
@@ -237,7 +237,7 @@ class MemoryOccupation:
 
     def _release(self, tag: MemoryTag) -> int:
         memory = self._memories[tag]
-        # Where it fails half-way, some of the memory is gone: nothing may run on the rest.
+        # Where it fails half-way, some of the memory is gone, and nothing may run on the rest.
         self._released |= {tag}
         freed_bytes = memory.release()
         if tag is MemoryTag.WEIGHTS and not memory.keeps_contents:

@@ -39,15 +39,15 @@ class Progress(enum.Enum):
 Operation: TypeAlias = Generator[Progress, None, AnyReply]
 
 
-# Each state machine's share of the control requests: request type → handler.
+# A state machine's share of the control requests, from the type of a request to its handler.
 HandlerTable: TypeAlias = Mapping[type, "Callable[[Any], AnyReply | Operation]"]
 
 
-# A part of an operation; what it returns.
+# A part of an operation. It returns a T.
 Work: TypeAlias = Generator[Progress, None, T]
 
 
-# Copying, as a generator of the bytes of each slice just done.
+# Copying, as a generator: it yields the bytes of each slice just done.
 Slices: TypeAlias = Generator[int, None, None]
 
 

@@ -44,9 +44,9 @@ from ebbtide.srt.managers.wire.channel import ReceiveEnd, SendEnd
 from ebbtide.srt.managers.wire.control_request import dealt, num_entries
 from ebbtide.srt.managers.wire.reply_merging import merge_ranks, merge_refusals
 
-# How much longer than a request itself its answer may take to come from all ranks.
+# The answers of all ranks may take so much longer than the request itself.
 ANSWER_GRACE_S: Final = 2.0
-# How often the leader has all ranks try what it proposes of its own accord.
+# The leader has all ranks try what it proposes of its own accord no more often than this.
 PROPOSAL_INTERVAL_S: Final = 0.25
 PROPOSAL: Final = "proposal-"
 
@@ -333,7 +333,7 @@ class LeaderInbox:
     def _collect(self, call_id: str, tp_rank: int, reply: AnyReply) -> None:
         if isinstance(reply, Prepared):
             self._send(call_id, reply)
-        # Unknown is one that was answered at its limit already.
+        # A call that is not known was answered at its limit already.
         elif call_id in self._replies:
             self._replies[call_id][tp_rank] = reply
 

@@ -109,7 +109,7 @@ class Receiver(Generic[T]):
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 break
-            # Rounded up: a remainder below a millisecond must not turn the wait into a busy loop.
+            # This rounds up: a remainder below a millisecond must not turn the wait into a busy loop.
             self._socket.poll(None if left_s is None else int(left_s * 1000) + 1)
         return messages
 

@@ -18,10 +18,10 @@ Methods = tuple[Literal["POST", "GET"], ...]
 POST: Final[Methods] = ("POST",)
 POST_OR_GET: Final[Methods] = ("POST", "GET")
 
-# Joining a group ends by itself at its limit, with a better reason: this is for a rank that does not.
+# Joining a group ends by itself at its limit, with a better reason; the grace is for a rank that does not.
 JOIN_GRACE_S: Final = 2.0
 
-# Seconds that a request may stay pending, from the request and the engine's time limit of updates.
+# Gives the seconds that a request may stay pending, from it and the engine's time limit of updates.
 Deadline = Callable[[Any, float], float | None]
 
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 Rule = Callable[[list[Any]], Any]
 
-# These two are written by the merging itself.
+# The merging itself writes these two.
 UNRULED = frozenset({"message", "ranks"})
 
 
@@ -64,7 +64,7 @@ SAME = Merge(first, first)
 ANY = Merge(any, any)
 ALL = Merge(all, all)
 LARGEST = Merge(max, max)
-# Of "valid" and "stale", in their alphabetical order.
+# "stale" comes before "valid" in the alphabet.
 STALER = Merge(min, min)
 WORSE = Merge(_worse, _worse)
 AGREED = Merge(agreed, agreed)

@@ -20,7 +20,7 @@ R = TypeVar("R", bound=Reply)
 
 MAX_ERRORS: Final = 20
 
-# How the further fields of refusals are merged. What is not here is the first one's.
+# These say how the further fields of refusals are merged. Of any other, the first value stays.
 REFUSED_OVER_RANKS: Final[dict[str, Rule]] = {"needed_bytes": sum, "free_bytes": sum, "num_errors": sum}
 REFUSED_OVER_REPLICAS: Final[dict[str, Rule]] = REFUSED_OVER_RANKS | {"num_running": sum}
 

@@ -30,7 +30,7 @@ from ebbtide.srt.managers.wire.merge_rules import (
 from ebbtide.srt.managers.wire.message import Reply, TotalsReply
 from ebbtide.srt.managers.wire.reports import PauseMode, RankChecksums
 
-# The name of a weight update group where none is given.
+# A weight update group has this name where none is given.
 DEFAULT_GROUP = "weight_update_group"
 
 
