@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.allowed_globals import AnyStorageRef, CudaStorageRef, TensorRef, kind_of
 from ebbtide.srt.weight_sync.payload.borrowed_memory import SenderMemory
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
@@ -26,17 +27,17 @@ _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype)
 
 
 def deserialize(data: bytes | str) -> Any:
-    """The object; its tensors keep the sender's memory mapped for as long as they live."""
+    """The object; its tensors are copies of host memory, and keep device memory mapped while they live."""
     refs: list[AnyStorageRef] = []
     memory = SenderMemory()
     try:
         described = decode_payload(raw_pickle(data), refs.append)
         memory = SenderMemory(_ipc_of(refs))
         # All that can be refused is, before the first tensor is made.
-        _rebuild(described, memory.map)
+        _rebuild(described, memory.want)
         for _ in memory.open():
             pass
-        return _rebuild(described, memory.tensor)
+        return _rebuild(described, lambda ref: whole(memory.tensor(ref)))
     except RecursionError:
         raise RequestRejected("the payload is nested too deeply") from None
     finally:

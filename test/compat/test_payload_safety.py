@@ -20,6 +20,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 
 MIB = 1 << 20
@@ -140,7 +141,7 @@ def read(payload: bytes, load_format: str | None) -> None:
         for _ in source.open():
             pass
         for _, tensor in source:
-            tensor.clone()
+            whole(tensor)
     finally:
         source.close()
 

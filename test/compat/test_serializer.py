@@ -18,6 +18,7 @@ from fixtures.compat import COMPAT_ENVIRONMENT, output_of
 from fixtures.trainer_process import sample_tensors
 
 from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.source import ONE_RANK
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 
@@ -129,7 +130,7 @@ def check_arrives(
     payload: str, load_format: str | None, add: int = 0, place: ParallelConfig = ONE_RANK
 ) -> None:
     source = open_tensor_payload([payload] * place.tp_size, load_format, place=place)
-    received = {name: tensor.clone() for name, tensor in source}
+    received = {name: whole(tensor).clone() for name, tensor in source}
     source.close()
     assert list(received) == [name for name, _ in sample_tensors()]
     for name, tensor in sample_tensors():
@@ -272,7 +273,7 @@ class Engine:
             entries = request.serialized_named_tensors
             place = replace(ONE_RANK, tp_rank=rank, tp_size=2)
             source = open_tensor_payload(entries, request.load_format, place=place)
-            seen.append({name: tensor.tolist() for name, tensor in source})
+            seen.append({name: tensor.read().tolist() for name, tensor in source})
             source.close()
         return seen
 

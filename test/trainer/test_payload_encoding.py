@@ -17,6 +17,7 @@ from torch.storage import TypedStorage
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.source import ONE_RANK
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
@@ -57,7 +58,7 @@ def received(
     *entries: bytes, load_format: str | None = None, place: ParallelConfig = ONE_RANK
 ) -> dict[str, torch.Tensor]:
     source = open_tensor_payload(entries, load_format, place=place)
-    tensors = {name: tensor.clone() for name, tensor in source}
+    tensors = {name: whole(tensor).clone() for name, tensor in source}
     source.close()
     return tensors
 
@@ -97,7 +98,7 @@ def test_a_receiver_that_is_late_keeps_its_memory(left_behind: LeftBehind) -> No
     with serialize_tensors([("w", torch.arange(1000))]) as shared:
         source = open_tensor_payload([shared.payload], None)
     [(_, tensor)] = source
-    assert tensor.sum() == 499_500
+    assert whole(tensor).sum() == 499_500
     source.close()
     assert left_behind() == set()
 
@@ -184,7 +185,7 @@ def test_a_block_that_was_removed_under_its_receiver_is_read_and_let_go(left_beh
         [path] = left_behind()
         path.unlink()
         [(_, tensor)] = source
-        assert tensor.tolist() == [0, 1, 2, 3]
+        assert whole(tensor).tolist() == [0, 1, 2, 3]
         source.close()
 
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ebbtide import Engine
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 from ebbtide.trainer import WeightSender, WeightSendError
 
@@ -278,7 +279,7 @@ def test_a_server_of_several_ranks_gets_a_payload_for_each(new: Weights) -> None
             place = ParallelConfig(tp_rank=rank, tp_size=2)
             source = open_tensor_payload(entries, fields["load_format"], place=place)
             list(source.open())
-            received[rank].update((name, tensor.clone()) for name, tensor in source)
+            received[rank].update((name, whole(tensor).clone()) for name, tensor in source)
             source.close()
 
     with fake_server(num_ranks=2, on_update=take) as url:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 from fixtures.checkpoints import make_checkpoint
 from safetensors.torch import load_file
 
@@ -182,6 +185,40 @@ def test_a_fault_at_any_step_leaves_the_old_weights(
     assert isinstance(again, UpdateWeightsReqOutput)
     assert (again.weight_version, again.content) == ("b", "valid")
     assert rank.store.checksum() != before
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "pt"])
+def test_a_file_that_is_cut_short_while_it_is_written_leaves_the_old_weights(
+    rank: Rank,
+    checkpoints: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    load_format: str,
+) -> None:
+    folder = Path(shutil.copytree(checkpoints[1], tmp_path / "copy"))
+    file = folder / "model.safetensors"
+    if load_format == "pt":
+        torch.save(load_file(file), folder / "model.bin")
+        file.unlink()
+        file = folder / "model.bin"
+    before, write = rank.store.checksum(), rank.store.write_by_slices
+    num_written = 0
+
+    def write_and_cut(*args: Any) -> Iterator[int]:
+        nonlocal num_written
+        num_written += 1
+        if num_written == 4:
+            os.truncate(file, file.stat().st_size // 4)
+        return write(*args)
+
+    monkeypatch.setattr(rank.store, "write_by_slices", write_and_cut)
+    reply = rank.apply(UpdateWeightFromDiskReqInput(model_path=str(folder), load_format=load_format))
+    assert isinstance(reply, Refusal)
+    assert reply.status == 400
+    assert f"{file} was cut short" in reply.message
+    assert num_written >= 4
+    assert rank.store.checksum() == before
+    assert rank.scheduler.control.allows_forward
 
 
 @pytest.mark.parametrize("count", [0, 7])

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoConfig
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
-from ebbtide.srt.model_executor.loader import checkpoint_index, iterate_checkpoint, load_weights
+from ebbtide.srt.model_executor.loader import Checkpoint, load_weights
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
 
@@ -59,7 +60,7 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> Path:
 def test_the_index_tells_names_shapes_and_dtypes_without_the_data(sharded: Path, single: Path) -> None:
     expected = load_file(single / "model.safetensors")
 
-    index = checkpoint_index(sharded)
+    index = Checkpoint(sharded).entries
 
     assert {name: (entry.shape, entry.dtype) for name, entry in index.items()} == {
         name: (tuple(tensor.shape), tensor.dtype) for name, tensor in expected.items()
@@ -73,17 +74,18 @@ def test_torch_files_load_as_safetensors_do(single: Path, load_format: str, shar
     expected = load_file(single / "model.safetensors")
     as_torch_files(single, shards=shards)
 
-    loaded = dict(iterate_checkpoint(single, load_format))
+    checkpoint = Checkpoint(single, load_format)
+    loaded = {name: tensor.read() for name, tensor in checkpoint.tensors()}
 
-    assert loaded.keys() == checkpoint_index(single, load_format).keys() == expected.keys()
+    assert loaded.keys() == checkpoint.entries.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 def test_auto_prefers_safetensors(single: Path) -> None:
     torch.save({NORM: torch.zeros(64)}, single / "pytorch_model.bin")
 
-    assert len(checkpoint_index(single)) > 1
-    assert list(checkpoint_index(single, "pt")) == [NORM]
+    assert len(Checkpoint(single).entries) > 1
+    assert list(Checkpoint(single, "pt").entries) == [NORM]
 
 
 def test_dummy_weights_are_small_and_the_same_each_time(single: Path) -> None:
@@ -123,7 +125,7 @@ def test_a_missing_shard_is_named(sharded: Path) -> None:
     shard.unlink()
 
     with pytest.raises(ConfigurationError, match=f"names files that are missing: {shard}"):
-        checkpoint_index(sharded)
+        Checkpoint(sharded)
 
 
 def test_an_index_that_promises_too_much_is_refused(sharded: Path) -> None:
@@ -133,7 +135,7 @@ def test_an_index_that_promises_too_much_is_refused(sharded: Path) -> None:
     file.write_text(json.dumps(index))
 
     with pytest.raises(ConfigurationError, match=r"lists tensors that the files lack: model\.ghost"):
-        checkpoint_index(sharded)
+        Checkpoint(sharded)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"weight_map": 3}', "{}"])
@@ -141,7 +143,7 @@ def test_a_damaged_index_is_refused(sharded: Path, text: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(text)
 
     with pytest.raises(ConfigurationError, match="is not an index with a weight_map"):
-        checkpoint_index(sharded)
+        Checkpoint(sharded)
 
 
 def test_an_index_may_not_lead_out_of_its_folder(sharded: Path) -> None:
@@ -149,14 +151,14 @@ def test_an_index_may_not_lead_out_of_its_folder(sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text(text)
 
     with pytest.raises(ConfigurationError, match="names files outside its folder"):
-        checkpoint_index(sharded)
+        Checkpoint(sharded)
 
 
 def test_a_name_in_two_files_is_refused(single: Path) -> None:
     save_file({NORM: torch.ones(64)}, single / "model-extra.safetensors")
 
     with pytest.raises(ConfigurationError, match=rf"{NORM} is in both"):
-        checkpoint_index(single)
+        Checkpoint(single)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 4, 100, -5])
@@ -165,7 +167,7 @@ def test_a_truncated_safetensors_file_is_refused(single: Path, num_bytes: int) -
     file.write_bytes(file.read_bytes()[:num_bytes])
 
     with pytest.raises(ConfigurationError, match=rf"{file} is not a complete safetensors file"):
-        checkpoint_index(single)
+        Checkpoint(single)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04 not a zip"])
@@ -174,7 +176,54 @@ def test_a_damaged_torch_file_is_refused(single: Path, content: bytes) -> None:
     (single / "pytorch_model.bin").write_bytes(content)
 
     with pytest.raises(ConfigurationError, match=r"pytorch_model\.bin is not a torch file of tensors"):
-        checkpoint_index(single)
+        Checkpoint(single)
+
+
+def test_tensors_of_a_torch_file_may_be_views(single: Path) -> None:
+    as_torch_files(single)
+    square = torch.arange(12.0).reshape(3, 4)
+    views = {"whole": square, "transposed": square.T, "row": square[1], "columns": square[:, 1:3]}
+    views |= {"empty": square[3:], "scalar": square[2, 3], "float8": torch.ones(3).to(torch.float8_e4m3fn)}
+    torch.save(views, single / "pytorch_model.bin")
+
+    loaded = {name: tensor.read() for name, tensor in Checkpoint(single, "pt").tensors()}
+
+    assert loaded.keys() == views.keys()
+    for name, expected in views.items():
+        assert loaded[name].dtype == expected.dtype
+        assert torch.equal(loaded[name].float(), expected.float()), name
+
+
+def test_a_compressed_torch_file_is_refused(single: Path) -> None:
+    as_torch_files(single)
+    file = single / "pytorch_model.bin"
+    with ZipFile(file) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with ZipFile(file, "w", ZIP_DEFLATED) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+
+    with pytest.raises(ConfigurationError, match="is compressed"):
+        Checkpoint(single, "pt")
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        (b"[]", "not a complete safetensors file"),
+        (b'{"w": 3}', "not a complete safetensors file"),
+        (b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "takes 8 bytes, not 4"),
+        (b'{"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "expected natural numbers"),
+        (b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', "no tensor or two begin at byte"),
+        (b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', "end at byte"),
+        (b'{"w": {"dtype": "Q4", "shape": [1], "data_offsets": [0, 4]}}', "w has the type 'Q4'"),
+    ],
+)
+def test_a_false_safetensors_header_is_refused(tmp_path: Path, header: bytes, problem: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+
+    with pytest.raises(ConfigurationError, match=rf"model\.safetensors.*{problem}"):
+        Checkpoint(tmp_path)
 
 
 def test_a_torch_file_runs_no_code(single: Path) -> None:
@@ -182,7 +231,7 @@ def test_a_torch_file_runs_no_code(single: Path) -> None:
     torch.save({"weight": Path("/")}, single / "pytorch_model.bin")
 
     with pytest.raises(ConfigurationError, match=r"is not a torch file of tensors"):
-        checkpoint_index(single)
+        Checkpoint(single)
 
 
 def test_a_torch_file_that_holds_something_else_is_refused(single: Path) -> None:
@@ -190,15 +239,15 @@ def test_a_torch_file_that_holds_something_else_is_refused(single: Path) -> None
     torch.save({"state": {"weight": torch.ones(1)}}, single / "pytorch_model.bin")
 
     with pytest.raises(ConfigurationError, match="does not hold a mapping of names to tensors"):
-        checkpoint_index(single)
+        Checkpoint(single)
 
 
 def test_folders_without_weights_say_what_was_expected(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"nowhere is not a folder; expected a Hugging Face"):
-        checkpoint_index(tmp_path / "nowhere")
+        Checkpoint(tmp_path / "nowhere")
     with pytest.raises(ConfigurationError, match=r"expected model\*\.safetensors or pytorch_model\*\.bin"):
-        checkpoint_index(tmp_path)
+        Checkpoint(tmp_path)
     with pytest.raises(ConfigurationError, match=r"holds no weights; expected pytorch_model\*\.bin"):
-        checkpoint_index(tmp_path, "pt")
+        Checkpoint(tmp_path, "pt")
     with pytest.raises(ConfigurationError, match="'gguf' is unknown; valid are auto, safetensors, pt"):
-        checkpoint_index(tmp_path, "gguf")
+        Checkpoint(tmp_path, "gguf")

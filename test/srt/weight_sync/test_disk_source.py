@@ -1,7 +1,9 @@
 """Checkpoint folders as weight sources: headers first, and every fault found before a tensor is read."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from fixtures.checkpoints import make_checkpoint
 from safetensors.torch import load_file
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
+from ebbtide.srt.stored_tensor import StoredTensor, whole
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -36,7 +40,7 @@ def test_a_folder_yields_what_its_headers_say(checkpoint: Path, load_format: str
     assert len(shards(checkpoint)) > 1
     assert source.direct is False
     for _ in range(2):
-        read = dict(source)
+        read = {name: whole(tensor) for name, tensor in source}
         assert [(entry.name, entry.shape, entry.dtype) for entry in source.entries] == [
             (name, tuple(tensor.shape), tensor.dtype) for name, tensor in read.items()
         ]
@@ -80,8 +84,60 @@ def test_faults_of_the_folder_are_found_before_anything_is_read(copy: Path) -> N
     assert "config.json cannot be read" in refusal(copy)
 
 
-def test_a_shard_that_vanishes_while_reading_is_a_refusal(copy: Path) -> None:
-    source = open_checkpoint(str(copy), None, architecture=ARCHITECTURE)
-    shards(copy)[1].unlink()
-    with pytest.raises(RequestRejected, match="missing"):
-        list(source)
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def rewrite(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[:-8] + bytes(8))
+
+
+def replace(file: Path) -> None:
+    other = file.with_suffix(".new")
+    other.write_bytes(file.read_bytes())
+    other.replace(file)
+
+
+@pytest.mark.parametrize("change", [Path.unlink, cut, rewrite, replace])
+@pytest.mark.parametrize("load_format", ["safetensors", "pt"])
+def test_a_file_that_changes_before_it_is_read_is_a_refusal(
+    copy: Path, change: Callable[[Path], None], load_format: str
+) -> None:
+    file = last_file(copy, load_format)
+    source = open_checkpoint(str(copy), load_format, architecture=ARCHITECTURE)
+    change(file)
+    with pytest.raises(RequestRejected, match=file.name) as refusal:
+        read_all(source)
+    assert refusal.value.status == 400
+
+
+@pytest.mark.parametrize("change", [cut, rewrite])
+@pytest.mark.parametrize("load_format", ["safetensors", "pt"])
+def test_a_file_that_changes_while_it_is_read_is_a_refusal(
+    copy: Path, change: Callable[[Path], None], load_format: str
+) -> None:
+    """Where the file is mapped, the process ends here: nothing catches SIGBUS."""
+    file = last_file(copy, load_format)
+    source = open_checkpoint(str(copy), load_format, architecture=ARCHITECTURE)
+    tensors = iter(source)
+    last = next(iter(CheckpointFile(file).tensors))
+    while next(tensors)[0] != last:
+        pass
+    change(file)
+    with pytest.raises(RequestRejected, match=file.name) as refusal:
+        read_all(tensors)
+    assert refusal.value.status == 400
+
+
+def read_all(tensors: Iterable[tuple[str, torch.Tensor | StoredTensor]]) -> None:
+    for _, tensor in tensors:
+        whole(tensor)
+
+
+def last_file(folder: Path, load_format: str) -> Path:
+    """The file that is read last; rewritten by torch where that is asked for."""
+    if load_format == "pt":
+        for shard in shards(folder):
+            torch.save(load_file(shard), shard.with_suffix(".bin"))
+    return sorted(folder.glob("*.bin" if load_format == "pt" else "*.safetensors"))[-1]

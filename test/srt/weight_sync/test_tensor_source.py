@@ -1,6 +1,7 @@
 """Payloads from a trainer in another process, in every format; and what is refused before it is read."""
 
 import base64
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from fixtures.trainer_process import TrainerProcess, sample_tensors
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices, open_tensor_payload
@@ -35,7 +37,7 @@ def assert_holds(source: WeightSource, expected: Sequence[tuple[str, torch.Tenso
     """Headers, names, dtypes, shapes and bits are those expected; the source is closed afterwards."""
     headers = [(entry.name, entry.shape, entry.dtype) for entry in source.entries]
     assert headers == [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in expected]
-    received = {name: tensor.clone() for name, tensor in source}
+    received = {name: whole(tensor).clone() for name, tensor in source}
     source.close()
     assert list(received) == [name for name, _ in expected]
     for name, tensor in expected:
@@ -127,6 +129,23 @@ def test_a_payload_whose_tensors_are_gone_is_refused(trainer: TrainerProcess) ->
         open_tensor_payload([entry], None)
 
 
+@pytest.mark.parametrize(
+    ("kind", "load_format"), [("named", None), ("bucket", "flattened_bucket"), ("named", "direct")]
+)
+def test_memory_that_its_sender_cuts_short_is_a_refusal(
+    trainer: TrainerProcess, left_behind: LeftBehind, kind: str, load_format: str | None
+) -> None:
+    """Where it is mapped, the process ends here: nothing catches SIGBUS."""
+    source = open_tensor_payload([trainer.send(kind)], load_format)
+    for block in left_behind():
+        os.truncate(block, 68)  # More would end the trainer, which counts references in the first page.
+    with pytest.raises(RequestRejected, match="was cut short") as refusal:
+        [whole(tensor) for _, tensor in source]
+    assert refusal.value.status == 400
+    source.close()
+    trainer.drop()
+
+
 @pytest.mark.parametrize("cut_bytes", [0, 40])
 def test_a_payload_that_is_refused_unread_leaves_nothing_behind(
     trainer: TrainerProcess, left_behind: LeftBehind, cut_bytes: int
@@ -185,8 +204,8 @@ def test_ranks_find_their_entry_by_index() -> None:
             place = ParallelConfig(tp_rank=tp_rank, tp_size=3, dp_rank=dp_rank, dp_size=2)
             [(_, own)] = open_tensor_payload(entries, "safetensors", place=place)
             [(_, replicated)] = open_tensor_payload(entries[:3], "safetensors", place=place)
-            assert own.item() == dp_rank * 3 + tp_rank
-            assert replicated.item() == tp_rank
+            assert whole(own).item() == dp_rank * 3 + tp_rank
+            assert whole(replicated).item() == tp_rank
 
 
 @pytest.mark.parametrize(

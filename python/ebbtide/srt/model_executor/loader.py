@@ -1,85 +1,69 @@
 """Checkpoint folders: what they hold, without reading the data, and their tensors one by one."""
 
 import json
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
 from ebbtide.srt.model_executor.weight_store import WeightStore
+from ebbtide.srt.stored_tensor import StoredTensor
 
 CHECKPOINT_FORMATS = ("auto", "safetensors", "pt")
-SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 DUMMY_SEED = 0
 DUMMY_SCALE = 0.02
 MAX_NAMES_IN_MESSAGE = 5
 
 
-@dataclass(frozen=True)
-class CheckpointEntry:
-    """One tensor of a checkpoint: its header, and the file that holds it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    file: Path
-
-
-def checkpoint_index(path: str | Path, load_format: str = "auto") -> dict[str, CheckpointEntry]:
-    """Names, shapes, dtypes and files of all tensors of a Hugging Face folder. Reads headers only.
+class Checkpoint:
+    """The tensors of a Hugging Face folder: headers at once, data when it is asked for.
 
     Args:
         load_format: `auto` prefers safetensors; `safetensors`, `pt` (torch's `pytorch_model*.bin`).
 
+    Attributes:
+        entries: the header of each tensor, by name, in the order of `tensors`.
+
     Raises ConfigurationError, naming the path and what was expected, where the folder, a file of its
     index or a tensor is missing, a file is damaged, or two files hold the same name.
     """
-    entries: dict[str, CheckpointEntry] = {}
-    files, listed = checkpoint_files(Path(path), load_format)
-    for file in files:
-        for entry in file_entries(file):
-            if entry.name in entries:
-                raise ConfigurationError(f"{entry.name} is in both {entries[entry.name].file} and {file}")
-            entries[entry.name] = entry
-    absent = [f"{name} (in {file})" for name, file in listed.items() if name not in entries]
-    if absent:
-        raise ConfigurationError(f"{path}: the index lists tensors that the files lack: {summary(absent)}")
-    return entries
+
+    def __init__(self, path: str | Path, load_format: str = "auto") -> None:
+        paths, listed = checkpoint_files(Path(path), load_format)
+        self._files = [CheckpointFile(file) for file in paths]
+        self.entries: dict[str, CheckpointEntry] = {}
+        for file in self._files:
+            for name, tensor in file.tensors.items():
+                if name in self.entries:
+                    raise ConfigurationError(f"{name} is in both {self.entries[name].file} and {file.path}")
+                self.entries[name] = CheckpointEntry(tensor.shape, tensor.dtype, file.path)
+        absent = [f"{name} (in {file})" for name, file in listed.items() if name not in self.entries]
+        if absent:
+            raise ConfigurationError(
+                f"{path}: the index lists tensors that the files lack: {summary(absent)}"
+            )
+
+    def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield (name, tensor) of all tensors, to be read before the next is asked for.
+
+        Raises RequestRejected, as reading the tensors does, naming a file that has changed since its header
+        was read.
+        """
+        for file in self._files:
+            with file.open():
+                yield from file.tensors.items()
 
 
-def iterate_checkpoint(path: str | Path, load_format: str = "auto") -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all tensors of a folder, one at a time, in the files' order.
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """The header of a tensor of a checkpoint, and the file that holds it."""
 
-    A tensor is backed by the mapped file: copy what is to outlive the iteration.
-    Raises ConfigurationError as `checkpoint_index` does.
-    """
-    files, _ = checkpoint_files(Path(path), load_format)
-    for file in files:
-        if file.suffix == ".safetensors":
-            with open_safetensors(file) as handle:
-                for name in handle.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, handle.get_tensor(name)
-        else:
-            yield from load_torch_file(file).items()
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
 
 
 def load_weights(store: WeightStore, path: str | Path, load_format: str) -> None:
@@ -90,19 +74,22 @@ def load_weights(store: WeightStore, path: str | Path, load_format: str) -> None
     if load_format == "dummy":
         write_dummy_weights(store)
         return
-    index = checkpoint_index(path, load_format)
-    missing = sorted(store.names - index.keys())
+    checkpoint = Checkpoint(path, load_format)
+    missing = sorted(store.names - checkpoint.entries.keys())
     if missing:
         raise ConfigurationError(f"{path}: {len(missing)} tensors are missing: {summary(missing)}")
     problems = [
         f"{problem.name}: {problem.reason}"
-        for entry in index.values()
-        if (problem := store.check(entry.name, entry.shape, entry.dtype))
+        for name, entry in checkpoint.entries.items()
+        if (problem := store.check(name, entry.shape, entry.dtype))
     ]
     if problems:
         raise ConfigurationError(f"{path} does not fit the model: {summary(problems)}")
-    for name, tensor in iterate_checkpoint(path, load_format):
-        store.write(name, tensor, None)
+    try:
+        for name, tensor in checkpoint.tensors():
+            store.write(name, tensor, None)
+    except RequestRejected as error:
+        raise ConfigurationError(error.message) from error
 
 
 def write_dummy_weights(store: WeightStore) -> None:
@@ -157,43 +144,6 @@ def read_index(file: Path) -> dict[str, str]:
     if outside:
         raise ConfigurationError(f"{file} names files outside its folder: {summary(outside)}")
     return listed
-
-
-def file_entries(file: Path) -> list[CheckpointEntry]:
-    """The headers of one file."""
-    if file.suffix != ".safetensors":
-        return [
-            CheckpointEntry(name, tuple(tensor.shape), tensor.dtype, file)
-            for name, tensor in load_torch_file(file).items()
-        ]
-    entries = []
-    with open_safetensors(file) as handle:
-        for name in handle.keys():  # noqa: SIM118 (not a mapping)
-            header = handle.get_slice(name)
-            kind = header.get_dtype()
-            if kind not in SAFETENSORS_DTYPES:
-                raise ConfigurationError(f"{file}: {name} has the type {kind}, which is not supported")
-            entries.append(CheckpointEntry(name, tuple(header.get_shape()), SAFETENSORS_DTYPES[kind], file))
-    return entries
-
-
-def open_safetensors(file: Path) -> Any:
-    """An open safetensors file, a context manager; its header has been checked against its size."""
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ConfigurationError(f"{file} is not a complete safetensors file: {error}") from error
-
-
-def load_torch_file(file: Path) -> dict[str, Tensor]:
-    """The tensors of a torch file, mapped, by torch's restricted unpickler."""
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise ConfigurationError(f"{file} is not a torch file of tensors: {error}") from error
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ConfigurationError(f"{file} does not hold a mapping of names to tensors")
-    return content
 
 
 def summary(items: list[str]) -> str:

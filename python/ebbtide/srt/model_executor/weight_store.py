@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from ebbtide.srt.memory_saver.saver import MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.sharding import Part, replace_parameter, shard
+from ebbtide.srt.stored_tensor import StoredTensor, copy_into
 
 ALIGNMENT_BYTES = 256
 SLICE_BYTES = 64 << 20
@@ -24,6 +26,8 @@ TRANSFER_BYTES = 16 << 20
 MAX_TEXT = 200
 # Narrower floating types mean nothing without the scales that belong to them.
 CONVERTIBLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+AnyTensor = TypeVar("AnyTensor", Tensor, StoredTensor, Tensor | StoredTensor)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Destination:
         same = self.part is None and tuple(self.region.shape) == shape and self.region.dtype == dtype
         return same and self.region.is_contiguous()
 
-    def part_of(self, tensor: Tensor) -> Tensor:
+    def part_of(self, tensor: AnyTensor) -> AnyTensor:
         """What this rank holds of a whole tensor."""
         part = self.part
         return tensor if part is None else tensor.narrow(part.dim, part.start, part.length)
@@ -152,7 +156,9 @@ class WeightStore:
             )
         return None
 
-    def write(self, name: str, tensor: Tensor, shadow: Shadow | None, direct: bool = False) -> int:
+    def write(
+        self, name: str, tensor: Tensor | StoredTensor, shadow: Shadow | None, direct: bool = False
+    ) -> int:
         """Copy a tensor that `check` accepts into the staged copy, or in place where `shadow` is None.
 
         Returns the bytes written on this rank, in the parameter's dtype; 0 for an ignored name.
@@ -160,12 +166,15 @@ class WeightStore:
         return sum(self.write_by_slices(name, tensor, shadow, direct))
 
     def write_by_slices(
-        self, name: str, tensor: Tensor, shadow: Shadow | None, direct: bool = False
+        self, name: str, tensor: Tensor | StoredTensor, shadow: Shadow | None, direct: bool = False
     ) -> Generator[int, None, None]:
         """As `write`, yielding the bytes of each slice just copied; nothing for an ignored name.
 
         Tensors of the same device are one slice: there a copy is launched and not waited for. A copy to
-        another device holds the caller up, so it is cut into slices of at most 16 MiB.
+        another device, or of what has to be read first, holds the caller up, so it is cut into slices of at
+        most 16 MiB.
+
+        Raises RequestRejected where a stored tensor cannot be read: some of it may have been written.
         """
         destination = self.destination(name, shadow, direct)
         if destination is None:
@@ -173,9 +182,9 @@ class WeightStore:
         if shadow is None:
             self.generation += 1
         part, region = destination.part_of(tensor), destination.region
-        slice_bytes = region.nbytes if part.device == region.device else TRANSFER_BYTES
-        for piece, room in _row_slices(part, region, slice_bytes):
-            room.copy_(piece)
+        is_near = isinstance(part, Tensor) and part.device == region.device
+        for piece, room in _row_slices(part, region, region.nbytes if is_near else TRANSFER_BYTES):
+            copy_into(room, piece)
             yield room.nbytes
 
     def destination(self, name: str, shadow: Shadow | None, direct: bool = False) -> Destination | None:
@@ -207,7 +216,7 @@ class WeightStore:
         for name in sorted(self.names - frozenset(written)):
             source, destination = self._region(name, None), self._region(name, shadow)
             for piece, room in _row_slices(source, destination, SLICE_BYTES):
-                room.copy_(piece)
+                copy_into(room, piece)
                 yield room.nbytes
 
     def parameters(self, shadow: Shadow | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -271,10 +280,13 @@ class WeightStore:
         return parameter.narrow(target.dim, target.start, target.length)
 
 
-def _row_slices(source: Tensor, destination: Tensor, slice_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _row_slices(
+    source: Tensor | StoredTensor, destination: Tensor, slice_bytes: int
+) -> Iterator[tuple[Tensor | StoredTensor, Tensor]]:
     """Pairs of rows of two tensors of one shape, of at most `slice_bytes` in the destination, or one row."""
     if destination.nbytes <= slice_bytes or source.dim() == 0:
         yield source, destination
         return
     num_rows = max(1, slice_bytes // max(1, destination[:1].nbytes))
-    yield from zip(torch.split(source, num_rows), torch.split(destination, num_rows), strict=True)
+    pieces = torch.split(source, num_rows) if isinstance(source, Tensor) else source.split(num_rows)
+    yield from zip(pieces, torch.split(destination, num_rows), strict=True)

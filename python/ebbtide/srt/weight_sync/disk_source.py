@@ -4,10 +4,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
-from ebbtide.srt.model_executor.loader import checkpoint_index, iterate_checkpoint
+from ebbtide.srt.model_executor.loader import Checkpoint
+from ebbtide.srt.stored_tensor import StoredTensor
 from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
 
 
@@ -29,24 +28,19 @@ class _CheckpointSource:
     direct = False
 
     def __init__(self, path: Path, load_format: str) -> None:
-        self._path = path
-        self._load_format = load_format
         try:
-            index = checkpoint_index(path, load_format)
+            self._checkpoint = Checkpoint(path, load_format)
         except ConfigurationError as error:
             raise RequestRejected(str(error)) from error
-        self.entries = tuple(TensorHeader(item.name, item.shape, item.dtype) for item in index.values())
+        entries = self._checkpoint.entries
+        self.entries = tuple(TensorHeader(name, item.shape, item.dtype) for name, item in entries.items())
 
     def open(self) -> Iterator[None]:
         """The files are read when the tensors are."""
         yield from ()
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        try:
-            yield from iterate_checkpoint(self._path, self._load_format)
-        except ConfigurationError as error:
-            # The folder changed after it had been looked at.
-            raise RequestRejected(str(error)) from error
+    def __iter__(self) -> Iterator[tuple[str, StoredTensor]]:
+        return self._checkpoint.tensors()
 
     def drop(self) -> Iterator[None]:
         """Nothing is on a device."""

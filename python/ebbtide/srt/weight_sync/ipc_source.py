@@ -159,10 +159,12 @@ class IpcConversation:
             self._memory.note(ref.storage)
         if ref.dtype != torch.uint8 or len(ref.shape) != 1 or ref.stride != (1,):
             raise RequestRejected(f"the buffer: expected bytes (1-D uint8), got {ref.dtype} of {ref.shape}")
-        self._memory.map(ref)
+        self._memory.want(ref)
         for _ in self._memory.open():
             pass
-        self._buffer = self._memory.tensor(ref)
+        buffer = self._memory.tensor(ref)
+        assert isinstance(buffer, torch.Tensor), "only device memory can be offered"
+        self._buffer = buffer
 
     def _read(self, listed: list[object]) -> TensorSource:
         buffer = self._buffer

@@ -8,6 +8,7 @@ from typing import Final, Protocol
 import torch
 
 from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.stored_tensor import StoredTensor
 
 ONE_RANK: Final = ParallelConfig()
 
@@ -51,8 +52,12 @@ class WeightSource(Protocol):
         """
         ...
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor). May be repeated until the source is closed."""
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | StoredTensor]]:
+        """Yields (name, tensor). May be repeated until the source is closed.
+
+        Raises:
+            RequestRejected: what is left of them cannot be read any more.
+        """
         ...
 
     def drop(self) -> Iterator[None]:

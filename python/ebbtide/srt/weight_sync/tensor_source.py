@@ -10,9 +10,14 @@ from safetensors import SafetensorError
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.stored_tensor import StoredTensor
 from ebbtide.srt.weight_sync.payload.allowed_globals import TensorRef, kind_of
 from ebbtide.srt.weight_sync.payload.borrowed_memory import SenderMemory
-from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, check_bucket
+from ebbtide.srt.weight_sync.payload.bucket import (
+    FlattenedTensorBucket,
+    FlattenedTensorMetadata,
+    check_bucket,
+)
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.envelope import (
     as_local_serialized,
@@ -24,7 +29,7 @@ from ebbtide.srt.weight_sync.payload.envelope import (
 from ebbtide.srt.weight_sync.payload.pickle_reader import Budget, Record, finish
 from ebbtide.srt.weight_sync.source import ONE_RANK, TensorHeader, WeightSource
 
-NamedTensor = tuple[str, torch.Tensor]
+NamedTensor = tuple[str, torch.Tensor | StoredTensor]
 
 
 class TensorSource:
@@ -168,7 +173,7 @@ def _open_named(decoded: object, memory: SenderMemory, *, direct: bool = False) 
         raise RequestRejected(f"the payload: expected a list of (name, tensor), got {kind_of(decoded)}")
     refs = [_named_ref(item) for item in decoded]
     for _, ref in refs:
-        memory.map(ref)
+        memory.want(ref)
     headers = [TensorHeader(name, ref.shape, ref.dtype) for name, ref in refs]
     # One by one, so that no tensor outlives the memory that it views.
     return TensorSource(
@@ -199,14 +204,24 @@ def _open_bucket(decoded: object, memory: SenderMemory) -> WeightSource:
         raise RequestRejected(f"metadata: expected a list, got {kind_of(listed)}")
     metadata = [as_metadata(item) for item in listed]
     check_bucket(flat_ref.dtype, flat_ref.shape, flat_ref.stride, metadata)
-    memory.map(flat_ref)
+    memory.want(flat_ref)
     headers = [TensorHeader(item.name, tuple(item.shape), item.dtype) for item in metadata]
 
     def read() -> Iterable[NamedTensor]:
         flat = memory.tensor(flat_ref)
+        if isinstance(flat, StoredTensor):
+            return _stored_pieces(flat, metadata)
         return FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata).iterate()
 
     return TensorSource(headers, read, memory=memory)
+
+
+def _stored_pieces(
+    flat: StoredTensor, metadata: Iterable[FlattenedTensorMetadata]
+) -> Iterator[tuple[str, StoredTensor]]:
+    for item in metadata:
+        start = flat.offset + item.start_idx
+        yield item.name, StoredTensor.contiguous(flat.storage, start, tuple(item.shape), item.dtype)
 
 
 def _open_safetensors(entry: bytes | str) -> WeightSource:

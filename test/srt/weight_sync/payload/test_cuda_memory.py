@@ -18,6 +18,7 @@ from fixtures.gpu_memory import OFFSET_BYTES, UUID, Call, Counters, Gpu
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.allowed_globals import CudaStorageRef
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload.cuda_memory import TorchCudaIpc
@@ -49,7 +50,7 @@ def run(steps: Iterator[None]) -> None:
 
 
 def read(source: WeightSource) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in source}
+    return {name: whole(tensor).clone() for name, tensor in source}
 
 
 TENSORS = {

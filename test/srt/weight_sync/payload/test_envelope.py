@@ -23,6 +23,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorMetadata
 from ebbtide.srt.weight_sync.payload.envelope import LocalSerializedTensor
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
@@ -155,6 +156,9 @@ class Block:
     num_bytes: int
 
 
+NOBODY = b"/tmp/torch-shm-dir-000000/manager.sock"
+
+
 @pytest.fixture(scope="module")
 def block() -> Block:
     storage = torch.arange(12, dtype=torch.float32).untyped_storage()
@@ -195,9 +199,9 @@ def peek(payload: bytes) -> torch.Tensor:
     """Reads the tensor as a replica that leaves the sender's references alone."""
     source = open_tensor_payload([payload], None, place=SECOND_REPLICA)
     [(_, tensor)] = source
-    copied = tensor.clone()
+    read = whole(tensor)
     source.close()
-    return copied
+    return read
 
 
 @pytest.mark.parametrize(
@@ -282,10 +286,26 @@ def test_a_block_cannot_be_given_two_sizes(block: Block) -> None:
     assert "two sizes: 48 and 16" in refusal(pickle.dumps([("a", tensors[0]), ("b", tensors[1])]))
 
 
+@pytest.mark.parametrize("size", [0, 64, 111])
+def test_a_block_that_is_cut_short_after_it_was_looked_at_is_refused(size: int) -> None:
+    """Where it is mapped, the process ends here: nothing catches SIGBUS."""
+    file = Path(f"/dev/shm/torch_{os.getpid()}_{2**31}_{2**31}")
+    file.write_bytes(bytes(64 + 48))
+    try:
+        hand_made = Block(UntypedStorage(0), NOBODY, b"/" + file.name.encode(), 48)
+        source = open_tensor_payload([reference(hand_made)], None)
+        os.truncate(file, size)
+        [(_, tensor)] = source
+        with pytest.raises(RequestRejected, match=rf"{file.name} was cut short"):
+            whole(tensor)
+        source.close()
+    finally:
+        file.unlink()
+
+
 def test_the_manager_is_left_alone(block: Block) -> None:
     # A connection to it would keep it, and all that its sender has left in it, for as long as this process.
-    nobody = b"/tmp/torch-shm-dir-000000/manager.sock"
-    assert torch.equal(peek(reference(block, manager=nobody)), peek(reference(block)))
+    assert torch.equal(peek(reference(block, manager=NOBODY)), peek(reference(block)))
 
 
 CUDA_ARGUMENTS: tuple[Any, ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from multiprocessing.connection import Connection
 
 import torch
@@ -37,6 +38,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
         ConfigurationError: the model, the checkpoint, a size or a custom weight loader does not do.
         EngineError: the other ranks of the replica have not come in time.
     """
+    _raise_file_limit()
     # A path that is wrong is refused before minutes have gone into loading a model.
     import_loaders(config.update.custom_weight_loaders)
     device = open_device(config.runtime.device)
@@ -65,6 +67,12 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
         }
     )
     scheduler.run()
+
+
+def _raise_file_limit() -> None:
+    """To what the system allows: every block of shared memory that a payload refers to is held open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def rank_parts(config: EngineConfig, runner: ModelRunner, device: Device, saver: MemorySaver) -> RankParts:

@@ -24,6 +24,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.scheduling.parameter_checker import ParameterChecker
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.model_executor.weight_store import Destination, WeightStore
+from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.broadcast.memberships import Joining, WeightGroups
 from ebbtide.srt.weight_sync.broadcast.weight_group import GroupAddress
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel, import_loaders
@@ -309,7 +310,8 @@ class _Incoming:
             return
         assert isinstance(staging, _Staged), "a loader is given a copy"
         assert staging.is_complete, "a loader is given a whole copy"
-        loader.load(StagedModel(self._store, staging.shadow), list(self._source))
+        named = [(name, whole(tensor)) for name, tensor in self._source]
+        loader.load(StagedModel(self._store, staging.shadow), named)
         yield sum(entry.num_bytes for entry in self._source.entries)
 
 

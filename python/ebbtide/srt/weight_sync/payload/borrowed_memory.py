@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ebbtide.srt.stored_tensor import StoredTensor
 from ebbtide.srt.weight_sync.payload.allowed_globals import (
     AnyStorageRef,
     CudaStorageRef,
@@ -17,9 +18,9 @@ from ebbtide.srt.weight_sync.payload.shared_memory import SharedBlocks
 class SenderMemory:
     """The memory behind one payload.
 
-    `note` takes down the references as they are decoded. `map` then checks those that are wanted, and maps
-    host memory; `open` maps device memory, which takes long enough to be done in steps. However it goes on,
-    `close` gives every reference back that was noted.
+    `note` takes down the references as they are decoded. `want` then checks those that are to be read; `open`
+    maps device memory, which takes long enough to be done in steps. However it goes on, `close` gives every
+    reference back that was noted.
 
     Args:
         cuda: for the device that the engine runs on; None where that is the CPU.
@@ -38,34 +39,36 @@ class SenderMemory:
         """Take down a reference that the payload makes."""
         self._noted.append(ref)
 
-    def map(self, ref: TensorRef) -> None:
-        """Check a tensor's memory, and map it if it is the host's.
+    def want(self, ref: TensorRef) -> None:
+        """Check a tensor's memory.
 
         Raises:
             RequestRejected: it is not there, or out of reach of this engine's device.
         """
         match ref.storage:
             case StorageRef():
-                self._blocks.storage(ref.storage)
+                self._blocks.block(ref.storage)
             case CudaStorageRef():
                 self._cuda.check(ref.storage)
                 self._wanted.append(ref.storage)
 
     def open(self) -> Iterator[None]:
-        """Map the device memory of the tensors that `map` was given, in steps.
+        """Map the device memory of the tensors that `want` was given, in steps.
 
         Raises:
             RequestRejected: it cannot be opened.
         """
         return self._cuda.open(self._wanted) if self._wanted else iter(())
 
-    def tensor(self, ref: TensorRef) -> torch.Tensor:
-        """A view of the sender's memory; on a device, for work launched on torch's current stream."""
+    def tensor(self, ref: TensorRef) -> torch.Tensor | StoredTensor:
+        """The sender's tensor: a view of device memory, for work launched on torch's current stream; or what
+        is read from host memory, where the sender may cut short what it has shared."""
         match ref.storage:
             case None:
                 return torch.empty(ref.shape, dtype=ref.dtype)
             case StorageRef():
-                storage = self._blocks.storage(ref.storage)
+                block = self._blocks.block(ref.storage)
+                return StoredTensor(block, ref.offset * ref.dtype.itemsize, ref.shape, ref.stride, ref.dtype)
             case CudaStorageRef():
                 storage = self._cuda.storage(ref.storage)
         empty = torch.empty(0, dtype=ref.dtype, device=storage.device)

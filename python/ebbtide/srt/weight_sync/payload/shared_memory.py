@@ -4,24 +4,22 @@ A block is a POSIX shared-memory object: a header of 64 bytes that counts refere
 Serializing adds one reference on the receiver's behalf. The receiver takes it over and drops it when it has
 finished with the tensors; the last one to drop removes the object. Source: wire_api section 4.3.
 
-Blocks are mapped without torch's help. torch would connect this process to the sender's shared-memory
-manager for good: the manager, and what a sender that was killed has left in it, would live as long as we do.
+Blocks are neither mapped nor opened through torch. A block that its sender cuts short would end the process
+that has it mapped. And torch would connect this process to the sender's shared-memory manager for good: the
+manager, and what a sender that was killed has left in it, would live as long as we do.
 """
 
 import fcntl
-import mmap
 import os
 import stat
 import struct
 from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.stored_tensor import read_exactly
 from ebbtide.srt.weight_sync.payload.allowed_globals import StorageRef
 
 HEADER_BYTES: Final = 64
@@ -35,15 +33,69 @@ def object_path(handle: bytes) -> Path:
     return SHARED_MEMORY / os.fsdecode(handle).removeprefix("/")
 
 
-@dataclass(slots=True)
-class _Block:
-    storage: torch.UntypedStorage
-    num_bytes: int
-    references: set[StorageRef] = field(default_factory=set)
+class SharedBlock:
+    """A block of shared memory, held open and read by position.
+
+    Raises `RequestRejected` if it is not there, or not what the payload says.
+    """
+
+    def __init__(self, handle: bytes, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.references: set[StorageRef] = set()
+        self._path = object_path(handle)
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise RequestRejected(f"{self} cannot be opened ({error.strerror}): {KEEP_ALIVE}") from error
+        try:
+            self._check()
+        except RequestRejected:
+            os.close(self._descriptor)
+            raise
+
+    def read_into(self, room: memoryview, offset: int) -> None:
+        """Fill `room` with the bytes from `offset` on.
+
+        Raises:
+            RequestRejected: 400, the block is not long enough any more.
+        """
+        num_bytes = read_exactly(self._descriptor, room, HEADER_BYTES + offset)
+        if num_bytes < len(room):
+            raise RequestRejected(
+                f"{self} was cut short: it ends within the {len(room)} bytes from {offset} on. {KEEP_ALIVE}"
+            )
+
+    def close(self) -> None:
+        """Let go of it, and leave the references to somebody else."""
+        os.close(self._descriptor)
+
+    def drop(self) -> None:
+        """Take the references off the block's count, remove it with the last of them, and let go of it."""
+        with closing(self):
+            # Ranks that drop theirs at the same time take turns. The sender keeps its own until they have.
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            count = os.pread(self._descriptor, _COUNT.size, 0)
+            if len(count) < _COUNT.size or not self._path.exists():
+                return  # It was cut short, or removed: torch would try to remove it again at a count of 0.
+            [before] = _COUNT.unpack(count)
+            os.pwrite(self._descriptor, _COUNT.pack(before - len(self.references)), 0)
+            if before == len(self.references):
+                self._path.unlink(missing_ok=True)
+
+    def __str__(self) -> str:
+        return f"shared memory /{self._path.name}"
+
+    def _check(self) -> None:
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise RequestRejected(f"{self} is not what torch makes")
+        held_bytes = max(found.st_size - HEADER_BYTES, 0)
+        if held_bytes < self.num_bytes:
+            raise RequestRejected(f"{self} holds {held_bytes} bytes, the payload says {self.num_bytes}")
 
 
 class SharedBlocks:
-    """The shared-memory blocks of one payload, each mapped once.
+    """The shared-memory blocks of one payload.
 
     Args:
         owns_references: whether this receiver takes over the references that travelled with the payload. When
@@ -52,77 +104,30 @@ class SharedBlocks:
 
     def __init__(self, owns_references: bool) -> None:
         self._owns_references = owns_references
-        self._blocks: dict[bytes, _Block] = {}
+        self._blocks: dict[bytes, SharedBlock] = {}
 
-    def storage(self, ref: StorageRef) -> torch.UntypedStorage:
-        """Returns the sender's memory, mapped; raises `RequestRejected` if it is not there."""
+    def block(self, ref: StorageRef) -> SharedBlock:
+        """Returns the sender's memory; raises `RequestRejected` if it is not there."""
         block = self._blocks.get(ref.handle)
         if block is None:
-            block = self._blocks[ref.handle] = _Block(_map(ref), ref.num_bytes)
+            block = self._blocks[ref.handle] = SharedBlock(ref.handle, ref.num_bytes)
         if block.num_bytes != ref.num_bytes:
             raise RequestRejected(
-                f"the payload gives {_name(ref)} two sizes: {block.num_bytes} and {ref.num_bytes} bytes"
+                f"the payload gives {block} two sizes: {block.num_bytes} and {ref.num_bytes} bytes"
             )
         block.references.add(ref)
-        return block.storage
+        return block
 
     def close(self, unread: Iterable[StorageRef] = ()) -> None:
-        """Drops the mappings and the references, also those that travelled unread. Idempotent."""
+        """Lets go of the blocks, and drops the references, also those that travelled unread. Idempotent."""
         if self._owns_references:
             for ref in unread:
                 # What cannot be opened holds nothing of the sender's.
                 with suppress(RequestRejected):
-                    self.storage(ref)
+                    self.block(ref)
         while self._blocks:
-            handle, block = self._blocks.popitem()
+            _, block = self._blocks.popitem()
             if self._owns_references:
-                _drop(handle, len(block.references))
-
-
-def _name(ref: StorageRef) -> str:
-    return f"shared memory {os.fsdecode(ref.handle)}"
-
-
-def _map(ref: StorageRef) -> torch.UntypedStorage:
-    try:
-        descriptor = _open(ref.handle)
-    except OSError as error:
-        raise RequestRejected(f"{_name(ref)} cannot be opened ({error.strerror}): {KEEP_ALIVE}") from error
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise RequestRejected(f"{_name(ref)} is not what torch makes")
-        if found.st_size < HEADER_BYTES + ref.num_bytes:
-            held = max(found.st_size - HEADER_BYTES, 0)
-            raise RequestRejected(f"{_name(ref)} holds {held} bytes, the payload says {ref.num_bytes}")
-        if ref.num_bytes == 0:
-            return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
-        memory = mmap.mmap(descriptor, HEADER_BYTES + ref.num_bytes)
-    except (OSError, ValueError) as error:
-        raise RequestRejected(f"{_name(ref)} cannot be mapped ({error}): {KEEP_ALIVE}") from error
-    finally:
-        os.close(descriptor)
-    # The tensor keeps the mapping: it is undone when the last view of it goes.
-    flat = torch.frombuffer(memory, dtype=torch.uint8, count=ref.num_bytes, offset=HEADER_BYTES)
-    return flat.untyped_storage()
-
-
-def _drop(handle: bytes, num_references: int) -> None:
-    """Take references off a block's count, and remove the block with the last of them."""
-    try:
-        descriptor = _open(handle)
-    except OSError:
-        return  # Somebody has removed it.
-    try:
-        # Ranks that drop theirs at the same time take turns. The sender keeps its own until they have.
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        [before] = _COUNT.unpack(os.pread(descriptor, _COUNT.size, 0))
-        os.pwrite(descriptor, _COUNT.pack(before - num_references), 0)
-        if before == num_references:
-            object_path(handle).unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
-
-
-def _open(handle: bytes) -> int:
-    return os.open(object_path(handle), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                block.drop()
+            else:
+                block.close()
