@@ -146,10 +146,12 @@ class NullMemory:
         num_bytes: int,
         *,
         keeps_contents: bool = False,
+        is_needed: bool = True,
         lose_contents: Callable[[], None] = lambda: None,
     ) -> None:
         device.take(num_bytes)
         self.keeps_contents = keeps_contents
+        self.is_needed = is_needed
         self.virtual_bytes = num_bytes
         self.resident_bytes = num_bytes
         self.backup_bytes = 0
@@ -461,7 +463,7 @@ def null_memories(
     memories = {
         MemoryTag.WEIGHTS: NullMemory(device, 2000, keeps_contents=keeps_weights, lose_contents=weights.lose),
         MemoryTag.KV_CACHE: NullMemory(device, 5000),
-        MemoryTag.CUDA_GRAPH: NullMemory(device, 100),
+        MemoryTag.CUDA_GRAPH: NullMemory(device, 100, is_needed=False),
     }
-    weights.runner.needed = [memories[MemoryTag.WEIGHTS], memories[MemoryTag.KV_CACHE]]
+    weights.runner.needed = [memory for memory in memories.values() if memory.is_needed]
     return memories

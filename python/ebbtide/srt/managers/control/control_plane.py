@@ -141,9 +141,7 @@ class ControlPlane:
     def reason(self) -> str:
         """Why no forward pass may run; empty when one may."""
         reasons = [f"paused({self.paused.value})"] if self.paused is not None else []
-        for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE):
-            if tag in self.memory.released:
-                reasons.append(f"{tag.value} is released")
+        reasons += [f"{tag.value} is released" for tag in self.memory.lacking]
         missing = self.memory.content.missing
         if missing and MemoryTag.WEIGHTS not in self.memory.released:
             reasons.append(f"weights are stale: {len(missing)} parameters not written since resume")

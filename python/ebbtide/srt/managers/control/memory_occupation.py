@@ -127,12 +127,13 @@ class MemoryOccupation:
 
     @property
     def allows_forward(self) -> bool:
-        """The memory that a forward pass needs is there, and the weights are whole.
+        """The memory that a forward pass needs is there, and the weights are whole."""
+        return not self.lacking and isinstance(self.content.state, Valid)
 
-        The CUDA-graph tag does not count: it comes back by itself.
-        """
-        needed = {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
-        return not (self._released & needed) and isinstance(self.content.state, Valid)
+    @property
+    def lacking(self) -> list[MemoryTag]:
+        """What a forward pass needs and is released, in the order of the enumeration."""
+        return [tag for tag in MemoryTag if tag in self._released and self._memories[tag].is_needed]
 
     def release(self, request: ReleaseMemoryOccupationReqInput) -> Operation:
         """Save what must survive on every rank, then give the memory back."""

@@ -168,6 +168,11 @@ class TagMemory(Protocol):
     """The memory of one tag on this rank."""
 
     @property
+    def is_needed(self) -> bool:
+        """Whether no forward pass may run without it. What is not needed comes back before one that may."""
+        ...
+
+    @property
     def virtual_bytes(self) -> int: ...
 
     @property

@@ -107,5 +107,5 @@ def _memories(
         ),
         # What activations have left in torch's allocator goes back with the cache that they belong to.
         MemoryTag.KV_CACHE: ArenaMemory(runner.kv_pool.arena, device.trim),
-        MemoryTag.CUDA_GRAPH: ArenaMemory(cuda_graph),
+        MemoryTag.CUDA_GRAPH: ArenaMemory(cuda_graph, is_needed=False),
     }

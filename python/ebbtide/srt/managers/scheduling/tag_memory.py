@@ -15,11 +15,15 @@ class ArenaMemory:
     Args:
         arena: the memory.
         trim: called after a release, to give memory back that was only kept for reuse; `Device.trim`.
+        is_needed: no forward pass may run without it.
     """
 
     keeps_contents = False
 
-    def __init__(self, arena: Arena, trim: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, arena: Arena, trim: Callable[[], None] | None = None, *, is_needed: bool = True
+    ) -> None:
+        self.is_needed = is_needed
         self._arena = arena
         self._trim = trim
 
