@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SOURCES := python compat test bench examples
-# All, or some: make unit TESTS=test/srt/test_config.py
+# All, or some: make tests TESTS=test/srt/test_config.py
 TESTS := test
 # Much of a test's time is waiting for an engine: two at a time take half as long, on two cores too.
 WORKERS ?= 2
@@ -22,6 +22,7 @@ SOAK_OPTIONS ?=
 # The Python of the GPU targets: that of .venv, or another one that has everything, e.g. GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.installed-cuda)
+PYTEST := $(BIN)/pytest -c python/pyproject.toml --rootdir=. --quiet
 GPU_PYTEST := PYTHONPATH=python $(GPU_PYTHON) -m pytest -c python/pyproject.toml --rootdir=. --quiet --timeout=600
 # Starts of engines take most of the time of the tests on several GPUs; more than two at a time slow each other.
 GPU_WORKERS ?= 2
@@ -35,10 +36,11 @@ RUFF_OPTIONS := --config python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test format-check lint types imports unit fuzz soak format demo clean test-gpu test-multi-gpu bench-gpu
+.PHONY: help install test static tests unit contract processes format-check lint types imports fuzz soak format demo clean test-gpu test-multi-gpu bench-gpu
 
 help:
 	@echo "make test     formatting, lint, types, import order, tests"
+	@echo "make unit     the tests that start no process; make contract, make processes: the others"
 	@echo "make demo     a small model learns addition; writes demo_out/report.html"
 	@echo "make fuzz     50,000 random sequences of control requests (FUZZ_SEQUENCES)"
 	@echo "make soak     a server under a storm of control requests for 30 minutes (SOAK_MINUTES)"
@@ -61,8 +63,12 @@ $(INSTALLED): python/pyproject.toml
 
 install: $(INSTALLED)
 
-test: format-check lint types imports unit
+# What reads the sources runs beside the tests: much of a test's time is waiting.
+test: $(INSTALLED)
+	@$(MAKE) --no-print-directory --jobs=2 static tests
 	@echo "all good"
+
+static: format-check lint types imports
 
 format-check: $(INSTALLED)
 	@echo "ruff format"
@@ -81,10 +87,14 @@ imports: $(INSTALLED)
 	@echo "lint-imports"
 	@cd python && $(BIN)/lint-imports --no-logo
 
-unit: $(INSTALLED)
-	@echo "pytest"
-	@$(BIN)/pytest -c python/pyproject.toml --rootdir=. --quiet --durations=10 -n $(WORKERS) --dist loadfile \
-		$(TESTS)
+tests: TIER := unit or contract or processes
+unit: TIER := unit
+contract: TIER := contract
+processes: TIER := processes
+
+tests unit contract processes: $(INSTALLED)
+	@echo "pytest: $(TIER)"
+	@$(PYTEST) --durations=10 -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(TIER)" $(TESTS)
 
 $(VENV)/.installed-cuda: $(INSTALLED)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable "python[dev,demo,cuda]"
@@ -116,8 +126,7 @@ bench-gpu: $(GPU_INSTALLED)
 	@PYTHONPATH=python $(GPU_PYTHON) bench/performance_page.py
 
 fuzz: $(INSTALLED)
-	@EBBTIDE_FUZZ_SEQUENCES=$(FUZZ_SEQUENCES) $(BIN)/pytest -c python/pyproject.toml --rootdir=. --quiet \
-		--timeout=0 -p no:logging test/srt/managers/control/test_control_fuzz.py
+	@EBBTIDE_FUZZ_SEQUENCES=$(FUZZ_SEQUENCES) $(PYTEST) --timeout=0 -p no:logging test/srt/managers -k Fuzz
 
 soak: $(INSTALLED)
 	@$(BIN)/python -m ebbtide.testing.soak --minutes $(SOAK_MINUTES) $(SOAK_OPTIONS)
