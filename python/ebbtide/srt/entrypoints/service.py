@@ -22,8 +22,8 @@ from ebbtide.srt.entrypoints.occupation import (
 from ebbtide.srt.entrypoints.transition import Transitions
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
-from ebbtide.srt.managers.api.generate_request import RequestLimits
 from ebbtide.srt.managers.api.request_fields import build_request
+from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.io_struct import (
     GetLoadReqInput,
     GetLoadReqOutput,
@@ -214,7 +214,9 @@ class EngineService:
         """
         params = {"max_new_tokens": 1, "temperature": 0.0, "sampling_seed": 0}
         generations = [
-            self.manager.prepare({"input_ids": [0], "sampling_params": params, "routed_dp_rank": dp_rank})
+            await self.manager.prepare(
+                {"input_ids": [0], "sampling_params": params, "routed_dp_rank": dp_rank}
+            )
             for dp_rank in range(self.config.parallel.dp_size)
         ]
         try:

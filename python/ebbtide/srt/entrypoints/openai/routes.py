@@ -10,13 +10,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ebbtide.srt.entrypoints.http_answers import Json, answer_events, error_answer, while_connected
+from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole, error_answer
 from ebbtide.srt.entrypoints.metrics import Metrics
 from ebbtide.srt.entrypoints.openai.answers import (
     ChatWriter,
     CompletionWriter,
     Writer,
-    new_pieces,
     write_answer,
     write_chunks,
 )
@@ -70,15 +69,16 @@ class OpenAIApi:
         return await self._answer(request, call, ChatWriter(call, return_meta_info=wants_meta))
 
     async def _answer(self, request: Request, call: OpenAICall, writer: Writer) -> Response:
-        generation = self._service.manager.prepare(call.generate)
-        if not generation.is_stream:
-            result = await while_connected(request.receive, generation.result())
-            self._metrics.note(result)
-            return Json(write_answer(writer, call, result))
-        chunks = self._metrics.noting(generation.stream())
-        is_incremental = self._service.config.schedule.incremental_streaming_output
-        pieces = new_pieces(chunks, is_incremental=is_incremental)
-        return await answer_events(request.receive, generation, write_chunks(writer, call, pieces))
+        starting = self._service.manager.prepare(call.generate, call.render, is_incremental=True)
+        if call.generate["stream"]:
+            return await answer_events(
+                request.receive,
+                starting,
+                lambda generation: write_chunks(writer, call, self._metrics.noting(generation)),
+            )
+        result = await answer_whole(request.receive, starting)
+        self._metrics.note(result)
+        return Json(write_answer(writer, call, result))
 
     def _card(self) -> ModelCard:
         model = self._service.config.model
