@@ -88,6 +88,7 @@ class TokenizerManager:
     ) -> None:
         self.reports: dict[int, StateReport] = {}
         self.tokenizer = tokenizer
+        self.limits = limits
         self._num_replicas = limits.num_replicas
         self._state: StateReport | None = None
         self._place = place

@@ -5,9 +5,14 @@ In requests, None means "not given", and fields that are not here are ignored.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, ValidationError, convert
+
+from ebbtide.srt.errors import RequestRejected
+
+R = TypeVar("R", bound=Struct)
 
 # ------------------------------------------------------------------------------------------------- requests
 
@@ -106,6 +111,20 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     return_meta_info: bool | None = None
+
+
+def parse(kind: type[R], fields: Mapping[str, Any]) -> R:
+    """Check the types of a request's fields.
+
+    Raises:
+        RequestRejected: 400, with the field's path and what was expected.
+    """
+    try:
+        return convert({name: value for name, value in fields.items() if value is not None}, kind)
+    except ValidationError as error:
+        is_of_part = ".content[" in str(error)
+        hint = "; in a message, only parts with text are supported" if is_of_part else ""
+        raise RequestRejected(f"{error}{hint}") from None
 
 
 # -------------------------------------------------------------------------------------------------- answers

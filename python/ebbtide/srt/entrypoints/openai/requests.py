@@ -7,17 +7,18 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
-
-import msgspec
+from typing import Any, TypeAlias
 
 from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
-from ebbtide.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
+from ebbtide.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    OpenAIRequest,
+    parse,
+)
 from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_request import UNSUPPORTED_FIELDS, Render
-
-R = TypeVar("R", bound=OpenAIRequest)
 
 Fields = dict[str, Any]
 # The text of a prompt, from its number and its ids.
@@ -64,22 +65,6 @@ class OpenAICall:
     echo: Echo | None = None
 
 
-def parse(kind: type[R], fields: Mapping[str, Any]) -> R:
-    """Check the types of a request's fields.
-
-    Raises:
-        RequestRejected: 400, with the field's path and what was expected.
-    """
-    try:
-        request = msgspec.convert({k: v for k, v in fields.items() if v is not None}, kind)
-    except msgspec.ValidationError as error:
-        is_of_part = ".content[" in str(error)
-        hint = "; in a message, only parts with text are supported" if is_of_part else ""
-        raise RequestRejected(f"{error}{hint}") from None
-    refuse_unsupported(fields, is_chat=kind is ChatCompletionRequest)
-    return request
-
-
 def completion_call(
     fields: Mapping[str, Any], default_model: str, template: ChatTemplate | None
 ) -> OpenAICall:
@@ -92,6 +77,7 @@ def completion_call(
         RequestRejected: 400.
     """
     request = parse(CompletionRequest, fields)
+    refuse_unsupported(fields, is_chat=False)
     if request.suffix:
         raise RequestRejected("suffix: not supported in this version")
     if request.best_of is not None and request.best_of != (request.n or 1):
@@ -122,6 +108,7 @@ def chat_call(
         RequestRejected: 400.
     """
     request = parse(ChatCompletionRequest, fields)
+    refuse_unsupported(fields, is_chat=True)
     if template is None:
         raise RequestRejected("chat needs a tokenizer: the engine runs with skip_tokenizer_init")
     if request.top_logprobs and not request.logprobs:

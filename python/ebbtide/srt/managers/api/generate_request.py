@@ -246,7 +246,7 @@ class RequestNormalizer:
             both = "both were" if text is not None else "neither was"
             raise RequestRejected(f"exactly one of text and input_ids is needed: {both} given")
         if text is None:
-            prompts, is_batch = _split_ids(input_ids or [])
+            prompts, is_batch = split_ids("input_ids", input_ids or [])
         else:
             self._need_tokenizer("text")
             texts, is_batch = ([text], False) if isinstance(text, str) else (text, True)
@@ -405,12 +405,16 @@ def _one_sampling_params(given: Any) -> SamplingParams:
     return SamplingParams.from_dict({} if given is None else given)
 
 
-def _split_ids(ids: Sequence[int | list[int]]) -> tuple[list[list[int]], bool]:
-    """The prompts, and whether they are a batch."""
+def split_ids(name: str, ids: Sequence[int | list[int]]) -> tuple[list[list[int]], bool]:
+    """The ids of each text, and whether they are a batch.
+
+    Raises:
+        RequestRejected: 400, some are ids and others lists of them.
+    """
     prompts = [entry for entry in ids if isinstance(entry, list)]
     singles = [entry for entry in ids if isinstance(entry, int)]
     if prompts and singles:
-        raise RequestRejected("input_ids: expected a list of ids or a list of such lists, got a mixture")
+        raise RequestRejected(f"{name}: expected a list of ids or a list of such lists, got a mixture")
     return (prompts, True) if prompts else ([singles], False)
 
 

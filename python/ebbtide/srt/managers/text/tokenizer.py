@@ -76,6 +76,11 @@ class Tokenizer:
             )
         )
 
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls these tokens."""
+        names: list[str] = self.hf.convert_ids_to_tokens(list(token_ids))
+        return names
+
     def visible(self, token_ids: Iterable[int], skip_special_tokens: bool) -> list[int]:
         """The ids that stand for text. Models often have a few more rows than their tokenizer has tokens."""
         if skip_special_tokens:
