@@ -1,68 +1,111 @@
-"""The KV pool: every layer's keys and values are their own bytes of one arena."""
+"""The KV pool: every page of every layer's keys and values is its own bytes of one arena, chunk by chunk."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from ebbtide.srt.mem_cache.kv_layout import KVLayout
 from ebbtide.srt.mem_cache.kv_pool import KVPool
+from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
-# An odd shape: 5 pages of 3 tokens, 3 heads of 10, so that a layer is no multiple of any alignment.
-SHAPE = {"num_layers": 3, "num_pages": 5, "page_size": 3, "num_kv_heads": 3, "head_dim": 10}
+GRANULE = HostVirtualMemory.granularity
+# Blocks of 12 KiB: a chunk of three granules has room for 512 of them, of which 6 planes fill 510.
+SHAPE = {"num_layers": 3, "page_size": 4, "num_kv_heads": 3, "head_dim": 256}
+NUM_PAGES = 2 * 85 + 30
 
 
-def make_arena(num_bytes):
-    return VirtualArena(MemoryTag.KV_CACHE, num_bytes, HostVirtualMemory())
+def layout(dtype=torch.float32, **changes):
+    return KVLayout(**SHAPE | {"granularity": GRANULE, "dtype": dtype} | changes)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def pool(request):
-    arena = make_arena(KVPool.bytes_needed(**SHAPE, dtype=request.param))
+    made = layout(request.param)
+    arena = VirtualArena(
+        MemoryTag.KV_CACHE, made.arena_bytes(NUM_PAGES), HostVirtualMemory(), made.chunk_bytes
+    )
     arena.resume()
-    yield KVPool(arena, **SHAPE, dtype=request.param)
+    yield KVPool(arena, made, NUM_PAGES)
     arena.close()
 
 
-def all_tensors(pool):
-    return [tensor(layer) for layer in range(pool.num_layers) for tensor in (pool.k, pool.v)]
+def planes(pool):
+    return [tensor(layer) for layer in range(3) for tensor in (pool.k, pool.v)]
 
 
-def test_each_layer_has_keys_and_values_of_the_shape_that_attention_reads(pool):
-    tensors = all_tensors(pool)
-    assert {tuple(tensor.shape) for tensor in tensors} == {(5, 3, 3, 10)}
+def pages_of(pool):
+    return PageAllocator(pool.num_pages, pool.layout.page_ids).allocate(pool.num_pages)
+
+
+def test_all_planes_have_the_shape_and_the_strides_that_kernels_read(pool):
+    tensors = planes(pool)
+    assert {tuple(tensor.shape[1:]) for tensor in tensors} == {(4, 3, 256)}
+    assert len({tensor.shape[0] for tensor in tensors}) == 1
     assert all(tensor.is_contiguous() for tensor in tensors)
-    assert all(tensor.data_ptr() % 256 == 0 for tensor in tensors)
+    assert max(pages_of(pool)) < tensors[0].shape[0]
 
 
-def test_no_two_tensors_share_a_byte(pool):
-    tensors = all_tensors(pool)
-    for value, tensor in enumerate(tensors):
-        tensor.fill_(value)
-    assert [tensor.unique().tolist() for tensor in tensors] == [[value] for value in range(len(tensors))]
+def test_every_page_of_every_plane_has_bytes_of_its_own(pool):
+    pages = torch.tensor(pages_of(pool))
+    assert len(pages.unique()) == NUM_PAGES
+    values = torch.arange(NUM_PAGES, dtype=torch.float32)
+    for number, plane in enumerate(planes(pool)):
+        plane[pages, :, 0, :2] = torch.stack([values, torch.full_like(values, number)], 1)[:, None].to(
+            plane.dtype
+        )
+    for number, plane in enumerate(planes(pool)):
+        assert plane[pages, 3, 0, 0].tolist() == values.to(plane.dtype).tolist()
+        assert plane[pages, 0, 0, 1].tolist() == [number] * NUM_PAGES
+
+
+def test_a_page_lies_in_one_chunk_with_all_its_layers(pool):
+    chunk_bytes, block_bytes = pool.layout.chunk_bytes, pool.layout.block_bytes
+    for page in pages_of(pool):
+        starts = [plane.data_ptr() - pool.arena.address + page * block_bytes for plane in planes(pool)]
+        ends = [start + block_bytes - 1 for start in starts]
+        assert {place // chunk_bytes for place in starts + ends} == {pool.layout.page_ids.chunk_of(page)}
 
 
 def test_the_pool_stays_at_its_addresses_across_release_and_resume(pool):
-    pointers = [tensor.data_ptr() for tensor in all_tensors(pool)]
+    pointers = [plane.data_ptr() for plane in planes(pool)]
     pool.arena.release()
     pool.arena.resume()
     pool.k(2)[4, 2].fill_(1)
-    assert pool.k(2).sum().item() == 30
-    assert [tensor.data_ptr() for tensor in all_tensors(pool)] == pointers
+    assert pool.k(2)[4].sum().item() == 3 * 256
+    assert [plane.data_ptr() for plane in planes(pool)] == pointers
 
 
-def test_bytes_of_a_page_are_those_of_its_tokens_in_every_layer():
-    shape = {name: SHAPE[name] for name in ("num_layers", "page_size", "num_kv_heads", "head_dim")}
-    assert KVPool.bytes_per_page(**shape, dtype=torch.bfloat16) == 2 * 3 * 3 * 3 * 10 * 2
-    pages = SHAPE["num_pages"] * KVPool.bytes_per_page(**shape, dtype=torch.bfloat16)
-    needed = KVPool.bytes_needed(**SHAPE, dtype=torch.bfloat16)
-    assert pages <= needed <= pages + 512 * SHAPE["num_layers"]
+@pytest.mark.parametrize(
+    ("changes", "chunk_pages", "chunk_bytes"),
+    [
+        ({}, 85 * 2, 3 * GRANULE),
+        ({"dtype": torch.float32}, 85, 3 * GRANULE),
+        ({"head_dim": 128, "num_kv_heads": 2}, 1024 // 6, GRANULE),
+        ({"min_chunk_bytes": 4 * GRANULE}, 341, 6 * GRANULE),
+        # 2 MiB of each of 64 planes of an 8B model make 128 MiB, which the least size of a chunk doubles.
+        (
+            {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}
+            | {"min_run_bytes": 2 << 20, "min_chunk_bytes": 256 << 20},
+            128,
+            256 << 20,
+        ),
+    ],
+    ids=str,
+)
+def test_chunks_end_on_the_granularity_and_hold_at_least_what_is_asked(changes, chunk_pages, chunk_bytes):
+    made = layout(**{"dtype": torch.bfloat16} | changes)
+    assert (made.chunk_pages, made.chunk_bytes) == (chunk_pages, chunk_bytes)
+    assert made.chunk_pages * made.page_bytes <= made.chunk_bytes
+    assert made.arena_bytes(chunk_pages + 1) == 2 * chunk_bytes
 
 
 def test_an_arena_that_is_too_small_is_refused():
-    arena = make_arena(KVPool.bytes_needed(**SHAPE, dtype=torch.float32) - 256)
+    made = layout()
+    arena = VirtualArena(MemoryTag.KV_CACHE, made.chunk_bytes, HostVirtualMemory())
     with pytest.raises(ValueError, match="do not lie in an arena"):
-        KVPool(arena, **SHAPE, dtype=torch.float32)
+        KVPool(arena, made, made.chunk_pages + 1)
     arena.close()

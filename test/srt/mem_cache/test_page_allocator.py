@@ -3,7 +3,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ebbtide.srt.mem_cache.page_allocator import PageAllocator
+from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
 
 
 def test_fresh_pages_are_ascending_and_contiguous() -> None:
@@ -32,19 +32,64 @@ def test_freeing_what_is_not_held_fails_and_frees_nothing(pages: list[int]) -> N
     assert allocator.num_free == 4
 
 
+CHUNKS = PageIds(per_chunk=4, stride=10)
+
+
+def test_ids_leave_room_between_chunks_and_the_lowest_chunk_comes_first() -> None:
+    allocator = PageAllocator(10, CHUNKS)
+    assert allocator.allocate(6) == [0, 1, 2, 3, 10, 11]
+    assert allocator.allocate(3) == [12, 13, 20]
+    allocator.free([20, 13, 2])
+    assert allocator.allocate(3) == [2, 13, 20]
+
+
+def test_a_chunk_that_nobody_uses_can_be_withdrawn_and_put_back() -> None:
+    allocator = PageAllocator(10, CHUNKS)
+    assert allocator.withdrawable() == [2, 1]
+    allocator.withdraw(2)
+    assert (allocator.num_pages, allocator.num_free) == (8, 8)
+    assert allocator.allocate(9) is None
+    pages = allocator.allocate(5)
+    assert pages is not None
+    assert allocator.withdrawable() == []
+    allocator.restore(2)
+    assert (allocator.num_pages, allocator.num_free) == (10, 5)
+    assert allocator.allocate(5) == [11, 12, 13, 20, 21]
+
+
+def test_what_is_in_use_or_not_there_is_not_withdrawn_or_put_back() -> None:
+    allocator = PageAllocator(12, CHUNKS)
+    allocator.allocate(5)
+    allocator.withdraw(2)
+    for refused in (
+        lambda: allocator.withdraw(0),
+        lambda: allocator.withdraw(1),
+        lambda: allocator.withdraw(2),
+    ):
+        with pytest.raises(AssertionError):
+            refused()
+    with pytest.raises(AssertionError):
+        allocator.restore(1)
+
+
 class AllocatorMachine(RuleBasedStateMachine):
     """Any order of calls: no page is ever handed out twice, and none is lost."""
 
-    NUM_PAGES = 12
+    NUM_PAGES = 14
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = PageAllocator(self.NUM_PAGES)
+        self.allocator = PageAllocator(self.NUM_PAGES, CHUNKS)
         self.held: list[int] = []
+        self.withdrawn: dict[int, range] = {}
+
+    @property
+    def num_there(self) -> int:
+        return self.NUM_PAGES - sum(map(len, self.withdrawn.values()))
 
     @rule(n=st.integers(0, NUM_PAGES + 1))
     def allocate(self, n: int) -> None:
-        free_before = self.NUM_PAGES - len(self.held)
+        free_before = self.num_there - len(self.held)
         pages = self.allocator.allocate(n)
         if n > free_before:
             assert pages is None
@@ -59,11 +104,30 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.free(pages)
         self.held = [page for page in self.held if page not in pages]
 
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        chunks = self.allocator.withdrawable()
+        used = {CHUNKS.chunk_of(page) for page in self.held} | {0} | self.withdrawn.keys()
+        assert chunks == sorted(set(range(4)) - used, reverse=True)
+        if chunks:
+            chunk = data.draw(st.sampled_from(chunks))
+            self.allocator.withdraw(chunk)
+            self.withdrawn[chunk] = CHUNKS.of_chunk(chunk, self.NUM_PAGES)
+
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        if self.withdrawn:
+            chunk = data.draw(st.sampled_from(sorted(self.withdrawn)))
+            self.allocator.restore(chunk)
+            del self.withdrawn[chunk]
+
     @invariant()
     def pages_add_up(self) -> None:
-        assert self.allocator.num_free + len(self.held) == self.NUM_PAGES
+        assert self.allocator.num_pages == self.num_there
+        assert self.allocator.num_free + len(self.held) == self.num_there
         assert len(set(self.held)) == len(self.held)
-        assert set(self.held) <= set(range(self.NUM_PAGES))
+        assert all(page not in gone for page in self.held for gone in self.withdrawn.values())
+        assert set(self.held) <= {page for c in range(4) for page in CHUNKS.of_chunk(c, self.NUM_PAGES)}
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase

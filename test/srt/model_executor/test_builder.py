@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fixtures.checkpoints import edit_config, make_checkpoint
 from fixtures.model_runs import RunnerDriver
 
@@ -11,12 +12,11 @@ from ebbtide.srt.config import resolve
 from ebbtide.srt.device.choose import open_memory_saver
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.mem_cache.kv_layout import KVLayout
 from ebbtide.srt.model_executor.builder import build_model_runner, choose_num_pages
 from ebbtide.srt.server_args import ServerArgs
 
 SIZES: dict[str, Any] = {
-    "page_size": 16,
-    "bytes_per_page": 1000,
     "free_bytes": 1_000_000,
     "weight_bytes": 0,
     "max_total_tokens": None,
@@ -24,6 +24,10 @@ SIZES: dict[str, Any] = {
     "max_running_requests": 8,
     "context_len": 1000,
 }
+
+
+# Pages of 16 tokens and of 1,024 bytes, four of them in a chunk.
+LAYOUT = KVLayout(2, 16, 1, 8, torch.bfloat16, granularity=4096)
 
 
 class SmallDevice(CpuDevice):
@@ -36,28 +40,28 @@ class SmallDevice(CpuDevice):
 @pytest.mark.parametrize(
     ("changes", "num_pages"),
     [
-        ({}, 100),
-        ({"mem_fraction_static": 0.25}, 250),
-        ({"mem_fraction_static": 0.5, "weight_bytes": 600_000}, 200),
+        ({}, 96),
+        ({"mem_fraction_static": 0.25}, 244),
+        ({"mem_fraction_static": 0.5, "weight_bytes": 600_000}, 192),
         ({"mem_fraction_static": 1.0}, 8 * 63),
         ({"max_running_requests": 1}, 63),
         ({"context_len": 16, "max_running_requests": 2}, 2),
         ({"max_total_tokens": 160}, 10),
         ({"max_total_tokens": 175}, 10),
-        ({"max_total_tokens": 16_000}, 1000),
+        ({"max_total_tokens": 15_616}, 976),
     ],
     ids=str,
 )
 def test_number_of_pages(changes: dict[str, Any], num_pages: int) -> None:
-    assert choose_num_pages(**SIZES | changes) == num_pages
+    assert choose_num_pages(LAYOUT, **SIZES | changes) == num_pages
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"max_total_tokens": 15}, "max_total_tokens 15 is less than one page of 16 tokens"),
-        ({"max_total_tokens": 16_016}, "needs 1001000 bytes, 1000000 are free"),
-        ({"free_bytes": 9_999}, r"may take 999 bytes \(9999 are free.* needs 1000"),
+        ({"max_total_tokens": 15_632}, "needs 1003520 bytes, 1000000 are free"),
+        ({"free_bytes": 9_999}, r"may take 999 bytes \(9999 are free.* one chunk of 4 pages .* needs 4096"),
         ({"mem_fraction_static": 0.0001}, "set mem_fraction_static higher"),
         ({"mem_fraction_static": 0.5, "weight_bytes": 1_000_000}, "may take 0 bytes .*1000000 of weights"),
         ({"mem_fraction_static": 0.9, "free_bytes": 500, "weight_bytes": 10**6}, "500 are free"),
@@ -66,7 +70,7 @@ def test_number_of_pages(changes: dict[str, Any], num_pages: int) -> None:
 )
 def test_pools_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        choose_num_pages(**SIZES | changes)
+        choose_num_pages(LAYOUT, **SIZES | changes)
 
 
 def test_the_built_runner_is_resident_and_of_the_asked_size(tmp_path: Path) -> None:
@@ -106,7 +110,7 @@ def test_too_little_memory_is_a_configuration_error(tmp_path: Path) -> None:
     device = SmallDevice()
     saver = open_memory_saver(config.memory.backend, device)
 
-    with pytest.raises(ConfigurationError, match="one page of 16 tokens needs 8192"):
+    with pytest.raises(ConfigurationError, match="one chunk of 256 pages of 16 tokens needs 2097152"):
         build_model_runner(config.model, config.cache, config.schedule, config.runtime, device, saver)
 
 

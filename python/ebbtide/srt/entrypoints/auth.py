@@ -29,8 +29,6 @@ _OPEN_PATHS = frozenset(
 _NORMAL_PATHS = frozenset(
     {
         "/generate",
-        "/tokenize",
-        "/detokenize",
         "/model_info",
         "/get_model_info",
         "/server_info",

@@ -1,37 +1,86 @@
-"""Who may use which page of the KV pool: pages are plain ints, handed out and taken back."""
+"""Who may use which page of the KV pool: pages are plain ints, handed out and taken back.
+
+The pool consists of chunks of pages. A chunk that nobody uses can be withdrawn, so that its memory may serve
+for something else, and be put back later.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PageIds:
+    """The ids of a pool's pages: page i of chunk c has the id c * stride + i.
+
+    Attributes:
+        per_chunk: pages of a chunk, at most `stride`.
+        stride: from a chunk's first id to that of the next.
+    """
+
+    per_chunk: int
+    stride: int
+
+    def chunk_of(self, page: int) -> int:
+        return page // self.stride
+
+    def of_chunk(self, chunk: int, num_pages: int) -> range:
+        """The ids in a chunk of a pool of so many pages; the last chunk may be filled in part."""
+        count = min(self.per_chunk, num_pages - chunk * self.per_chunk)
+        return range(chunk * self.stride, chunk * self.stride + count)
 
 
 class PageAllocator:
-    """Hands out the pages 0 .. num_pages-1; ascending and contiguous as long as the pool is fresh.
+    """Hands out the pages of a pool, those of the lowest chunk first; ascending as long as the pool is fresh.
 
     Every tensor parallel rank makes the same calls, so which pages come next depends on the calls alone.
+
+    Args:
+        num_pages: of the whole pool.
+        ids: what the pages are called; None: 0 .. num_pages-1, in one chunk.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, ids: PageIds | None = None) -> None:
         assert num_pages >= 0, f"num_pages is {num_pages}"
-        self.num_pages = num_pages
-        # A stack with the next page on top: pages that were just freed are still warm in the caches.
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._ids = ids if ids is not None else PageIds(max(1, num_pages), max(1, num_pages))
+        self._total = num_pages
+        num_chunks = -(-num_pages // self._ids.per_chunk)
+        # A stack for each chunk, with the next page on top: what was just freed is still warm in the caches.
+        self._free = [list(reversed(self._ids.of_chunk(chunk, num_pages))) for chunk in range(num_chunks)]
+        self._num_free = num_pages
+        self._lowest = 0  # no chunk below it has a free page
+        self._withdrawn: set[int] = set()
         self._held: set[int] = set()
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are there: free ones and those that are held."""
+        return self._num_free + len(self._held)
 
     @property
     def num_free(self) -> int:
         """Pages that `allocate` can still hand out."""
-        return len(self._free)
+        return self._num_free
+
+    @property
+    def pages_per_chunk(self) -> int:
+        return self._ids.per_chunk
 
     def allocate(self, n: int) -> list[int] | None:
         """Take `n` pages, or None (and nothing is taken) if fewer are free."""
         assert n >= 0, f"cannot allocate {n} pages"
-        first = len(self._free) - n
-        if first < 0:
+        if n > self._num_free:
             return None
-        pages = self._free[first:]
-        del self._free[first:]
-        pages.reverse()
+        pages: list[int] = []
+        while len(pages) < n:
+            stack = self._free[self._lowest]
+            first = max(0, len(stack) - (n - len(pages)))
+            pages.extend(reversed(stack[first:]))
+            del stack[first:]
+            if not stack:
+                self._lowest += 1
+        self._num_free -= n
         self._held.update(pages)
         return pages
 
@@ -41,4 +90,50 @@ class PageAllocator:
         assert len(returned) == len(pages), f"a page is freed twice in one call: {sorted(pages)}"
         assert returned <= self._held, f"freed but not held: {sorted(returned - self._held)}"
         self._held -= returned
-        self._free.extend(reversed(pages))
+        self._num_free += len(pages)
+        for page in reversed(pages):
+            chunk = self._ids.chunk_of(page)
+            self._free[chunk].append(page)
+            self._lowest = min(self._lowest, chunk)
+
+    def held_by_chunk(self) -> list[int]:
+        """How many pages of each chunk are held."""
+        return [
+            0 if chunk in self._withdrawn else self._size(chunk) - len(stack)
+            for chunk, stack in enumerate(self._free)
+        ]
+
+    def chunk_of(self, page: int) -> int:
+        return self._ids.chunk_of(page)
+
+    def withdrawable(self) -> list[int]:
+        """The chunks without a held page, the highest first.
+
+        The lowest chunk stays: steps that are padded to the size of a CUDA graph read its first page.
+        """
+        held = self.held_by_chunk()
+        return [
+            chunk
+            for chunk in range(len(self._free) - 1, 0, -1)
+            if not held[chunk] and chunk not in self._withdrawn
+        ]
+
+    def withdraw(self, chunk: int) -> None:
+        """Take a chunk out of the pool: one of `withdrawable`, else AssertionError."""
+        assert chunk > 0, "the lowest chunk stays"
+        assert chunk not in self._withdrawn, f"chunk {chunk} is withdrawn already"
+        assert len(self._free[chunk]) == self._size(chunk), f"chunk {chunk} is in use"
+        self._withdrawn.add(chunk)
+        self._num_free -= len(self._free[chunk])
+        self._free[chunk] = []
+
+    def restore(self, chunk: int) -> None:
+        """Put a withdrawn chunk back."""
+        assert chunk in self._withdrawn, f"chunk {chunk} is not withdrawn"
+        self._withdrawn.remove(chunk)
+        self._free[chunk] = list(reversed(self._ids.of_chunk(chunk, self._total)))
+        self._num_free += len(self._free[chunk])
+        self._lowest = min(self._lowest, chunk)
+
+    def _size(self, chunk: int) -> int:
+        return len(self._ids.of_chunk(chunk, self._total))

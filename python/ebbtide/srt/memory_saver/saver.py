@@ -6,13 +6,18 @@ from typing import Protocol
 
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.torch_arena import TorchArena, TorchMemory
+from ebbtide.srt.memory_saver.torch_arena import TORCH_GRANULARITY, TorchArena, TorchMemory
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
 
 
 class MemorySaver(Protocol):
     """Makes arenas of one kind."""
+
+    @property
+    def granularity(self) -> int:
+        """Bytes: of what chunks should be a multiple."""
+        ...
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
         """A released arena, its memory taken in pieces of `chunk_bytes` where that can be chosen.
@@ -29,6 +34,10 @@ class VirtualMemorySaver:
     def __init__(self, vm: VirtualMemory) -> None:
         self._vm = vm
 
+    @property
+    def granularity(self) -> int:
+        return self._vm.granularity
+
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
         return VirtualArena(tag, num_bytes, self._vm, chunk_bytes)
 
@@ -38,6 +47,8 @@ class PlainMemory:
 
     A shadow is more of the same memory; to swap is to exchange the bytes, in about the time of four copies.
     """
+
+    granularity = TORCH_GRANULARITY
 
     def __init__(self, device: TorchMemory) -> None:
         self._device = device

@@ -11,6 +11,8 @@ from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.arena import Arena, ArenaState
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
+# Chunks mean nothing here; what is laid out in them is laid out as on a device's own pages.
+TORCH_GRANULARITY = 2 << 20
 # Three copies per piece: one that fits into the device's cache is read from there the second time.
 EXCHANGE_BYTES = 16 << 20
 

@@ -18,6 +18,7 @@ from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.kernel_cache import flashinfer_problem, shape_problem
 from ebbtide.srt.layers.attention.flashinfer import FlashInferAttention
 from ebbtide.srt.layers.attention.registry import build_attention
+from ebbtide.srt.mem_cache.kv_layout import CUDA_MIN_CHUNK_BYTES, CUDA_MIN_RUN_BYTES, KVLayout
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.arena import Arena
@@ -41,7 +42,6 @@ CPU_KV_FRACTION = 0.1
 # loop up for milliseconds when it is staged or given back: a few.
 HOST_WEIGHTS_CHUNK_BYTES = 64 << 20
 CUDA_WEIGHTS_CHUNK_BYTES = 4 << 30
-CUDA_KV_CHUNK_BYTES = 1 << 30
 CUDA_GRAPH_CHUNK_BYTES = 16 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -78,12 +78,12 @@ def build_model_runner(
     load_weights(weight_store, model_config.path, model_config.load_format)
     logger.info("weights loaded: bytes=%d s=%.1f", weight_store.num_bytes, time.monotonic() - started)
     kv_pool = build_kv_pool(
+        kv_layout(model_config, cache_config, saver, is_cuda=is_cuda),
         model_config,
         cache_config,
         schedule_config,
         saver,
         group,
-        chunk_bytes=CUDA_KV_CHUNK_BYTES if is_cuda else None,
         free_bytes=device.free_bytes() // runtime_config.ranks_per_device,
         weight_bytes=weight_store.arena.resident_bytes,
     )
@@ -214,28 +214,36 @@ def capture_graphs(
         ) from error
 
 
+def kv_layout(
+    model_config: ModelConfig, cache_config: CacheConfig, saver: MemorySaver, *, is_cuda: bool
+) -> KVLayout:
+    """What this rank stores of each token, and where. `model_config` has the heads of this rank."""
+    return KVLayout(
+        num_layers=model_config.num_layers,
+        page_size=cache_config.page_size,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=DTYPES[cache_config.dtype],
+        granularity=saver.granularity,
+        min_chunk_bytes=CUDA_MIN_CHUNK_BYTES if is_cuda else saver.granularity,
+        min_run_bytes=CUDA_MIN_RUN_BYTES if is_cuda else 1,
+    )
+
+
 def build_kv_pool(
+    layout: KVLayout,
     model_config: ModelConfig,
     cache_config: CacheConfig,
     schedule_config: ScheduleConfig,
     saver: MemorySaver,
     group: ParallelGroup,
     *,
-    chunk_bytes: int | None,
     free_bytes: int,
     weight_bytes: int,
 ) -> KVPool:
-    """A resident pool of as many pages as `choose_num_pages` says, on every rank as on that with least room.
-
-    Args:
-        model_config: with the heads of this rank.
-    """
-    dtype = DTYPES[cache_config.dtype]
-    heads = (model_config.num_kv_heads, model_config.head_dim, dtype)
-    layers, page_size = model_config.num_layers, cache_config.page_size
+    """A resident pool of as many pages as `choose_num_pages` says on the rank with least room."""
     num_pages = choose_num_pages(
-        page_size=page_size,
-        bytes_per_page=KVPool.bytes_per_page(layers, page_size, *heads),
+        layout,
         free_bytes=free_bytes,
         weight_bytes=weight_bytes,
         max_total_tokens=cache_config.max_total_tokens,
@@ -244,19 +252,17 @@ def build_kv_pool(
         context_len=model_config.context_len,
     )
     num_pages = group.smallest(num_pages)
-    num_bytes = KVPool.bytes_needed(layers, num_pages, page_size, *heads)
     try:
-        arena = saver.arena(MemoryTag.KV_CACHE, num_bytes, chunk_bytes)
+        arena = saver.arena(MemoryTag.KV_CACHE, layout.arena_bytes(num_pages), layout.chunk_bytes)
         arena.resume()
     except OutOfDeviceMemory as error:
         raise ConfigurationError(f"the KV pool does not fit: {error}; lower max_total_tokens") from error
-    return KVPool(arena, layers, num_pages, page_size, *heads)
+    return KVPool(arena, layout, num_pages)
 
 
 def choose_num_pages(
+    layout: KVLayout,
     *,
-    page_size: int,
-    bytes_per_page: int,
     free_bytes: int,
     weight_bytes: int,
     max_total_tokens: int | None,
@@ -268,25 +274,25 @@ def choose_num_pages(
 
     `max_total_tokens` is taken as it is, in whole pages. Without it, weights and pool together get
     `mem_fraction_static` of the memory that was free before the weights were loaded; where that is null
-    too, the pool gets a tenth of what is free now. Sized by memory, the pool is never larger than
-    `max_running_requests` full contexts can fill.
+    too, the pool gets a tenth of what is free now. Sized by memory, the pool consists of whole chunks, and is
+    never larger than `max_running_requests` full contexts can fill.
 
     Args:
         free_bytes: this rank's share of what is free now, with the weights loaded.
         weight_bytes: what they take.
 
-    Raises ConfigurationError, with the bytes, where not one page fits.
+    Raises ConfigurationError, with the bytes, where not one chunk fits.
     """
-    num_fitting = free_bytes // bytes_per_page
+    page_size, chunk_bytes = layout.page_size, layout.chunk_bytes
     if max_total_tokens is not None:
         num_pages = max_total_tokens // page_size
         if num_pages < 1:
             raise ConfigurationError(
                 f"max_total_tokens {max_total_tokens} is less than one page of {page_size} tokens"
             )
-        if num_pages > num_fitting:
+        if layout.arena_bytes(num_pages) > free_bytes:
             raise ConfigurationError(
-                f"max_total_tokens {max_total_tokens} needs {num_pages * bytes_per_page} bytes, "
+                f"max_total_tokens {max_total_tokens} needs {layout.arena_bytes(num_pages)} bytes, "
                 f"{free_bytes} are free"
             )
         return num_pages
@@ -294,11 +300,12 @@ def choose_num_pages(
         budget_bytes = int((free_bytes + weight_bytes) * mem_fraction_static) - weight_bytes
     else:
         budget_bytes = int(free_bytes * CPU_KV_FRACTION)
-    if budget_bytes < bytes_per_page or num_fitting < 1:
+    num_chunks = min(budget_bytes, free_bytes) // chunk_bytes
+    if num_chunks < 1:
         raise ConfigurationError(
             f"the KV pool may take {max(0, budget_bytes)} bytes ({free_bytes} are free beside {weight_bytes} "
-            f"of weights), but one page of {page_size} tokens needs {bytes_per_page}; set "
-            "mem_fraction_static higher or page_size lower"
+            f"of weights), but one chunk of {layout.chunk_pages} pages of {page_size} tokens needs "
+            f"{chunk_bytes}; set mem_fraction_static higher or page_size lower"
         )
     num_useful = max_running_requests * -(-context_len // page_size)
-    return min(budget_bytes // bytes_per_page, num_fitting, num_useful)
+    return min(num_chunks * layout.chunk_pages, num_useful)

@@ -24,7 +24,7 @@ from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd
-from ebbtide.srt.mem_cache.page_allocator import PageAllocator
+from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.mem_cache.prefix_cache import NoPrefixCache
 from ebbtide.srt.mem_cache.radix_cache import RadixCache
@@ -69,6 +69,7 @@ class RankParts:
 
     Attributes:
         num_pages: size of the KV pool.
+        page_ids: what its pages are called; None: by their numbers.
         table: the page table that the runner reads.
         memories: the memory behind every tag.
         free_bytes: device memory that is free right now.
@@ -85,13 +86,14 @@ class RankParts:
     device: str
     uuid: str | None
     tokenizer: Tokenizer | None
+    page_ids: PageIds | None = None
 
 
 def assemble_scheduler(
     config: SchedulerConfig, parts: RankParts, inbox: RankInbox, outputs: SendEnd[DetokenizerInput]
 ) -> Scheduler:
     """Wire the policy, the control plane and the loop of one rank."""
-    allocator = PageAllocator(parts.num_pages)
+    allocator = PageAllocator(parts.num_pages, parts.page_ids)
     cache_type = RadixCache if config.enable_prefix_cache else NoPrefixCache
     policy = SchedulePolicy(
         config.schedule,

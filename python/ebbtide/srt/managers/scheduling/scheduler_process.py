@@ -80,6 +80,7 @@ def rank_parts(config: EngineConfig, runner: ModelRunner, device: Device, saver:
     return RankParts(
         runner=runner,
         num_pages=runner.kv_pool.num_pages,
+        page_ids=runner.kv_pool.layout.page_ids,
         table=runner.page_table,
         memories=_memories(config, runner, device, saver),
         weights=EngineWeights(runner.weight_store, config, device),

@@ -1,0 +1,100 @@
+"""What the KV cache stores of each token and where: chunks that hold some pages of all layers.
+
+A chunk is `[layer][keys, values][page]`. The keys of a layer, and its values, are a *plane* each; the part
+of a page in one plane is a *block*. Blocks are all alike, so a plane is the whole arena as a flat run of
+blocks, from its own first block on. With P planes and C pages in a chunk, page i of chunk c is block
+c * stride + i of every plane's view. The stride is P * C, or a little more where chunks would not end on a
+multiple of the granularity. That number is the id of the page: what page tables hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+
+from ebbtide.srt.mem_cache.page_allocator import PageIds
+from ebbtide.srt.memory_saver.arena import Arena, round_up
+
+# A kernel reads one plane after the other. With runs of this size, a page of the driver's, it touches no more
+# pages of addresses than if each plane lay in one piece.
+CUDA_MIN_RUN_BYTES = 2 << 20
+# Each chunk costs a call to map and, where it is made accessible, 30 microseconds of the driver's
+# (bench/gpu_kv_layout.py, on an H200).
+CUDA_MIN_CHUNK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Keys and values of grouped heads, in chunks.
+
+    Attributes:
+        num_layers, num_kv_heads, head_dim, dtype: of keys and of values; heads are those of this rank.
+        page_size: tokens of a page.
+        granularity: bytes; a chunk is a multiple of it.
+        min_chunk_bytes, min_run_bytes: the least size of a chunk, and of its part in one plane.
+    """
+
+    num_layers: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    granularity: int = 1
+    min_chunk_bytes: int = 1
+    min_run_bytes: int = 1
+
+    @property
+    def num_planes(self) -> int:
+        """Keys and values of each layer."""
+        return 2 * self.num_layers
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one page in one plane."""
+        return self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all planes."""
+        return self.num_planes * self.block_bytes
+
+    @property
+    def chunk_blocks(self) -> int:
+        """Blocks that a chunk has room for: the distance from a page's id to that of its like in the next."""
+        least_bytes = max(self.min_chunk_bytes, self.num_planes * self.min_run_bytes, self.page_bytes)
+        step = self.granularity // gcd(self.granularity, self.block_bytes)
+        return round_up(-(-least_bytes // self.block_bytes), step)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.chunk_blocks * self.block_bytes
+
+    @property
+    def chunk_pages(self) -> int:
+        """Pages of a chunk."""
+        return self.chunk_blocks // self.num_planes
+
+    @property
+    def page_ids(self) -> PageIds:
+        return PageIds(self.chunk_pages, self.chunk_blocks)
+
+    def num_chunks(self, num_pages: int) -> int:
+        """Chunks that hold so many pages."""
+        return -(-num_pages // self.chunk_pages)
+
+    def arena_bytes(self, num_pages: int) -> int:
+        """Bytes of arena that so many pages take."""
+        return self.num_chunks(num_pages) * self.chunk_bytes
+
+    def plane(self, arena: Arena, num_pages: int, layer: int, side: int) -> torch.Tensor:
+        """The keys (side 0) or the values (1) of a layer: [blocks, page_size, heads, head_dim], by page id.
+
+        Raises:
+            ValueError: the arena is too small.
+        """
+        first = (2 * layer + side) * self.chunk_pages
+        num_blocks = (self.num_chunks(num_pages) - 1) * self.chunk_blocks + self.chunk_pages
+        shape = (num_blocks, self.page_size, self.num_kv_heads, self.head_dim)
+        return arena.view(first * self.block_bytes, shape, self.dtype)
