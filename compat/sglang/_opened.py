@@ -10,7 +10,7 @@ import torch
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.allowed_globals import AnyStorageRef, CudaStorageRef, TensorRef, kind_of
-from ebbtide.srt.weight_sync.payload.borrowed_memory import SenderMemory
+from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.payload.envelope import (
     as_local_serialized,
@@ -29,10 +29,10 @@ _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype)
 def deserialize(data: bytes | str) -> Any:
     """The object; its tensors are copies of host memory, and keep device memory mapped while they live."""
     refs: list[AnyStorageRef] = []
-    memory = SenderMemory()
+    memory = BorrowedMemory()
     try:
         described = decode_payload(raw_pickle(data), refs.append)
-        memory = SenderMemory(_ipc_of(refs))
+        memory = BorrowedMemory(_ipc_of(refs))
         # All that can be refused is, before the first tensor is made.
         _rebuild(described, memory.want)
         for _ in memory.open():

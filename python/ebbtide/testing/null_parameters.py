@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ebbtide.srt.managers.control.ports import Slices
 from ebbtide.srt.managers.io_struct import RankChecksums
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class NullParameters:
             if not any(part in name for part in skipped)
         }
 
-    def read(self, skipped: Sequence[str]) -> Generator[int, None, dict[str, int]]:
+    def read(self, skipped: Sequence[str]) -> Slices[dict[str, int]]:
         """Each integer in a slice of its own."""
         values: dict[str, int] = {}
         for name in self.live(skipped):
@@ -36,13 +37,13 @@ class NullParameters:
             values[name] = value
         return values
 
-    def checksums(self, skipped: Sequence[str]) -> Generator[int, None, RankChecksums]:
+    def checksums(self, skipped: Sequence[str]) -> Slices[RankChecksums]:
         self._weights.fail_at("check")
         values = yield from self.read(skipped)
         checksums = {name: f"{value:016x}" for name, value in values.items()}
         return RankChecksums(checksums=checksums, per_gpu_checksum=str(values), parallelism_info=[])
 
-    def snapshot(self) -> Generator[int, None, NullSnapshot]:
+    def snapshot(self) -> Slices[NullSnapshot]:
         self._weights.fail_at("check")
         return NullSnapshot(self, (yield from self.read(())))
 
@@ -61,7 +62,7 @@ class NullSnapshot:
     parameters: NullParameters
     values: Mapping[str, int]
 
-    def differences(self, skipped: Sequence[str]) -> Generator[int, None, list[dict[str, str]]]:
+    def differences(self, skipped: Sequence[str]) -> Slices[list[dict[str, str]]]:
         now = yield from self.parameters.read(skipped)
         return [
             {"name": name, "reason": f"{value} was {self.values[name]}"}

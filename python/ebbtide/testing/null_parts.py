@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ class NullRunner:
         value: stands for the weights' contents, see `NullWeights`; None while they are not whole.
         needed: the memory that a forward pass reads.
         num_steps: forward passes so far.
+        num_under_way: of those, the ones that nobody has waited for.
     """
 
     VOCAB_SIZE = 1000
@@ -45,6 +47,7 @@ class NullRunner:
         self.value: int | None = 0
         self.needed: list[NullMemory] = []
         self.num_steps = 0
+        self.num_under_way = 0
         self._sampled_by_row: dict[int, int] = {}
 
     def token(self, seed: int, position: int, value: int) -> int:
@@ -57,6 +60,7 @@ class NullRunner:
         assert all(memory.resident_bytes for memory in self.needed), "a forward pass ran on released memory"
         self._check_tokens(plan, value)
         self.num_steps += 1
+        self.num_under_way += 1
         tokens = [
             self.token(spec.seed, num_outputs, value) if samples else -1
             for spec, num_outputs, samples in zip(
@@ -115,6 +119,7 @@ class NullStep:
     result: StepResult
 
     def wait(self) -> StepResult:
+        self.runner.num_under_way -= 1
         assert self.runner.value == self.value, "the weights changed under a forward pass"
         assert all(memory.resident_bytes for memory in self.runner.needed), "memory went under a forward pass"
         return self.result
@@ -176,6 +181,16 @@ class NullMemory:
         return mapped_bytes
 
 
+class NullCopies:
+    """To launch a copy is to have it run."""
+
+    def copying(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copies_done(self) -> bool:
+        return True
+
+
 class NullWeights:
     """Weights that are one integer per parameter; None where it was lost or is being overwritten.
 
@@ -191,7 +206,7 @@ class NullWeights:
     Attributes:
         faults: what this rank fails with, once, at which steps of updates (`STEPS`).
         slowness: slices without bytes ahead of each one with some, and looks before something arrives.
-        lateness: further looks before tensors arrive.
+        lateness: further looks before tensors arrive, or a group has been joined.
         groups: that were joined.
         sender: of the updates that come piece by piece.
     """
@@ -203,14 +218,15 @@ class NullWeights:
         "map",
         "write",
         "complete",
-        "let_go",
+        "release",
         "give_back",
         "join",
         "commit",
         "check",
     )
 
-    BYTES_PER_PARAMETER = 48 << 20
+    # More than a turn may launch beside any forward pass.
+    BYTES_PER_PARAMETER = 1 << 40
 
     def __init__(self, runner: NullRunner, num_parameters: int = 4, num_staged: int = 1) -> None:
         self.names = frozenset(f"layer.{index}" for index in range(num_parameters))
@@ -231,13 +247,17 @@ class NullWeights:
         if error is not None:
             raise error
 
-    def slice(self) -> Slices:
+    def slice(self) -> Slices[None]:
         """The bytes of one parameter, when this rank gets to it."""
         for _ in range(self.slowness):
             yield 0
         yield self.BYTES_PER_PARAMETER
 
-    def open(self, request: WeightUpdateRequest) -> Generator[int, None, IncomingWeights]:
+    @property
+    def copies(self) -> NullCopies:
+        return NullCopies()
+
+    def open(self, request: WeightUpdateRequest) -> Slices[IncomingWeights]:
         yield from ()
         if not isinstance(request, UpdateWeightFromDiskReqInput):
             raise RequestRejected("the null weights are updated from disk, with model_path an integer")
@@ -252,7 +272,7 @@ class NullWeights:
         self.fail_at("open")
         return _NullConversation(self, self.sender)
 
-    def stage(self, *, in_place: bool) -> Generator[int, None, Staging]:
+    def stage(self, *, in_place: bool) -> Slices[Staging]:
         for _ in range(0 if in_place else self.num_staged):
             yield from self.slice()
             self.fail_at("stage")
@@ -329,7 +349,8 @@ class _NullConversation:
             self._piece = _NullIncoming(self._weights, value, {"names": names})
         return True
 
-    def piece(self) -> IncomingWeights | None:
+    def piece(self) -> Slices[IncomingWeights | None]:
+        yield from ()
         assert self._owes_answer
         return self._piece
 
@@ -366,7 +387,7 @@ class _NullStaging:
         else:
             self._weights.write(dict.fromkeys(names, None))
 
-    def complete(self, written: frozenset[str]) -> Slices:
+    def complete(self, written: frozenset[str]) -> Slices[None]:
         self._weights.fail_at("complete")
         for name in sorted(self._weights.names - written):
             self.values[name] = self._weights.live[name]
@@ -377,7 +398,7 @@ class _NullStaging:
         self._weights.fail_at("commit")
         self._weights.write(self.values)
 
-    def give_back(self) -> Slices:
+    def release(self) -> Slices[None]:
         yield from self._weights.slice()
         self._weights.fail_at("give_back")
 
@@ -393,14 +414,14 @@ class _NullIncoming:
         self.names = weights.names if self.needs_copy and names else frozenset(names) & weights.names
         self.num_tensors = len(names)
         self.num_ignored = 0
-        self._unknown = sorted(set(names) - weights.names)
+        self.problems = [
+            {"name": name, "reason": "the model has no parameter of this name"}
+            for name in sorted(set(names) - weights.names)
+        ]
         self._weights = weights
         self._value = value
         self._fail_after: int | None = manifest.get("fail_after")
         self._num_looks = weights.slowness + weights.lateness
-
-    def problems(self) -> list[dict[str, str]]:
-        return [{"name": name, "reason": "the model has no parameter of this name"} for name in self._unknown]
 
     def receive_into(self, staging: Staging) -> bool:
         assert isinstance(staging, _NullStaging)
@@ -415,15 +436,15 @@ class _NullIncoming:
     def abandon(self) -> None:
         """There is no group to leave."""
 
-    def open(self) -> Slices:
+    def open(self) -> Slices[None]:
         yield 0
         self._weights.fail_at("map")
 
-    def let_go(self) -> Slices:
+    def release(self) -> Slices[None]:
         yield 0
-        self._weights.fail_at("let_go")
+        self._weights.fail_at("release")
 
-    def write(self, staging: Staging) -> Slices:
+    def write(self, staging: Staging) -> Slices[None]:
         assert isinstance(staging, _NullStaging)
         for index, name in enumerate(sorted(self.names)):
             if index == self._fail_after:
@@ -442,7 +463,7 @@ class _NullJoining:
     def __init__(self, weights: NullWeights, name: str) -> None:
         self._weights = weights
         self._name = name
-        self._num_looks = weights.slowness
+        self._num_looks = weights.slowness + weights.lateness
 
     def poll(self) -> bool:
         self._weights.fail_at("join")

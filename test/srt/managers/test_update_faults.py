@@ -21,6 +21,7 @@ from ebbtide.srt.device.base import Device
 from ebbtide.srt.device.choose import open_memory_saver
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
+from ebbtide.srt.managers.control import pace
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -46,6 +47,7 @@ from ebbtide.srt.model_executor.builder import build_model_runner
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
+from ebbtide.srt.weight_sync.source import WeightSource
 
 
 class Fault(Exception):
@@ -290,23 +292,22 @@ def no_room() -> Iterator[int]:
     yield 0
 
 
-class EndingSource:
+class EndingSource(WeightSource):
     """A checkpoint's tensors, from a sender that ends after so many of them; None: before they are opened."""
 
-    direct = False
-
     def __init__(self, path: Path, num_read: int | None) -> None:
+        entries = open_checkpoint(str(path), None, architecture="Qwen3ForCausalLM").entries
+        super().__init__(entries, self._named)
         self._file = path / "model.safetensors"
         self._num_read = num_read
-        self.entries = open_checkpoint(str(path), None, architecture="Qwen3ForCausalLM").entries
         self.is_closed = False
 
-    def open(self) -> Iterator[None]:
-        yield
+    def open(self) -> Iterator[int]:
+        yield 1
         if self._num_read is None:
             raise RequestRejected("the sender has ended")
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
+    def _named(self) -> Iterator[tuple[str, Any]]:
         yield from list(load_file(self._file).items())[: self._num_read]
         raise RequestRejected("the sender has ended")
 
@@ -441,10 +442,10 @@ class TestCopiesBesideForwardPasses:
         assert (rank.store.checksum() == before) is (is_staged or not num_read)
         assert source.is_closed
 
-    def test_a_turn_ends_when_its_share_of_the_device_is_taken(
+    def test_every_tensor_may_end_a_turn(
         self, rank: Rank, device: BusyDevice, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(engine_weights, "TURN_BYTES", 1)
+        monkeypatch.setattr(pace, "IDLE_TURN_S", 0.0)
         num_tensors = len(load_file(checkpoints[1] / "model.safetensors"))
         call = rank.call(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1])))
         num_turns = 0

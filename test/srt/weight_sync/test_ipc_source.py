@@ -152,7 +152,7 @@ def test_a_buffer_that_is_filled_again_and_again(
             assert tensor.dtype == tensors[name].dtype
             assert torch.equal(tensor, tensors[name]), name
         del tensor
-        assert list(source.drop()) == []
+        assert list(source.release()) == []
         source.close()
         del source
         conversation.answer()

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.control_plane import ControlPlane
+from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     ControlCall,
@@ -36,6 +38,15 @@ from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PendingStep, Runner, SampleSpec
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A forward pass that was launched at this time of the monotonic clock."""
+
+    batch: ScheduledBatch
+    step: PendingStep
+    at_s: float
+
+
 class Scheduler:
     """One rank's loop.
 
@@ -44,6 +55,7 @@ class Scheduler:
         tokenizer: for stop strings; None when the engine deals in token ids only.
         eos_token_ids: of the model and its tokenizer.
         overlap: whether a step is launched before the one before it is committed.
+        pace: is told how long forward passes take.
         report: the state machines as they stand.
     """
 
@@ -56,6 +68,7 @@ class Scheduler:
         requests: LiveRequests,
         runner: Runner,
         control: ControlPlane,
+        pace: Pace,
         report: Callable[[], StateReport],
         *,
         tokenizer: Tokenizer | None,
@@ -73,7 +86,9 @@ class Scheduler:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._overlap = overlap
-        self._in_flight: tuple[ScheduledBatch, PendingStep] | None = None
+        self._pace = pace
+        self._in_flight: _Launched | None = None
+        self._committed_s = 0.0
         self._num_arrived = 0
 
     def run(self) -> None:
@@ -90,10 +105,10 @@ class Scheduler:
                 self._handle(message)
             if self.control.allows_forward:
                 self._forward()
+            else:
+                self._pace.note_idle()
             if self.control.any_pending:
-                if self.control.needs_boundary:
-                    self._settle()
-                self.control.advance()
+                self.control.advance(self._settle)
                 self.answer()
         self.control.ranks.work()
 
@@ -137,29 +152,34 @@ class Scheduler:
 
     def _forward(self) -> None:
         batch = self.policy.next_batch()
+        if batch is None:
+            self._pace.note_idle()
         launched = self._launch(batch) if batch is not None else None
         if self._overlap:
             self._in_flight, launched = launched, self._in_flight
         self._commit(launched)
 
-    def _launch(self, batch: ScheduledBatch) -> tuple[ScheduledBatch, PendingStep]:
+    def _launch(self, batch: ScheduledBatch) -> _Launched:
         if self.control.memory.restore_cuda_graph():
             self.answer()
         now = time.monotonic()
         for req in batch.admitted:
             req.started_s = now if req.started_s is None else req.started_s
-        return batch, self._runner.launch(batch.plan)
+        return _Launched(batch, self._runner.launch(batch.plan), now)
 
     def _settle(self) -> None:
         """Commit the step in flight: nobody but the loop ever sees one."""
         launched, self._in_flight = self._in_flight, None
         self._commit(launched)
 
-    def _commit(self, launched: tuple[ScheduledBatch, PendingStep] | None) -> None:
+    def _commit(self, launched: _Launched | None) -> None:
         if launched is None:
             return
-        batch, step = launched
-        output = self._processor.commit(batch, step.wait())
+        result = launched.step.wait()
+        now = time.monotonic()
+        self._pace.note_step(now - max(launched.at_s, self._committed_s))
+        self._committed_s = now
+        output = self._processor.commit(launched.batch, result)
         if output is not None:
             self._outputs.send(output)
 

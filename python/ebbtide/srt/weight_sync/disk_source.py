@@ -1,12 +1,10 @@
 """A weight source over a checkpoint folder, for `update_weights_from_disk`. Source: wire_api section 3.3."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.model_executor.loader import Checkpoint
-from ebbtide.srt.stored_tensor import StoredTensor
 from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
 
 
@@ -21,33 +19,12 @@ def open_checkpoint(model_path: str, load_format: str | None, *, architecture: s
     """
     path = Path(model_path)
     _check_architecture(path, architecture)
-    return _CheckpointSource(path, load_format if load_format is not None else "auto")
-
-
-class _CheckpointSource:
-    direct = False
-
-    def __init__(self, path: Path, load_format: str) -> None:
-        try:
-            self._checkpoint = Checkpoint(path, load_format)
-        except ConfigurationError as error:
-            raise RequestRejected(str(error)) from error
-        entries = self._checkpoint.entries
-        self.entries = tuple(TensorHeader(name, item.shape, item.dtype) for name, item in entries.items())
-
-    def open(self) -> Iterator[None]:
-        """The files are read when the tensors are."""
-        yield from ()
-
-    def __iter__(self) -> Iterator[tuple[str, StoredTensor]]:
-        return self._checkpoint.tensors()
-
-    def drop(self) -> Iterator[None]:
-        """Nothing is on a device."""
-        yield from ()
-
-    def close(self) -> None:
-        """Nothing is held open between iterations."""
+    try:
+        checkpoint = Checkpoint(path, load_format if load_format is not None else "auto")
+    except ConfigurationError as error:
+        raise RequestRejected(str(error)) from error
+    headers = [TensorHeader(name, entry.shape, entry.dtype) for name, entry in checkpoint.entries.items()]
+    return WeightSource(headers, checkpoint.tensors)
 
 
 def _check_architecture(path: Path, architecture: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +12,7 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.weight_sync.broadcast.weight_group import Reception, WeightGroup
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
-from ebbtide.srt.weight_sync.source import TensorHeader
+from ebbtide.srt.weight_sync.source import NamedTensor, TensorHeader, WeightSource
 
 # A request ends at its own deadline; a broadcast that nobody waits for any more ends a little later.
 GRACE_S: Final = 5.0
@@ -33,19 +33,19 @@ class Announcement:
     load_format: str | None = None
 
 
-class BroadcastSource:
-    """A `WeightSource` over tensors that a trainer broadcasts.
+class BroadcastSource(WeightSource):
+    """Tensors that a trainer broadcasts.
 
     Nothing is received before the first `arrived`; iterate once that has returned True, unless it was told to
     `land`. Closed in between, it leaves the group: nobody could tell which broadcast is the next.
     """
 
-    direct = False
+    is_sent = True
 
     def __init__(
         self, entries: Sequence[TensorHeader], group: WeightGroup, *, as_bucket: bool, timeout_s: float
     ) -> None:
-        self.entries = entries
+        super().__init__(entries, self._arrived_tensors)
         self._group = group
         self._as_bucket = as_bucket
         self._timeout_s = timeout_s
@@ -78,12 +78,9 @@ class BroadcastSource:
             self._tensors = self._reception.result()
         return True
 
-    def open(self) -> Iterator[None]:
-        return iter(())
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _arrived_tensors(self) -> Iterable[NamedTensor]:
         if self._tensors is None or self._destinations is not None:
-            raise EngineError("the weight source is closed, or nothing has arrived yet, or has landed")
+            raise EngineError("nothing has arrived yet, or it was received where it belongs")
         if self._as_bucket and self.entries:
             (flat,) = self._tensors
             bucket = FlattenedTensorBucket(flattened_tensor=flat, metadata=_positions(self.entries))
@@ -91,11 +88,8 @@ class BroadcastSource:
         names = [entry.name for entry in self.entries]
         return zip(names, self._tensors, strict=True)
 
-    def drop(self) -> Iterator[None]:
-        self.close()
-        return iter(())
-
     def close(self) -> None:
+        super().close()
         if self._reception is not None and self._tensors is None:
             self._group.close("an update ended before all of its broadcasts had arrived")
         self._reception = None

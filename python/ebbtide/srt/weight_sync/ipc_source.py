@@ -25,12 +25,11 @@ from ebbtide.srt.weight_sync.payload.allowed_globals import (
     tensor_shape,
     text,
 )
-from ebbtide.srt.weight_sync.payload.borrowed_memory import SenderMemory
+from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.envelope import record_fields
 from ebbtide.srt.weight_sync.payload.pickle_reader import read_pickle
-from ebbtide.srt.weight_sync.source import TensorHeader
-from ebbtide.srt.weight_sync.tensor_source import TensorSource
+from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 # How long a last answer is kept for a sender that does not take it.
@@ -44,7 +43,7 @@ class _Stage(enum.Enum):
 
     BUFFER = enum.auto()
     BUCKETS = enum.auto()
-    END = enum.auto()  # the buffer has been dropped
+    END = enum.auto()  # the buffer has been given back
     LAST_WORD = enum.auto()  # the buffer was refused: it says something to that, and no more
     FAILED = enum.auto()  # nothing
 
@@ -63,16 +62,16 @@ class IpcConversation:
 
     def __init__(self, address: str, cuda: CudaIpc) -> None:
         self._cuda = cuda
-        self._memory = SenderMemory(cuda)
+        self._memory = BorrowedMemory(cuda)
         self._buffer: torch.Tensor | None = None
         self._stage = _Stage.BUFFER
         self._owes_answer = False
         self._refused = ""
-        self._bucket: TensorSource | None = None
+        self._bucket: WeightSource | None = None
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        # Of a sender that is not there yet it tells nothing.
+        # It tells nothing of a sender that is not there yet.
         self._ends: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._socket.connect(address)
@@ -83,7 +82,7 @@ class IpcConversation:
             ) from error
 
     @property
-    def bucket(self) -> TensorSource | None:
+    def bucket(self) -> WeightSource | None:
         """The tensors that the buffer holds now; None once everything has come."""
         return self._bucket
 
@@ -117,10 +116,10 @@ class IpcConversation:
         self._socket.send(problem.encode() or _DONE)
 
     def close(self) -> None:
-        """Let go of the buffer, and leave nobody waiting. Idempotent."""
+        """Give the buffer back, and leave nobody waiting. Idempotent."""
         if self._owes_answer:
             self.answer("the update was given up")
-        self._drop()
+        self._close_buffer()
         self._close_sockets()
 
     def _close_sockets(self) -> None:
@@ -144,7 +143,7 @@ class IpcConversation:
             case _Stage.BUCKETS, list():
                 self._bucket = self._read(said)
             case _Stage.BUCKETS, None:
-                self._drop()
+                self._close_buffer()
                 self._stage = _Stage.END
                 self.answer()
             case _Stage.END, None if not self._refused:
@@ -166,7 +165,7 @@ class IpcConversation:
         assert isinstance(buffer, torch.Tensor), "only device memory can be offered"
         self._buffer = buffer
 
-    def _read(self, listed: list[object]) -> TensorSource:
+    def _read(self, listed: list[object]) -> WeightSource:
         buffer = self._buffer
         assert buffer is not None
         places = [_place(item, buffer.numel()) for item in listed]
@@ -174,9 +173,9 @@ class IpcConversation:
         def read() -> Iterable[tuple[str, torch.Tensor]]:
             return _views(buffer, places)
 
-        return TensorSource([header for header, _ in places], read)
+        return WeightSource([header for header, _ in places], read)
 
-    def _drop(self) -> None:
+    def _close_buffer(self) -> None:
         self._bucket = None
         self._buffer = None
         self._memory.close()

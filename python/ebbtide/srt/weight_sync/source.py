@@ -1,16 +1,22 @@
 """What every weight source offers: the headers of its tensors first, then the tensors one by one."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 import torch
 
 from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.errors import EngineError
 from ebbtide.srt.stored_tensor import StoredTensor
+from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 
 ONE_RANK: Final = ParallelConfig()
+
+NamedTensor: TypeAlias = tuple[str, torch.Tensor | StoredTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,44 +32,65 @@ class TensorHeader:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class WeightSource(Protocol):
+class WeightSource:
     """A set of named tensors on their way into the engine.
 
-    Everything that can be wrong with the request is found when the source is opened (`RequestRejected`,
-    status 400), so that a refusal comes before the first byte is written. Close it when the tensors have been
-    copied; do not keep tensors that it yielded: they may be views of memory that belongs to the sender.
+    Everything that can be wrong with a request is found when its source is made (`RequestRejected`, status
+    400), so that a refusal comes before the first byte is written. Close it when the tensors are copied, and
+    do not keep tensors that it yielded: they may be views of memory that belongs to the sender.
+
+    Args:
+        read: makes the tensors of `entries`, in that order; called for each iteration.
+        memory: of the sender, in which they lie.
+
+    Attributes:
+        entries: what iteration will yield; known before any data is read.
+        direct: whether names and shapes are the engine's own (fused, sharded) and not those of a checkpoint.
+        is_sent: whether somebody has yet to send the tensors, see `BroadcastSource`.
     """
 
-    @property
-    def entries(self) -> Sequence[TensorHeader]:
-        """What iteration will yield, in that order; known before any data is read."""
-        ...
+    is_sent = False
 
-    @property
-    def direct(self) -> bool:
-        """Whether names and shapes are the engine's own (fused, sharded) and not those of a checkpoint."""
-        ...
+    def __init__(
+        self,
+        entries: Sequence[TensorHeader],
+        read: Callable[[], Iterable[NamedTensor]],
+        *,
+        direct: bool = False,
+        memory: BorrowedMemory | None = None,
+    ) -> None:
+        self.entries = entries
+        self.direct = direct
+        self._read: Callable[[], Iterable[NamedTensor]] | None = read
+        self._memory = memory
 
-    def open(self) -> Iterator[None]:
-        """Bring the tensors within reach, in steps between which other things may go on. Run it to its end.
+    def open(self) -> Iterator[int]:
+        """Bring the tensors within reach; yields the bytes of each piece of memory. Run it to its end.
 
         Raises:
             RequestRejected: they cannot be had; nothing has been written then.
         """
-        ...
+        if self._memory is not None:
+            yield from self._memory.open()
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | StoredTensor]]:
+    def __iter__(self) -> Iterator[NamedTensor]:
         """Yields (name, tensor). May be repeated until the source is closed.
 
         Raises:
             RequestRejected: what is left of them cannot be read any more.
         """
-        ...
+        if self._read is None:
+            raise EngineError("the weight source is closed")
+        return iter(self._read())
 
-    def drop(self) -> Iterator[None]:
-        """Let go of memory on a device, in steps, once every copy from it has run; then only `close`."""
-        ...
+    def release(self) -> Iterator[int]:
+        """Every copy has run: give device memory back, piece by piece. Only `close` may follow."""
+        self._read = None
+        if self._memory is not None:
+            yield from self._memory.release()
 
     def close(self) -> None:
-        """Drops every reference to the sender's memory. Idempotent."""
-        ...
+        """Give everything back that is still held. Idempotent."""
+        self._read = None
+        if self._memory is not None:
+            self._memory.close()

@@ -5,14 +5,13 @@ from contextlib import suppress
 from typing import Any, Final, TypeGuard
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError
 
 from ebbtide.srt.config import ParallelConfig
-from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.stored_tensor import StoredTensor
 from ebbtide.srt.weight_sync.payload.allowed_globals import TensorRef, kind_of
-from ebbtide.srt.weight_sync.payload.borrowed_memory import SenderMemory
+from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.bucket import (
     FlattenedTensorBucket,
     FlattenedTensorMetadata,
@@ -27,43 +26,7 @@ from ebbtide.srt.weight_sync.payload.envelope import (
     raw_pickle,
 )
 from ebbtide.srt.weight_sync.payload.pickle_reader import Budget, Record, finish
-from ebbtide.srt.weight_sync.source import ONE_RANK, TensorHeader, WeightSource
-
-NamedTensor = tuple[str, torch.Tensor | StoredTensor]
-
-
-class TensorSource:
-    """A `WeightSource` over tensors that are at hand: in this process, or in the sender's memory."""
-
-    def __init__(
-        self,
-        entries: Sequence[TensorHeader],
-        read: Callable[[], Iterable[NamedTensor]],
-        *,
-        direct: bool = False,
-        memory: SenderMemory | None = None,
-    ) -> None:
-        self.entries = entries
-        self.direct = direct
-        self._read: Callable[[], Iterable[NamedTensor]] | None = read
-        self._memory = memory
-
-    def open(self) -> Iterator[None]:
-        return self._memory.open() if self._memory is not None else iter(())
-
-    def __iter__(self) -> Iterator[NamedTensor]:
-        if self._read is None:
-            raise EngineError("the weight source is closed")
-        return iter(self._read())
-
-    def drop(self) -> Iterator[None]:
-        self._read = None
-        return self._memory.drop() if self._memory is not None else iter(())
-
-    def close(self) -> None:
-        self._read = None
-        if self._memory is not None:
-            self._memory.close()
+from ebbtide.srt.weight_sync.source import ONE_RANK, NamedTensor, TensorHeader, WeightSource
 
 
 def open_tensor_payload(
@@ -93,15 +56,15 @@ def open_by_slices(
     *,
     place: ParallelConfig = ONE_RANK,
     cuda: CudaIpc | None = None,
-) -> Generator[None, None, WeightSource]:
-    """As `open_tensor_payload`, letting its caller do other things now and then.
+) -> Generator[int, None, WeightSource]:
+    """As `open_tensor_payload`, yielding the bytes of each slice that it has decoded.
 
     Ended early, it gives every reference of the payload back.
     """
     if load_format not in _OPENERS and load_format != SAFETENSORS:
         raise _refuse_format(load_format)
     if not entries:
-        return TensorSource((), tuple)
+        return WeightSource((), tuple)
     entry, memory = _entry_of(place, entries, load_format, cuda)
     if load_format == SAFETENSORS:
         return _open_safetensors(entry)
@@ -113,15 +76,14 @@ def open_by_slices(
         raise
 
 
-def _decode(pickled: bytes, tp_rank: int, memory: SenderMemory) -> Generator[None, None, object]:
+def _decode(pickled: bytes, tp_rank: int, memory: BorrowedMemory) -> Generator[int, None, object]:
     decoding = _decode_all(pickled, tp_rank, memory)
     try:
         while True:
             try:
-                next(decoding)
+                yield next(decoding)
             except StopIteration as end:
                 return end.value
-            yield
     except GeneratorExit:
         # A reference that was not read cannot be given back.
         with suppress(RequestRejected):
@@ -129,7 +91,7 @@ def _decode(pickled: bytes, tp_rank: int, memory: SenderMemory) -> Generator[Non
         raise
 
 
-def _decode_all(pickled: bytes, tp_rank: int, memory: SenderMemory) -> Generator[None, None, object]:
+def _decode_all(pickled: bytes, tp_rank: int, memory: BorrowedMemory) -> Generator[int, None, object]:
     """What a payload describes, with this rank's tensor in the place of each `LocalSerializedTensor`."""
     budget = Budget()
     decoded = yield from decode_by_slices(pickled, memory.note, budget)
@@ -154,21 +116,21 @@ def _is_pair(item: object) -> TypeGuard[Sequence[Any]]:
 
 def _entry_of(
     place: ParallelConfig, entries: Sequence[bytes | str], load_format: str | None, cuda: CudaIpc | None
-) -> tuple[bytes | str, SenderMemory]:
+) -> tuple[bytes | str, BorrowedMemory]:
     """This rank's entry, and what lets go of the memory that it refers to."""
     if len(entries) == place.num_ranks:
-        return entries[place.rank], SenderMemory(cuda)
+        return entries[place.rank], BorrowedMemory(cuda)
     if len(entries) == place.tp_size:
-        return entries[place.tp_rank], SenderMemory(cuda, place.dp_rank, place.dp_size)
+        return entries[place.tp_rank], BorrowedMemory(cuda, place.dp_rank, place.dp_size)
     if len(entries) == 1 and load_format == SAFETENSORS:
-        return entries[0], SenderMemory(cuda)
+        return entries[0], BorrowedMemory(cuda)
     expected = f"{place.num_ranks} (one per rank)"
     if place.dp_size > 1:
         expected += f" or {place.tp_size} (for every replica)"
     raise RequestRejected(f"serialized_named_tensors: expected {expected} entries, got {len(entries)}")
 
 
-def _open_named(decoded: object, memory: SenderMemory, *, direct: bool = False) -> WeightSource:
+def _open_named(decoded: object, memory: BorrowedMemory, *, direct: bool = False) -> WeightSource:
     if not isinstance(decoded, list):
         raise RequestRejected(f"the payload: expected a list of (name, tensor), got {kind_of(decoded)}")
     refs = [_named_ref(item) for item in decoded]
@@ -176,12 +138,12 @@ def _open_named(decoded: object, memory: SenderMemory, *, direct: bool = False) 
         memory.want(ref)
     headers = [TensorHeader(name, ref.shape, ref.dtype) for name, ref in refs]
     # One by one, so that no tensor outlives the memory that it views.
-    return TensorSource(
+    return WeightSource(
         headers, lambda: ((name, memory.tensor(ref)) for name, ref in refs), direct=direct, memory=memory
     )
 
 
-def _open_direct(decoded: object, memory: SenderMemory) -> WeightSource:
+def _open_direct(decoded: object, memory: BorrowedMemory) -> WeightSource:
     return _open_named(decoded, memory, direct=True)
 
 
@@ -194,7 +156,7 @@ def _named_ref(item: object) -> tuple[str, TensorRef]:
     return name, value
 
 
-def _open_bucket(decoded: object, memory: SenderMemory) -> WeightSource:
+def _open_bucket(decoded: object, memory: BorrowedMemory) -> WeightSource:
     if not isinstance(decoded, dict) or decoded.keys() != {"flattened_tensor", "metadata"}:
         raise RequestRejected('the payload: expected a dictionary of "flattened_tensor" and "metadata"')
     flat_ref, listed = decoded["flattened_tensor"], decoded["metadata"]
@@ -213,7 +175,7 @@ def _open_bucket(decoded: object, memory: SenderMemory) -> WeightSource:
             return _stored_pieces(flat, metadata)
         return FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata).iterate()
 
-    return TensorSource(headers, read, memory=memory)
+    return WeightSource(headers, read, memory=memory)
 
 
 def _stored_pieces(
@@ -235,7 +197,7 @@ def _open_safetensors(entry: bytes | str) -> WeightSource:
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise RequestRejected(f"the payload is not a safetensors image: {error!r}"[:500]) from error
     headers = [TensorHeader(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
-    return TensorSource(headers, lambda: tensors)
+    return WeightSource(headers, lambda: tensors)
 
 
 SAFETENSORS: Final = "safetensors"
@@ -243,7 +205,7 @@ SAFETENSORS: Final = "safetensors"
 MAX_HEADER_BYTES: Final = 8 << 20
 
 # How what a pickle describes is to be understood, by `load_format`.
-_OPENERS: Final[Mapping[str | None, Callable[[object, SenderMemory], WeightSource]]] = {
+_OPENERS: Final[Mapping[str | None, Callable[[object, BorrowedMemory], WeightSource]]] = {
     None: _open_named,
     "flattened_bucket": _open_bucket,
     "direct": _open_direct,

@@ -74,7 +74,7 @@ class TestCommit:
         assert [version for version, _ in starts] == ["default", "7"]
         assert len(replicas[0].outputs[rid].token_ids) == 110
 
-    @pytest.mark.parametrize("step", ["open", "stage", "arrive", "map", "write", "complete", "let_go"])
+    @pytest.mark.parametrize("step", ["open", "stage", "arrive", "map", "write", "complete", "release"])
     def test_one_that_refuses_is_named_and_none_changes(self, replicas: Replicas, step: str) -> None:
         request = update(7, manifest={"names": ["layer.0", "layer.1"], "is_sent": step == "arrive"})
         replicas[1].ranks[-1].weights.faults[step] = RequestRejected("cannot be done here")
@@ -112,7 +112,7 @@ class TestCommit:
     def test_in_place_what_was_written_is_stale_and_it_is_said(self, replicas: Replicas) -> None:
         for rank in replicas[0].ranks:
             rank.weights.num_staged = 0
-        replicas[1].weights.faults["let_go"] = RequestRejected("cannot be done here")
+        replicas[1].weights.faults["release"] = RequestRejected("cannot be done here")
         call = replicas.call(update(7))
         replicas.turn(0, count=40)
         refusal = replicas.answer(call, Refusal)

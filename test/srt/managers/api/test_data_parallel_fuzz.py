@@ -37,7 +37,7 @@ NUM_REPLICAS = 2
 REPLICAS = st.integers(0, NUM_REPLICAS - 1)
 MODES = st.none() | st.sampled_from(list(PauseMode))
 TAGS = st.lists(st.sampled_from(list(MemoryTag)), max_size=2).map(tuple)
-STEPS = ["open", "stage", "arrive", "map", "write", "complete", "let_go"]
+STEPS = ["open", "stage", "arrive", "map", "write", "complete", "release"]
 SIMPLE: list[AnyControlRequest] = [
     PingReqInput(),
     FlushCacheReqInput(),

@@ -12,12 +12,14 @@ from ebbtide.srt.managers.io_struct import (
     ControlCall,
     ControlRequest,
     FlushCacheReqInput,
+    InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
     PauseMode,
     PingReqInput,
     PingReqOutput,
     ReleaseMemoryOccupationReqInput,
     SchedulerInput,
+    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -49,6 +51,40 @@ def test_requests_travel_as_they_are() -> None:
     )
     call = ControlCall(id="1", request=request)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=SchedulerInput) == call
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        InitWeightsUpdateGroupReqInput(master_address="a", master_port=1, rank_offset=1, world_size=4),
+        UpdateWeightFromDiskReqInput(
+            model_path="1", manifest={"is_sent": True}, pause_mode=PauseMode.RETRACT
+        ),
+        UpdateWeightFromDiskReqInput(model_path="1"),
+        PauseGenerationReqInput(mode=PauseMode.WAIT),
+        FlushCacheReqInput(timeout_s=1000.0),
+    ],
+    ids=["group", "broadcast", "drain", "pause", "flush"],
+)
+def test_passes_overlap_beside_an_operation_that_merely_waits(
+    waiting: ControlRequest, num_ranks: int
+) -> None:
+    harness = SchedulerHarness(num_ranks=num_ranks)
+    for rank in harness.ranks:
+        rank.weights.lateness = 60
+    harness.generate(range(1, 9), max_new_tokens=100)
+    harness.turn(5)
+    call = harness.call(waiting)
+    harness.turn(5)
+    for _ in range(20):
+        harness.turn()
+        assert {rank.runner.num_under_way for rank in harness.ranks} == {int(harness.schedule.overlap)}
+    assert call not in harness.replies
+    harness.turn_until(lambda: call in harness.replies)
+    assert harness.replies[call].success
+    harness.run_until_idle()
+    assert harness.runner.num_under_way == 0
 
 
 class TestBuildRequest:

@@ -189,7 +189,7 @@ class TestUpdates:
         assert len(harness.outputs[rid].token_ids) > num_tokens + 4 * 8
 
     @pytest.mark.parametrize("in_session", [False, True])
-    @pytest.mark.parametrize("step", ["open", "stage", "arrive", "map", "write", "complete", "let_go"])
+    @pytest.mark.parametrize("step", ["open", "stage", "arrive", "map", "write", "complete", "release"])
     def test_one_rank_that_fails_fails_all_and_is_named(
         self, harness: SchedulerHarness, step: str, in_session: bool
     ) -> None:

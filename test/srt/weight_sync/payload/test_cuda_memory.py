@@ -78,7 +78,7 @@ def test_tensors_are_opened_in_steps_awaited_when_read_and_freed_in_steps(
     read(source)
     assert gpu.log[3:] == ["wait 0", "wait 1", "wait 2"]
     assert counters.values == [1, 1, 1]
-    assert len(list(source.drop())) == 3
+    assert len(list(source.release())) == 3
     assert sorted(gpu.log[6:]) == ["free 0", "free 1", "free 2"]
     source.close()
     source.close()
@@ -94,7 +94,7 @@ def test_a_bucket_is_one_reference(gpu: Gpu, counters: Counters) -> None:
     run(source.open())
     for name, tensor in read(source).items():
         assert torch.equal(tensor, TENSORS[name])
-    run(source.drop())
+    run(source.release())
     assert gpu.log == ["open 0", "wait 0", "free 0"]
     assert counters.values == [0]
 

@@ -75,11 +75,6 @@ class ControlPlane:
         """Whether there is anything to advance."""
         return self.operations.any_pending or bool(self._held)
 
-    @property
-    def needs_boundary(self) -> bool:
-        """Whether an advance may do what a forward pass under way must not see."""
-        return self.operations.needs_boundary or bool(self._held)
-
     def apply(self, call: ControlCall) -> None:
         """Carry a request out; its reply is sent when the effect holds, now or after further `advance`s."""
         if self.operations.stands_alone or self._held:
@@ -111,18 +106,23 @@ class ControlPlane:
         else:
             self.operations.decide(verdict.id, verdict.refusal)
 
-    def advance(self) -> None:
-        """Let what is under way go on; behind what stood alone, what came meanwhile, in its order."""
+    def advance(self, settle: Callable[[], None]) -> None:
+        """Let what is under way go on; behind what stood alone, what came meanwhile, in its order.
+
+        Args:
+            settle: brings the forward pass under way to its end, if there is one.
+        """
         stood_alone = self.operations.stands_alone
-        self.operations.advance()
+        self.operations.advance(settle)
         if (stood_alone or self._held) and not self.operations.stands_alone:
+            settle()
             while self._held and not self.operations.stands_alone:
                 held = self._held.popleft()
                 if isinstance(held, Verdict):
                     self.operations.decide(held.id, held.refusal)
                 else:
                     self._start(held)
-            self.operations.advance()
+            self.operations.advance(settle)
 
     def expire(self, deadline_id: str) -> None:
         """A deadline has passed: of a pending request, or of an open session."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control.ports import DeadlinePassed, HandlerTable, Operation, Progress, Requests
+from ebbtide.srt.managers.control.ports import Activity, DeadlinePassed, HandlerTable, Operation, Requests
 from ebbtide.srt.managers.io_struct import AnyReply, FlushCacheReqInput, FlushCacheReqOutput
 
 
@@ -25,9 +25,10 @@ class CacheFlush:
         freed_tokens = self._requests.flush_cache()
         try:
             while self._requests.num_running > 0:
-                yield Progress.WAITING
+                yield Activity.WAITING
         except DeadlinePassed:
             pass
+        yield Activity.BOUNDARY
         return self._flushed(freed_tokens + self._requests.flush_cache())
 
     def _flushed(self, freed_tokens: int) -> FlushCacheReqOutput:

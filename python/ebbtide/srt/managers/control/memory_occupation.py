@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import (
+    Activity,
     DeadlinePassed,
     HandlerTable,
     Operation,
-    Progress,
     Ranks,
     Requests,
     TagMemory,
@@ -220,7 +220,7 @@ class MemoryOccupation:
 
     def _on_all_ranks(self, act: Callable[[], None]) -> Work[None]:
         try:
-            yield from self._ranks.phase(Progress.ALONE, at_once(act))
+            yield from self._ranks.phase(Activity.ALONE, at_once(act))
         except DeadlinePassed:
             raise EngineError("not every rank was ready in time, so none has done it") from None
 

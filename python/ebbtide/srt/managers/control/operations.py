@@ -7,7 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control.ports import DeadlinePassed, Operation, OutOfStep, Overruled, Progress
+from ebbtide.srt.managers.control.ports import (
+    BETWEEN_PASSES,
+    Activity,
+    DeadlinePassed,
+    Operation,
+    OutOfStep,
+    Overruled,
+)
 from ebbtide.srt.managers.io_struct import AnyReply, ControlRequest, GivenUp, Prepared, Refusal
 
 logger = logging.getLogger(__name__)
@@ -26,7 +33,7 @@ class _Pending:
     request: ControlRequest
     operation: Operation
     is_joint: bool
-    progress: Progress = Progress.WORKING
+    activity: Activity = Activity.WORKING
     overruled: Overruled | None = None
     is_overdue: bool = False
 
@@ -45,17 +52,12 @@ class Operations:
     @property
     def is_working(self) -> bool:
         """Whether any of them wants another slice, rather than waits."""
-        return not self.stands_alone and self._any(Progress.WORKING, Progress.COPYING)
-
-    @property
-    def needs_boundary(self) -> bool:
-        """Whether any of them may do what a forward pass under way must not see."""
-        return self._any(Progress.WORKING, Progress.WAITING, Progress.DRAINING, Progress.ALONE)
+        return not self.stands_alone and self._any(Activity.WORKING, Activity.COPYING)
 
     @property
     def stands_alone(self) -> bool:
         """Whether one of them waits for other ranks, and everything else for it."""
-        return self._any(Progress.ALONE)
+        return self._any(Activity.ALONE)
 
     @property
     def any_pending(self) -> bool:
@@ -64,20 +66,31 @@ class Operations:
     def start(
         self, call_id: str, request: ControlRequest, operation: Operation, *, is_joint: bool = False
     ) -> None:
-        """Run the first slice. The reply follows when the operation ends, maybe at once."""
+        """Run the first slice, where no forward pass is under way.
+
+        The reply follows when the operation ends, maybe at once.
+        """
         self._pending[call_id] = _Pending(request, operation, is_joint)
         self._turn(call_id, operation.__next__)
 
     def is_pending(self, call_id: str) -> bool:
         return call_id in self._pending
 
-    def advance(self) -> None:
-        """Give each one slice, oldest first: what an older one has done, a younger one sees at once."""
-        alone = [call_id for call_id, pending in self._pending.items() if pending.progress is Progress.ALONE]
+    def advance(self, settle: Callable[[], None]) -> None:
+        """Give each one slice, oldest first: what an older one has done, a younger one sees at once.
+
+        Args:
+            settle: brings the forward pass under way to its end, if there is one. Called only for those that
+                need it: beside those that merely wait, passes overlap.
+        """
+        alone = [call_id for call_id, pending in self._pending.items() if pending.activity is Activity.ALONE]
         for call_id in alone or list(self._pending):
             pending = self._pending.get(call_id)
-            if pending is not None and pending.progress is not Progress.PREPARED:
-                self._turn(call_id, pending.operation.__next__)
+            if pending is None or pending.activity is Activity.PREPARED:
+                continue
+            if pending.activity in BETWEEN_PASSES:
+                settle()
+            self._turn(call_id, pending.operation.__next__, settle)
 
     def decide(self, call_id: str, refusal: str | None) -> None:
         """All replicas commit this joint operation now; or they give it up, for this reason.
@@ -92,11 +105,11 @@ class Operations:
         if pending is None:
             return
         if refusal is None:
-            assert pending.progress is Progress.PREPARED
+            assert pending.activity is Activity.PREPARED
             self._turn(call_id, lambda: _certainly(pending.operation))
         else:
             pending.overruled = Overruled(refusal)
-            self._turn(call_id, lambda: pending.progress)
+            self._turn(call_id, lambda: pending.activity)
 
     def expire(self, call_id: str) -> bool:
         """Its deadline has passed. Does nothing for an operation that has ended.
@@ -106,7 +119,7 @@ class Operations:
         pending = self._pending.get(call_id)
         if pending is None:
             return False
-        if pending.progress is Progress.PREPARED and not pending.is_overdue:
+        if pending.activity is Activity.PREPARED and not pending.is_overdue:
             pending.is_overdue = True
             return True
         self._turn(call_id, lambda: pending.operation.throw(DeadlinePassed()))
@@ -119,17 +132,20 @@ class Operations:
                 operation = pending.operation
                 self._turn(call_id, lambda operation=operation: operation.throw(refusal))  # type: ignore[misc]
 
-    def _turn(self, call_id: str, turn: Callable[[], Progress]) -> None:
+    def _turn(
+        self, call_id: str, turn: Callable[[], Activity], settle: Callable[[], None] = lambda: None
+    ) -> None:
+        """Take a turn, and what follows it at once. Without `settle` no forward pass is under way."""
         pending = self._pending[call_id]
         try:
-            pending.progress = turn()
-            if pending.overruled and pending.progress in (Progress.DRAINING, Progress.PREPARED):
-                pending.progress = pending.operation.throw(pending.overruled)
-            elif pending.progress is Progress.PREPARED:
+            pending.activity = self._to_boundary(turn(), pending.operation, settle)
+            if pending.overruled and pending.activity in (Activity.DRAINING, Activity.PREPARED):
+                pending.activity = pending.operation.throw(pending.overruled)
+            elif pending.activity is Activity.PREPARED:
                 if pending.is_joint:
                     self._reply(call_id, Prepared())
                 else:
-                    pending.progress = next(pending.operation)
+                    pending.activity = self._to_boundary(next(pending.operation), pending.operation, settle)
         except StopIteration as end:
             self._end(call_id, end.value)
         except OutOfStep:
@@ -137,15 +153,21 @@ class Operations:
         except Exception as error:
             self._end(call_id, refusal(pending.request, error))
 
-    def _any(self, *kinds: Progress) -> bool:
-        return any(pending.progress in kinds for pending in self._pending.values())
+    def _to_boundary(self, activity: Activity, operation: Operation, settle: Callable[[], None]) -> Activity:
+        while activity is Activity.BOUNDARY:
+            settle()
+            activity = next(operation)
+        return activity
+
+    def _any(self, *kinds: Activity) -> bool:
+        return any(pending.activity in kinds for pending in self._pending.values())
 
     def _end(self, call_id: str, reply: AnyReply) -> None:
         del self._pending[call_id]
         self._reply(call_id, reply)
 
 
-def _certainly(operation: Operation) -> Progress:
+def _certainly(operation: Operation) -> Activity:
     try:
         return next(operation)
     except StopIteration:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.operations import Operations
-from ebbtide.srt.managers.control.ports import DeadlinePassed, HandlerTable, Operation, Progress, Requests
+from ebbtide.srt.managers.control.ports import Activity, DeadlinePassed, HandlerTable, Operation, Requests
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AbortReqOutput,
@@ -115,7 +115,7 @@ class Generation:
         with self.drain():
             try:
                 while isinstance(self.state, Running) and self._requests.num_running > 0:
-                    yield Progress.WAITING
+                    yield Activity.WAITING
             except DeadlinePassed:
                 left = self._requests.num_running
                 raise RequestRejected(
@@ -124,6 +124,7 @@ class Generation:
                     409,
                     num_running=left,
                 ) from None
+            yield Activity.BOUNDARY
         changed = isinstance(self.state, Running)
         if isinstance(self.state, Running):
             self.state = Paused(PauseMode.WAIT)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control.ports import OutOfStep, Progress, Work
+from ebbtide.srt.managers.control.ports import BETWEEN_PASSES, Activity, OutOfStep, Work
 from ebbtide.srt.managers.io_struct import AnyControlRequest, Refusal
 from ebbtide.srt.managers.wire.agreement import Decision
 
@@ -26,10 +25,10 @@ Fact = TypeVar("Fact")
 
 # How an operation waits for the end of a phase of this kind.
 WAITS_AS: Final = {
-    Progress.WORKING: Progress.WAITING,
-    Progress.WAITING: Progress.WAITING,
-    Progress.COPYING: Progress.ASIDE,
-    Progress.ALONE: Progress.ALONE,
+    Activity.WORKING: Activity.HOLDING,
+    Activity.WAITING: Activity.WAITING,
+    Activity.COPYING: Activity.WAITING,
+    Activity.ALONE: Activity.ALONE,
 }
 
 
@@ -39,11 +38,13 @@ class OneRank:
     is_one = True
     is_working = False
 
-    def phase(self, kind: Progress, work: Work[T]) -> Work[T]:
-        return work
+    def phase(self, kind: Activity, work: Work[T]) -> Work[T]:
+        if kind in BETWEEN_PASSES:
+            yield Activity.BOUNDARY
+        return (yield from work)
 
-    def survey(self, kind: Progress, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
-        result = yield from work
+    def survey(self, kind: Activity, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
+        result = yield from self.phase(kind, work)
         return result, [fact(result)]
 
     def certainly(self, act: Callable[[], T]) -> T:
@@ -76,7 +77,7 @@ class Polls(Protocol):
 class _Phase:
     """One rank's part in a phase."""
 
-    def __init__(self, kind: Progress, work: Work[Any], fact: Callable[[Any], Any]) -> None:
+    def __init__(self, kind: Activity, work: Work[Any], fact: Callable[[Any], Any]) -> None:
         self.kind = kind
         self.has_voted = False
         self.is_waiting = False
@@ -89,7 +90,7 @@ class _Phase:
         """The next slice; at its end, the failure or the fact to vote with."""
         failure: Refusal | None
         try:
-            self.is_waiting = next(self._work) is Progress.WAITING
+            self.is_waiting = next(self._work) is Activity.WAITING
             return None
         except StopIteration as end:
             self.result = end.value
@@ -115,11 +116,13 @@ class ManyRanks:
         self._numbers = itertools.count()
         self._phases: dict[int, _Phase] = {}
 
-    def phase(self, kind: Progress, work: Work[T]) -> Work[T]:
+    def phase(self, kind: Activity, work: Work[T]) -> Work[T]:
         result, _ = yield from self.survey(kind, work, lambda result: None)
         return result
 
-    def survey(self, kind: Progress, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
+    def survey(self, kind: Activity, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
+        if kind in BETWEEN_PASSES:
+            yield Activity.BOUNDARY
         number = next(self._numbers)
         phase = self._phases[number] = _Phase(kind, work, fact)
         self._polls.open(number)
@@ -156,7 +159,7 @@ class ManyRanks:
             vote = phase.step()
             if vote is not None:
                 failure, fact = vote
-                ends = failure is not None and phase.kind is Progress.WAITING
+                ends = failure is not None and phase.kind is Activity.WAITING
                 self._polls.cast(number, failure, fact, ends=ends)
 
     def decide(self, decision: Decision) -> None:
@@ -167,26 +170,14 @@ class ManyRanks:
 
     def _due(self) -> dict[int, _Phase]:
         """While one stands alone, all others stand still."""
-        alone = {number: phase for number, phase in self._phases.items() if phase.kind is Progress.ALONE}
+        alone = {number: phase for number, phase in self._phases.items() if phase.kind is Activity.ALONE}
         return alone or dict(self._phases)
-
-
-def in_turns(slices: Generator[object, None, T], kind: Progress) -> Work[T]:
-    """Work of this kind, a slice in each turn."""
-    with closing(slices):
-        while True:
-            try:
-                next(slices)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            yield kind
 
 
 def at_once(act: Callable[[], T]) -> Work[T]:
     """Work that is a single slice."""
     return act()
-    yield Progress.WORKING
+    yield Activity.WORKING
 
 
 def _failure(error: Exception) -> Refusal:

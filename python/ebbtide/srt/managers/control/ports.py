@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import (
@@ -20,23 +21,31 @@ T = TypeVar("T")
 Fact = TypeVar("Fact")
 
 
-class Progress(enum.Enum):
+class Activity(enum.Enum):
     """What an operation that is not done yet is doing."""
 
     WORKING = enum.auto()  # it wants its next slice as soon as the forward pass in between is done
     COPYING = enum.auto()  # the same, but a forward pass may be under way then: it touches nothing of it
-    WAITING = enum.auto()  # it waits for requests, for other operations, or for other ranks
-    ASIDE = enum.auto()  # it waits for ranks that copy, each at its own speed
+    WAITING = enum.auto()  # it waits for requests, for other operations, for what others send, or for ranks
+    # that copy; forward passes overlap meanwhile
+    HOLDING = enum.auto()  # it waits for ranks that work between forward passes: none is under way then
     ALONE = enum.auto()  # it waits for other ranks, and nothing else of the control plane, no forward pass
     # either, happens before it has come to its end: on one rank it would be a single step
+    BOUNDARY = (
+        enum.auto()
+    )  # it is about to do what no forward pass under way may see: that pass is brought to
+    # its end, and the operation goes on in the same turn
     DRAINING = enum.auto()  # it waits for requests to end, and need not if other replicas have refused
     PREPARED = enum.auto()  # the next slice is the commit, and will not be refused: of what several replicas
     # commit together it comes with their verdict, otherwise at once
 
 
+# What is done, or waited for, while no forward pass is under way.
+BETWEEN_PASSES: Final = frozenset({Activity.WORKING, Activity.HOLDING, Activity.ALONE})
+
 # A control request that takes more than one turn of the loop. It yields between two forward passes; what it
 # returns is the reply, and `RequestRejected` the refusal. It is ended from outside by throwing into it.
-Operation: TypeAlias = Generator[Progress, None, AnyReply]
+Operation: TypeAlias = Generator[Activity, None, AnyReply]
 
 
 # A state machine's share of the control requests, from the type of a request to its handler.
@@ -44,11 +53,12 @@ HandlerTable: TypeAlias = Mapping[type, "Callable[[Any], AnyReply | Operation]"]
 
 
 # A part of an operation. It returns a T.
-Work: TypeAlias = Generator[Progress, None, T]
+Work: TypeAlias = Generator[Activity, None, T]
 
 
-# Copying, as a generator: it yields the bytes of each slice just done.
-Slices: TypeAlias = Generator[int, None, None]
+# Work that takes long: yields the bytes of each slice that it has just done, and 0 where it can do no more
+# before the loop has turned. `pace.Pace` makes turns of it.
+Slices: TypeAlias = Generator[int, None, T]
 
 
 class DeadlinePassed(Exception):
@@ -65,6 +75,18 @@ class Overruled(RequestRejected):
     def __init__(self, message: str, status: int = 400, left: str = "") -> None:
         super().__init__(message, status)
         self.left = left
+
+
+class CopyStream(Protocol):
+    """Where copies are launched that run beside forward passes."""
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Copies that are launched within run beside forward passes, after all that was launched before."""
+        ...
+
+    def copies_done(self) -> bool:
+        """Whether they have all run. To be asked outside of `copying`."""
+        ...
 
 
 class OutOfStep(EngineError):
@@ -86,14 +108,14 @@ class Ranks(Protocol):
         """Whether this rank has more to do for a phase, rather than waits."""
         ...
 
-    def phase(self, kind: Progress, work: Work[T]) -> Work[T]:
+    def phase(self, kind: Activity, work: Work[T]) -> Work[T]:
         """Do this rank's part; goes on when every rank has done its part, on all of them in the same turn.
 
         Whatever a part leaves behind is the caller's to undo when this raises: the part itself may have
         been done, or ended early.
 
         Args:
-            kind: WORKING, COPYING or ALONE as `Progress` says, the same for all ranks. WAITING where the
+            kind: WORKING, COPYING or ALONE as `Activity` says, the same for all ranks. WAITING where the
                 part waits for what others send: then the first failure ends it for all.
             work: yields WAITING where it wants to be asked again later, anything else to go on at once.
 
@@ -103,7 +125,7 @@ class Ranks(Protocol):
         """
         ...
 
-    def survey(self, kind: Progress, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
+    def survey(self, kind: Activity, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
         """As `phase`; returns what this rank's part returned, and the facts of all parts by rank.
 
         Args:
@@ -215,6 +237,7 @@ class IncomingWeights(Protocol):
         is_sent: whether it comes through a group, rather than out of memory of the sender.
         needs_copy: whether it is written by changing what is there: it is given a copy that holds everything,
             and leaves it in an unknown state where it fails.
+        problems: what stands against writing them, as `{"name", "reason"}`; empty if nothing does.
     """
 
     names: frozenset[str]
@@ -222,10 +245,7 @@ class IncomingWeights(Protocol):
     needs_copy: bool
     num_tensors: int
     num_ignored: int
-
-    def problems(self) -> list[dict[str, str]]:
-        """What stands against writing them, as `{"name", "reason"}`; empty if nothing does."""
-        ...
+    problems: list[dict[str, str]]
 
     def receive_into(self, staging: Staging) -> bool:
         """Before the first `arrived`: have what others send received where it will serve.
@@ -253,28 +273,25 @@ class IncomingWeights(Protocol):
         """
         ...
 
-    def open(self) -> Slices:
-        """Get hold of the sender's memory; yields 0 wherever a forward pass may come in between."""
+    def open(self) -> Slices[None]:
+        """Get hold of the sender's memory. Nothing is written before its end."""
         ...
 
-    def write(self, staging: Staging) -> Slices:
-        """Copy the tensors; yields the bytes of each slice that it has written.
-
-        A slice of 0 bytes ends the turn; before the first byte nothing has been written.
-        """
+    def write(self, staging: Staging) -> Slices[None]:
+        """Launch the copies of the tensors."""
         ...
 
-    def let_go(self) -> Slices:
-        """What was written is whole: let go of the sender's memory; yields 0 as `open` does."""
+    def release(self) -> Slices[None]:
+        """Every copy has run: give the sender's memory back."""
         ...
 
     def close(self) -> None:
-        """Let go of the sender's memory, wherever the update has got to. Idempotent."""
+        """Give the sender's memory back, wherever the update has got to. Idempotent."""
         ...
 
 
 class Conversation(Protocol):
-    """An update that its sender brings piece by piece, and each of which it wants answered."""
+    """An update that its sender brings piece by piece; it wants each piece answered."""
 
     def poll(self) -> bool:
         """Whether the next piece has come, or all of them have.
@@ -284,8 +301,8 @@ class Conversation(Protocol):
         """
         ...
 
-    def piece(self) -> IncomingWeights | None:
-        """What has come; None: everything has."""
+    def piece(self) -> Slices[IncomingWeights | None]:
+        """What has come, held against the model; None: everything has."""
         ...
 
     def answer(self, problem: str = "") -> None:
@@ -293,7 +310,7 @@ class Conversation(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the sender, wherever the update has got to. Idempotent."""
+        """Leave the sender, wherever the update has got to. Idempotent."""
         ...
 
 
@@ -306,16 +323,16 @@ class Staging(Protocol):
 
     is_staged: bool
 
-    def complete(self, written: frozenset[str]) -> Slices:
-        """Fill all but `written` with the live weights; yields the bytes of each slice."""
+    def complete(self, written: frozenset[str]) -> Slices[None]:
+        """Launch the copies that fill all but `written` with the live weights."""
         ...
 
     def commit(self) -> None:
         """Make what was written the live weights: all of it, between two forward passes."""
         ...
 
-    def give_back(self) -> Slices:
-        """After a commit, give the copy's memory back; yields the bytes of each slice."""
+    def release(self) -> Slices[None]:
+        """After a commit, give the copy's memory back."""
         ...
 
     def close(self) -> None:
@@ -348,7 +365,7 @@ class GroupJoining(Protocol):
 class Snapshot(Protocol):
     """A copy of this rank's parameters in host memory."""
 
-    def differences(self, skipped: Sequence[str]) -> Generator[int, None, list[dict[str, str]]]:
+    def differences(self, skipped: Sequence[str]) -> Slices[list[dict[str, str]]]:
         """The live parameters that are not bit for bit those of the copy, as `{"name", "reason"}`."""
         ...
 
@@ -356,8 +373,7 @@ class Snapshot(Protocol):
 class Parameters(Protocol):
     """What this rank holds of the model, parameter by parameter.
 
-    The generators yield the bytes of each piece just read. Parameters with any of `skipped` in their names
-    are left out.
+    Parameters with any of `skipped` in their names are left out.
     """
 
     @property
@@ -365,9 +381,9 @@ class Parameters(Protocol):
         """Another number whenever something has been written to them."""
         ...
 
-    def checksums(self, skipped: Sequence[str]) -> Generator[int, None, RankChecksums]: ...
+    def checksums(self, skipped: Sequence[str]) -> Slices[RankChecksums]: ...
 
-    def snapshot(self) -> Generator[int, None, Snapshot]:
+    def snapshot(self) -> Slices[Snapshot]:
         """Copy all of them.
 
         Raises:
@@ -398,8 +414,13 @@ class Weights(Protocol):
         """The same as this rank holds them."""
         ...
 
-    def open(self, request: WeightUpdateRequest) -> Generator[int, None, IncomingWeights]:
-        """Decode an update as far as its headers; yields 0 wherever a forward pass may come in between.
+    @property
+    def copies(self) -> CopyStream:
+        """Where `IncomingWeights.write` and `Staging.complete` launch their copies."""
+        ...
+
+    def open(self, request: WeightUpdateRequest) -> Slices[IncomingWeights]:
+        """Decode an update as far as its headers, and hold these against the model.
 
         Raises:
             RequestRejected: 400, the payload, the folder or a field is not what was expected.
@@ -414,10 +435,10 @@ class Weights(Protocol):
         """
         ...
 
-    def stage(self, *, in_place: bool) -> Generator[int, None, Staging]:
+    def stage(self, *, in_place: bool) -> Slices[Staging]:
         """Room for an update: in place if asked for, or where there is no memory for a copy.
 
-        Yields the bytes of each slice of memory that it has taken; ended early, it keeps nothing.
+        Ended early, it keeps nothing.
         """
         ...
 

@@ -11,6 +11,7 @@ from ebbtide.srt.managers.control.control_plane import ControlPlane
 from ebbtide.srt.managers.control.flush import CacheFlush
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, WeightContent
 from ebbtide.srt.managers.control.operations import Operations
+from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import TagMemory, Weights
 from ebbtide.srt.managers.control.weights.checks import WeightChecks
@@ -105,7 +106,8 @@ def assemble_scheduler(
     )
     processor = OutputProcessor(policy)
     requests = LiveRequests(policy, processor, outputs)
-    control = _control_plane(config, parts, requests, inbox, processor.meter)
+    pace = Pace()
+    control = _control_plane(config, parts, requests, inbox, processor.meter, pace)
     eos_token_ids = config.eos_token_ids
     if parts.tokenizer is not None:
         eos_token_ids |= parts.tokenizer.eos_token_ids
@@ -117,6 +119,7 @@ def assemble_scheduler(
         requests,
         parts.runner,
         control,
+        pace,
         lambda: _report(control, parts, inbox),
         tokenizer=parts.tokenizer,
         eos_token_ids=eos_token_ids,
@@ -125,7 +128,12 @@ def assemble_scheduler(
 
 
 def _control_plane(
-    config: SchedulerConfig, parts: RankParts, requests: LiveRequests, inbox: RankInbox, meter: LoadMeter
+    config: SchedulerConfig,
+    parts: RankParts,
+    requests: LiveRequests,
+    inbox: RankInbox,
+    meter: LoadMeter,
+    pace: Pace,
 ) -> ControlPlane:
     operations = Operations(inbox.reply)
     generation = Generation(requests, operations)
@@ -145,13 +153,14 @@ def _control_plane(
         operations,
         inbox.ranks,
         inbox.set_deadline,
+        pace,
         inbox.wake,
         version=config.weight_version,
         model_path=config.model_path,
         load_format=config.load_format,
         timeout_s=config.update_timeout_s,
     )
-    checks = WeightChecks(parts.weights.parameters, memory, inbox.ranks, lambda: updates.is_under_way)
+    checks = WeightChecks(parts.weights.parameters, memory, inbox.ranks, pace, lambda: updates.is_under_way)
     loads = LoadReports(meter, inbox.dp_rank, lambda: isinstance(generation.state, Paused))
     return ControlPlane(
         generation,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
 
 import torch
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.ports import IncomingWeights, OutOfStep, Slices, Staging
-from ebbtide.srt.managers.control.weights.session import SLICE_BYTES
+from ebbtide.srt.managers.control.ports import CopyStream, OutOfStep, Slices, Staging
 from ebbtide.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
     UpdateWeightFromDiskReqInput,
@@ -32,16 +30,8 @@ from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
-from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices
-
-# What one turn of the loop may launch on a CUDA device: copies that delay the next forward pass by about a
-# millisecond, or what takes the host that long, whichever comes first.
-TURN_BYTES: Final = 2 << 30
-TURN_S: Final = 1.5e-3
-
-T = TypeVar("T")
 
 
 class EngineWeights:
@@ -67,19 +57,23 @@ class EngineWeights:
             _, _, index = device.name.partition(":")
             self._cuda = TorchCudaIpc(int(index), device.uuid)
 
-    def open(self, request: WeightUpdateRequest) -> Generator[int, None, IncomingWeights]:
+    @property
+    def copies(self) -> CopyStream:
+        return self._device
+
+    def open(self, request: WeightUpdateRequest) -> Slices[_Incoming]:
         loader = self._loader(request)
         source = yield from self._source(request, loader)
-        return _Incoming(source, self._store, self._device, loader)
+        return (yield from _checked(_Incoming(source, self._store, self._device, loader)))
 
     def converse(self, zmq_handles: Mapping[str, str]) -> _Conversation:
         conversation = open_conversation(zmq_handles, self._cuda)
         return _Conversation(conversation, self._store, self._device)
 
-    def stage(self, *, in_place: bool) -> Generator[int, None, Staging]:
+    def stage(self, *, in_place: bool) -> Slices[Staging]:
         if not in_place:
             with suppress(OutOfDeviceMemory):
-                shadow = yield from _paced(self._store.arena.stage_by_chunks(), self._device)
+                shadow = yield from self._store.arena.stage_by_chunks()
                 return _Staged(self._store, shadow, self._device)
         return _InPlace(self._device)
 
@@ -111,24 +105,20 @@ class EngineWeights:
             return self._loaders.get(request.load_format)
         return None
 
-    def _source(
-        self, request: WeightUpdateRequest, loader: CustomLoader | None
-    ) -> Generator[int, None, WeightSource]:
+    def _source(self, request: WeightUpdateRequest, loader: CustomLoader | None) -> Slices[WeightSource]:
         match request:
             case UpdateWeightFromDiskReqInput():
                 architecture = self._config.model.architecture
                 return open_checkpoint(request.model_path, request.load_format, architecture=architecture)
             case UpdateWeightsFromTensorReqInput():
-                opening = open_by_slices(
-                    request.serialized_named_tensors,
-                    request.load_format if loader is None else None,
-                    place=self._config.parallel,
-                    cuda=self._cuda,
+                return (
+                    yield from open_by_slices(
+                        request.serialized_named_tensors,
+                        request.load_format if loader is None else None,
+                        place=self._config.parallel,
+                        cuda=self._cuda,
+                    )
                 )
-                if self._device.uuid is None:
-                    # A forward pass there takes longer than all of this.
-                    return finish(opening)
-                return (yield from _paced(_counted(opening), self._device))
             case UpdateWeightsFromDistributedReqInput():
                 limit_s = self._config.update.timeout_s if request.timeout_s is None else request.timeout_s
                 return open_broadcast(_announced(request), self._groups.get(request.group_name), limit_s)
@@ -145,11 +135,11 @@ class _InPlace:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def complete(self, written: frozenset[str]) -> Slices:
+    def complete(self, written: frozenset[str]) -> Slices[None]:
         """There is no copy to complete."""
         yield from ()
 
-    def give_back(self) -> Slices:
+    def release(self) -> Slices[None]:
         """There is no copy."""
         yield from ()
 
@@ -172,25 +162,23 @@ class _Staged:
         self._store = store
         self._device = device
 
-    def complete(self, written: frozenset[str]) -> Slices:
-        copies = self._store.complete(self.shadow, written)
-        yield from _paced(copies, self._device, self._device.copying)
-        yield from _until_copied(self._device)
+    def complete(self, written: frozenset[str]) -> Slices[None]:
+        yield from self._store.complete(self.shadow, written)
         self.is_complete = True
 
     def commit(self) -> None:
         self._device.synchronize()
         self._store.commit(self.shadow)
 
+    def release(self) -> Slices[None]:
+        return self.shadow.close_by_chunks()
+
     def close(self) -> None:
         self.shadow.close()
 
-    def give_back(self) -> Slices:
-        return _paced(self.shadow.close_by_chunks(), self._device)
-
 
 class _Incoming:
-    """One update's tensors, checked against the model by their headers.
+    """One update's tensors; `check` holds their headers against the model.
 
     Args:
         loader: writes them, to any parameters that it likes: nothing is checked then.
@@ -203,7 +191,7 @@ class _Incoming:
         device: Device,
         loader: CustomLoader | None = None,
     ) -> None:
-        self.is_sent = isinstance(source, BroadcastSource)
+        self.is_sent = source.is_sent
         self.needs_copy = loader is not None
         self.num_ignored = 0
         self.num_tensors = len(source.entries)
@@ -212,28 +200,27 @@ class _Incoming:
         self._store = store
         self._device = device
         self._loader = loader
-        self._is_read = False
         self._lands_in_place = False
         self._landed_bytes: int | None = None
-        self._problems: list[dict[str, str]] = []
-        if loader is None:
-            self._check()
+        self.problems: list[dict[str, str]] = []
 
-    def _check(self) -> None:
+    def check(self) -> Slices[None]:
+        """Find what stands against writing them, and what they cover."""
+        if self._loader is not None:
+            return
         source, store = self._source, self._store
-        ignored = [entry for entry in source.entries if not source.direct and store.ignored(entry.name)]
-        self.num_ignored = len(ignored)
-        self.num_tensors = len(source.entries) - len(ignored)
-        self._problems = [
-            {"name": problem.name, "reason": problem.reason}
-            for entry in source.entries
-            if (problem := store.check(entry.name, entry.shape, entry.dtype, source.direct)) is not None
-        ]
-        covered = [store.covered(entry.name, source.direct) for entry in source.entries if not self._problems]
-        self.names = frozenset[str]().union(*covered)
-
-    def problems(self) -> list[dict[str, str]]:
-        return self._problems
+        covered: set[str] = set()
+        for entry in source.entries:
+            problem = store.check(entry.name, entry.shape, entry.dtype, source.direct)
+            if problem is not None:
+                self.problems.append({"name": problem.name, "reason": problem.reason})
+            elif not source.direct and store.ignored(entry.name):
+                self.num_ignored += 1
+            else:
+                covered |= store.covered(entry.name, source.direct)
+            yield len(entry.name)
+        self.num_tensors -= self.num_ignored
+        self.names = frozenset(covered)
 
     def receive_into(self, staging: Staging) -> bool:
         assert isinstance(staging, _InPlace | _Staged)
@@ -266,35 +253,33 @@ class _Incoming:
         if self._lands_in_place:
             self._store.note_write()
 
-    def open(self) -> Slices:
-        return _paced(_steps(self._source.open()), self._device)
+    def open(self) -> Slices[None]:
+        yield from self._source.open()
 
-    def write(self, staging: Staging) -> Slices:
-        """Copy the tensors and wait for the copies, in slices; what was received there is there."""
+    def write(self, staging: Staging) -> Slices[None]:
+        """Launch the copies; what was received in its place is there."""
         assert isinstance(staging, _InPlace | _Staged)
         if self._landed_bytes is not None:
             self._note_landing()
             yield self._landed_bytes
-            return
-        self._is_read = True
-        work = self._copies(staging) if self._loader is None else self._load(self._loader, staging)
-        yield from _paced(work, self._device, self._device.copying)
-        yield from _until_copied(self._device)
-        self._is_read = False
+        elif self._loader is None:
+            yield from self._copies(staging)
+        else:
+            yield from self._load(self._loader, staging)
 
-    def let_go(self) -> Slices:
+    def release(self) -> Slices[None]:
         """Before the commit, so that closing many mappings holds no forward pass up."""
-        return _paced(_steps(self._source.drop()), self._device)
+        yield from self._source.release()
 
     def close(self) -> None:
         try:
-            if self._is_read:
-                # It ends early: copies from the sender's memory may still be under way.
+            if not self._device.copies_done():
+                # It ends early: copies from the sender's memory are still under way.
                 self._device.synchronize()
         finally:
             self._source.close()
 
-    def _copies(self, staging: _InPlace | _Staged) -> Slices:
+    def _copies(self, staging: _InPlace | _Staged) -> Slices[None]:
         try:
             for name, tensor in self._source:
                 yield from self._store.write_by_slices(name, tensor, staging.shadow, self._source.direct)
@@ -304,7 +289,7 @@ class _Incoming:
             # A refusal would say that nothing was written.
             raise EngineError(f"the update broke off half-way: {error.message}") from error
 
-    def _load(self, loader: CustomLoader, staging: _InPlace | _Staged) -> Slices:
+    def _load(self, loader: CustomLoader, staging: _InPlace | _Staged) -> Slices[None]:
         """All of it in one slice: the function cannot be left half-way. It is not called for nothing."""
         if not self._source.entries:
             return
@@ -326,9 +311,21 @@ class _Conversation:
         self._store = store
         self._device = device
 
-    def piece(self) -> _Incoming | None:
+    def piece(self) -> Slices[_Incoming | None]:
         bucket = self._conversation.bucket
-        return None if bucket is None else _Incoming(bucket, self._store, self._device)
+        if bucket is None:
+            return None
+        return (yield from _checked(_Incoming(bucket, self._store, self._device)))
+
+
+def _checked(incoming: _Incoming) -> Slices[_Incoming]:
+    """Ended early, it is closed."""
+    try:
+        yield from incoming.check()
+    except BaseException:
+        incoming.close()
+        raise
+    return incoming
 
 
 def _announced(request: UpdateWeightsFromDistributedReqInput) -> Announcement:
@@ -347,58 +344,3 @@ def _port(given: int | str) -> int:
     if isinstance(given, str) and not (given.isascii() and given.isdecimal()):
         raise RequestRejected(f"master_port: expected a number, got {given[:200]!r}")
     return int(given)
-
-
-def _until_copied(device: Device) -> Slices:
-    """Forward passes go on until the copies have run."""
-    while not device.copies_done():
-        yield 0
-
-
-def _steps(steps: Iterator[None]) -> Slices:
-    """Work that takes time and writes no bytes."""
-    for _ in steps:
-        yield 0
-
-
-def _counted(work: Generator[None, None, T]) -> Generator[int, None, T]:
-    """The same with a result."""
-    with closing(work):
-        while True:
-            try:
-                next(work)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            yield 0
-
-
-def _paced(
-    work: Generator[int, None, T],
-    device: Device,
-    scope: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Generator[int, None, T]:
-    """The work in slices of one turn of the loop each, cut where it has taken its share of a CUDA device.
-
-    On a CPU, where to launch is to run, the work's own slices are kept.
-
-    Args:
-        scope: entered for the work of each turn: a turn's forward pass is launched outside.
-    """
-    if device.uuid is None:
-        return (yield from work)
-    ended: list[T] = []
-    with closing(work):
-        while not ended:
-            num_bytes, started_s = 0, time.perf_counter()
-            with scope():
-                while not ended and num_bytes < TURN_BYTES and time.perf_counter() - started_s < TURN_S:
-                    try:
-                        num_bytes += next(work)
-                    except StopIteration as end:
-                        ended.append(end.value)
-            if num_bytes > 0:
-                yield num_bytes
-            if not ended and num_bytes < SLICE_BYTES:
-                yield 0
-    return ended[0]

@@ -15,7 +15,7 @@ from ebbtide.srt.weight_sync.payload.cuda_memory import CudaBlocks, CudaIpc
 from ebbtide.srt.weight_sync.payload.shared_memory import SharedBlocks
 
 
-class SenderMemory:
+class BorrowedMemory:
     """The memory behind one payload.
 
     `note` takes down the references as they are decoded. `want` then checks those that are to be read; `open`
@@ -52,8 +52,8 @@ class SenderMemory:
                 self._cuda.check(ref.storage)
                 self._wanted.append(ref.storage)
 
-    def open(self) -> Iterator[None]:
-        """Map the device memory of the tensors that `want` was given, in steps.
+    def open(self) -> Iterator[int]:
+        """Map the device memory of the tensors that `want` was given; yields the bytes of each.
 
         Raises:
             RequestRejected: it cannot be opened.
@@ -74,12 +74,12 @@ class SenderMemory:
         empty = torch.empty(0, dtype=ref.dtype, device=storage.device)
         return empty.set_(storage, ref.offset, ref.shape, ref.stride)
 
-    def drop(self) -> Iterator[None]:
-        """Let go of the device memory, in steps, once all that reads it has run."""
-        return self._cuda.drop()
+    def release(self) -> Iterator[int]:
+        """Give the device memory back, once all that reads it has run; yields the bytes of each."""
+        return self._cuda.release()
 
     def close(self) -> None:
-        """Let go of everything, opened or not. Idempotent."""
+        """Give everything back, opened or not. Idempotent."""
         noted, self._noted = self._noted, []
         self._cuda.close([ref for ref in noted if isinstance(ref, CudaStorageRef)])
         self._blocks.close([ref for ref in noted if isinstance(ref, StorageRef)])

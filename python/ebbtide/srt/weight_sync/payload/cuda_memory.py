@@ -99,8 +99,8 @@ class CudaBlocks:
         if not self._may_open:
             raise RequestRejected("a CUDA tensor can be opened by one rank only: send one entry per rank")
 
-    def open(self, refs: Iterable[CudaStorageRef]) -> Iterator[None]:
-        """Map the memory of references that `check` accepts, in steps of one.
+    def open(self, refs: Iterable[CudaStorageRef]) -> Iterator[int]:
+        """Map the memory of references that `check` accepts; yields the bytes of each.
 
         Raises:
             RequestRejected: the sender has ended, or the memory is not what the payload says.
@@ -114,7 +114,7 @@ class CudaBlocks:
                 raise RequestRejected(f"{_name(ref)} was given back before: serialize the tensors anew")
             self._opened[ref] = self._ipc.open(ref)
             self._check_extent(ref, extents)
-            yield
+            yield ref.num_bytes
 
     def storage(self, ref: CudaStorageRef) -> torch.UntypedStorage:
         """An opened storage, for work launched on torch's current stream."""
@@ -126,17 +126,17 @@ class CudaBlocks:
             self._awaited.add(ref)
         return self._opened[ref]
 
-    def drop(self) -> Iterator[None]:
-        """Let go of what was opened, in steps of one. Nothing that reads it may be under way any more."""
+    def release(self) -> Iterator[int]:
+        """Give back what was opened; yields the bytes of each. Nothing that reads it may be under way."""
         while self._opened:
             ref, storage = self._opened.popitem()
             self._given_back.add(ref)
             del storage
-            yield
+            yield ref.num_bytes
 
     def close(self, unread: Iterable[CudaStorageRef] = ()) -> None:
-        """Let go of everything, also of references that travelled and were never opened. Idempotent."""
-        for _ in self.drop():
+        """Give everything back, also references that travelled and were never opened. Idempotent."""
+        for _ in self.release():
             pass
         if self._owns_references:
             for ref in unread:

@@ -75,8 +75,8 @@ def decode_payload(data: bytes, note: Callable[[AnyStorageRef], None]) -> object
 
 def decode_by_slices(
     data: bytes, note: Callable[[AnyStorageRef], None], budget: Budget
-) -> Generator[None, None, object]:
-    """As `decode_payload`, letting its caller do other things now and then: hundreds of tensors take long."""
+) -> Generator[int, None, object]:
+    """As `decode_payload`, yielding the bytes of each slice: hundreds of tensors take long."""
     return read_by_slices(data, recording(note), budget)
 
 

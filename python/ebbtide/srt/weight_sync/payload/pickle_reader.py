@@ -66,7 +66,7 @@ def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:
     return finish(read_by_slices(data, resolve))
 
 
-def finish(work: Generator[None, None, T]) -> T:
+def finish(work: Generator[int, None, T]) -> T:
     """Work that comes in slices, all of it at once."""
     while True:
         try:
@@ -78,8 +78,8 @@ def finish(work: Generator[None, None, T]) -> T:
 
 def read_by_slices(
     data: bytes, resolve: Callable[[str, str], object], budget: Budget | None = None
-) -> Generator[None, None, object]:
-    """As `read_pickle`, letting its caller do other things after every `SLICE_OPCODES` opcodes.
+) -> Generator[int, None, object]:
+    """As `read_pickle`, yielding the bytes of every `SLICE_OPCODES` opcodes that it has read.
 
     What is read is taken off `budget` (None: one of its own).
     """
@@ -102,13 +102,14 @@ class _Reader:
         # A dictionary, not an array: an index is the sender's to choose and must not size an allocation.
         self.memo: dict[int, object] = {}
 
-    def read(self, budget: Budget) -> Generator[None, None, object]:
-        start = 0
+    def read(self, budget: Budget) -> Generator[int, None, object]:
+        start = told = 0
         try:
             while budget.num_opcodes > 0:
                 budget.num_opcodes -= 1
                 if budget.num_opcodes % SLICE_OPCODES == 0:
-                    yield
+                    yield self.position - told
+                    told = self.position
                 start = self.position
                 opcode = self.data[start]
                 self.position = start + 1

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control.phases import at_once, in_turns
+from ebbtide.srt.managers.control.pace import Pace, Wake, look_until
+from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import (
+    Activity,
     Conversation,
     DeadlinePassed,
     IncomingWeights,
     OutOfStep,
-    Progress,
     Ranks,
     Weights,
     Work,
 )
-from ebbtide.srt.managers.control.weights.groups import LOOK_S, Wake, look_until
 from ebbtide.srt.managers.control.weights.session import WeightSession
 from ebbtide.srt.managers.control.weights.terms import check_fields, refuse_problems, summary_of
 from ebbtide.srt.managers.io_struct import UpdateWeightsFromIPCReqInput, WeightUpdateRequest
-
-SHORTEST_LOOK_S: Final = 1e-3
 
 
 class Arrivals:
@@ -36,10 +34,16 @@ class Arrivals:
     """
 
     def __init__(
-        self, weights: Weights, ranks: Ranks, wake: Wake, check: Callable[[WeightUpdateRequest], None]
+        self,
+        weights: Weights,
+        ranks: Ranks,
+        pace: Pace,
+        wake: Wake,
+        check: Callable[[WeightUpdateRequest], None],
     ) -> None:
         self._weights = weights
         self._ranks = ranks
+        self._pace = pace
         self._wake = wake
         self._check = check
 
@@ -48,14 +52,14 @@ class Arrivals:
 
         def checked() -> Work[IncomingWeights]:
             # Opened before anything is refused: closing it gives the sender's memory back.
-            incoming = yield from in_turns(self._weights.open(request), Progress.COPYING)
+            _, incoming = yield from self._pace.turns(self._weights.open(request), Activity.COPYING)
             opened.enter_context(closing(incoming))
             check_fields(request)
             self._check(request)
             refuse_problems(incoming)
             return incoming
 
-        incoming, summaries = yield from self._ranks.survey(Progress.COPYING, checked(), summary_of)
+        incoming, summaries = yield from self._ranks.survey(Activity.COPYING, checked(), summary_of)
         if len(set(summaries)) > 1:
             raise RequestRejected(
                 "nothing was written: every rank must be given the same tensors, or its own parts of them, "
@@ -69,7 +73,7 @@ class Arrivals:
             return
         overwritten = yield from session.expect(incoming)
         try:
-            yield from self._ranks.phase(Progress.WAITING, _arrival(incoming, self._wake))
+            yield from self._ranks.phase(Activity.WAITING, look_until(incoming.arrived, self._wake))
         except DeadlinePassed:
             incoming.abandon()
             message = (
@@ -94,8 +98,8 @@ class Arrivals:
             self._check(request)
             return opened.enter_context(closing(self._weights.converse(request.zmq_handles)))
 
-        sender = yield from self._ranks.phase(Progress.COPYING, at_once(met))
-        return Pieces(sender, self._ranks, self._wake)
+        sender = yield from self._ranks.phase(Activity.COPYING, at_once(met))
+        return Pieces(sender, self._ranks, self._pace, self._wake)
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,7 @@ class Pieces:
 
     _sender: Conversation
     _ranks: Ranks
+    _pace: Pace
     _wake: Wake
     _heard: _Heard = field(default_factory=_Heard)
 
@@ -156,7 +161,7 @@ class Pieces:
     def _next(self) -> Work[IncomingWeights | None]:
         """The same on all ranks; None: everything has come."""
         try:
-            _, facts = yield from self._ranks.survey(Progress.WAITING, self._hear(), lambda heard: heard.fact)
+            _, facts = yield from self._ranks.survey(Activity.WAITING, self._hear(), lambda heard: heard.fact)
         except DeadlinePassed:
             raise RequestRejected(
                 "the update was given up at its deadline, nothing of it is served: it had not all come"
@@ -172,7 +177,7 @@ class Pieces:
         except RequestRejected as refusal:
             self._heard = _Heard(is_over=True, refusal=refusal)
             return self._heard
-        incoming = self._sender.piece()
+        _, incoming = yield from self._pace.turns(self._sender.piece(), Activity.COPYING)
         self._heard = _Heard(incoming)
         if incoming is not None:
             try:
@@ -184,7 +189,7 @@ class Pieces:
     def _refuse(self, failure: Exception) -> Work[NoReturn]:
         """Tell all senders, and hear them out: one would wait for ever where nobody listens any more."""
         with suppress(DeadlinePassed):
-            yield from self._ranks.phase(Progress.WAITING, self._hear_out(str(failure)))
+            yield from self._ranks.phase(Activity.WAITING, self._hear_out(str(failure)))
         raise failure
 
     def _hear_out(self, problem: str) -> Work[None]:
@@ -200,22 +205,6 @@ class Pieces:
             while True:
                 yield from look_until(self._sender.poll, self._wake)
                 self._sender.answer(problem)
-
-
-def _arrival(incoming: IncomingWeights, wake: Wake) -> Work[None]:
-    """Look often enough that a fraction of the time that it has taken is lost at the most."""
-    waits_s = _growing()
-    while not incoming.arrived():
-        wake(waits_s)
-        yield Progress.WAITING
-
-
-def _growing() -> Iterator[float]:
-    waited_s = 0.0
-    while True:
-        wait_s = min(max(SHORTEST_LOOK_S, waited_s / 32), LOOK_S)
-        waited_s += wait_s
-        yield wait_s
 
 
 def _loss(overwritten: frozenset[str]) -> str:

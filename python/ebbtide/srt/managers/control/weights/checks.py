@@ -7,21 +7,22 @@ compares. Source: wire_api section 3.3, `/weights_checker`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.phases import in_turns
+from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.ports import (
+    Activity,
     HandlerTable,
     Operation,
     Parameters,
-    Progress,
     Ranks,
+    Slices,
     Snapshot,
     Work,
 )
@@ -38,12 +39,6 @@ T = TypeVar("T")
 MAX_ERRORS: Final = 20
 MAX_NAMES: Final = 10
 
-# After reading so much a forward pass may come in between.
-TURN_BYTES: Final = 64 << 20
-
-# Work, as a generator of the bytes of each piece just read; what it returns.
-Pieces: TypeAlias = Generator[int, None, T]
-
 
 class WeightChecks:
     """Answers `CheckWeightsReqInput`: one answer for all ranks, and a copy on all of them or on none.
@@ -57,11 +52,13 @@ class WeightChecks:
         parameters: Parameters,
         memory: MemoryOccupation,
         ranks: Ranks,
+        pace: Pace,
         is_updating: Callable[[], bool],
     ) -> None:
         self._parameters = parameters
         self._memory = memory
         self._ranks = ranks
+        self._pace = pace
         self._is_updating = is_updating
         self._snapshot: Snapshot | None = None
         self.handlers: HandlerTable = {CheckWeightsReqInput: self.check}
@@ -83,7 +80,7 @@ class WeightChecks:
     def _checksums(self, skipped: Sequence[str]) -> Operation:
         self._require_whole()
         work = self._watched(self._parameters.checksums(skipped))
-        _, facts = yield from self._ranks.survey(Progress.WORKING, work, msgspec.to_builtins)
+        _, facts = yield from self._ranks.survey(Activity.WORKING, work, msgspec.to_builtins)
         by_rank = msgspec.convert(facts, list[RankChecksums])
         total = hashlib.sha256("".join(rank.per_gpu_checksum for rank in by_rank).encode()).hexdigest()
         num_tensors = len(by_rank[0].checksums)
@@ -94,7 +91,7 @@ class WeightChecks:
     def _take_snapshot(self) -> Operation:
         self._require_whole()
         work = self._watched(self._parameters.snapshot())
-        self._snapshot = yield from self._ranks.phase(Progress.WORKING, work)
+        self._snapshot = yield from self._ranks.phase(Activity.WORKING, work)
         return CheckWeightsReqOutput(message="The parameters were copied to host memory.")
 
     def _compare(self, skipped: Sequence[str]) -> Operation:
@@ -103,7 +100,7 @@ class WeightChecks:
             raise RequestRejected("there is no snapshot: take one with action 'snapshot' first", 409)
         self._require_whole()
         work = self._watched(_refusing(snapshot.differences(skipped)))
-        yield from self._ranks.phase(Progress.WORKING, work)
+        yield from self._ranks.phase(Activity.WORKING, work)
         self._snapshot = None
         return CheckWeightsReqOutput(message="The parameters are those of the snapshot, which is freed.")
 
@@ -138,28 +135,26 @@ class WeightChecks:
                 409,
             )
 
-    def _watched(self, pieces: Pieces[T]) -> Work[T]:
-        return in_turns(self._while_unchanged(pieces), Progress.WORKING)
+    def _watched(self, slices: Slices[T]) -> Work[T]:
+        _, result = yield from self._pace.turns(self._while_unchanged(slices), Activity.WORKING)
+        return result
 
-    def _while_unchanged(self, pieces: Pieces[T]) -> Generator[None, None, T]:
-        """The work in turns. Control requests in between may change what is read, or take it away."""
+    def _while_unchanged(self, slices: Slices[T]) -> Slices[T]:
+        """Control requests between two turns may change what is read, or take it away."""
         generation = self._parameters.generation
-        with closing(pieces):
+        with closing(slices):
             while True:
                 is_whole = MemoryTag.WEIGHTS not in self._memory.released and not self._memory.content.missing
                 if self._parameters.generation != generation or not is_whole:
                     raise RequestRejected("the weights were changed or released meanwhile: ask again", 409)
-                num_bytes = 0
-                while num_bytes < TURN_BYTES:
-                    try:
-                        num_bytes += next(pieces)
-                    except StopIteration as end:
-                        result: T = end.value
-                        return result
-                yield
+                try:
+                    yield next(slices)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
 
 
-def _refusing(differences: Pieces[list[dict[str, str]]]) -> Pieces[None]:
+def _refusing(differences: Slices[list[dict[str, str]]]) -> Slices[None]:
     """Refused if there are any."""
     errors = yield from differences
     if errors:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.pause import Generation, Paused
-from ebbtide.srt.managers.control.ports import Progress, Requests
+from ebbtide.srt.managers.control.ports import Activity, Requests
 from ebbtide.srt.managers.control.weights.terms import CommitTerms
 from ebbtide.srt.managers.io_struct import PauseMode
 
@@ -36,10 +36,11 @@ class CommitConditions:
         """Within, nothing is admitted, if running requests are to end first."""
         return self._generation.drain() if terms.mode is PauseMode.WAIT else nullcontext()
 
-    def ready(self, terms: CommitTerms) -> Iterator[Progress]:
-        """Wait for running requests, if they are to end first; then look again at what has changed since."""
+    def ready(self, terms: CommitTerms) -> Iterator[Activity]:
+        """Wait for running requests, if they are to end first; then, at a boundary, look again."""
         while self._waits(terms) and self._requests.num_running > 0:
-            yield Progress.DRAINING
+            yield Activity.DRAINING
+        yield Activity.BOUNDARY
         self.check(terms)
 
     def mode(self, terms: CommitTerms) -> PauseMode | None:

@@ -5,17 +5,15 @@ Source: wire_api section 3.3.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from typing import Final, TypeAlias
 
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.control.pace import Wake, look_until
 from ebbtide.srt.managers.control.ports import (
+    Activity,
     DeadlinePassed,
     HandlerTable,
     Operation,
-    Progress,
     Ranks,
     Weights,
     Work,
@@ -25,22 +23,6 @@ from ebbtide.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
     WeightsUpdateGroupReqOutput,
 )
-
-# Short waits first: what comes at once is not held up. A loop that sleeps is to stay almost idle.
-FIRST_LOOKS_S: Final = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
-LOOK_S: Final = 32e-3
-
-
-# Turns this rank's loop once more, after the next of these waits; does nothing if that is to happen anyway.
-Wake: TypeAlias = Callable[[Iterator[float]], None]
-
-
-def look_until(is_done: Callable[[], bool], wake: Wake) -> Work[None]:
-    """Wait for what sends the loop no message, looking now and then."""
-    waits_s = itertools.chain(FIRST_LOOKS_S, itertools.repeat(LOOK_S))
-    while not is_done():
-        wake(waits_s)
-        yield Progress.WAITING
 
 
 class GroupRequests:
@@ -77,7 +59,7 @@ class GroupRequests:
     def _on_all_ranks(self, work: Work[bool]) -> Work[bool]:
         """Whether it was so on any of them."""
         try:
-            _, answers = yield from self._ranks.survey(Progress.WAITING, work, bool)
+            _, answers = yield from self._ranks.survey(Activity.WAITING, work, bool)
         except DeadlinePassed:
             raise EngineError("not every rank was done with it in time") from None
         return any(answers)

@@ -3,56 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
-from typing import TypeVar
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
+from ebbtide.srt.managers.control.pace import Pace, Stall
 from ebbtide.srt.managers.control.ports import (
+    Activity,
+    CopyStream,
     IncomingWeights,
-    Progress,
     Ranks,
     Slices,
     Staging,
     Weights,
     Work,
 )
-
-# What is copied between two forward passes, unless a slice of 0 bytes says that it is enough for now.
-SLICE_BYTES = 32 << 20
-
-T = TypeVar("T")
-
-
-class Stall:
-    """The longest time for which an update kept the loop from running a forward pass."""
-
-    def __init__(self) -> None:
-        self.longest_ms = 0.0
-        self._began: float | None = None
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._note(started)
-
-    def begin(self) -> None:
-        """No forward pass can run from here to `end`, whatever the loop does meanwhile."""
-        if self._began is None:
-            self._began = time.perf_counter()
-
-    def end(self) -> None:
-        """Forward passes can run again."""
-        if self._began is not None:
-            self._note(self._began)
-            self._began = None
-
-    def _note(self, started: float) -> None:
-        self.longest_ms = max(self.longest_ms, (time.perf_counter() - started) * 1e3)
 
 
 class WeightSession:
@@ -71,6 +35,7 @@ class WeightSession:
         weights: Weights,
         content: WeightContent,
         ranks: Ranks,
+        pace: Pace,
         deadline_id: str | None = None,
         session_id: str | None = None,
     ) -> None:
@@ -90,6 +55,7 @@ class WeightSession:
         self._weights = weights
         self._content = content
         self._ranks = ranks
+        self._pace = pace
         self._staging: Staging | None = None
 
     @property
@@ -117,7 +83,7 @@ class WeightSession:
         try:
             finding = self._find_room(in_place=not is_whole)
             staging, staged = yield from self._ranks.survey(
-                Progress.WORKING, finding, lambda staging: staging.is_staged
+                Activity.WORKING, finding, lambda staging: staging.is_staged
             )
             if staging.is_staged and not all(staged):
                 # Where one rank has no room for a copy, none can go back: all write in place.
@@ -130,7 +96,7 @@ class WeightSession:
 
     def _find_room(self, *, in_place: bool) -> Work[Staging]:
         room = self._weights.stage(in_place=in_place)
-        _, self._staging = yield from _in_slices(room, self.stall, Progress.WORKING)
+        _, self._staging = yield from self._pace.turns(room, Activity.WORKING, self.stall)
         return self._staging
 
     def expect(self, incoming: IncomingWeights) -> Work[frozenset[str]]:
@@ -149,7 +115,7 @@ class WeightSession:
         if not incoming.is_sent or not incoming.receive_into(self._staging):
             return frozenset()
         if not self.is_staged:
-            self._lose(incoming)
+            yield from self._lose(incoming)
         overwritten = self.names & incoming.names
         self.names -= incoming.names
         return overwritten
@@ -163,7 +129,7 @@ class WeightSession:
         self._require_sound()
         yield from self.make_room(incoming)
         if incoming.needs_copy and self._staging is not None:
-            yield from self._do(self._staging.complete(self.names), Progress.COPYING)
+            yield from self._complete(self._staging)
         else:
             self.names -= incoming.names
         num_bytes = 0
@@ -178,22 +144,21 @@ class WeightSession:
 
     def _copy(self, incoming: IncomingWeights, staging: Staging) -> Work[int]:
         if not incoming.is_sent:
-            yield from self._do(incoming.open(), Progress.WORKING)
+            yield from self._do(incoming.open(), Activity.WORKING)
         if not self.is_staged:
-            self._lose(incoming)
+            yield from self._lose(incoming)
         self._is_spoilt = incoming.needs_copy  # Until it is written and let go of, on all ranks.
-        kind = Progress.COPYING if self.is_staged else Progress.WORKING
-        num_bytes = yield from self._do(incoming.write(staging), kind)
-        if self.is_staged:
-            yield Progress.WORKING  # The boundary again: copies may have run beside a forward pass.
+        kind = Activity.COPYING if self.is_staged else Activity.WORKING
+        num_bytes = yield from self._do(incoming.write(staging), kind, self._weights.copies)
         if incoming.is_sent:
             incoming.close()
         else:
-            yield from self._do(incoming.let_go(), Progress.WORKING)
+            yield from self._do(incoming.release(), Activity.WORKING)
         return num_bytes
 
-    def _lose(self, incoming: IncomingWeights) -> None:
+    def _lose(self, incoming: IncomingWeights) -> Work[None]:
         """The live weights are a mixture from here to the commit: no forward pass may see them."""
+        yield Activity.BOUNDARY
         if isinstance(self._content.state, Valid):
             self.stall.begin()
         self._content.lose(incoming.names)
@@ -206,7 +171,10 @@ class WeightSession:
         """
         self._require_sound()
         if self._staging is not None and self.is_staged and not self.names >= self._weights.names:
-            yield from self._do(self._staging.complete(self.names), Progress.COPYING)
+            yield from self._complete(self._staging)
+
+    def _complete(self, staging: Staging) -> Work[None]:
+        yield from self._do(staging.complete(self.names), Activity.COPYING, self._weights.copies)
 
     def commit(self) -> None:
         """Make what was written the live weights."""
@@ -215,10 +183,10 @@ class WeightSession:
         self._content.note_written(self.names)
         self.stall.end()
 
-    def give_back(self) -> Work[None]:
+    def release(self) -> Work[None]:
         """After the commit, give the copy's memory back."""
         if self._staging is not None and self.is_staged:
-            yield from self._do(self._staging.give_back(), Progress.WORKING)
+            yield from self._do(self._staging.release(), Activity.WORKING)
 
     def close(self) -> None:
         """Give the copy's memory back."""
@@ -233,33 +201,8 @@ class WeightSession:
                 "abort_weight_update, then begin again"
             )
 
-    def _do(self, slices: Slices, kind: Progress) -> Work[int]:
+    def _do(self, slices: Slices[None], kind: Activity, copies: CopyStream | None = None) -> Work[int]:
         """One step on every rank; returns the bytes of this one's."""
-        num_bytes, _ = yield from self._ranks.phase(kind, _in_slices(slices, self.stall, kind))
+        work = self._pace.turns(slices, kind, self.stall, copies)
+        num_bytes, _ = yield from self._ranks.phase(kind, work)
         return num_bytes
-
-
-def _in_slices(work: Generator[int, None, T], stall: Stall, progress: Progress) -> Work[tuple[int, T]]:
-    """Do the work, letting a forward pass in after every SLICE_BYTES, and wherever it asks for one by a slice
-    of 0 bytes; returns its bytes and its result.
-
-    Args:
-        progress: what is yielded in between. COPYING where the work only launches copies. Taking and giving
-            back memory is not that: the driver makes it wait for the forward pass under way, and the
-            next one with it.
-    """
-    total_bytes = 0
-    with closing(work):
-        while True:
-            turn_bytes = 0
-            with stall.measure():
-                try:
-                    while turn_bytes < SLICE_BYTES:
-                        slice_bytes = next(work)
-                        turn_bytes += slice_bytes
-                        if slice_bytes == 0:
-                            break
-                except StopIteration as end:
-                    return total_bytes + turn_bytes, end.value
-            total_bytes += turn_bytes
-            yield progress

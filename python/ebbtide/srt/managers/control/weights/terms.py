@@ -69,7 +69,7 @@ def summary_of(incoming: IncomingWeights) -> str:
 
 def refuse_problems(incoming: IncomingWeights) -> None:
     """Refuse tensors that do not fit the model, and list them."""
-    problems = incoming.problems()
+    problems = incoming.problems
     if problems:
         listed = "; ".join(f"{problem['name']}: {problem['reason']}" for problem in problems[:MAX_ERRORS])
         raise RequestRejected(

@@ -18,15 +18,16 @@ from msgspec import structs
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Valid
 from ebbtide.srt.managers.control.operations import Operations
+from ebbtide.srt.managers.control.pace import Pace, Wake
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import (
+    Activity,
     DeadlinePassed,
     HandlerTable,
     IncomingWeights,
     Operation,
     OutOfStep,
     Overruled,
-    Progress,
     Ranks,
     Requests,
     Weights,
@@ -34,7 +35,7 @@ from ebbtide.srt.managers.control.ports import (
 )
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Pieces
 from ebbtide.srt.managers.control.weights.commit_conditions import CAUSE, CommitConditions
-from ebbtide.srt.managers.control.weights.groups import GroupRequests, Wake
+from ebbtide.srt.managers.control.weights.groups import GroupRequests
 from ebbtide.srt.managers.control.weights.reading import WeightReading
 from ebbtide.srt.managers.control.weights.session import WeightSession
 from ebbtide.srt.managers.control.weights.terms import (
@@ -87,6 +88,7 @@ class WeightUpdates:
         operations: Operations,
         ranks: Ranks,
         set_deadline: Callable[[str, float], None],
+        pace: Pace,
         wake: Wake,
         *,
         version: str,
@@ -105,6 +107,7 @@ class WeightUpdates:
         self._requests = requests
         self._operations = operations
         self._ranks = ranks
+        self._pace = pace
         self._set_deadline = set_deadline
         self._session: WeightSession | None = None
         self._why_closed = "none was begun"
@@ -112,7 +115,7 @@ class WeightUpdates:
         self._turns: list[object] = []
         self._conditions = CommitConditions(generation, memory, requests)
         self._awaits_verdict = False
-        self._arrivals = Arrivals(weights, ranks, wake, self._require_open_for)
+        self._arrivals = Arrivals(weights, ranks, pace, wake, self._require_open_for)
         self.handlers: HandlerTable = {
             UpdateWeightFromDiskReqInput: self.update,
             UpdateWeightsFromTensorReqInput: self.update,
@@ -228,12 +231,12 @@ class WeightUpdates:
             if self._session is None:
                 self._conditions.check(terms)
             while not has_come():
-                yield Progress.WAITING
+                yield Activity.WAITING
             self._require_open_for(request)
             if self._session is not None:
                 yield from self._arrivals.receive(incoming, self._session)
                 return (yield from self._stage(self._session, request, incoming))
-            session = opened.enter_context(closing(WeightSession(self._weights, self._content, self._ranks)))
+            session = opened.enter_context(closing(self._new_session()))
             yield from self._arrivals.receive(incoming, session)
             with self._conditions.draining(terms):
                 yield from session.make_room(incoming)
@@ -252,16 +255,16 @@ class WeightUpdates:
             if self._session is None:
                 self._conditions.check(terms)
             while not has_come():
-                yield Progress.WAITING
+                yield Activity.WAITING
             self._require_open_for(request)
             if self._session is not None:
                 before = self._session.counts
                 yield from self._take(pieces, self._session, lambda: iter(()))
                 pieces.finish()
                 return self._staged(self._session, request, before)
-            session = opened.enter_context(closing(WeightSession(self._weights, self._content, self._ranks)))
+            session = opened.enter_context(closing(self._new_session()))
 
-            def ready_in_place() -> Iterator[Progress]:
+            def ready_in_place() -> Iterator[Activity]:
                 opened.enter_context(self._conditions.draining(terms))
                 return self._conditions.ready(terms)
 
@@ -273,7 +276,7 @@ class WeightUpdates:
                 return reply
 
     def _take(
-        self, pieces: Pieces, session: WeightSession, ready_in_place: Callable[[], Iterator[Progress]]
+        self, pieces: Pieces, session: WeightSession, ready_in_place: Callable[[], Iterator[Activity]]
     ) -> Work[None]:
         """Write pieces as they come. Where there is no copy, what runs is waited for first."""
         num_before = session.num_tensors
@@ -314,12 +317,10 @@ class WeightUpdates:
         try:
             with self._turn() as has_come:
                 while not has_come():
-                    yield Progress.WAITING
+                    yield Activity.WAITING
                 self._refuse_second_session()
                 deadline_id = next(self._session_ids)
-                self._session = WeightSession(
-                    self._weights, self._content, self._ranks, deadline_id, request.session_id
-                )
+                self._session = self._new_session(deadline_id, request.session_id)
         except DeadlinePassed:
             raise RequestRejected(
                 "no session was opened: an earlier update was still waiting at the deadline", 409
@@ -331,7 +332,7 @@ class WeightUpdates:
     def _end(self, request: EndWeightUpdateReqInput) -> Operation:
         with self._turn() as has_come:
             while not has_come():
-                yield Progress.WAITING
+                yield Activity.WAITING
             self._require_resident()
             session = self._require_session()
             self._require_named(request, 409)
@@ -349,7 +350,6 @@ class WeightUpdates:
     def _finish(self, session: WeightSession, terms: CommitTerms) -> Operation:
         """Make the session whole, wait for the boundary, and commit: weights, version and cache together."""
         yield from session.complete()
-        yield Progress.WORKING  # Copies may have run beside a forward pass: here is the boundary.
         yield from self._conditions.ready(terms)
         mode = self._conditions.mode(terms)
         yield from self._verdict()
@@ -377,11 +377,11 @@ class WeightUpdates:
         reply = self._reply(session, message, session.counts, is_committed=True)
         return structs.replace(reply, num_paused_requests=num_paused)
 
-    def _verdict(self) -> Iterator[Progress]:
+    def _verdict(self) -> Iterator[Activity]:
         """Refuse nothing from here on. Where several replicas commit together, wait until all are ready."""
         self._awaits_verdict = True
         try:
-            yield Progress.PREPARED
+            yield Activity.PREPARED
         except DeadlinePassed:
             raise EngineError("it was ready, but was not told in time that all replicas were") from None
         finally:
@@ -414,13 +414,16 @@ class WeightUpdates:
             why = self._why_closed if self._session is None else "another session is open"
             raise RequestRejected(f"the session {request.session_id[:200]!r} is not open ({why})", status)
 
+    def _new_session(self, deadline_id: str | None = None, session_id: str | None = None) -> WeightSession:
+        return WeightSession(self._weights, self._content, self._ranks, self._pace, deadline_id, session_id)
+
     def _refuse_second_session(self) -> None:
         if self._session is not None:
             raise RequestRejected(
                 "a weight update session is open: end_weight_update or abort_weight_update first", 409
             )
 
-    def _breathe(self, session: WeightSession) -> Iterator[Progress]:
+    def _breathe(self, session: WeightSession) -> Iterator[Activity]:
         """Let forward passes in between the commit and giving the copy's memory back, piece by piece.
 
         Where none is waited for it goes in one piece: requests that were retracted have prompts to compute
@@ -429,8 +432,8 @@ class WeightUpdates:
         """
         if not isinstance(self._generation.state, Paused) and self._requests.num_running > 0:
             try:
-                yield Progress.WORKING
-                yield from session.give_back()
+                yield Activity.WORKING
+                yield from session.release()
             except (DeadlinePassed, RequestRejected, EngineError) as error:
                 logger.warning("the second copy of the weights is given back in one piece: %r", error)
 

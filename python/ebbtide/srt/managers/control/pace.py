@@ -1,0 +1,151 @@
+"""How much of what takes long is done between two forward passes, and how often a wait is looked at.
+
+Decoding, checking, copying, mapping, giving back: whatever takes long is an iterator that yields the bytes of
+each slice that it has just done. Here slices become turns of the loop, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from typing import Final, TypeAlias, TypeVar
+
+from ebbtide.srt.managers.control.ports import Activity, CopyStream, Slices, Work
+
+T = TypeVar("T")
+
+# A turn's part of the time that the last forward pass took.
+SHARE: Final = 0.25
+SHORTEST_TURN_S: Final = 0.5e-3
+LONGEST_TURN_S: Final = 10e-3
+# Where no forward pass waits, a turn ends only so that the loop hears of messages and deadlines.
+IDLE_TURN_S: Final = 25e-3
+# What a device copies beside a forward pass; a copy is launched sooner than it is done.
+COPY_BYTES_PER_S: Final = 1.4e12
+
+# A wait is looked at after at least this, and after at most this.
+SHORTEST_LOOK_S: Final = 1e-3
+LONGEST_LOOK_S: Final = 32e-3
+
+# Turns this rank's loop once more, after the next of these waits; does nothing if that is to happen anyway.
+Wake: TypeAlias = Callable[[Iterator[float]], None]
+
+
+class Stall:
+    """The longest time for which an update kept the loop from running a forward pass."""
+
+    def __init__(self) -> None:
+        self.longest_ms = 0.0
+        self._began: float | None = None
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._note(started)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._began is not None
+
+    def begin(self) -> None:
+        """No forward pass can run from here to `end`, whatever the loop does meanwhile."""
+        if self._began is None:
+            self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """Forward passes can run again."""
+        if self._began is not None:
+            self._note(self._began)
+            self._began = None
+
+    def _note(self, started: float) -> None:
+        self.longest_ms = max(self.longest_ms, (time.perf_counter() - started) * 1e3)
+
+
+class Pace:
+    """Makes turns of work: a share of a forward pass each while passes run, all of it at once while none do.
+
+    Ranks measure their own passes, so they may need different numbers of turns: work is paced inside a phase.
+    """
+
+    def __init__(self) -> None:
+        self._step_s: float | None = None
+
+    def note_step(self, step_s: float) -> None:
+        """A forward pass took so long, from one to the next."""
+        self._step_s = step_s
+
+    def note_idle(self) -> None:
+        """The loop made a turn without a forward pass."""
+        self._step_s = None
+
+    def turns(
+        self,
+        slices: Slices[T],
+        activity: Activity,
+        stall: Stall | None = None,
+        copies: CopyStream | None = None,
+    ) -> Work[tuple[int, T]]:
+        """Do the work, letting a forward pass in after every turn; returns its bytes and its result.
+
+        Args:
+            slices: yields the bytes of each; 0 ends the turn: nothing more can be done before the next.
+            activity: what is yielded in between. COPYING where the work only launches copies. Taking and
+                giving back memory is not that: the driver makes it wait for the forward pass under way, and
+                the next one with it.
+            stall: notes the turns; while it lasts no pass can run, so there is nothing to be kept short for.
+            copies: where the work launches its copies. The end is when they have run.
+        """
+        num_bytes = 0
+        with closing(slices):
+            while True:
+                with (
+                    stall.measure() if stall else nullcontext(),
+                    copies.copying() if copies else nullcontext(),
+                ):
+                    turn_s, left_bytes = self._budget(stall is not None and stall.lasts)
+                    until_s = time.perf_counter() + turn_s
+                    try:
+                        while True:
+                            slice_bytes = next(slices)
+                            num_bytes += slice_bytes
+                            left_bytes -= slice_bytes
+                            if slice_bytes == 0 or left_bytes <= 0 or time.perf_counter() >= until_s:
+                                break
+                    except StopIteration as end:
+                        result: T = end.value
+                        break
+                yield activity
+        # Asked outside, where nothing more is being launched.
+        while copies is not None and not copies.copies_done():
+            yield activity
+        return num_bytes, result
+
+    def _budget(self, is_held_up: bool) -> tuple[float, float]:
+        """The seconds of a turn, and the bytes that it may launch."""
+        if self._step_s is None or is_held_up:
+            return IDLE_TURN_S, math.inf
+        turn_s = min(max(SHARE * self._step_s, SHORTEST_TURN_S), LONGEST_TURN_S)
+        return turn_s, turn_s * COPY_BYTES_PER_S
+
+
+def look_until(is_done: Callable[[], bool], wake: Wake) -> Work[None]:
+    """Wait for what sends the loop no message; at most a fraction of the time that it takes is lost."""
+    waits_s = _growing()
+    while not is_done():
+        wake(waits_s)
+        yield Activity.WAITING
+
+
+def _growing() -> Iterator[float]:
+    waited_s = 0.0
+    while True:
+        wait_s = min(max(SHORTEST_LOOK_S, waited_s / 32), LONGEST_LOOK_S)
+        waited_s += wait_s
+        yield wait_s
