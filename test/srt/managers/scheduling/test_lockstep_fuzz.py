@@ -85,7 +85,8 @@ def snapshot(rank: NullRank) -> tuple[Any, ...]:
         control.updates.model_path,
         session and session.num_tensors_staged,
         control.operations.any_pending,
-        control.operations.needs_boundary,
+        control.operations.is_working,
+        rank.runner.num_under_way,
         is_alone,
         # What stands alone changes it at every rank's own speed.
         None if is_alone else tuple(memory.resident_bytes for memory in rank.runner.needed),
