@@ -37,7 +37,7 @@ from common import RESULTS, write_result
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
-from ebbtide.srt.managers.api.generate_request import RequestLimits
+from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.control.ports import IncomingWeights
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
@@ -284,7 +284,8 @@ async def measure_dispatch(api: Api, method: str) -> dict[str, Any]:
     runs = []
     for _ in range(NUM_GENERATIONS):
         started = time.process_time()
-        generation = api.manager.prepare({"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}})
+        fields = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}}
+        generation = await api.manager.prepare(fields)
         runs.append((time.process_time() - started) * 1e6)
         del generation
     await api.call(AbortReq(abort_all=True))

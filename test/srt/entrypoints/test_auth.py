@@ -18,7 +18,7 @@ from ebbtide.srt.server_args import ServerArgs
 OPEN = ["/health", "/health_generate", "/ready", "/metrics"]
 NORMAL = ["/generate", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/loads", "/get_load"]
 NORMAL += ["/model_info", "/get_model_info", "/server_info", "/get_server_info"]
-NORMAL += ["/get_weight_version", "/memory_occupation"]
+NORMAL += ["/get_weight_version", "/memory_occupation", "/tokenize", "/v1/tokenize", "/detokenize"]
 CONTROL = [*CONTROL_ROUTES, "/transition", "/", "/nowhere", "/weights_checker"]
 CONTROL += [path for path in NOT_IMPLEMENTED if not path.startswith("/v1/")]
 

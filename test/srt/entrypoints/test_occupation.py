@@ -13,7 +13,14 @@ from ebbtide.srt.device.nvml_memory import device_memory_bytes
 from ebbtide.srt.entrypoints import occupation
 from ebbtide.srt.entrypoints.occupation import count_devices_once, memory_occupation, num_gpus
 from ebbtide.srt.errors import EngineError
-from ebbtide.srt.managers.io_struct import PauseMode, RankReport, StateReport, TagReport
+from ebbtide.srt.managers.io_struct import (
+    PauseMode,
+    RankReport,
+    ReleaseMemoryOccupationReqOutput,
+    StateReport,
+    TagReport,
+)
+from ebbtide.srt.managers.wire.reply_merging import merge_replicas
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 TP2 = ParallelConfig(tp_size=2)
@@ -128,17 +135,21 @@ def test_a_process_that_has_ended_is_an_error() -> None:
 )
 def test_free_memory_is_that_of_devices(uuids: tuple[str | None, ...], before: int, after: int) -> None:
     ranks = [rank(dp_rank=dp_rank, uuid=uuid) for dp_rank, uuid in enumerate(uuids)]
-    body: dict[str, Any] = {
-        "freed_bytes": {"weights": 200},
-        "device_free_bytes_before": 190,
-        "device_free_bytes_after": 610,
-        "ranks": [
-            {"dp_rank": 0, "tp_rank": 0, "device_free_bytes_before": 90, "device_free_bytes_after": 300},
-            {"dp_rank": 1, "tp_rank": 0, "device_free_bytes_before": 100, "device_free_bytes_after": 310},
-        ],
-    }
-    count_devices_once(body, ranks, DP2)
-    assert (body["device_free_bytes_before"], body["device_free_bytes_after"]) == (before, after)
+    seen = [(90, 300), (100, 310)]
+    replies = [
+        ReleaseMemoryOccupationReqOutput(
+            changed=True,
+            tags=[MemoryTag.WEIGHTS],
+            freed_bytes={MemoryTag.WEIGHTS: 200},
+            num_retracted=0,
+            device_free_bytes_before=free_before,
+            device_free_bytes_after=free_after,
+            duration_ms=1.0,
+        )
+        for free_before, free_after in seen
+    ]
+    reply = count_devices_once(merge_replicas(replies), ranks, DP2)
+    assert (reply.device_free_bytes_before, reply.device_free_bytes_after) == (before, after)
 
 
 class NVMLError(Exception):

@@ -1,19 +1,16 @@
 """The life of a request, told by a scripted scheduler: answers, streams, aborts, and the engine's death."""
 
 import asyncio
-import dataclasses
 import json
-from collections.abc import Callable, Coroutine, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
-import uvloop
+from fixtures.scripted_engine import STATE, Engine, run, start
 from fixtures.tokenizers import byte_level
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.api.generate_request import RequestLimits
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
@@ -22,119 +19,22 @@ from ebbtide.srt.managers.io_struct import (
     ControlCall,
     ControlReply,
     FinishReason,
-    ManagerInput,
     PingReqInput,
     PingReqOutput,
     RequestOutput,
-    RequestStart,
-    SchedulerInput,
-    StateReport,
-    TextOutput,
     TokenizedGenerateReqInput,
     TokenLogprobs,
     TokenOutput,
 )
-from ebbtide.srt.managers.tokenizer_manager import Placement, TokenizerManager
-from ebbtide.srt.managers.wire.channel import channel_pair
 
-LIMITS = RequestLimits(
-    context_len=64, vocab_size=500, max_total_num_tokens=64, stream_interval=1, num_replicas=1
-)
 STOP = FinishReason("stop", 2)
 LENGTH = FinishReason("length", length=3)
 ABORT = FinishReason("abort", message="Aborted by /abort_request")
 
-STATE = StateReport(
-    paused=None, can_run=True, reason="", ranks=[], weight_version="1", model_path="", load_format="auto"
-)
-
-
-def start(**changes: Any) -> RequestStart:
-    fields: dict[str, Any] = {
-        "prompt_tokens": 2,
-        "cached_tokens": 1,
-        "prompt_tail": [],
-        "skip_special_tokens": True,
-        "spaces_between_special_tokens": True,
-        "no_stop_trim": False,
-        "stop_strings": (),
-        "input_logprobs": None,
-        "queue_time_s": 0.25,
-    }
-    return RequestStart(**{**fields, **changes})
-
-
-class Engine:
-    """A manager, and the other ends of its channels."""
-
-    def __init__(
-        self,
-        *,
-        incremental: bool = False,
-        has_tokenizer: bool = True,
-        num_replicas: int = 1,
-        place: Placement | None = None,
-    ) -> None:
-        config: Any = SimpleNamespace(
-            schedule=SimpleNamespace(incremental_streaming_output=incremental),
-            runtime=SimpleNamespace(random_seed=0),
-        )
-        to_scheduler, self._inbox = channel_pair(SchedulerInput)
-        self._outbox, to_manager = channel_pair(ManagerInput)
-        self.manager = TokenizerManager(
-            config,
-            to_scheduler,
-            to_manager,
-            dataclasses.replace(LIMITS, num_replicas=num_replicas),
-            byte_level() if has_tokenizer else None,
-            place,
-        )
-
-    async def received(self, count: int = 1) -> list[Any]:
-        """The next messages to the scheduler."""
-        messages: list[Any] = []
-        while len(messages) < count:
-            messages += await self._inbox.receive_async()
-        assert len(messages) == count
-        return messages
-
-    async def send(self, *outputs: RequestOutput, texts: list[str] | None = None, version: str = "1") -> None:
-        texts = [f"<{len(output.token_ids)}>" for output in outputs] if texts is None else texts
-        await self.send_message(TextOutput(weight_version=version, outputs=list(outputs), texts=texts))
-
-    async def send_message(self, message: Any) -> None:
-        """Send and wait until the manager has taken the message in."""
-        marker = msgspec.structs.replace(STATE, dp_rank=-1)
-        self._outbox.send(message)
-        self._outbox.send(marker)
-        while self.manager.reports.pop(-1, None) is None:
-            await asyncio.sleep(0)
-
-    def nothing_sent(self) -> bool:
-        return self._inbox.receive(0) == []
-
-    async def close(self) -> None:
-        await self.manager.close()
-        self._inbox.close()
-        self._outbox.close()
-
-
-def run(script: Callable[[Engine], Coroutine[Any, Any, None]], **options: Any) -> None:
-    async def play() -> None:
-        engine = Engine(**options)
-        engine.manager.start()
-        try:
-            await asyncio.wait_for(script(engine), 60)
-        finally:
-            await engine.close()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(play())
-
 
 async def answer(engine: Engine, fields: dict[str, Any], *outputs: RequestOutput, **more: Any) -> Any:
     """The result of a request whose outputs are these."""
-    generation = engine.manager.prepare(fields)
+    generation = await engine.manager.prepare(fields)
     result = asyncio.create_task(generation.result())
     await asyncio.sleep(0)
     await engine.send(*outputs, **more)
@@ -259,7 +159,7 @@ def test_texts_are_null_and_lists_are_absent_unless_asked_for() -> None:
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
     async def script(engine: Engine) -> None:
-        generation = engine.manager.prepare({"input_ids": [5], "rid": "r"})
+        generation = await engine.manager.prepare({"input_ids": [5], "rid": "r"})
         output = RequestOutput("r", [7], finish=LENGTH, start=start())
         await engine.send_message(TokenOutput(weight_version="1", outputs=[output]))
         body = await generation.result()
@@ -272,7 +172,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 
 def test_a_batch_is_answered_in_order_and_only_when_whole() -> None:
     async def script(engine: Engine) -> None:
-        generation = engine.manager.prepare(
+        generation = await engine.manager.prepare(
             {"input_ids": [[5], [6]], "rid": "r", "sampling_params": {"n": 2}}
         )
         sent = await engine.received(4)
@@ -310,7 +210,7 @@ async def two_chunks(engine: Engine) -> list[dict[str, Any]]:
         "return_logprob": True,
         "logprob_start_len": 1,
     }
-    stream = engine.manager.prepare(fields).stream()
+    stream = (await engine.manager.prepare(fields)).stream()
     first = RequestOutput(
         "r",
         [7],
@@ -371,7 +271,7 @@ def test_an_incremental_stream_holds_what_is_new() -> None:
 @pytest.mark.parametrize("incremental", [False, True])
 def test_chunks_that_a_slow_reader_left_lying_become_one(incremental: bool) -> None:
     async def script(engine: Engine) -> None:
-        stream = engine.manager.prepare({"input_ids": [5], "rid": "r", "stream": True}).stream()
+        stream = (await engine.manager.prepare({"input_ids": [5], "rid": "r", "stream": True})).stream()
         for token_id in range(10):
             await engine.send(RequestOutput("r", [token_id], start=start() if token_id == 0 else None))
         chunk = await next_chunk(stream)
@@ -385,7 +285,9 @@ def test_chunks_that_a_slow_reader_left_lying_become_one(incremental: bool) -> N
 
 def test_a_batch_streams_with_the_index_of_each_output() -> None:
     async def script(engine: Engine) -> None:
-        stream = engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": True}).stream()
+        stream = (
+            await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": True})
+        ).stream()
         await engine.send(RequestOutput("r_1", [1], start=start()))
         assert (await next_chunk(stream))["index"] == 1
         await engine.send(RequestOutput("r_0", [0], finish=LENGTH), RequestOutput("r_1", [2], finish=LENGTH))
@@ -415,7 +317,7 @@ def test_generate_serves_streams_and_whole_answers_alike() -> None:
 def test_a_refused_request_sends_nothing() -> None:
     async def script(engine: Engine) -> None:
         with pytest.raises(RequestRejected, match="vocabulary"):
-            engine.manager.prepare({"input_ids": [[5], [5000]]})
+            await engine.manager.prepare({"input_ids": [[5], [5000]]})
         assert engine.nothing_sent()
         assert engine.manager.num_live == 0
 
@@ -425,13 +327,13 @@ def test_a_refused_request_sends_nothing() -> None:
 @pytest.mark.parametrize("second", ["r", "r_1", ["x", "r"]])
 def test_a_rid_is_taken_until_its_last_output(second: Any) -> None:
     async def script(engine: Engine) -> None:
-        generation = engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r"})
+        generation = await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r"})
         again = {"input_ids": [5] if isinstance(second, str) else [[5], [6]], "rid": second}
         with pytest.raises(RequestRejected, match="still running"):
-            engine.manager.prepare(again)
+            await engine.manager.prepare(again)
         await engine.send(*(RequestOutput(f"r_{index}", [1], finish=LENGTH) for index in (0, 1)))
         await generation.result()
-        engine.manager.prepare(again).close()
+        (await engine.manager.prepare(again)).close()
 
     run(script)
 
@@ -439,7 +341,7 @@ def test_a_rid_is_taken_until_its_last_output(second: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reader_that_goes_away_aborts_what_is_still_to_come(stream: bool) -> None:
     async def script(engine: Engine) -> None:
-        generation = engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
+        generation = await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
         await engine.received(2)
         await engine.send(RequestOutput("r_0", [1], finish=LENGTH, start=start()))
         if stream:
@@ -461,9 +363,9 @@ def test_a_reader_that_goes_away_aborts_what_is_still_to_come(stream: bool) -> N
 
 def test_late_outputs_of_an_abandoned_request_do_not_reach_the_next_of_its_name() -> None:
     async def script(engine: Engine) -> None:
-        engine.manager.prepare({"input_ids": [5], "rid": "r"}).close()
+        (await engine.manager.prepare({"input_ids": [5], "rid": "r"})).close()
         with pytest.raises(RequestRejected, match="still running"):
-            engine.manager.prepare({"input_ids": [5], "rid": "r"})
+            await engine.manager.prepare({"input_ids": [5], "rid": "r"})
         await engine.send(RequestOutput("r", [1], start=start()))
         await engine.send(RequestOutput("r", [2], finish=ABORT))
         assert engine.manager.num_live == 0
@@ -475,7 +377,7 @@ def test_late_outputs_of_an_abandoned_request_do_not_reach_the_next_of_its_name(
 
 def test_a_timeout_aborts_and_keeps_the_tokens_so_far() -> None:
     async def script(engine: Engine) -> None:
-        generation = engine.manager.prepare({"input_ids": [5], "rid": "r", "timeout_s": 0.01})
+        generation = await engine.manager.prepare({"input_ids": [5], "rid": "r", "timeout_s": 0.01})
         request, abort = await engine.received() + await engine.received()
         assert isinstance(request, TokenizedGenerateReqInput)
         assert isinstance(abort, AbortGeneration)
@@ -507,7 +409,7 @@ def test_an_abort_by_the_engine_is_an_error_and_ends_the_batch(
     status: int, kind: type[Exception], stream: bool
 ) -> None:
     async def script(engine: Engine) -> None:
-        generation = engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
+        generation = await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
         await engine.received(2)
         reason = FinishReason("abort", message="the queue is full", status_code=status)
         await engine.send(RequestOutput("r_1", [], finish=reason))
@@ -527,7 +429,7 @@ async def drain(generation: LiveGeneration) -> Any:
 
 def test_an_abort_by_rid_reaches_every_output_of_its_batch() -> None:
     async def script(engine: Engine) -> None:
-        engine.manager.prepare({"input_ids": [[5], [6]], "rid": "batch"})
+        await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "batch"})
         await engine.received(2)
         for rid, expected in [
             ("batch", ["batch_0", "batch_1"]),
@@ -567,7 +469,7 @@ def test_control_replies_and_state_reports() -> None:
 def test_a_dead_engine_ends_everything_that_waits_and_everything_to_come(stream: bool) -> None:
     async def script(engine: Engine) -> None:
         manager = engine.manager
-        generation = manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
+        generation = await manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
         tasks = [asyncio.create_task(drain(generation)), asyncio.create_task(manager.control(PingReqInput()))]
         await asyncio.sleep(0)
         manager.fail("the scheduler died: SIGKILL")
@@ -576,7 +478,7 @@ def test_a_dead_engine_ends_everything_that_waits_and_everything_to_come(stream:
             with pytest.raises(EngineError, match="SIGKILL"):
                 await task
         with pytest.raises(EngineError, match="SIGKILL"):
-            manager.prepare({"input_ids": [5]})
+            await manager.prepare({"input_ids": [5]})
         await engine.received(3)
         assert engine.nothing_sent()
 
@@ -585,7 +487,7 @@ def test_a_dead_engine_ends_everything_that_waits_and_everything_to_come(stream:
 
 def test_an_answer_that_was_complete_survives_the_engine() -> None:
     async def script(engine: Engine) -> None:
-        generation = engine.manager.prepare({"input_ids": [5], "rid": "r"})
+        generation = await engine.manager.prepare({"input_ids": [5], "rid": "r"})
         await engine.send(RequestOutput("r", [1], finish=LENGTH))
         engine.manager.fail("the scheduler died")
         body = await generation.result()
@@ -597,7 +499,7 @@ def test_an_answer_that_was_complete_survives_the_engine() -> None:
 
 def test_closing_ends_what_waits_and_may_be_repeated() -> None:
     async def script(engine: Engine) -> None:
-        task = asyncio.create_task(engine.manager.prepare({"input_ids": [5]}).result())
+        task = asyncio.create_task((await engine.manager.prepare({"input_ids": [5]})).result())
         await asyncio.sleep(0)
         await engine.manager.close()
         with pytest.raises(EngineError, match="shut down"):
@@ -631,7 +533,7 @@ def in_turn(outputs: Sequence[TokenizedGenerateReqInput]) -> list[TokenizedGener
 
 def test_outputs_are_placed_before_they_are_sent() -> None:
     async def script(engine: Engine) -> None:
-        engine.manager.prepare({"input_ids": [[5], [6]]})
+        await engine.manager.prepare({"input_ids": [[5], [6]]})
         assert [message.dp_rank for message in await engine.received(2)] == [0, 1]
 
     run(script, num_replicas=2, place=in_turn)

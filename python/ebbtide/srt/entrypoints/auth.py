@@ -29,6 +29,8 @@ _OPEN_PATHS = frozenset(
 _NORMAL_PATHS = frozenset(
     {
         "/generate",
+        "/tokenize",
+        "/detokenize",
         "/model_info",
         "/get_model_info",
         "/server_info",

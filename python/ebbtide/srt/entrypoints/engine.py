@@ -490,7 +490,7 @@ class Engine:
         return body
 
     async def _start_or_finish(self, given: Mapping[str, Any]) -> Any:
-        generation = self._service.manager.prepare(given)
+        generation = await self._service.manager.prepare(given)
         return generation if generation.is_stream else await generation.result()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:

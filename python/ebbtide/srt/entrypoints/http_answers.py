@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,7 +38,25 @@ def error_answer(message: str, status: int, **fields: Any) -> Json:
     return Json(error_body(message, status, **fields), status)
 
 
-async def answer_events(receive: Receive, generation: LiveGeneration, bodies: AsyncIterator[Any]) -> Response:
+async def answer_whole(receive: Receive, starting: Coroutine[Any, Any, LiveGeneration]) -> Any:
+    """The result of a generation. It is aborted when the client disconnects.
+
+    Raises:
+        RequestRejected, EngineError: the generation was refused, or failed.
+        ClientDisconnect: the client has left.
+    """
+    return await while_connected(receive, _finish(starting))
+
+
+async def _finish(starting: Coroutine[Any, Any, LiveGeneration]) -> Any:
+    return await (await starting).result()
+
+
+async def answer_events(
+    receive: Receive,
+    starting: Coroutine[Any, Any, LiveGeneration],
+    bodies: Callable[[LiveGeneration], AsyncIterator[Any]],
+) -> Response:
     """A generation as server-sent events. It is aborted when the client disconnects.
 
     Args:
@@ -48,9 +66,9 @@ async def answer_events(receive: Receive, generation: LiveGeneration, bodies: As
         RequestRejected, EngineError: the generation was refused, or failed, before it began.
         ClientDisconnect: the client has left.
     """
-    events = _Events(generation, bodies)
+    events = _Events()
     try:
-        await while_connected(receive, events.wait_for_first(REFUSAL_WAIT_S))
+        await while_connected(receive, events.open(starting, bodies))
     except BaseException:
         events.drop()
         raise
@@ -58,18 +76,24 @@ async def answer_events(receive: Receive, generation: LiveGeneration, bodies: As
 
 
 class _Events(StreamingResponse):
-    def __init__(self, generation: LiveGeneration, bodies: AsyncIterator[Any]) -> None:
-        self._generation = generation
-        self._bodies = bodies
-        self._first: asyncio.Task[Any] | None = None
+    _generation: LiveGeneration | None = None
+    _first: asyncio.Task[Any] | None = None
+
+    def __init__(self) -> None:
         super().__init__(
             self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
 
-    async def wait_for_first(self, timeout_s: float) -> None:
-        """Return with the first event, or after a while."""
+    async def open(
+        self,
+        starting: Coroutine[Any, Any, LiveGeneration],
+        bodies: Callable[[LiveGeneration], AsyncIterator[Any]],
+    ) -> None:
+        """Start, and return with the first event, or after a while."""
+        self._generation = await starting
+        self._bodies = bodies(self._generation)
         self._first = asyncio.ensure_future(_next(self._bodies))
-        await asyncio.wait([self._first], timeout=timeout_s)
+        await asyncio.wait([self._first], timeout=REFUSAL_WAIT_S)
         if self._first.done():
             self._first.result()
 
@@ -85,7 +109,8 @@ class _Events(StreamingResponse):
         """Nobody reads it any more."""
         if self._first is not None:
             self._first.cancel()
-        self._generation.close()
+        if self._generation is not None:
+            self._generation.close()
 
     async def _events(self) -> AsyncIterator[bytes]:
         try:

@@ -32,7 +32,7 @@ from ebbtide.srt.entrypoints.control_routes import (
     control_endpoint,
 )
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
-from ebbtide.srt.entrypoints.http_answers import Json, answer_events, error_answer, while_connected
+from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole, error_answer
 from ebbtide.srt.entrypoints.information import WeightVersion
 from ebbtide.srt.entrypoints.loads import load_summaries
 from ebbtide.srt.entrypoints.metrics import Metrics
@@ -114,11 +114,10 @@ class _Endpoints:
 
     async def generate(self, request: Request) -> Response:
         fields = await read_fields(request.stream())
-        generation = self._service.manager.prepare(fields)
-        if generation.is_stream:
-            chunks = self._metrics.noting(generation.stream())
-            return await answer_events(request.receive, generation, chunks)
-        result = await while_connected(request.receive, generation.result())
+        starting = self._service.manager.prepare(fields)
+        if fields.get("stream") is True:
+            return await answer_events(request.receive, starting, self._metrics.noting)
+        result = await answer_whole(request.receive, starting)
         self._metrics.note(result)
         return Json(result)
 

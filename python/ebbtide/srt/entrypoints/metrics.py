@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from ebbtide.srt.managers.api.live_generation import LiveGeneration
 from ebbtide.srt.managers.io_struct import Load, StateReport
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
@@ -56,9 +57,9 @@ class Metrics:
         for output in [result] if isinstance(result, Mapping) else result:
             self._note(output["meta_info"])
 
-    async def noting(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[dict[str, Any]]:
-        """The same chunks; those that end an output are counted."""
-        async for chunk in chunks:
+    async def noting(self, generation: LiveGeneration) -> AsyncGenerator[dict[str, Any]]:
+        """The chunks of its stream; those that end an output are counted."""
+        async for chunk in generation.stream():
             if chunk["meta_info"]["finish_reason"] is not None:
                 self._note(chunk["meta_info"])
             yield chunk

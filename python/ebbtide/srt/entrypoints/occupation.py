@@ -7,7 +7,7 @@ of CUDA devices where NVML answers. What cannot be measured is null.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, Struct
@@ -19,7 +19,8 @@ from ebbtide.srt.device.nvml_memory import device_memory_bytes
 from ebbtide.srt.entrypoints.bodies import Reply
 from ebbtide.srt.entrypoints.placement import node_of
 from ebbtide.srt.errors import EngineError
-from ebbtide.srt.managers.io_struct import RankReport, StateReport, TagReport
+from ebbtide.srt.managers.io_struct import RankReport, StateReport, TagReport, TotalsReply
+from ebbtide.srt.managers.wire.merge_rules import merge_rules
 
 
 class GenerationState(Struct, kw_only=True):
@@ -80,18 +81,22 @@ def total_tags(ranks: Sequence[RankReport]) -> dict[str, TagReport]:
     return {tag.value: _total([rank.tags[tag] for rank in ranks]) for tag in ranks[0].tags}
 
 
-def count_devices_once(body: dict[str, Any], ranks: Sequence[RankReport], parallel: ParallelConfig) -> None:
-    """In the reply to a release or a resume, add the free memory of devices, not of ranks that share one.
-
-    Of what such ranks saw, that counts which shows all of the change: they do not act at the same instant.
-    """
+def count_devices_once(
+    reply: TotalsReply, ranks: Sequence[RankReport], parallel: ParallelConfig
+) -> TotalsReply:
+    """The reply of several ranks with measures of devices added up by device: ranks may share one."""
+    if reply.ranks is UNSET:
+        return reply
     keys = {(rank.dp_rank, rank.tp_rank): _device_key(rank, parallel) for rank in ranks}
-    first, last = (min, max) if "freed_bytes" in body else (max, min)
-    for name, choose in (("device_free_bytes_before", first), ("device_free_bytes_after", last)):
+    totals = {}
+    for name, merge in merge_rules(type(reply)).items():
+        if merge.on_device is None:
+            continue
         seen: dict[Hashable, list[int]] = {}
-        for share in body["ranks"]:
+        for share in reply.ranks:
             seen.setdefault(keys[share["dp_rank"], share["tp_rank"]], []).append(share[name])
-        body[name] = sum(choose(values) for values in seen.values())
+        totals[name] = sum(merge.on_device(values) for values in seen.values())
+    return msgspec.structs.replace(reply, **totals)
 
 
 def num_gpus(ranks: Sequence[RankReport]) -> int:

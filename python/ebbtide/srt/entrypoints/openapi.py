@@ -24,6 +24,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     ModelCard,
     ModelList,
 )
+from ebbtide.srt.entrypoints.openai.tokenization import DetokenizeRequest, Texts, TokenizeRequest, Tokens
 from ebbtide.srt.entrypoints.transition import TransitionReply, TransitionRequest
 from ebbtide.srt.managers.api.generate_request import GenerateReqInput
 from ebbtide.srt.managers.io_struct import ControlRequest, Reply
@@ -76,6 +77,14 @@ _OPERATIONS = (
     Operation(
         *("/v1/chat/completions", POST, "OpenAI", "Answer a conversation."),
         *(ChatCompletionRequest, ChatCompletion, ChatCompletionChunk),
+    ),
+    *(
+        Operation(path, POST, "OpenAI", "Token ids of texts or of a conversation.", TokenizeRequest, Tokens)
+        for path in ("/tokenize", "/v1/tokenize")
+    ),
+    *(
+        Operation(path, POST, "OpenAI", "Texts of token ids.", DetokenizeRequest, Texts)
+        for path in ("/detokenize", "/v1/detokenize")
     ),
     Operation("/v1/models", GET, "OpenAI", "The model that is served.", None, ModelList),
     Operation("/v1/models/{model}", GET, "OpenAI", "The model of this name.", None, ModelCard),

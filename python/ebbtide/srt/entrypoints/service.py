@@ -22,8 +22,8 @@ from ebbtide.srt.entrypoints.occupation import (
 from ebbtide.srt.entrypoints.transition import Transitions
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
-from ebbtide.srt.managers.api.generate_request import RequestLimits
 from ebbtide.srt.managers.api.request_fields import build_request
+from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.io_struct import (
     GetLoadReqInput,
     GetLoadReqOutput,
@@ -32,6 +32,7 @@ from ebbtide.srt.managers.io_struct import (
     PingReqInput,
     SchedulerInput,
     StateReport,
+    TotalsReply,
 )
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
@@ -184,10 +185,10 @@ class EngineService:
         reply = await self.manager.control(request)
         if kind.row.body_field is not None:
             return getattr(reply, kind.row.body_field)
+        if isinstance(reply, TotalsReply):
+            reply = count_devices_once(reply, self.state.ranks, self.config.parallel)
         body = msgspec.to_builtins(reply)
         del body["type"]  # The tag with which it travelled is no part of the body.
-        if "ranks" in body and "device_free_bytes_before" in body:
-            count_devices_once(body, self.state.ranks, self.config.parallel)
         return {**body, "ignored_fields": ignored} if ignored else body
 
     async def check_health(self) -> None:
@@ -214,7 +215,9 @@ class EngineService:
         """
         params = {"max_new_tokens": 1, "temperature": 0.0, "sampling_seed": 0}
         generations = [
-            self.manager.prepare({"input_ids": [0], "sampling_params": params, "routed_dp_rank": dp_rank})
+            await self.manager.prepare(
+                {"input_ids": [0], "sampling_params": params, "routed_dp_rank": dp_rank}
+            )
             for dp_rank in range(self.config.parallel.dp_size)
         ]
         try:

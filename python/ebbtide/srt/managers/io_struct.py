@@ -33,11 +33,12 @@ from ebbtide.srt.managers.wire.load_report import Load as Load
 from ebbtide.srt.managers.wire.merge_rules import (
     ALL,
     ANY,
+    DEVICE_LEAST,
+    DEVICE_MOST,
     LARGEST,
     LISTED_PER_REPLICA,
     PER_REPLICA,
     SAME,
-    SHARE,
     SHARE_PER_TAG,
     WORSE,
 )
@@ -102,8 +103,8 @@ class ReleaseMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
     tags: Annotated[list[MemoryTag], SAME]
     freed_bytes: Annotated[dict[MemoryTag, int], SHARE_PER_TAG]
     num_retracted: Annotated[int, PER_REPLICA]
-    device_free_bytes_before: Annotated[int, SHARE]
-    device_free_bytes_after: Annotated[int, SHARE]
+    device_free_bytes_before: Annotated[int, DEVICE_LEAST]
+    device_free_bytes_after: Annotated[int, DEVICE_MOST]
     duration_ms: Annotated[float, LARGEST]
 
 
@@ -128,8 +129,8 @@ class ResumeMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
     tags: Annotated[list[MemoryTag], SAME]
     mapped_bytes: Annotated[dict[MemoryTag, int], SHARE_PER_TAG]
     weights: Annotated[WeightsContent, WORSE]
-    device_free_bytes_before: Annotated[int, SHARE]
-    device_free_bytes_after: Annotated[int, SHARE]
+    device_free_bytes_before: Annotated[int, DEVICE_MOST]
+    device_free_bytes_after: Annotated[int, DEVICE_LEAST]
     duration_ms: Annotated[float, LARGEST]
 
 

@@ -6,29 +6,38 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
-from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.api.control_client import ControlClient
 from ebbtide.srt.managers.api.generate_request import (
     GenerateReqInput,
+    GenerationDraft,
     GenerationPlan,
-    RequestLimits,
+    Prompt,
+    Render,
     RequestNormalizer,
 )
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState, ResponseStyle
+from ebbtide.srt.managers.api.live_outputs import LiveOutputs
+from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,
+    AbortReqOutput,
     AnyControlRequest,
     ControlReply,
     ManagerInput,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    PauseMode,
     Reply,
-    RequestOutput,
     SchedulerInput,
     StateReport,
     TextOutput,
@@ -44,96 +53,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+# So many long prompts are tokenized at once; short ones have their turn between the pieces of long batches.
+NUM_TOKENIZING_THREADS: Final = 4
+# Characters of a batch that are tokenized in one go.
+PIECE_CHARACTERS: Final = 1 << 16
+
 # Chooses the replica of each output of a request.
 Placement: TypeAlias = Callable[[Sequence[TokenizedGenerateReqInput]], list[TokenizedGenerateReqInput]]
 
 
-@dataclass(slots=True)
-class _Entry:
-    """Whose output a rid is. `generation` None: its reader has gone, and only the last output is awaited."""
-
-    generation: LiveGeneration | None
-    index: int
-    group: str | None
-
-
-class LiveOutputs:
-    """The outputs that the scheduler has not ended yet, by rid.
-
-    A rid stays taken until its last output arrives, read or not: so what is still on its way for a request
-    that was abandoned never reaches a new one of the same name.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
-        self._groups: dict[str, set[str]] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def add(self, plan: GenerationPlan, generation: LiveGeneration) -> None:
-        """Take in a request.
-
-        Raises:
-            RequestRejected: 400, one of its rids is taken.
-        """
-        claimed = [output.rid for output in plan.outputs] + list(plan.groups)
-        for rid in claimed:
-            if rid in self._entries or rid in self._groups:
-                raise RequestRejected(f"rid: {rid!r} belongs to a request that is still running")
-        if len(set(claimed)) < len(claimed):
-            raise RequestRejected("rid: the ids of the outputs are not distinct")
-        group_of = {rid: group for group, rids in plan.groups.items() for rid in rids}
-        for index, output in enumerate(plan.outputs):
-            self._entries[output.rid] = _Entry(generation, index, group_of.get(output.rid))
-        for group, rids in plan.groups.items():
-            self._groups[group] = set(rids)
-
-    def deliver(self, output: RequestOutput, text: str | None, weight_version: str) -> None:
-        """Hand an output to whoever waits for it."""
-        entry = self._entries.get(output.rid)
-        if entry is None:
-            return
-        if output.finish is not None:
-            self._remove(output.rid, entry)
-        if entry.generation is not None:
-            entry.generation.outputs[entry.index].apply(output, text, weight_version)
-            entry.generation.note(entry.index)
-
-    def rids_of(self, generation: LiveGeneration) -> list[str]:
-        """Outputs of a request that are still to come."""
-        rids = (output.request.rid for output in generation.outputs)
-        return [rid for rid in rids if (entry := self._entries.get(rid)) and entry.generation is generation]
-
-    def abandon(self, generation: LiveGeneration) -> list[str]:
-        """Nobody reads this request any more. Returns what is still to come of it."""
-        rids = self.rids_of(generation)
-        for rid in rids:
-            self._entries[rid].generation = None
-        return rids
-
-    def expand(self, rid: str) -> list[str]:
-        """The outputs that a posted rid stands for: the one of that id, or every one of its batch."""
-        return sorted(self._groups.get(rid, (rid,)))
-
-    def clear(self) -> list[LiveGeneration]:
-        """Forget everything. Returns the requests that were still read."""
-        generations = {id(entry.generation): entry.generation for entry in self._entries.values()}
-        self._entries.clear()
-        self._groups.clear()
-        return [generation for generation in generations.values() if generation is not None]
-
-    def _remove(self, rid: str, entry: _Entry) -> None:
-        del self._entries[rid]
-        if entry.group is not None:
-            members = self._groups[entry.group]
-            members.discard(rid)
-            if not members:
-                del self._groups[entry.group]
-
-
 class TokenizerManager:
-    """What HTTP and `Engine` have in common. Lives in one event loop; `start` and `close` it there.
+    """What HTTP and `Engine` have in common. Lives in one event loop; build, `start` and `close` it there.
 
     Args:
         scheduler, inbox: the channel ends, closed by `close`.
@@ -156,6 +88,7 @@ class TokenizerManager:
     ) -> None:
         self.reports: dict[int, StateReport] = {}
         self.tokenizer = tokenizer
+        self.limits = limits
         self._num_replicas = limits.num_replicas
         self._state: StateReport | None = None
         self._place = place
@@ -165,8 +98,11 @@ class TokenizerManager:
         self._normalizer = RequestNormalizer(limits, tokenizer, random.Random(config.runtime.random_seed))
         self._control = ControlClient(scheduler)
         self._live = LiveOutputs()
+        # The tokenizers library lets go of the interpreter's lock while it works.
+        self._threads = ThreadPoolExecutor(NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")
         self._reader: asyncio.Task[None] | None = None
         self._failure: str | None = None
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._token_texts: dict[int, str] = {}
 
     def start(self) -> None:
@@ -180,6 +116,7 @@ class TokenizerManager:
             self._reader.cancel()
             await asyncio.wait([self._reader])
             self._reader = None
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._scheduler.close()
         self._inbox.close()
 
@@ -188,29 +125,52 @@ class TokenizerManager:
         if self._failure is not None:
             return
         self._failure = message
+        self._failed.set_result(None)
         self._control.fail(message)
         for generation in self._live.clear():
             generation.fail(EngineError(message))
 
     # ------------------------------------------------------------------------------------------ generation
 
-    def prepare(self, given: GenerateReqInput | Mapping[str, Any]) -> LiveGeneration:
+    async def prepare(
+        self,
+        given: GenerateReqInput | Mapping[str, Any],
+        render: Render | None = None,
+        *,
+        is_incremental: bool | None = None,
+    ) -> LiveGeneration:
         """Check a request and start it. Read the returned `LiveGeneration` to its end, or `close()` it.
+
+        Texts are tokenized in a thread. Cancelled meanwhile, the request never runs.
+
+        Args:
+            render: makes the text of the prompt; see `RequestNormalizer.draft`.
+            is_incremental: whether the chunks of a stream hold only what is new; None: as the server's do.
 
         Raises:
             RequestRejected: 400; nothing runs.
             EngineError: the engine is gone.
         """
         self._check_alive()
-        plan = self._normalizer.plan(given)
-        if self._place is not None:
-            plan = replace(plan, outputs=self._place(plan.outputs))
-        generation = self._generation(plan)
-        self._live.add(plan, generation)
+        draft = self._normalizer.draft(given, render)
+        self._live.claim(draft.all_rids, draft.groups)
+        try:
+            plan = self._normalizer.plan(draft, await self._tokenize(draft))
+            if self._place is not None:
+                plan = replace(plan, outputs=self._place(plan.outputs))
+        except BaseException:
+            self._live.release(draft.all_rids)
+            raise
+        if is_incremental is None:
+            is_incremental = self._is_incremental
+        generation = self._generation(plan, is_incremental=plan.stream and is_incremental)
+        aborted = self._live.start(generation)
         if plan.timeout_s is not None:
             generation.timer = self._abort_after(plan.timeout_s, generation, plan.arrival_s)
         for output in plan.outputs:
             self._scheduler.send(output)
+        for rid, message in aborted.items():
+            self._abort([rid], message)
         return generation
 
     async def generate(self, given: GenerateReqInput | Mapping[str, Any]) -> AsyncIterator[Any]:
@@ -219,7 +179,7 @@ class TokenizerManager:
         Raises:
             RequestRejected, EngineError: as `prepare`, `LiveGeneration.result` and `LiveGeneration.stream`.
         """
-        generation = self.prepare(given)
+        generation = await self.prepare(given)
         try:
             if generation.is_stream:
                 async for chunk in generation.stream():
@@ -231,12 +191,36 @@ class TokenizerManager:
 
     @property
     def num_live(self) -> int:
-        """Outputs that the scheduler has not ended yet."""
+        """Outputs that have not ended yet."""
         return len(self._live)
 
-    def _generation(self, plan: GenerationPlan) -> LiveGeneration:
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run what would hold up the event loop in one of the threads that tokenize.
+
+        Raises:
+            EngineError: the engine is gone; whatever the work was, nobody waits for it.
+        """
+        self._check_alive()
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            await asyncio.wait((running, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            self._check_alive()
+            return running.result()
+        finally:
+            # If it has not begun, it never will.
+            running.cancel()
+
+    async def _tokenize(self, draft: GenerationDraft) -> list[list[int]]:
+        if draft.is_tokenized:
+            return self._normalizer.tokenize(draft, draft.prompts)
+        prompts: list[list[int]] = []
+        for piece in _pieces(draft.prompts):
+            prompts += await self.in_thread(partial(self._normalizer.tokenize, draft, piece))
+        return prompts
+
+    def _generation(self, plan: GenerationPlan, *, is_incremental: bool) -> LiveGeneration:
         style = ResponseStyle(
-            is_incremental=plan.stream and self._is_incremental,
+            is_incremental=is_incremental,
             return_prompt_token_ids=plan.return_prompt_token_ids,
             token_text=self._token_text if plan.return_text_in_logprobs else None,
         )
@@ -260,7 +244,7 @@ class TokenizerManager:
 
     def _abort(self, rids: Iterable[str], message: str) -> None:
         if self._failure is None:
-            for rid in rids:
+            for rid in self._live.abort(rids, message):
                 self._scheduler.send(AbortGeneration(rid=rid, message=message))
 
     def _token_text(self, token_id: int) -> str:
@@ -281,11 +265,22 @@ class TokenizerManager:
 
     async def control(self, request: AnyControlRequest, timeout_s: float | None = None) -> Reply:
         """Carry out a control request and return its reply. See `ControlClient.call`."""
-        if isinstance(request, AbortReq):
-            posted = [request.rid] if isinstance(request.rid, str) else request.rid
-            rids = [rid for name in posted for rid in self._live.expand(name)]
-            request = msgspec.structs.replace(request, rid=rids)
-        return await self._control.call(request, timeout_s)
+        message = ""
+        unsent: list[str] = []
+        match request:
+            case AbortReq():
+                posted = [request.rid] if isinstance(request.rid, str) else request.rid
+                rids = [rid for name in posted for rid in self._live.expand(name)]
+                request = msgspec.structs.replace(request, rid=rids)
+                message = "Aborted by /abort_request"
+                unsent = [rid for rid in self._live.unsent if request.abort_all or rid in rids]
+            case PauseGenerationReqInput(mode=PauseMode.ABORT):
+                message = "Aborted by pause_generation"
+                unsent = self._live.unsent
+        reply = await self._control.call(request, timeout_s)
+        # What was being tokenized: the schedulers did not know it yet.
+        self._abort(unsent, message)
+        return _with_more_aborted(reply, len(unsent))
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -315,3 +310,26 @@ class TokenizerManager:
             case StateReport():
                 self.reports[message.dp_rank] = message
                 self._state = None  # put together when it is asked for
+
+
+def _pieces(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
+    """The prompts in order, as many together as have `PIECE_CHARACTERS`."""
+    start = num_characters = 0
+    for end, prompt in enumerate(prompts, 1):
+        num_characters += len(prompt) if isinstance(prompt, str) else 0
+        if num_characters >= PIECE_CHARACTERS or end == len(prompts):
+            yield prompts[start:end]
+            start, num_characters = end, 0
+
+
+def _with_more_aborted(reply: Reply, num_more: int) -> Reply:
+    match reply:
+        case AbortReqOutput() if num_more:
+            num_aborted = reply.num_aborted + num_more
+            return AbortReqOutput(
+                changed=True, num_aborted=num_aborted, message=f"Aborted {num_aborted} requests."
+            )
+        case PauseGenerationReqOutput():
+            return msgspec.structs.replace(reply, num_aborted=reply.num_aborted + num_more)
+        case _:
+            return reply

@@ -1,22 +1,27 @@
 """OpenAI's requests and answers without a server: chat templates, streams, engines without a tokenizer."""
 
-import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from fixtures.checkpoints import make_tokenizer
+from fixtures.scripted_engine import Engine, run, start
 
-from ebbtide.srt.entrypoints.openai.answers import CompletionWriter, Piece, new_pieces, write_answer
+from ebbtide.srt.entrypoints.openai.answers import (
+    ChatWriter,
+    CompletionWriter,
+    write_answer,
+    write_chunks,
+)
 from ebbtide.srt.entrypoints.openai.chat_template import (
     ChatTemplate,
     read_chat_template,
     recommended_sampling,
 )
-from ebbtide.srt.entrypoints.openai.requests import chat_call, completion_call
+from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput, TokenLogprobs
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 
 TOOL_TEMPLATE = (
@@ -32,8 +37,9 @@ def template(text: str | None = TOOL_TEMPLATE) -> ChatTemplate:
 
 
 def render(fields: dict[str, Any], text: str | None = TOOL_TEMPLATE) -> str:
-    call = chat_call(fields, "tide", template(text), {})
-    return bytes(call.generate["input_ids"]).decode()
+    render = chat_call(fields, "tide", template(text), {}).render
+    assert render is not None
+    return render()
 
 
 USER = {"role": "user", "content": "a"}
@@ -72,7 +78,9 @@ def test_a_tokenizer_without_a_template_needs_one() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(RequestRejected, match="--chat-template"):
-        chat_call({"messages": [USER]}, "tide", ChatTemplate(Tokenizer(tokenizer), None), {})
+        ChatTemplate(Tokenizer(tokenizer), None).render(
+            [USER], tools=None, options={}, continue_final_message=False
+        )
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "add_generation_prompt", "tools", "self"])
@@ -107,7 +115,8 @@ def test_without_a_tokenizer_there_is_no_chat_but_completions_of_ids() -> None:
         chat_call({"messages": [USER], "input_ids": [1]}, "tide", None, {})
     call = completion_call({"prompt": [1, 2], "logprobs": 1, "echo": True}, "tide", None)
     assert call.generate["return_text_in_logprobs"] is False
-    output = {"output_ids": [3], "meta_info": meta([3], finish={"type": "stop", "matched": 3})}
+    finish = {"type": "stop", "matched": 3}
+    output = {"output_ids": [3], "prompt_token_ids": [1, 2], "meta_info": meta([3], finish)}
     output["meta_info"] |= {"input_token_logprobs": [[None, 1, None], [-1.0, 2, None]]}
     output["meta_info"] |= {"input_top_logprobs": [None, [[-0.5, 9, None]]]}
     output["meta_info"] |= {"output_top_logprobs": [[[-0.25, 3, None]]]}
@@ -131,37 +140,159 @@ def meta(ids: list[int], finish: Any = None) -> dict[str, Any]:
     }
 
 
-def chunks_of(texts: list[str], ids: list[list[int]], *, is_incremental: bool) -> list[dict[str, Any]]:
-    """The chunks of one output, as a server in either mode sends them."""
-    chunks = []
-    for end in range(1, len(texts) + 1):
-        start = end - 1 if is_incremental else 0
-        new_ids = [token for step in ids[start:end] for token in step]
-        chunks.append({"text": "".join(texts[start:end]), "output_ids": new_ids, "meta_info": meta(new_ids)})
-    return chunks
-
-
-@pytest.mark.parametrize("is_incremental", [False, True])
-def test_pieces_are_what_is_new_in_either_kind_of_stream(is_incremental: bool) -> None:
+def test_a_stream_tells_what_is_new_whatever_the_servers_streams_do() -> None:
     texts = [["a", "", "é"], ["x", "yz", ""]]
     ids = [[[1], [2], [3, 4]], [[5], [6, 7], [8]]]
-    first, second = (
-        chunks_of(text, token_ids, is_incremental=is_incremental)
-        for text, token_ids in zip(texts, ids, strict=True)
-    )
+    fields = {"prompt": [[1], [2]], "stream": True, "rid": "r", "logprobs": 0, "return_token_ids": True}
 
-    async def chunks() -> AsyncIterator[dict[str, Any]]:
-        for one, other in zip(first, second, strict=True):
-            yield {**one, "index": 0}
-            yield {**other, "index": 1}
+    async def script(engine: Engine) -> None:
+        call = completion_call(fields, "tide", None)
+        generation = await engine.manager.prepare(call.generate, call.render, is_incremental=True)
+        chunks = write_chunks(CompletionWriter(call), call, generation.stream())
+        choices: list[list[Any]] = [[], []]
+        for step in range(3):
+            for output in (0, 1):
+                new = ids[output][step]
+                logprobs = [TokenLogprobs(token_id, -1.0, [(-1.0, token_id)]) for token_id in new]
+                finish = FinishReason("length") if step == 2 else None
+                message = RequestOutput(f"r_{output}", new, finish, start() if step == 0 else None)
+                message = msgspec.structs.replace(message, logprobs=logprobs)
+                await engine.send(message, texts=[texts[output][step]])
+                [choice] = (await anext(chunks)).choices
+                choices[choice.index].append(choice)
+        for output, own in enumerate(choices):
+            assert [choice.text for choice in own] == texts[output]
+            assert [choice.token_ids for choice in own] == ids[output]
+            assert [len(choice.logprobs.tokens) for choice in own] == [len(new) for new in ids[output]]
+            assert ["prompt_token_ids" in msgspec.to_builtins(choice) for choice in own] == [
+                True,
+                False,
+                False,
+            ]
 
-    async def collect() -> list[Piece]:
-        return [piece async for piece in new_pieces(chunks(), is_incremental=is_incremental)]
+    run(script, incremental=False)
 
-    pieces = asyncio.run(collect())
-    for index in (0, 1):
-        own = [piece for piece in pieces if piece.index == index]
-        assert [piece.text for piece in own] == texts[index]
-        assert [piece.token_ids for piece in own] == ids[index]
-        assert [[triple[1] for triple in piece.logprobs] for piece in own] == ids[index]
-        assert [piece.is_first for piece in own] == [True, False, False]
+
+# ------------------------------------------------------------------------- fields of other servers' dialects
+
+
+def call_of(kind: str, **fields: Any) -> OpenAICall:
+    if kind == "chat":
+        return chat_call({"messages": [USER], **fields}, "tide", template(), {})
+    return completion_call({"prompt": "a", **fields}, "tide", template())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "fields"),
+    [
+        *(
+            (["chat", "completion"], {name: value})
+            for name, value in {
+                "allowed_token_ids": [1],
+                "bad_words": ["no"],
+                "ec_transfer_params": {"a": 1},
+                "function_call": {"name": "f"},
+                "functions": [{"name": "f"}],
+                "guided_choice": ["a"],
+                "guided_json": {"type": "object"},
+                "guided_regex": "a+",
+                "kv_transfer_params": {"a": 1},
+                "logprob_token_ids": [1],
+                "prompt_embeds": "AAAA",
+                "prompt_logprobs": 0,
+                "response_format": {"type": "json_schema"},
+                "stop_regex": "a+",
+                "structural_tag": "{}",
+                "structured_outputs": {"regex": "a"},
+                "thinking_token_budget": 0,
+                "tool_choice": "required",
+                "truncation_side": "right",
+                "use_beam_search": True,
+            }.items()
+        ),
+        (["chat", "completion"], {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        (["chat", "completion"], {"response_format": "json"}),
+        (["chat"], {"chat_template": "{{ 1 }}"}),
+        (["chat"], {"echo": True}),
+        (["completion"], {"tools": [{"type": "function"}]}),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(kinds: list[str], fields: dict[str, Any]) -> None:
+    [name] = fields
+    for kind in kinds:
+        with pytest.raises(RequestRejected, match=rf"^{name}: (not supported|expected)") as raised:
+            call_of(kind, **fields)
+        assert raised.value.status == 400
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_what_asks_for_nothing_passes(kind: str) -> None:
+    names = ["allowed_token_ids", "bad_words", "structured_outputs", "use_beam_search", "stop_regex", "tools"]
+    nothing = [None, [], {}, False, "", []]
+    plain = call_of(kind, rid="r").generate
+    fields = dict(zip(names, nothing, strict=True)) | {"prompt_logprobs": None, "priority": 3, "echo": False}
+    for tool_choice in (None, "none", "auto"):
+        assert call_of(kind, rid="r", tool_choice=tool_choice, **fields).generate == plain
+    assert call_of(kind, rid="r", response_format={"type": "text"}, truncation_side="left").generate == plain
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"include_stop_str_in_output": True}, {"no_stop_trim": True}),
+        ({"include_stop_str_in_output": False, "no_stop_trim": True}, {"no_stop_trim": True}),
+        ({"top_k": 0}, {"top_k": -1}),
+        ({"spaces_between_special_tokens": False}, {"spaces_between_special_tokens": False}),
+    ],
+)
+def test_other_names_of_sampling_parameters(kind: str, fields: Any, param: Any) -> None:
+    params = call_of(kind, **fields).generate["sampling_params"]
+    assert {name: params[name] for name in param} == param
+
+
+def test_the_prompt_as_other_servers_let_it_be_changed() -> None:
+    assert call_of("chat").generate["add_special_tokens"] is False
+    assert call_of("chat", add_special_tokens=True).generate["add_special_tokens"] is True
+    assert call_of("completion", add_special_tokens=False).generate["add_special_tokens"] is False
+    assert call_of("completion", truncate_prompt_tokens=3).generate["truncate_prompt_tokens"] == 3
+    opens = "{% if add_generation_prompt %}go{% endif %}"
+    assert render({"messages": [USER]}, opens) == "go"
+    assert render({"messages": [USER], "add_generation_prompt": False}, opens) == ""
+    with pytest.raises(RequestRejected, match="exclude each other"):
+        render({"messages": [USER], "add_generation_prompt": True, "continue_final_message": True})
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_tokens_may_be_told_by_their_ids(kind: str) -> None:
+    logprobs: Any = True if kind == "chat" else 1
+    for as_ids in (False, True):
+        call = call_of(kind, logprobs=logprobs, return_tokens_as_token_ids=as_ids)
+        assert call.generate["return_text_in_logprobs"] is not as_ids
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("chat", True), ("completion", True), ("chat", False)])
+def test_the_versions_of_each_choice_on_request(kind: str, wanted: bool) -> None:
+    call = call_of(kind, return_weight_versions=wanted, n=2)
+    spans = [{"version": "7", "start": 0, "end": 1}]
+    ended = {"type": "length", "length": 1}
+    output = {"text": "b", "output_ids": [3], "meta_info": meta([3], finish=ended)}
+    output["meta_info"] |= {"weight_versions": spans}
+    writer = ChatWriter(call, return_meta_info=False) if kind == "chat" else CompletionWriter(call)
+    answer = msgspec.to_builtins(write_answer(writer, call, [output, output]))
+    assert [choice.get("weight_versions") for choice in answer["choices"]] == [spans if wanted else None] * 2
+
+
+def test_an_echo_is_the_prompt_as_it_was_sent_or_cut() -> None:
+    ended = {"type": "length", "length": 1}
+    for fields, text in (
+        ({"prompt": "tide"}, "tide"),
+        ({"prompt": list(b"tide")}, "tide"),
+        ({"prompt": "tide", "truncate_prompt_tokens": 2}, "de"),
+    ):
+        call = call_of("completion", echo=True, **fields)
+        ids = list(b"de") if "truncate_prompt_tokens" in fields else list(b"tide")
+        output = {"text": "!", "output_ids": [3], "meta_info": meta([3], finish=ended)}
+        answer = write_answer(CompletionWriter(call), call, {**output, "prompt_token_ids": ids})
+        assert answer.choices[0].text == f"{text}!"
+        assert answer.choices[0].prompt_token_ids is msgspec.UNSET

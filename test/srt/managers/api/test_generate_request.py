@@ -17,10 +17,12 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_request import (
     UNSUPPORTED_FIELDS,
     GenerateReqInput,
+    GenerationDraft,
     GenerationPlan,
-    RequestLimits,
     RequestNormalizer,
 )
+from ebbtide.srt.managers.api.request_limits import RequestLimits
+from ebbtide.srt.managers.text.tokenizer import Tokenizer
 
 LIMITS = RequestLimits(
     context_len=32, vocab_size=500, max_total_num_tokens=24, stream_interval=3, num_replicas=1
@@ -30,8 +32,15 @@ LIMITS = RequestLimits(
 def plan(
     fields: Any = None, *, limits: RequestLimits = LIMITS, tokenizer: Any = byte_level, **more: Any
 ) -> GenerationPlan:
+    return drafted(fields if fields is not None else more, limits, tokenizer)[1]
+
+
+def drafted(
+    fields: Any, limits: RequestLimits = LIMITS, tokenizer: Any = byte_level
+) -> tuple[GenerationDraft, GenerationPlan]:
     normalizer = RequestNormalizer(limits, tokenizer and tokenizer(), random.Random(0))
-    return normalizer.plan(fields if fields is not None else more)
+    draft = normalizer.draft(fields)
+    return draft, normalizer.plan(draft, normalizer.tokenize(draft, draft.prompts))
 
 
 def refusal(**fields: Any) -> str:
@@ -120,6 +129,42 @@ def test_a_prompt_longer_than_the_pool_is_refused() -> None:
     assert "25 tokens" in (message := refusal(input_ids=[1] * 25))
     assert "24" in message
     assert plan(input_ids=[1] * 24).outputs[0].max_new_tokens == 1
+
+
+class Unasked(Tokenizer):
+    """A tokenizer that must not be asked for the ids of a text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        raise AssertionError("the text was tokenized")
+
+
+@pytest.mark.parametrize("texts", ["a" * 100_000, ["short", "a" * 100_000]])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(texts: Any) -> None:
+    asked = texts if isinstance(texts, str) else texts[1:]
+    with pytest.raises(RequestRejected, match=r"100000 characters, so at least \d{4} tokens.*context of 32"):
+        plan(text=asked, tokenizer=lambda: Unasked(byte_level().hf))
+    # One bad prompt refuses the batch.
+    assert "100000 characters" in refusal(text=texts)
+
+
+@pytest.mark.parametrize(
+    ("kept", "ids"), [(3, [6, 7, 8]), (-1, [2, 3, 4, 5, 6, 7, 8]), (0, None), (None, None)]
+)
+def test_a_prompt_can_be_cut_to_its_last_tokens(kept: int | None, ids: list[int] | None) -> None:
+    limits = replace(LIMITS, context_len=8)
+    fields = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "truncate_prompt_tokens": kept}
+    if ids is None:
+        with pytest.raises(RequestRejected, match="8 tokens"):
+            plan(fields, limits=limits)
+    else:
+        assert plan(fields, limits=limits).outputs[0].input_ids == ids
+    with pytest.raises(RequestRejected, match="truncate_prompt_tokens"):
+        plan(input_ids=[1], truncate_prompt_tokens=-2)
+
+
+def test_a_text_that_is_cut_may_be_of_any_length() -> None:
+    (output,) = plan(text="the dog " * 1000, truncate_prompt_tokens=4).outputs
+    assert output.input_ids == byte_level().encode("the dog " * 1000)[-4:]
 
 
 @given(
@@ -234,9 +279,9 @@ def test_one_bad_prompt_refuses_the_batch() -> None:
     ],
 )
 def test_rids(fields: dict[str, Any], rids: list[str], groups: dict[str, list[str]]) -> None:
-    made = plan(fields)
-    assert [output.rid for output in made.outputs] == rids
-    assert made.groups == groups
+    draft, made = drafted(fields)
+    assert [output.rid for output in made.outputs] == draft.all_rids == rids
+    assert draft.groups == groups
 
 
 @pytest.mark.parametrize("rid", ["", "x" * 257, ["a", "a"]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     TopLogprob,
     Usage,
     VersionMetadata,
+    VersionSpan,
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 
@@ -38,7 +39,7 @@ class Piece:
 
     Attributes:
         logprobs, top_logprobs: per new token; empty when not asked for.
-        meta: as of now; the lists in it may hold more than what is new.
+        meta: as of now; the lists of logprobs in it hold what is new.
     """
 
     index: int
@@ -75,36 +76,15 @@ def whole_pieces(result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> lis
     return [_piece(output, index, is_first=True) for index, output in enumerate(outputs)]
 
 
-async def new_pieces(chunks: AsyncIterator[dict[str, Any]], *, is_incremental: bool) -> AsyncGenerator[Piece]:
-    """What each chunk adds.
-
-    Args:
-        is_incremental: the chunks hold only what is new already.
-    """
-    told: dict[int, tuple[int, int]] = {}
-    async for chunk in chunks:
-        index = chunk.get("index", 0)
-        num_characters, num_tokens = told.get(index, (0, 0))
-        piece = _piece(
-            chunk,
-            index,
-            is_first=index not in told,
-            skip=(0, 0) if is_incremental else (num_characters, num_tokens),
-        )
-        told[index] = num_characters + len(piece.text), num_tokens + len(piece.token_ids)
-        yield piece
-
-
-def _piece(output: Mapping[str, Any], index: int, *, is_first: bool, skip: tuple[int, int] = (0, 0)) -> Piece:
-    num_characters, num_tokens = skip
+def _piece(output: Mapping[str, Any], index: int, *, is_first: bool) -> Piece:
     meta = output["meta_info"]
     return Piece(
         index=index,
         is_first=is_first,
-        text=output.get("text", "")[num_characters:],
-        token_ids=output["output_ids"][num_tokens:],
-        logprobs=meta.get("output_token_logprobs", ())[num_tokens:],
-        top_logprobs=meta.get("output_top_logprobs", ())[num_tokens:],
+        text=output.get("text", ""),
+        token_ids=output["output_ids"],
+        logprobs=meta.get("output_token_logprobs", ()),
+        top_logprobs=meta.get("output_top_logprobs", ()),
         prompt_token_ids=output.get("prompt_token_ids"),
         meta=meta,
     )
@@ -154,10 +134,20 @@ def write_answer(writer: Writer, call: OpenAICall, result: Any) -> Any:
     return writer.answer(pieces, counter.usage)
 
 
-async def write_chunks(writer: Writer, call: OpenAICall, pieces: AsyncIterator[Piece]) -> AsyncIterator[Any]:
-    """The chunks of a stream."""
+async def write_chunks(
+    writer: Writer, call: OpenAICall, chunks: AsyncIterator[Mapping[str, Any]]
+) -> AsyncIterator[Any]:
+    """The chunks of a stream.
+
+    Args:
+        chunks: those of an incremental stream of `/generate`: each holds what is new.
+    """
     counter = UsageCounter(call.num_samples)
-    async for piece in pieces:
+    begun: set[int] = set()
+    async for chunk in chunks:
+        index = chunk.get("index", 0)
+        piece = _piece(chunk, index, is_first=index not in begun)
+        begun.add(index)
         counter.note(piece)
         yield writer.chunk(piece)
     if call.include_usage:
@@ -199,8 +189,9 @@ class CompletionWriter:
     def _choice(self, piece: Piece) -> CompletionChoice:
         call = self._call
         text = piece.text
-        if call.echoes is not None and piece.is_first:
-            text = call.echoes[piece.index // call.num_samples] + text
+        if call.echo is not None and piece.is_first:
+            assert piece.prompt_token_ids is not None, "asked for with the echo"
+            text = call.echo(piece.index // call.num_samples, piece.prompt_token_ids) + text
         return CompletionChoice(
             index=piece.index,
             text=text,
@@ -209,11 +200,12 @@ class CompletionWriter:
             matched_stop=piece.matched_stop,
             token_ids=piece.token_ids if call.return_token_ids else UNSET,
             prompt_token_ids=_prompt_token_ids(call, piece),
+            weight_versions=_weight_versions(call, piece),
         )
 
     def _logprobs(self, piece: Piece) -> CompletionLogprobs:
         positions = list(_zip(piece.logprobs, piece.top_logprobs))
-        if self._call.echoes is not None and piece.is_first:
+        if self._call.echo is not None and piece.is_first:
             meta = piece.meta
             prompt = meta.get("input_token_logprobs", ()), meta.get("input_top_logprobs", ())
             positions = [*_zip(*prompt), *positions]
@@ -261,6 +253,11 @@ def _prompt_token_ids(call: OpenAICall, piece: Piece) -> list[int] | UnsetType:
     return piece.prompt_token_ids
 
 
+def _weight_versions(call: OpenAICall, piece: Piece) -> list[VersionSpan] | UnsetType:
+    metadata = piece.metadata if call.return_weight_versions else UNSET
+    return UNSET if isinstance(metadata, UnsetType) else metadata.weight_versions
+
+
 # ----------------------------------------------------------------------------------------------------- chat
 
 
@@ -291,6 +288,7 @@ class ChatWriter:
             matched_stop=piece.matched_stop,
             response_token_ids=piece.token_ids if call.return_token_ids else UNSET,
             prompt_token_ids=_prompt_token_ids(call, piece),
+            weight_versions=_weight_versions(call, piece),
         )
         usage = _usage_of_chunk(call)
         return ChatCompletionChunk(**_head(call), choices=[choice], usage=usage, metadata=piece.metadata)
@@ -308,6 +306,7 @@ class ChatWriter:
             matched_stop=piece.matched_stop,
             response_token_ids=piece.token_ids if call.return_token_ids else UNSET,
             prompt_token_ids=_prompt_token_ids(call, piece),
+            weight_versions=_weight_versions(call, piece),
             meta_info=dict(piece.meta) if self._return_meta_info else UNSET,
         )
 

@@ -1,4 +1,4 @@
-"""Messages to token ids, by the chat template of the model; and how its authors would have it sampled."""
+"""Messages to text, by the chat template of the model; and how its authors would have it sampled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class ChatTemplate:
-    """Renders and encodes conversations.
+    """Renders conversations.
 
     Args:
         template: Jinja; None for the tokenizer's own.
@@ -34,19 +34,23 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._template = template
 
-    def encode(
+    def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: list[dict[str, Any]] | None,
         options: Mapping[str, Any],
         continue_final_message: bool,
-    ) -> list[int]:
-        """The prompt of a conversation, up to where the assistant's answer, or the rest of it, begins.
+        add_generation_prompt: bool | None = None,
+    ) -> str:
+        """The text of a conversation, up to where the assistant's answer, or the rest of it, begins.
+
+        It holds the special tokens. May be called from any thread.
 
         Args:
             messages: with string, text-part or no content; whatever else they have is the template's affair.
             options: further variables of the template.
+            add_generation_prompt: whether an answer is opened; None: unless the final message goes on.
 
         Raises:
             RequestRejected: 400; there are no messages, or the template does not take them.
@@ -56,15 +60,19 @@ class ChatTemplate:
         reserved = sorted(_NOT_OPTIONS & options.keys())
         if reserved:
             raise RequestRejected(f"chat_template_kwargs: {', '.join(reserved)} cannot be set")
+        if add_generation_prompt and continue_final_message:
+            raise RequestRejected("add_generation_prompt and continue_final_message exclude each other")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         hf = self.tokenizer.hf
         if self._template is None and not getattr(hf, "chat_template", None):
             raise RequestRejected("the tokenizer has no chat template: start the server with --chat-template")
         try:
-            text = hf.apply_chat_template(
+            rendered: str = hf.apply_chat_template(
                 [_plain(message) for message in messages],
                 tools=tools,
                 chat_template=self._template,
-                add_generation_prompt=not continue_final_message,
+                add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tokenize=False,
                 **options,
@@ -73,11 +81,7 @@ class ChatTemplate:
             raise RequestRejected(
                 f"the chat template does not take this: {type(error).__name__}: {error}"
             ) from None
-        # The template has written the special tokens.
-        ids: list[int] = hf(text, add_special_tokens=False, verbose=False, return_attention_mask=False)[
-            "input_ids"
-        ]
-        return ids
+        return rendered
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,14 @@ In requests, None means "not given", and fields that are not here are ignored.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, ValidationError, convert
+
+from ebbtide.srt.errors import RequestRejected
+
+R = TypeVar("R", bound=Struct)
 
 # ------------------------------------------------------------------------------------------------- requests
 
@@ -21,7 +26,9 @@ class StreamOptions(Struct, kw_only=True):
 class OpenAIRequest(Struct, kw_only=True):
     """What both kinds of completion take: OpenAI's fields, then Ebbtide's, which are those of `/generate`.
 
-    `regex`, `ebnf` and `json_schema` are refused unless they are empty.
+    `regex`, `ebnf` and `json_schema` are refused unless they are empty, `response_format` unless it is text.
+    `include_stop_str_in_output` is another name of `no_stop_trim`. `return_tokens_as_token_ids`: logprobs
+    tell tokens as "token_id:5" instead of their texts.
     """
 
     model: str | None = None
@@ -35,7 +42,7 @@ class OpenAIRequest(Struct, kw_only=True):
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: Any = None
     user: str | None = None
 
     top_k: int | None = None
@@ -45,7 +52,11 @@ class OpenAIRequest(Struct, kw_only=True):
     stop_token_ids: list[int | None] | None = None
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     regex: Any = None
     ebnf: Any = None
     json_schema: Any = None
@@ -53,9 +64,12 @@ class OpenAIRequest(Struct, kw_only=True):
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
     routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
     timeout_s: float | None = None
     return_token_ids: bool | None = None
     return_prompt_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -95,7 +109,22 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     return_meta_info: bool | None = None
+
+
+def parse(kind: type[R], fields: Mapping[str, Any]) -> R:
+    """Check the types of a request's fields.
+
+    Raises:
+        RequestRejected: 400, with the field's path and what was expected.
+    """
+    try:
+        return convert({name: value for name, value in fields.items() if value is not None}, kind)
+    except ValidationError as error:
+        is_of_part = ".content[" in str(error)
+        hint = "; in a message, only parts with text are supported" if is_of_part else ""
+        raise RequestRejected(f"{error}{hint}") from None
 
 
 # -------------------------------------------------------------------------------------------------- answers
@@ -154,6 +183,7 @@ class CompletionChoice(Struct, kw_only=True):
     matched_stop: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[VersionSpan] | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):
@@ -199,6 +229,7 @@ class ChatChoice(Struct, kw_only=True):
     matched_stop: int | str | None = None
     response_token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[VersionSpan] | UnsetType = UNSET
     meta_info: dict[str, Any] | UnsetType = UNSET
 
 
@@ -227,6 +258,7 @@ class ChatChunkChoice(Struct, kw_only=True):
     matched_stop: int | str | None = None
     response_token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[VersionSpan] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct, kw_only=True):

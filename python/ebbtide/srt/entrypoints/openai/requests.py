@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any, TypeAlias
 
 from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
-from ebbtide.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
+from ebbtide.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    OpenAIRequest,
+    parse,
+)
+from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.generate_request import UNSUPPORTED_FIELDS
-
-R = TypeVar("R", bound=OpenAIRequest)
+from ebbtide.srt.managers.api.generate_request import UNSUPPORTED_FIELDS, Render
 
 Fields = dict[str, Any]
+# The text of a prompt, from its number and its ids.
+Echo: TypeAlias = Callable[[int, list[int]], str]
 
 COMPLETION_MAX_TOKENS = 16
 
@@ -26,11 +31,14 @@ _SAMPLING = {
     **{name: name for name in ("n", "temperature", "top_p", "top_k", "min_p", "logit_bias", "stop")},
     **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")},
     **{name: name for name in ("stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens")},
-    **{name: name for name in ("regex", "ebnf", "json_schema")},
+    **{name: name for name in ("spaces_between_special_tokens", "regex", "ebnf", "json_schema")},
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
 }
-_PASSED_ON = ("cache_salt", "extra_key", "routed_dp_rank", "timeout_s", "stream")
+_PASSED_ON = (
+    *("add_special_tokens", "truncate_prompt_tokens", "cache_salt", "extra_key"),
+    *("routed_dp_rank", "data_parallel_rank", "timeout_s", "stream"),
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,9 @@ class OpenAICall:
 
     Attributes:
         generate: the fields for `/generate`.
+        render: makes the text of the prompt, where those do not hold one.
         num_samples: per prompt.
-        echoes: the text of each prompt, to be put in front of its samples; None if that is not wanted.
+        echo: tells what is to be put in front of a prompt's samples; None if nothing is.
     """
 
     id: str
@@ -51,25 +60,9 @@ class OpenAICall:
     include_usage: bool
     return_token_ids: bool
     return_prompt_token_ids: bool
-    echoes: list[str] | None = None
-
-
-def parse(kind: type[R], fields: Mapping[str, Any]) -> R:
-    """Check the types of a request's fields.
-
-    Raises:
-        RequestRejected: 400, with the field's path and what was expected.
-    """
-    try:
-        request = msgspec.convert({k: v for k, v in fields.items() if v is not None}, kind)
-    except msgspec.ValidationError as error:
-        is_of_part = ".content[" in str(error)
-        hint = "; in a message, only parts with text are supported" if is_of_part else ""
-        raise RequestRejected(f"{error}{hint}") from None
-    wanted = request.response_format
-    if wanted is not None and wanted.get("type") != "text":
-        raise RequestRejected(f"response_format: not supported in this version, but for text, got {wanted}")
-    return request
+    return_weight_versions: bool
+    render: Render | None = None
+    echo: Echo | None = None
 
 
 def completion_call(
@@ -84,6 +77,7 @@ def completion_call(
         RequestRejected: 400.
     """
     request = parse(CompletionRequest, fields)
+    refuse_unsupported(fields, is_chat=False)
     if request.suffix:
         raise RequestRejected("suffix: not supported in this version")
     if request.best_of is not None and request.best_of != (request.n or 1):
@@ -93,10 +87,10 @@ def completion_call(
     generate = _generate_fields(request, fields) | _prompt_fields(request.prompt)
     if request.logprobs is not None:
         generate |= {"return_logprob": True, "top_logprobs_num": request.logprobs}
-        generate["return_text_in_logprobs"] = template is not None
+        generate["return_text_in_logprobs"] = _wants_texts(request) and template is not None
         generate["logprob_start_len"] = 0 if request.echo else -1
     generate["sampling_params"] = params
-    return _call(request, generate, default_model, _echoes(generate, template) if request.echo else None)
+    return _call(request, generate, default_model, echo=_echo(generate, template) if request.echo else None)
 
 
 def chat_call(
@@ -114,6 +108,7 @@ def chat_call(
         RequestRejected: 400.
     """
     request = parse(ChatCompletionRequest, fields)
+    refuse_unsupported(fields, is_chat=True)
     if template is None:
         raise RequestRejected("chat needs a tokenizer: the engine runs with skip_tokenizer_init")
     if request.top_logprobs and not request.logprobs:
@@ -121,24 +116,31 @@ def chat_call(
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     params = {**defaults, **_sampling_params(request), "max_new_tokens": limit}
     generate = _generate_fields(request, fields)
-    if request.input_ids is not None:
-        generate["input_ids"] = request.input_ids
-    else:
-        generate["input_ids"] = template.encode(
-            fields.get("messages") or [],
-            tools=request.tools,
-            options=request.chat_template_kwargs or {},
-            continue_final_message=bool(request.continue_final_message),
-        )
     if request.logprobs:
         generate |= {"return_logprob": True, "top_logprobs_num": request.top_logprobs or 0}
-        generate["return_text_in_logprobs"] = True
+        generate["return_text_in_logprobs"] = _wants_texts(request)
     generate["sampling_params"] = params
-    return _call(request, generate, default_model)
+    if request.input_ids is not None:
+        return _call(request, {**generate, "input_ids": request.input_ids}, default_model)
+    # The template writes the special tokens.
+    generate["add_special_tokens"] = bool(request.add_special_tokens)
+    render = functools.partial(
+        template.render,
+        fields.get("messages") or [],
+        tools=request.tools,
+        options=request.chat_template_kwargs or {},
+        continue_final_message=bool(request.continue_final_message),
+        add_generation_prompt=request.add_generation_prompt,
+    )
+    return _call(request, generate, default_model, render=render)
 
 
 def _call(
-    request: OpenAIRequest, generate: Fields, default_model: str, echoes: list[str] | None = None
+    request: OpenAIRequest,
+    generate: Fields,
+    default_model: str,
+    render: Render | None = None,
+    echo: Echo | None = None,
 ) -> OpenAICall:
     rid = request.rid if request.rid is not None else uuid.uuid4().hex
     options = request.stream_options
@@ -147,18 +149,29 @@ def _call(
         id=rid if isinstance(rid, str) else next(iter(rid), ""),
         model=request.model if request.model is not None else default_model,
         created=int(time.time()),
-        generate={**generate, "rid": rid, "return_prompt_token_ids": wants_prompt},
+        generate={**generate, "rid": rid, "return_prompt_token_ids": wants_prompt or echo is not None},
         num_samples=request.n or 1,
         include_usage=options is not None and bool(options.include_usage),
         return_token_ids=bool(request.return_token_ids),
         return_prompt_token_ids=wants_prompt,
-        echoes=echoes,
+        return_weight_versions=bool(request.return_weight_versions),
+        render=render,
+        echo=echo,
     )
 
 
 def _sampling_params(request: OpenAIRequest) -> Fields:
     given = {known: getattr(request, name) for name, known in _SAMPLING.items()}
+    if request.include_stop_str_in_output:
+        given["no_stop_trim"] = True
+    if request.top_k == 0:
+        given["top_k"] = -1  # other servers' word for "off"
     return {known: value for known, value in given.items() if value is not None}
+
+
+def _wants_texts(request: OpenAIRequest) -> bool:
+    """Whether tokens are told by their texts rather than by their ids."""
+    return not request.return_tokens_as_token_ids
 
 
 def _generate_fields(request: OpenAIRequest, fields: Mapping[str, Any]) -> Fields:
@@ -175,15 +188,9 @@ def _prompt_fields(prompt: str | list[str | int | list[int]]) -> Fields:
     return {"input_ids": prompt}
 
 
-def _echoes(generate: Fields, template: ChatTemplate | None) -> list[str]:
-    if "text" in generate:
-        text = generate["text"]
-        return [text] if isinstance(text, str) else list(text)
-    ids = generate["input_ids"]
-    prompts = ids if ids and isinstance(ids[0], list) else [ids]
-    # Of ids that the model does not know there will be no answer to put it in.
-    return ["" if template is None else template.tokenizer.decode(_known(prompt)) for prompt in prompts]
-
-
-def _known(ids: Any) -> list[int]:
-    return [token_id for token_id in ids if isinstance(token_id, int) and 0 <= token_id < 2**31]
+def _echo(generate: Fields, template: ChatTemplate | None) -> Echo:
+    if "text" not in generate or generate["truncate_prompt_tokens"]:
+        return lambda index, ids: "" if template is None else template.tokenizer.decode(ids)
+    given = generate["text"]
+    texts = [given] if isinstance(given, str) else given
+    return lambda index, ids: str(texts[index])

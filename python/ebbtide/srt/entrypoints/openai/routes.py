@@ -10,13 +10,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ebbtide.srt.entrypoints.http_answers import Json, answer_events, error_answer, while_connected
+from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole, error_answer
 from ebbtide.srt.entrypoints.metrics import Metrics
 from ebbtide.srt.entrypoints.openai.answers import (
     ChatWriter,
     CompletionWriter,
     Writer,
-    new_pieces,
     write_answer,
     write_chunks,
 )
@@ -27,14 +26,16 @@ from ebbtide.srt.entrypoints.openai.chat_template import (
 )
 from ebbtide.srt.entrypoints.openai.protocol import ModelCard, ModelList
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call
+from ebbtide.srt.entrypoints.openai.tokenization import Tokenization
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.errors import RequestRejected
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class OpenAIApi:
-    """What is behind `/v1/models`, `/v1/completions` and `/v1/chat/completions`."""
+    """What is behind `/v1/models`, the completions of both kinds, `/tokenize` and `/detokenize`."""
 
     def __init__(self, service: EngineService, metrics: Metrics) -> None:
         self._service = service
@@ -49,6 +50,8 @@ class OpenAIApi:
             ("GET", "/v1/models/{model:path}", self._model),
             ("POST", "/v1/completions", self._completions),
             ("POST", "/v1/chat/completions", self._chat_completions),
+            *(("POST", path, self._tokenize) for path in ("/tokenize", "/v1/tokenize")),
+            *(("POST", path, self._detokenize) for path in ("/detokenize", "/v1/detokenize")),
         ]
 
     async def _models(self, request: Request) -> Response:
@@ -69,16 +72,25 @@ class OpenAIApi:
         wants_meta = fields.get("return_meta_info") is True
         return await self._answer(request, call, ChatWriter(call, return_meta_info=wants_meta))
 
+    async def _tokenize(self, request: Request) -> Response:
+        fields, tokenization = await read_fields(request.stream()), self._tokenization
+        return Json(await self._service.manager.in_thread(lambda: tokenization.tokenize(fields)))
+
+    async def _detokenize(self, request: Request) -> Response:
+        fields, tokenization = await read_fields(request.stream()), self._tokenization
+        return Json(await self._service.manager.in_thread(lambda: tokenization.detokenize(fields)))
+
     async def _answer(self, request: Request, call: OpenAICall, writer: Writer) -> Response:
-        generation = self._service.manager.prepare(call.generate)
-        if not generation.is_stream:
-            result = await while_connected(request.receive, generation.result())
-            self._metrics.note(result)
-            return Json(write_answer(writer, call, result))
-        chunks = self._metrics.noting(generation.stream())
-        is_incremental = self._service.config.schedule.incremental_streaming_output
-        pieces = new_pieces(chunks, is_incremental=is_incremental)
-        return await answer_events(request.receive, generation, write_chunks(writer, call, pieces))
+        starting = self._service.manager.prepare(call.generate, call.render, is_incremental=True)
+        if call.generate["stream"]:
+            return await answer_events(
+                request.receive,
+                starting,
+                lambda generation: write_chunks(writer, call, self._metrics.noting(generation)),
+            )
+        result = await answer_whole(request.receive, starting)
+        self._metrics.note(result)
+        return Json(write_answer(writer, call, result))
 
     def _card(self) -> ModelCard:
         model = self._service.config.model
@@ -99,6 +111,12 @@ class OpenAIApi:
         if tokenizer is None:
             return None
         return ChatTemplate(tokenizer, read_chat_template(self._service.config.server_args.chat_template))
+
+    @property
+    def _tokenization(self) -> Tokenization:
+        if self._template is None:
+            raise RequestRejected("there is no tokenizer: the engine runs with skip_tokenizer_init")
+        return Tokenization(self._template, self._service.manager.limits)
 
     @functools.cached_property
     def _recommended(self) -> Mapping[str, Any]:

@@ -6,21 +6,24 @@ import math
 import random
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from ebbtide.srt.config import EngineConfig
-
 V = TypeVar("V")
+
+# What makes a text that becomes a prompt.
+Render: TypeAlias = Callable[[], str]
+# Its token ids, or what they are to be made of.
+Prompt: TypeAlias = list[int] | str | Render
 
 MAX_RID_LENGTH = 256
 # Each is a message and a state of its own: a number that was mistyped must not take all memory.
@@ -61,10 +64,16 @@ UNSUPPORTED_FIELDS = frozenset(
 
 
 class GenerateReqInput(msgspec.Struct, kw_only=True):
-    """The fields of `/generate`; None means "not given". In a batch, a list has one entry per prompt."""
+    """The fields of `/generate`; None means "not given". In a batch, a list has one entry per prompt.
+
+    `add_special_tokens`: false for a text that has them already. `truncate_prompt_tokens`: keep the last so
+    many tokens of a prompt, or, with -1, as many as fit; 0 is "not given".
+    """
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     sampling_params: Any = None
     rid: str | list[str] | None = None
     stream: bool | None = None
@@ -82,66 +91,36 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True)
-class RequestLimits:
-    """What one request may hold.
+class GenerationDraft:
+    """A request that has passed every check but those of its prompts' tokens.
 
     Attributes:
-        context_len: tokens of prompt and output together.
-        max_total_num_tokens: tokens in the KV pool.
-        stream_interval: tokens between chunks where the request does not say.
-        num_replicas: data-parallel replicas that a request may be pinned to.
+        prompts: all of them token ids, or none.
+        params, columns: per prompt.
+        rids, seeds: of each prompt's samples.
+        is_list: whether the answer is a list: a batch, or several samples.
+        groups: a rid that was posted for several outputs → theirs.
     """
 
-    context_len: int
-    vocab_size: int
-    max_total_num_tokens: int
-    stream_interval: int
-    num_replicas: int
-
-    @classmethod
-    def of(cls, config: EngineConfig, max_total_num_tokens: int) -> Self:
-        """The limits of an engine, once its scheduler has sized the pool."""
-        return cls(
-            context_len=config.model.context_len,
-            vocab_size=config.model.vocab_size,
-            max_total_num_tokens=max_total_num_tokens,
-            stream_interval=config.schedule.stream_interval,
-            num_replicas=config.server_args.dp_size,
-        )
+    request: GenerateReqInput
+    prompts: Sequence[Prompt]
+    params: list[SamplingParams]
+    columns: list[_PerPrompt]
+    rids: list[list[str]]
+    seeds: list[list[int]]
+    is_list: bool
+    groups: dict[str, list[str]]
+    arrival_s: float
 
     @property
-    def max_req_input_len(self) -> int:
-        """The longest prompt that is taken."""
-        return min(self.context_len - 1, self.max_total_num_tokens)
+    def all_rids(self) -> list[str]:
+        """The rids of all outputs, in their order."""
+        return [rid for rids in self.rids for rid in rids]
 
-    def check_prompt(self, input_ids: Sequence[int]) -> None:
-        """Refuse a prompt that is empty, too long, or has ids that the model does not know."""
-        num_tokens = len(input_ids)
-        if num_tokens == 0:
-            raise RequestRejected("the prompt is empty: at least one token is needed")
-        if num_tokens >= self.context_len:
-            raise RequestRejected(
-                f"the prompt has {num_tokens} tokens: it must be shorter than the context of "
-                f"{self.context_len} tokens"
-            )
-        if num_tokens > self.max_total_num_tokens:
-            raise RequestRejected(
-                f"the prompt has {num_tokens} tokens: the KV pool holds {self.max_total_num_tokens} "
-                "(max_total_tokens)"
-            )
-        self.check_ids("input_ids", input_ids)
-
-    def check_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Refuse ids outside the vocabulary."""
-        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-            bad = next(token_id for token_id in ids if not 0 <= token_id < self.vocab_size)
-            raise RequestRejected(f"{name}: {bad} is not in the vocabulary of {self.vocab_size} ids")
-
-    def room(self, num_prompt_tokens: int) -> int:
-        """How many output tokens fit behind a prompt."""
-        # The last token is never fed back, so the pool need not hold its KV.
-        in_pool = self.max_total_num_tokens - num_prompt_tokens + 1
-        return min(self.context_len - num_prompt_tokens, in_pool)
+    @property
+    def is_tokenized(self) -> bool:
+        """Whether the prompts were given as token ids."""
+        return all(isinstance(prompt, list) for prompt in self.prompts)
 
 
 @dataclass(frozen=True)
@@ -150,13 +129,11 @@ class GenerationPlan:
 
     Attributes:
         outputs: all samples of prompt 0, then of prompt 1, ...
-        is_list: whether the answer is a list: a batch, or several samples.
-        groups: a rid that was posted for several outputs → theirs.
+        is_list: see `GenerationDraft`.
     """
 
     outputs: list[TokenizedGenerateReqInput]
     is_list: bool
-    groups: dict[str, list[str]]
     stream: bool
     return_prompt_token_ids: bool
     return_text_in_logprobs: bool
@@ -166,6 +143,9 @@ class GenerationPlan:
 
 class RequestNormalizer:
     """Checks requests and spells them out, one message per output.
+
+    In three steps, because the second one may take seconds: `draft`, `tokenize`, `plan`. Each refuses with
+    status 400; one bad prompt refuses the whole batch.
 
     Args:
         tokenizer: None where the engine deals in token ids only.
@@ -177,54 +157,73 @@ class RequestNormalizer:
         self._tokenizer = tokenizer
         self._rng = rng
 
-    def plan(self, given: GenerateReqInput | Mapping[str, Any]) -> GenerationPlan:
-        """The plan of a whole request.
+    def draft(
+        self, given: GenerateReqInput | Mapping[str, Any], render: Render | None = None
+    ) -> GenerationDraft:
+        """Check everything that needs no tokens, and give the outputs their names and seeds.
 
-        Raises:
-            RequestRejected: status 400; one bad prompt refuses the whole batch.
+        Args:
+            render: makes the text of the prompt, in the place of `text` and `input_ids`.
         """
         arrival_s = time.monotonic()
         request = parse(given)
         self._check(request)
-        prompts, is_batch = self._prompts(request)
-        params = self._sampling_params(request.sampling_params, len(prompts))
+        prompts, is_batch = self._prompts(request, render)
+        num_prompts = len(prompts)
+        params = self._sampling_params(request.sampling_params, num_prompts)
         num_samples = params[0].n
-        if len(prompts) * num_samples > MAX_OUTPUTS:
+        if num_prompts * num_samples > MAX_OUTPUTS:
             raise RequestRejected(
-                f"sampling_params.n: a request has at most {MAX_OUTPUTS} outputs, got {len(prompts)} prompts "
+                f"sampling_params.n: a request has at most {MAX_OUTPUTS} outputs, got {num_prompts} prompts "
                 f"with n = {num_samples}"
             )
         is_list = is_batch or num_samples > 1
-        rids, groups = _rids(request.rid, len(prompts), num_samples, is_list)
-        columns = _PerPrompt.split(request, len(prompts))
+        rids, groups = _rids(request.rid, num_prompts, num_samples, is_list)
+        return GenerationDraft(
+            request=request,
+            prompts=prompts,
+            params=params,
+            columns=_PerPrompt.split(request, num_prompts),
+            rids=rids,
+            seeds=[self._seeds(one, num_samples) for one in params],
+            is_list=is_list,
+            groups=groups,
+            arrival_s=arrival_s,
+        )
+
+    def tokenize(self, draft: GenerationDraft, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The checked ids of some of a draft's prompts. May be called from any thread."""
+        return [self._ids(draft.request, prompt) for prompt in prompts]
+
+    def plan(self, draft: GenerationDraft, prompts: Sequence[list[int]]) -> GenerationPlan:
+        """The messages, with the ids of all prompts."""
+        request = draft.request
         outputs = [
-            replaced
-            for index, prompt in enumerate(prompts)
-            for replaced in self._samples(
-                self._message(prompt, params[index], columns[index], request, arrival_s),
-                rids[index],
-            )
+            msgspec.structs.replace(message, rid=rid, seed=seed)
+            for index, message in enumerate(self._messages(draft, prompts))
+            for rid, seed in zip(draft.rids[index], draft.seeds[index], strict=True)
         ]
         return GenerationPlan(
             outputs=outputs,
-            is_list=is_list,
-            groups=groups,
+            is_list=draft.is_list,
             stream=bool(request.stream),
             return_prompt_token_ids=bool(request.return_prompt_token_ids),
             return_text_in_logprobs=bool(request.return_text_in_logprobs),
             timeout_s=request.timeout_s,
-            arrival_s=arrival_s,
+            arrival_s=draft.arrival_s,
         )
 
     def _check(self, request: GenerateReqInput) -> None:
-        if (request.text is None) == (request.input_ids is None):
-            both = "both were" if request.text is not None else "neither was"
-            raise RequestRejected(f"exactly one of text and input_ids is needed: {both} given")
         if request.return_text_in_logprobs:
             self._need_tokenizer("return_text_in_logprobs")
         timeout_s = request.timeout_s
         if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
             raise RequestRejected(f"timeout_s: expected a number of seconds above 0, got {timeout_s}")
+        kept = request.truncate_prompt_tokens
+        if kept is not None and kept < -1:
+            raise RequestRejected(
+                f"truncate_prompt_tokens: expected a number of tokens, or -1 for as many as fit, got {kept}"
+            )
         rank = _pinned_to(request)
         if rank is not None and not 0 <= rank < self._limits.num_replicas:
             raise RequestRejected(
@@ -236,21 +235,43 @@ class RequestNormalizer:
             raise RequestRejected(f"{name} needs a tokenizer: the engine runs with skip_tokenizer_init")
         return self._tokenizer
 
-    def _prompts(self, request: GenerateReqInput) -> tuple[list[list[int]], bool]:
-        if request.text is not None:
-            tokenizer = self._need_tokenizer("text")
-            is_batch = isinstance(request.text, list)
-            texts = request.text if isinstance(request.text, list) else [request.text]
+    def _prompts(self, request: GenerateReqInput, render: Render | None) -> tuple[Sequence[Prompt], bool]:
+        """The prompts, and whether they are a batch."""
+        if render is not None:
+            self._need_tokenizer("a prompt that is rendered")
+            return [render], False
+        prompts: Sequence[Prompt]
+        text, input_ids = request.text, request.input_ids
+        if (text is None) == (input_ids is None):
+            both = "both were" if text is not None else "neither was"
+            raise RequestRejected(f"exactly one of text and input_ids is needed: {both} given")
+        if text is None:
+            prompts, is_batch = split_ids("input_ids", input_ids or [])
+        else:
+            self._need_tokenizer("text")
+            texts, is_batch = ([text], False) if isinstance(text, str) else (text, True)
             if "" in texts:
                 raise RequestRejected("the prompt is empty: text must not be an empty string")
-            prompts = [tokenizer.encode(text) for text in texts]
-        else:
-            prompts, is_batch = _split_ids(request.input_ids or [])
+            prompts = texts
         if not prompts:
             raise RequestRejected("the batch is empty: at least one prompt is needed")
-        for prompt in prompts:
-            self._limits.check_prompt(prompt)
         return prompts, is_batch
+
+    def _ids(self, request: GenerateReqInput, prompt: Prompt) -> list[int]:
+        """The checked ids of a prompt."""
+        kept = request.truncate_prompt_tokens
+        if isinstance(prompt, list):
+            ids = prompt
+        else:
+            text = prompt if isinstance(prompt, str) else prompt()
+            tokenizer = self._need_tokenizer("text")
+            if not kept:
+                self._limits.check_text(text, tokenizer)
+            ids = tokenizer.encode(text, add_special_tokens=request.add_special_tokens is not False)
+        if kept:
+            ids = ids[-(kept if kept > 0 else self._limits.max_req_input_len) :]
+        self._limits.check_prompt(ids)
+        return ids
 
     def _sampling_params(self, given: Any, num_prompts: int) -> list[SamplingParams]:
         params = [_one_sampling_params(entry) for entry in _per_prompt("sampling_params", given, num_prompts)]
@@ -262,46 +283,42 @@ class RequestNormalizer:
             self._limits.check_ids("sampling_params.logit_bias", list(one.logit_bias or ()))
         return params
 
-    def _message(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        own: _PerPrompt,
-        request: GenerateReqInput,
-        arrival_s: float,
-    ) -> TokenizedGenerateReqInput:
-        """The message of a prompt's samples, but for their rids and seeds."""
-        own.check(self._limits, len(prompt))
-        room = self._limits.room(len(prompt))
-        max_new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
-        if params.min_new_tokens > max_new_tokens:
-            params = replace(params, min_new_tokens=max_new_tokens)
-        start = own.logprob_start_len
-        return TokenizedGenerateReqInput(
-            rid="",
-            input_ids=prompt,
-            sampling_params=params,
-            max_new_tokens=max_new_tokens,
-            seed=0,
-            stream=bool(request.stream),
-            stream_interval=params.stream_interval or self._limits.stream_interval,
-            return_logprob=own.return_logprob,
-            logprob_start=start if own.return_logprob and start >= 0 else None,
-            top_logprobs_num=own.top_logprobs_num if own.return_logprob else 0,
-            token_ids_logprob=own.token_ids_logprob if own.return_logprob else (),
-            cache_namespace=own.cache_namespace,
-            arrival_s=arrival_s,
-            dp_rank=_pinned_to(request),
-        )
+    def _seeds(self, params: SamplingParams, num_samples: int) -> list[int]:
+        """One per sample. Sample k of a request with a seed gets that seed + k, in 64 bits."""
+        seed = params.sampling_seed
+        if seed is None:
+            return [_signed64(self._rng.getrandbits(64)) for _ in range(num_samples)]
+        return [_signed64(seed + index) for index in range(num_samples)]
 
-    def _samples(
-        self, message: TokenizedGenerateReqInput, rids: list[str]
+    def _messages(
+        self, draft: GenerationDraft, prompts: Sequence[list[int]]
     ) -> Iterator[TokenizedGenerateReqInput]:
-        """One message per sample. Sample k of a request with a seed gets that seed + k, in 64 bits."""
-        seed = message.sampling_params.sampling_seed
-        for index, rid in enumerate(rids):
-            own_seed = self._rng.getrandbits(64) if seed is None else seed + index
-            yield msgspec.structs.replace(message, rid=rid, seed=_signed64(own_seed))
+        """The message of each prompt's samples, but for their rids and seeds."""
+        request = draft.request
+        for prompt, params, own in zip(prompts, draft.params, draft.columns, strict=True):
+            own.check(self._limits, len(prompt))
+            room = self._limits.room(len(prompt))
+            max_new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
+            min_new_tokens = min(params.min_new_tokens, max_new_tokens)
+            start = own.logprob_start_len
+            yield TokenizedGenerateReqInput(
+                rid="",
+                input_ids=prompt,
+                sampling_params=replace(params, min_new_tokens=min_new_tokens)
+                if min_new_tokens < params.min_new_tokens
+                else params,
+                max_new_tokens=max_new_tokens,
+                seed=0,
+                stream=bool(request.stream),
+                stream_interval=params.stream_interval or self._limits.stream_interval,
+                return_logprob=own.return_logprob,
+                logprob_start=start if own.return_logprob and start >= 0 else None,
+                top_logprobs_num=own.top_logprobs_num if own.return_logprob else 0,
+                token_ids_logprob=own.token_ids_logprob if own.return_logprob else (),
+                cache_namespace=own.cache_namespace,
+                arrival_s=draft.arrival_s,
+                dp_rank=_pinned_to(request),
+            )
 
 
 @dataclass(frozen=True)
@@ -361,7 +378,7 @@ def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:
     """
     fields = msgspec.structs.asdict(given) if isinstance(given, GenerateReqInput) else given
     for name in UNSUPPORTED_FIELDS & fields.keys():
-        if not _is_empty(fields[name]):
+        if not asks_for_nothing(fields[name]):
             raise RequestRejected(f"{name}: not supported in this version")
     try:
         return msgspec.convert(dict(fields), GenerateReqInput)
@@ -374,9 +391,10 @@ def _pinned_to(request: GenerateReqInput) -> int | None:
     return request.routed_dp_rank if request.routed_dp_rank is not None else request.data_parallel_rank
 
 
-def _is_empty(value: Any) -> bool:
+def asks_for_nothing(value: Any) -> bool:
+    """Whether a field of this value is as good as not given."""
     if isinstance(value, list | tuple):
-        return all(_is_empty(item) for item in value)
+        return all(asks_for_nothing(item) for item in value)
     # Not `not value`: a port, room or rank of 0 is a value.
     return value is None or value is False or value in ("", {})
 
@@ -387,11 +405,16 @@ def _one_sampling_params(given: Any) -> SamplingParams:
     return SamplingParams.from_dict({} if given is None else given)
 
 
-def _split_ids(ids: Sequence[int | list[int]]) -> tuple[list[list[int]], bool]:
+def split_ids(name: str, ids: Sequence[int | list[int]]) -> tuple[list[list[int]], bool]:
+    """The ids of each text, and whether they are a batch.
+
+    Raises:
+        RequestRejected: 400, some are ids and others lists of them.
+    """
     prompts = [entry for entry in ids if isinstance(entry, list)]
     singles = [entry for entry in ids if isinstance(entry, int)]
     if prompts and singles:
-        raise RequestRejected("input_ids: expected a list of ids or a list of such lists, got a mixture")
+        raise RequestRejected(f"{name}: expected a list of ids or a list of such lists, got a mixture")
     return (prompts, True) if prompts else ([singles], False)
 
 

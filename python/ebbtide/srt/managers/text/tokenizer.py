@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.managers.text.length_bound import LengthBound
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import ModelConfig
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Text to token ids and back. `encode` and `decode` may be called from several threads at once.
 
     Attributes:
         hf: the transformers tokenizer itself, for chat templates.
@@ -32,10 +34,29 @@ class Tokenizer:
         self._special_ids = self._find_special_ids()
         self.byte_values = self._find_byte_values()
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, with the special tokens that the tokenizer adds by itself."""
-        ids: list[int] = self.hf(text, verbose=False, return_attention_mask=False)["input_ids"]
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text.
+
+        Args:
+            add_special_tokens: with those that the tokenizer adds to a text by itself.
+        """
+        encoding = self.hf(
+            text, add_special_tokens=add_special_tokens, verbose=False, return_attention_mask=False
+        )
+        ids: list[int] = encoding["input_ids"]
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that a text has at least, found without tokenizing it; 0 if nothing is known."""
+        return self._length_bound.least_tokens(text) if self._length_bound is not None else 0
+
+    @cached_property
+    def _length_bound(self) -> LengthBound | None:
+        from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+        # A class that encodes in a way of its own may drop what it likes.
+        is_plain = getattr(type(self.hf), "_encode_plus", None) is TokenizersBackend._encode_plus
+        return LengthBound(self.hf.backend_tokenizer) if is_plain else None
 
     def decode(
         self,
@@ -54,6 +75,11 @@ class Tokenizer:
                 clean_up_tokenization_spaces=False,
             )
         )
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls these tokens."""
+        names: list[str] = self.hf.convert_ids_to_tokens(list(token_ids))
+        return names
 
     def visible(self, token_ids: Iterable[int], skip_special_tokens: bool) -> list[int]:
         """The ids that stand for text. Models often have a few more rows than their tokenizer has tokens."""

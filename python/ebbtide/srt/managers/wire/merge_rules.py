@@ -30,11 +30,13 @@ class Merge:
 
     Attributes:
         is_share: every rank has a part of its own, which `TotalsReply.ranks` lists.
+        on_device: it is a measure of devices: which value counts of those of ranks that share one.
     """
 
     over_ranks: Rule
     over_replicas: Rule
     is_share: bool = False
+    on_device: Rule | None = None
 
 
 def first(values: list[T]) -> T:
@@ -72,6 +74,9 @@ AGREED = Merge(agreed, agreed)
 PER_REPLICA = Merge(first, sum)
 LISTED_PER_REPLICA = Merge(first, _joined)
 SHARE = Merge(sum, sum, is_share=True)
+# Ranks that share a device do not act at the same instant: the least, or the most, shows all of the change.
+DEVICE_LEAST = Merge(sum, sum, is_share=True, on_device=min)
+DEVICE_MOST = Merge(sum, sum, is_share=True, on_device=max)
 SHARE_PER_TAG = Merge(_sum_per_tag, _sum_per_tag, is_share=True)
 
 

@@ -1,0 +1,76 @@
+"""Fields of other servers' OpenAI dialects that would change an answer and are not in this version.
+
+Ignored, they would change it in silence: they are refused by name, unless they ask for nothing.
+Source: wire_vllm section 1.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.generate_request import asks_for_nothing
+
+_NO_GRAMMARS: Final = "structured output is not"
+_ONLY_BIAS: Final = "of single tokens, logit_bias changes the odds"
+
+# Field → what there is instead.
+_UNSUPPORTED: Final[Mapping[str, str]] = {
+    "allowed_token_ids": _ONLY_BIAS,
+    "audio": "answers are text",
+    "bad_words": _ONLY_BIAS,
+    "documents": "chat_template_kwargs are variables of the template",
+    "ec_transfer_params": "prompts are computed here",
+    "functions": "tools are shown to the chat template",
+    "guided_choice": _NO_GRAMMARS,
+    "guided_grammar": _NO_GRAMMARS,
+    "guided_json": _NO_GRAMMARS,
+    "guided_regex": _NO_GRAMMARS,
+    "kv_transfer_params": "prompts are computed here",
+    "logits_processors": _ONLY_BIAS,
+    "logprob_token_ids": "/generate has token_ids_logprob",
+    "prompt_embeds": "prompts are texts or token ids",
+    "prompt_logprobs": "completions have echo with logprobs, /generate has logprob_start_len",
+    "repetition_detection": "there are stop strings, stop_token_ids and penalties",
+    "stop_regex": "stop takes strings",
+    "structural_tag": _NO_GRAMMARS,
+    "structured_outputs": _NO_GRAMMARS,
+    "thinking_token_budget": "max_tokens counts all tokens",
+    "use_beam_search": "n samples are drawn",
+    "vllm_xargs": "unknown arguments have no effect",
+}
+_OF_CHATS: Final[Mapping[str, str]] = {
+    "chat_template": "the server's is used (--chat-template); chat_template_kwargs are its variables",
+    "echo": "completions have it",
+}
+_OF_COMPLETIONS: Final[Mapping[str, str]] = {
+    "tools": "chats show them to the chat template",
+}
+
+
+def refuse_unsupported(fields: Mapping[str, Any], *, is_chat: bool) -> None:
+    """Refuse what cannot be kept.
+
+    Raises:
+        RequestRejected: 400; names the field and what there is instead.
+    """
+    unsupported = {**_UNSUPPORTED, **(_OF_CHATS if is_chat else _OF_COMPLETIONS)}
+    for name in sorted(unsupported.keys() & fields.keys()):
+        if not asks_for_nothing(fields[name]):
+            raise RequestRejected(f"{name}: not supported in this version: {unsupported[name]}")
+    _expect(
+        fields, "tool_choice", ("none", "auto"), "what the model answers is not parsed for calls of tools"
+    )
+    _expect(fields, "function_call", ("none", "auto"), "what the model answers is not parsed for calls")
+    _expect(fields, "truncation_side", ("left",), "the last tokens of a prompt are kept")
+    wanted = fields.get("response_format")
+    if wanted is not None and (not isinstance(wanted, Mapping) or wanted.get("type") != "text"):
+        raise RequestRejected(f"response_format: not supported in this version, but for text, got {wanted}")
+
+
+def _expect(fields: Mapping[str, Any], name: str, supported: tuple[str, ...], why: str) -> None:
+    value = fields.get(name)
+    if value is not None and value not in supported:
+        listed = ", ".join(map(repr, supported))
+        raise RequestRejected(f"{name}: expected null or {listed}: {why}; got {value!r}")

@@ -1,0 +1,82 @@
+"""What one request may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ebbtide.srt.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What one request may hold.
+
+    Attributes:
+        context_len: tokens of prompt and output together.
+        max_total_num_tokens: tokens in the KV pool.
+        stream_interval: tokens between chunks where the request does not say.
+        num_replicas: data-parallel replicas that a request may be pinned to.
+    """
+
+    context_len: int
+    vocab_size: int
+    max_total_num_tokens: int
+    stream_interval: int
+    num_replicas: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_total_num_tokens: int) -> Self:
+        """The limits of an engine, once its scheduler has sized the pool."""
+        return cls(
+            context_len=config.model.context_len,
+            vocab_size=config.model.vocab_size,
+            max_total_num_tokens=max_total_num_tokens,
+            stream_interval=config.schedule.stream_interval,
+            num_replicas=config.server_args.dp_size,
+        )
+
+    @property
+    def max_req_input_len(self) -> int:
+        """The longest prompt that is taken."""
+        return min(self.context_len - 1, self.max_total_num_tokens)
+
+    def check_prompt(self, input_ids: Sequence[int]) -> None:
+        """Refuse a prompt that is empty, too long, or has ids that the model does not know."""
+        num_tokens = len(input_ids)
+        if num_tokens == 0:
+            raise RequestRejected("the prompt is empty: at least one token is needed")
+        self._check_length(num_tokens, f"{num_tokens} tokens")
+        self.check_ids("input_ids", input_ids)
+
+    def check_text(self, text: str, tokenizer: Tokenizer) -> None:
+        """Refuse a text of which it is certain, before it is tokenized, that it is too long."""
+        least = tokenizer.least_tokens(text)
+        self._check_length(least, f"{len(text)} characters, so at least {least} tokens")
+
+    def check_ids(self, name: str, ids: Sequence[int]) -> None:
+        """Refuse ids outside the vocabulary."""
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            bad = next(token_id for token_id in ids if not 0 <= token_id < self.vocab_size)
+            raise RequestRejected(f"{name}: {bad} is not in the vocabulary of {self.vocab_size} ids")
+
+    def room(self, num_prompt_tokens: int) -> int:
+        """How many output tokens fit behind a prompt."""
+        # The last token is never fed back, so the pool need not hold its KV.
+        in_pool = self.max_total_num_tokens - num_prompt_tokens + 1
+        return min(self.context_len - num_prompt_tokens, in_pool)
+
+    def _check_length(self, num_tokens: int, shown: str) -> None:
+        if num_tokens >= self.context_len:
+            raise RequestRejected(
+                f"the prompt has {shown}: it must be shorter than the context of {self.context_len} tokens"
+            )
+        if num_tokens > self.max_total_num_tokens:
+            raise RequestRejected(
+                f"the prompt has {shown}: the KV pool holds {self.max_total_num_tokens} (max_total_tokens)"
+            )

@@ -1,0 +1,233 @@
+"""Texts are tokenized beside the event loop: what else happens meanwhile, told by a tokenizer that waits."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from fixtures.scripted_engine import Engine, run
+from fixtures.tokenizers import byte_level
+
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.io_struct import (
+    AbortGeneration,
+    AbortReq,
+    AbortReqOutput,
+    ControlReply,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    PauseMode,
+    Refusal,
+    TokenizedGenerateReqInput,
+)
+from ebbtide.srt.managers.text.tokenizer import Tokenizer
+from ebbtide.srt.managers.tokenizer_manager import NUM_TOKENIZING_THREADS, PIECE_CHARACTERS
+
+
+class Waiting(Tokenizer):
+    """Tokenizes when it is told to go on. A test that waits for it in the event loop never comes to that."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_level().hf)
+        self.go = threading.Event()
+        self.has_begun = threading.Event()
+        self.texts: list[str] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.texts.append(text)
+        self.has_begun.set()
+        assert self.go.wait(60)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+TEXT = {"text": "the dog", "rid": "slow"}
+IDS = byte_level().encode("the dog")
+
+
+async def begin(engine: Engine, tokenizer: Waiting, fields: dict[str, Any] = TEXT) -> asyncio.Task[Any]:
+    """A request whose text is being tokenized."""
+    task = asyncio.create_task(engine.manager.prepare(fields))
+    await asyncio.to_thread(tokenizer.has_begun.wait, 60)
+    return task
+
+
+def test_other_requests_and_control_go_on_meanwhile() -> None:
+    tokenizer = Waiting()
+
+    async def script(engine: Engine) -> None:
+        slow = await begin(engine, tokenizer)
+        await engine.manager.prepare({"input_ids": [5], "rid": "fast"})
+        [fast] = await engine.received()
+        assert fast.rid == "fast"
+        assert not slow.done()
+        tokenizer.go.set()
+        await slow
+        [sent] = await engine.received()
+        assert (sent.rid, sent.input_ids) == ("slow", IDS)
+
+    run(script, tokenizer=tokenizer)
+
+
+def test_a_rendered_prompt_is_made_there_too() -> None:
+    async def script(engine: Engine) -> None:
+        threads: list[threading.Thread] = []
+
+        def render() -> str:
+            threads.append(threading.current_thread())
+            return "the dog"
+
+        await engine.manager.prepare({"rid": "r"}, render)
+        [sent] = await engine.received()
+        assert sent.input_ids == IDS
+        assert threads != [threading.main_thread()]
+
+    run(script)
+
+
+def test_its_name_is_taken_and_free_again_if_it_is_refused() -> None:
+    tokenizer = Waiting()
+
+    async def script(engine: Engine) -> None:
+        slow = await begin(engine, tokenizer, {"text": "the dog " * 50, "rid": "r"})
+        with pytest.raises(RequestRejected, match="still running"):
+            await engine.manager.prepare({"input_ids": [5], "rid": "r"})
+        tokenizer.go.set()
+        with pytest.raises(RequestRejected, match="context of 64"):
+            await slow
+        assert engine.manager.num_live == 0
+        assert engine.nothing_sent()
+
+    run(script, tokenizer=tokenizer)
+
+
+def test_a_client_that_leaves_has_sent_nothing() -> None:
+    tokenizer = Waiting()
+
+    async def script(engine: Engine) -> None:
+        slow = await begin(engine, tokenizer)
+        slow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await slow
+        tokenizer.go.set()
+        await engine.manager.prepare({"input_ids": [5], "rid": "slow"})
+        [sent] = await engine.received()
+        assert sent.input_ids == [5]
+
+    run(script, tokenizer=tokenizer)
+
+
+def test_what_nobody_waits_for_is_not_tokenized_to_its_end() -> None:
+    tokenizer = Waiting()
+
+    async def script(engine: Engine) -> None:
+        texts = ["a" * 200, "b" * PIECE_CHARACTERS, "c"]
+        slow = await begin(engine, tokenizer, {"text": texts, "truncate_prompt_tokens": 4})
+        slow.cancel()
+        tokenizer.go.set()
+        # As many more as there are threads: all of them have come to their ends then.
+        await asyncio.gather(*(engine.manager.in_thread(IDS.copy) for _ in range(NUM_TOKENIZING_THREADS)))
+        assert "c" not in tokenizer.texts
+
+    run(script, tokenizer=tokenizer)
+
+
+def test_a_batch_in_pieces_keeps_its_order() -> None:
+    async def script(engine: Engine) -> None:
+        texts = ["one", "two" * PIECE_CHARACTERS, "three", "four" * PIECE_CHARACTERS]
+        await engine.manager.prepare({"text": texts, "rid": "r", "truncate_prompt_tokens": 5})
+        sent: Sequence[TokenizedGenerateReqInput] = await engine.received(4)
+        assert [message.rid for message in sent] == ["r_0", "r_1", "r_2", "r_3"]
+        assert [message.input_ids for message in sent] == [byte_level().encode(text)[-5:] for text in texts]
+
+    run(script)
+
+
+ABORTED = AbortReqOutput(changed=False, num_aborted=0)
+PAUSED = PauseGenerationReqOutput(
+    changed=True, mode=PauseMode.ABORT, num_running=0, num_retracted=0, num_aborted=0, num_queued=0
+)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reply", "message"),
+    [
+        (AbortReq(rid="slow"), ABORTED, "Aborted by /abort_request"),
+        (AbortReq(abort_all=True), ABORTED, "Aborted by /abort_request"),
+        (PauseGenerationReqInput(), PAUSED, "Aborted by pause_generation"),
+    ],
+)
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_an_abort_meanwhile_ends_it_as_soon_as_it_is_known(
+    request_: Any, reply: Any, message: str, is_sent: bool
+) -> None:
+    tokenizer = Waiting()
+
+    async def script(engine: Engine) -> None:
+        slow = await begin(engine, tokenizer)
+        control = asyncio.create_task(engine.manager.control(request_))
+        [call] = await engine.received()
+        if is_sent:
+            # Behind the control request, which does not reach it.
+            tokenizer.go.set()
+            await slow
+        await engine.send_message(ControlReply(id=call.id, reply=reply))
+        answered: Any = await control
+        assert answered.num_aborted == 1
+        tokenizer.go.set()
+        await slow
+        sent, abort = await engine.received(2)
+        assert sent.rid == "slow"
+        assert abort == AbortGeneration(rid="slow", message=message)
+
+    run(script, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reply"),
+    [
+        (AbortReq(rid="another"), ABORTED),
+        (PauseGenerationReqInput(mode=PauseMode.IN_PLACE), PAUSED),
+        (PauseGenerationReqInput(), Refusal(status=409, message="not now")),
+    ],
+)
+def test_what_aborts_nothing_leaves_it_alone(request_: Any, reply: Any) -> None:
+    tokenizer = Waiting()
+
+    async def script(engine: Engine) -> None:
+        slow = await begin(engine, tokenizer)
+        control = asyncio.create_task(engine.manager.control(request_))
+        [call] = await engine.received()
+        await engine.send_message(ControlReply(id=call.id, reply=reply))
+        await asyncio.wait([control])
+        assert control.exception() is None or isinstance(control.exception(), RequestRejected)
+        tokenizer.go.set()
+        await slow
+        await engine.received()
+        assert engine.nothing_sent()
+
+    run(script, tokenizer=tokenizer)
+
+
+def test_the_time_of_a_request_runs_from_its_arrival() -> None:
+    async def script(engine: Engine) -> None:
+        await engine.manager.prepare({**TEXT, "timeout_s": 1e-9})
+        sent, abort = await engine.received() + await engine.received()
+        assert sent.rid == abort.rid == "slow"
+        assert "timeout_s" in abort.message
+
+    run(script)
+
+
+def test_the_end_of_the_engine_waits_for_no_tokenizer() -> None:
+    tokenizer = Waiting()
+
+    async def script(engine: Engine) -> None:
+        slow = await begin(engine, tokenizer)
+        engine.manager.fail("the scheduler died")
+        with pytest.raises(EngineError, match="the scheduler died"):
+            await slow
+        tokenizer.go.set()
+        assert engine.nothing_sent()
+
+    run(script, tokenizer=tokenizer)
