@@ -13,8 +13,8 @@ import ebbtide
 
 STRUCTS = '''
 class CountQueuedReqOutput(Reply, frozen=True, kw_only=True):
-    num_queued: Annotated[int, PER_REPLICA]
-    num_ranks: Annotated[int, SHARE]
+    num_queued: Annotated[int, merge.PER_REPLICA]
+    num_ranks: Annotated[int, merge.SHARE]
 
 
 class CountQueuedReqInput(ControlRequest, frozen=True):
@@ -98,11 +98,7 @@ def test_it_is_asked_described_and_merged_with_no_further_edit(tmp_path: Path) -
     )
     edit(
         package / "srt/entrypoints/engine.py",
-        {
-            "\nfrom ebbtide.srt.managers.io_struct import": "\nfrom ebbtide.srt.managers import io_struct"
-            "\nfrom ebbtide.srt.managers.io_struct import",
-            "\n    async def async_continue_generation(self)": METHOD,
-        },
+        {"\n    async def async_continue_generation(self)": METHOD},
     )
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -13,28 +13,8 @@ from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
 from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.managers import io_struct
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
-from ebbtide.srt.managers.io_struct import (
-    DEFAULT_GROUP,
-    AbortReq,
-    AbortWeightUpdateReqInput,
-    BeginWeightUpdateReqInput,
-    CheckWeightsReqInput,
-    ContinueGenerationReqInput,
-    DestroyWeightsUpdateGroupReqInput,
-    EndWeightUpdateReqInput,
-    FlushCacheReqInput,
-    GetWeightsByNameReqInput,
-    InitWeightsUpdateGroupReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
-    UpdateWeightVersionReqInput,
-)
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.trainer.payload_encoding import TensorSender
@@ -149,11 +129,11 @@ class Engine:
 
     async def async_release_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
         """Give the physical memory of these tags back; none means all of them. wire_api section 3.1."""
-        return await self._control(ReleaseMemoryOccupationReqInput, tags=tags)
+        return await self._control(io_struct.ReleaseMemoryOccupationReqInput, tags=tags)
 
     async def async_resume_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
         """Take the memory of these tags again, at the same addresses. wire_api section 3.1."""
-        return await self._control(ResumeMemoryOccupationReqInput, tags=tags)
+        return await self._control(io_struct.ResumeMemoryOccupationReqInput, tags=tags)
 
     async def async_memory_occupation(self) -> dict[str, Any]:
         """What is resident, and why nothing can run if nothing can. Never waits for the engine."""
@@ -163,19 +143,19 @@ class Engine:
         self, mode: str = "abort", timeout_s: float | None = None
     ) -> dict[str, Any]:
         """Run no forward pass until `continue_generation`. wire_api section 3.2."""
-        return await self._control(PauseGenerationReqInput, mode=mode, timeout_s=timeout_s)
+        return await self._control(io_struct.PauseGenerationReqInput, mode=mode, timeout_s=timeout_s)
 
     async def async_continue_generation(self) -> dict[str, Any]:
         """End a pause."""
-        return await self._control(ContinueGenerationReqInput)
+        return await self._control(io_struct.ContinueGenerationReqInput)
 
     async def async_abort_request(self, rid: str | list[str] = "", abort_all: bool = False) -> dict[str, Any]:
         """End one request, several, or all; they answer with the tokens they have."""
-        return await self._control(AbortReq, rid=rid, abort_all=abort_all)
+        return await self._control(io_struct.AbortReq, rid=rid, abort_all=abort_all)
 
     async def async_flush_cache(self, timeout_s: float = 0.0) -> dict[str, Any]:
         """Empty the prefix cache; `fully_flushed` is false where running requests hold on to some of it."""
-        return await self._control(FlushCacheReqInput, timeout_s=timeout_s)
+        return await self._control(io_struct.FlushCacheReqInput, timeout_s=timeout_s)
 
     # ---------------------------------------------------------------------------------------------- weights
 
@@ -206,7 +186,7 @@ class Engine:
                 entries = shared.enter_context(sent).entries
                 load_format = None if load_format in _WHOLE_TENSOR_FORMATS else load_format
             return await self._control(
-                UpdateWeightsFromTensorReqInput,
+                io_struct.UpdateWeightsFromTensorReqInput,
                 serialized_named_tensors=entries,
                 load_format=load_format,
                 flush_cache=flush_cache,
@@ -229,7 +209,7 @@ class Engine:
     ) -> dict[str, Any]:
         """Take the weights of a Hugging Face folder of the same architecture. wire_api section 3.3."""
         return await self._control(
-            UpdateWeightFromDiskReqInput,
+            io_struct.UpdateWeightFromDiskReqInput,
             model_path=os.fspath(model_path),
             load_format=load_format,
             flush_cache=flush_cache,
@@ -244,7 +224,7 @@ class Engine:
         names: Sequence[str],
         dtypes: Sequence[str | torch.dtype],
         shapes: Sequence[Sequence[int]],
-        group_name: str = DEFAULT_GROUP,
+        group_name: str = io_struct.DEFAULT_GROUP,
         load_format: str | None = None,
         flush_cache: bool = True,
         weight_version: str | int | None = None,
@@ -255,7 +235,7 @@ class Engine:
     ) -> dict[str, Any]:
         """Take what the trainer broadcasts in a group; a refusal in mid-broadcast ends that. wire_api 3.3."""
         return await self._control(
-            UpdateWeightsFromDistributedReqInput,
+            io_struct.UpdateWeightsFromDistributedReqInput,
             names=list(names),
             dtypes=list(dtypes),
             shapes=[list(shape) for shape in shapes],
@@ -285,7 +265,7 @@ class Engine:
             zmq_handles: `GPU-<uuid>` of each device → the `ipc://` address where its sender listens.
         """
         return await self._control(
-            UpdateWeightsFromIPCReqInput,
+            io_struct.UpdateWeightsFromIPCReqInput,
             zmq_handles=dict(zmq_handles),
             flush_cache=flush_cache,
             weight_version=weight_version,
@@ -301,13 +281,13 @@ class Engine:
         master_port: int | str,
         rank_offset: int,
         world_size: int,
-        group_name: str = DEFAULT_GROUP,
+        group_name: str = io_struct.DEFAULT_GROUP,
         backend: str = "nccl",
         timeout_s: float = 300.0,
     ) -> dict[str, Any]:
         """Join a process group whose rank 0 is the trainer. Returns when all of its ranks are there."""
         return await self._control(
-            InitWeightsUpdateGroupReqInput,
+            io_struct.InitWeightsUpdateGroupReqInput,
             master_address=master_address,
             master_port=master_port,
             rank_offset=rank_offset,
@@ -317,9 +297,11 @@ class Engine:
             timeout_s=timeout_s,
         )
 
-    async def async_destroy_weights_update_group(self, group_name: str = DEFAULT_GROUP) -> dict[str, Any]:
+    async def async_destroy_weights_update_group(
+        self, group_name: str = io_struct.DEFAULT_GROUP
+    ) -> dict[str, Any]:
         """Leave a group; `changed` is false where there is none of that name."""
-        return await self._control(DestroyWeightsUpdateGroupReqInput, group_name=group_name)
+        return await self._control(io_struct.DestroyWeightsUpdateGroupReqInput, group_name=group_name)
 
     async def async_begin_weight_update(
         self, selector: str = "all", timeout_s: float | None = None, session_id: str | None = None
@@ -330,7 +312,7 @@ class Engine:
             session_id: a name for it; what gives that name is refused once the session is over.
         """
         return await self._control(
-            BeginWeightUpdateReqInput, selector=selector, timeout_s=timeout_s, session_id=session_id
+            io_struct.BeginWeightUpdateReqInput, selector=selector, timeout_s=timeout_s, session_id=session_id
         )
 
     async def async_end_weight_update(
@@ -343,7 +325,7 @@ class Engine:
     ) -> dict[str, Any]:
         """Commit the open session. wire_api section 3.3."""
         return await self._control(
-            EndWeightUpdateReqInput,
+            io_struct.EndWeightUpdateReqInput,
             weight_version=weight_version,
             flush_cache=flush_cache,
             pause_mode=pause_mode,
@@ -353,7 +335,7 @@ class Engine:
 
     async def async_abort_weight_update(self) -> dict[str, Any]:
         """Discard the open session; the old weights serve."""
-        return await self._control(AbortWeightUpdateReqInput)
+        return await self._control(io_struct.AbortWeightUpdateReqInput)
 
     @contextmanager
     def weight_update(
@@ -376,7 +358,9 @@ class Engine:
     ) -> dict[str, Any]:
         """Give the weights another version; in a session it takes effect with the commit."""
         return await self._control(
-            UpdateWeightVersionReqInput, new_version=new_version, abort_all_requests=abort_all_requests
+            io_struct.UpdateWeightVersionReqInput,
+            new_version=new_version,
+            abort_all_requests=abort_all_requests,
         )
 
     async def async_transition(
@@ -393,7 +377,9 @@ class Engine:
     async def async_get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """The first rows of a weight under its checkpoint name, as float32 numbers."""
         fields = {"name": name, "truncate_size": truncate_size}
-        rows: list[Any] = await self._in_loop(self._service.control(GetWeightsByNameReqInput, fields))
+        rows: list[Any] = await self._in_loop(
+            self._service.control(io_struct.GetWeightsByNameReqInput, fields)
+        )
         return rows
 
     async def async_check_weights(
@@ -405,7 +391,9 @@ class Engine:
             action: checksum, snapshot, reset_tensors or compare.
             skip_tensor_list: what is in the names of parameters to leave out.
         """
-        return await self._control(CheckWeightsReqInput, action=action, skip_tensor_list=skip_tensor_list)
+        return await self._control(
+            io_struct.CheckWeightsReqInput, action=action, skip_tensor_list=skip_tensor_list
+        )
 
     @property
     def weight_version(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal, get_args
 
+from ebbtide.srt.managers.wire import merge_rules as merge
 from ebbtide.srt.managers.wire.agreement import GivenUp as GivenUp
 from ebbtide.srt.managers.wire.agreement import Prepared as Prepared
 from ebbtide.srt.managers.wire.agreement import Verdict as Verdict
@@ -30,18 +31,6 @@ from ebbtide.srt.managers.wire.generation import TokenizedGenerateReqInput as To
 from ebbtide.srt.managers.wire.generation import TokenLogprobs as TokenLogprobs
 from ebbtide.srt.managers.wire.generation import TokenOutput as TokenOutput
 from ebbtide.srt.managers.wire.load_report import Load as Load
-from ebbtide.srt.managers.wire.merge_rules import (
-    ALL,
-    ANY,
-    DEVICE_LEAST,
-    DEVICE_MOST,
-    LARGEST,
-    LISTED_PER_REPLICA,
-    PER_REPLICA,
-    SAME,
-    SHARE_PER_TAG,
-    WORSE,
-)
 from ebbtide.srt.managers.wire.message import Message as Message
 from ebbtide.srt.managers.wire.message import Refusal as Refusal
 from ebbtide.srt.managers.wire.message import Reply as Reply
@@ -99,13 +88,13 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 
 
 class ReleaseMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
-    changed: Annotated[bool, ANY]
-    tags: Annotated[list[MemoryTag], SAME]
-    freed_bytes: Annotated[dict[MemoryTag, int], SHARE_PER_TAG]
-    num_retracted: Annotated[int, PER_REPLICA]
-    device_free_bytes_before: Annotated[int, DEVICE_LEAST]
-    device_free_bytes_after: Annotated[int, DEVICE_MOST]
-    duration_ms: Annotated[float, LARGEST]
+    changed: Annotated[bool, merge.ANY]
+    tags: Annotated[list[MemoryTag], merge.SAME]
+    freed_bytes: Annotated[dict[MemoryTag, int], merge.SHARE_PER_TAG]
+    num_retracted: Annotated[int, merge.PER_REPLICA]
+    device_free_bytes_before: Annotated[int, merge.DEVICE_LEAST]
+    device_free_bytes_after: Annotated[int, merge.DEVICE_MOST]
+    duration_ms: Annotated[float, merge.LARGEST]
 
 
 class ReleaseMemoryOccupationReqInput(ControlRequest, frozen=True):
@@ -125,13 +114,13 @@ class ReleaseMemoryOccupationReqInput(ControlRequest, frozen=True):
 
 
 class ResumeMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
-    changed: Annotated[bool, ANY]
-    tags: Annotated[list[MemoryTag], SAME]
-    mapped_bytes: Annotated[dict[MemoryTag, int], SHARE_PER_TAG]
-    weights: Annotated[WeightsContent, WORSE]
-    device_free_bytes_before: Annotated[int, DEVICE_MOST]
-    device_free_bytes_after: Annotated[int, DEVICE_LEAST]
-    duration_ms: Annotated[float, LARGEST]
+    changed: Annotated[bool, merge.ANY]
+    tags: Annotated[list[MemoryTag], merge.SAME]
+    mapped_bytes: Annotated[dict[MemoryTag, int], merge.SHARE_PER_TAG]
+    weights: Annotated[WeightsContent, merge.WORSE]
+    device_free_bytes_before: Annotated[int, merge.DEVICE_MOST]
+    device_free_bytes_after: Annotated[int, merge.DEVICE_LEAST]
+    duration_ms: Annotated[float, merge.LARGEST]
 
 
 class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
@@ -162,13 +151,13 @@ class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
 
 
 class PauseGenerationReqOutput(Reply, frozen=True, kw_only=True):
-    status: Annotated[Literal["ok"], SAME] = "ok"
-    changed: Annotated[bool, ANY]
-    mode: Annotated[PauseMode, SAME]
-    num_running: Annotated[int, PER_REPLICA]
-    num_retracted: Annotated[int, PER_REPLICA]
-    num_aborted: Annotated[int, PER_REPLICA]
-    num_queued: Annotated[int, PER_REPLICA]
+    status: Annotated[Literal["ok"], merge.SAME] = "ok"
+    changed: Annotated[bool, merge.ANY]
+    mode: Annotated[PauseMode, merge.SAME]
+    num_running: Annotated[int, merge.PER_REPLICA]
+    num_retracted: Annotated[int, merge.PER_REPLICA]
+    num_aborted: Annotated[int, merge.PER_REPLICA]
+    num_queued: Annotated[int, merge.PER_REPLICA]
 
 
 class PauseGenerationReqInput(ControlRequest, frozen=True):
@@ -192,8 +181,8 @@ class PauseGenerationReqInput(ControlRequest, frozen=True):
 
 
 class ContinueGenerationReqOutput(Reply, frozen=True, kw_only=True):
-    status: Annotated[Literal["ok"], SAME] = "ok"
-    changed: Annotated[bool, ANY]
+    status: Annotated[Literal["ok"], merge.SAME] = "ok"
+    changed: Annotated[bool, merge.ANY]
 
 
 class ContinueGenerationReqInput(ControlRequest, frozen=True):
@@ -205,8 +194,8 @@ class ContinueGenerationReqInput(ControlRequest, frozen=True):
 
 
 class AbortReqOutput(Reply, frozen=True, kw_only=True):
-    changed: Annotated[bool, ANY]
-    num_aborted: Annotated[int, PER_REPLICA]
+    changed: Annotated[bool, merge.ANY]
+    num_aborted: Annotated[int, merge.PER_REPLICA]
 
 
 class AbortReq(ControlRequest, frozen=True):
@@ -220,8 +209,8 @@ class AbortReq(ControlRequest, frozen=True):
 
 
 class FlushCacheReqOutput(Reply, frozen=True, kw_only=True):
-    fully_flushed: Annotated[bool, ALL]
-    freed_tokens: Annotated[int, PER_REPLICA]
+    fully_flushed: Annotated[bool, merge.ALL]
+    freed_tokens: Annotated[int, merge.PER_REPLICA]
 
 
 class FlushCacheReqInput(ControlRequest, frozen=True):
@@ -243,7 +232,7 @@ class FlushCacheReqInput(ControlRequest, frozen=True):
 class GetLoadReqOutput(Reply, frozen=True, kw_only=True):
     """`loads` by dp_rank."""
 
-    loads: Annotated[list[Load], LISTED_PER_REPLICA]
+    loads: Annotated[list[Load], merge.LISTED_PER_REPLICA]
 
 
 class GetLoadReqInput(ControlRequest, frozen=True):

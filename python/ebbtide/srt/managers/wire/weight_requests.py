@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType, field
 
+from ebbtide.srt.managers.wire import merge_rules as merge
 from ebbtide.srt.managers.wire.control_request import (
     POST_OR_GET,
     ControlRequest,
@@ -16,17 +17,6 @@ from ebbtide.srt.managers.wire.control_request import (
     own_or_update_deadline,
     update_deadline,
 )
-from ebbtide.srt.managers.wire.merge_rules import (
-    AGREED,
-    ALL,
-    ANY,
-    LARGEST,
-    LISTED_PER_REPLICA,
-    PER_REPLICA,
-    SAME,
-    SHARE,
-    STALER,
-)
 from ebbtide.srt.managers.wire.message import Reply, TotalsReply
 from ebbtide.srt.managers.wire.reports import PauseMode, RankChecksums
 
@@ -35,16 +25,16 @@ DEFAULT_GROUP = "weight_update_group"
 
 
 class UpdateWeightsReqOutput(TotalsReply, frozen=True, kw_only=True):
-    weight_version: Annotated[str, AGREED]
-    committed: Annotated[bool, ALL]
-    staged: Annotated[bool, ALL]
-    num_tensors: Annotated[int, SAME]
-    num_ignored: Annotated[int, SAME]
-    num_bytes: Annotated[int, SHARE]
-    stall_ms: Annotated[float, LARGEST]
-    num_paused_requests: Annotated[int, PER_REPLICA]
-    content: Annotated[Literal["valid", "stale"], STALER]
-    num_missing: Annotated[int, LARGEST]
+    weight_version: Annotated[str, merge.AGREED]
+    committed: Annotated[bool, merge.ALL]
+    staged: Annotated[bool, merge.ALL]
+    num_tensors: Annotated[int, merge.SAME]
+    num_ignored: Annotated[int, merge.SAME]
+    num_bytes: Annotated[int, merge.SHARE]
+    stall_ms: Annotated[float, merge.LARGEST]
+    num_paused_requests: Annotated[int, merge.PER_REPLICA]
+    content: Annotated[Literal["valid", "stale"], merge.STALER]
+    num_missing: Annotated[int, merge.LARGEST]
 
     @property
     def served_version(self) -> str:
@@ -142,8 +132,8 @@ class UpdateWeightsFromIPCReqInput(WeightUpdateRequest, frozen=True, kw_only=Tru
 class WeightsUpdateGroupReqOutput(Reply, frozen=True, kw_only=True):
     """A group was joined or left. `replaced`: a live one of that name was left first."""
 
-    changed: Annotated[bool, ANY]
-    replaced: Annotated[bool, ANY] = False
+    changed: Annotated[bool, merge.ANY]
+    replaced: Annotated[bool, merge.ANY] = False
 
 
 class InitWeightsUpdateGroupReqInput(ControlRequest, frozen=True, kw_only=True):
@@ -184,7 +174,7 @@ class DestroyWeightsUpdateGroupReqInput(ControlRequest, frozen=True, kw_only=Tru
 class WeightSessionReqOutput(Reply, frozen=True, kw_only=True):
     """A session was opened or discarded."""
 
-    changed: Annotated[bool, ANY]
+    changed: Annotated[bool, merge.ANY]
 
 
 class BeginWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
@@ -241,7 +231,7 @@ class AbortWeightUpdateReqInput(ControlRequest, frozen=True):
 
 
 class UpdateWeightVersionReqOutput(Reply, frozen=True, kw_only=True):
-    new_version: Annotated[str, AGREED]
+    new_version: Annotated[str, merge.AGREED]
 
     @property
     def served_version(self) -> str:
@@ -264,7 +254,7 @@ class UpdateWeightVersionReqInput(ControlRequest, frozen=True, kw_only=True):
 class GetWeightsByNameReqOutput(Reply, frozen=True, kw_only=True):
     """`values` is the bare list that clients get: numbers for 1-D weights, rows for 2-D ones."""
 
-    values: Annotated[list[Any], SAME]
+    values: Annotated[list[Any], merge.SAME]
 
 
 class GetWeightsByNameReqInput(ControlRequest, frozen=True, kw_only=True):
@@ -279,8 +269,8 @@ class GetWeightsByNameReqInput(ControlRequest, frozen=True, kw_only=True):
 class CheckWeightsReqOutput(Reply, frozen=True, kw_only=True):
     """For checksums: those of every rank, and what they come to; replicas with the same weights agree."""
 
-    per_engine_checksum: Annotated[str | UnsetType, AGREED] = UNSET
-    by_rank: Annotated[list[RankChecksums] | UnsetType, LISTED_PER_REPLICA] = field(
+    per_engine_checksum: Annotated[str | UnsetType, merge.AGREED] = UNSET
+    by_rank: Annotated[list[RankChecksums] | UnsetType, merge.LISTED_PER_REPLICA] = field(
         default=UNSET, name="ranks"
     )
 
