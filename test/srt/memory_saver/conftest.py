@@ -10,61 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.budgeted_memory import BudgetedMemory
 
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.device.choose import open_device
-from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver.virtual_memory.base import Handle, Reservation, VirtualMemory
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
-
-
-class BudgetedMemory:
-    """Real memory of which only `budget_bytes` may be taken; it can be told to fail at a later map."""
-
-    def __init__(self, budget_bytes: int, vm: VirtualMemory) -> None:
-        self.budget_bytes = budget_bytes
-        self.taken_bytes = 0
-        self.maps_until_failure: int | None = None
-        self._vm = vm
-        self.granularity = self._vm.granularity
-        self.keeps_for_free = self._vm.keeps_for_free
-
-    def reserve(self, num_bytes: int) -> Reservation:
-        return self._vm.reserve(num_bytes)
-
-    def free_reservation(self, reservation: Reservation) -> None:
-        self._vm.free_reservation(reservation)
-
-    def create(self, num_bytes: int) -> Handle:
-        free_bytes = self.budget_bytes - self.taken_bytes
-        if num_bytes > free_bytes:
-            raise OutOfDeviceMemory(num_bytes, free_bytes)
-        self.taken_bytes += num_bytes
-        return self._vm.create(num_bytes)
-
-    def release(self, handle: Handle) -> None:
-        self._vm.release(handle)
-        self.taken_bytes -= handle.num_bytes
-
-    def map(self, at: Reservation, offset: int, handle: Handle) -> None:
-        if self.maps_until_failure is not None:
-            self.maps_until_failure -= 1
-            if self.maps_until_failure < 0:
-                self.maps_until_failure = None
-                raise OSError("the driver refused")
-        self._vm.map(at, offset, handle)
-
-    def make_accessible(self, at: Reservation, offset: int, num_bytes: int) -> None:
-        self._vm.make_accessible(at, offset, num_bytes)
-
-    def drain(self) -> None:
-        self._vm.drain()
-
-    def unmap(self, at: Reservation, offset: int, num_bytes: int) -> None:
-        self._vm.unmap(at, offset, num_bytes)
-
-    def as_tensor(self, reservation: Reservation) -> torch.Tensor:
-        return self._vm.as_tensor(reservation)
 
 
 @pytest.fixture(scope="session")

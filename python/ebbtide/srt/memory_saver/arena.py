@@ -54,6 +54,11 @@ class Arena(ABC):
 
     @property
     @abstractmethod
+    def is_whole(self) -> bool:
+        """Whether all of its memory is held, be it under its addresses or not."""
+
+    @property
+    @abstractmethod
     def resident_bytes(self) -> int:
         """Bytes of physical memory held now. Shadows are not counted."""
 
@@ -104,8 +109,8 @@ class Arena(ABC):
         """A second, released arena of the same size."""
 
     @abstractmethod
-    def _exchange(self, other: Arena) -> None:
-        """Change contents with a resident twin, after all that was launched has run."""
+    def _exchange(self, other: Arena, *, maps_former: bool) -> None:
+        """Change contents with a whole twin, after all that was launched has run."""
 
     # ------------------------------------------------------------------------------------------- what all do
 
@@ -175,12 +180,16 @@ class Arena(ABC):
             raise
         return Shadow(self, twin)
 
-    def swap(self, shadow: Shadow) -> None:
+    def swap(self, shadow: Shadow, *, maps_former: bool = True) -> None:
         """Exchange physical memory with a shadow under the live addresses; no byte is copied.
 
         (Memory that torch allocates cannot change places: there the bytes are exchanged.) Afterwards the
         arena's tensors read what the shadow's tensors held, and the other way round. If it fails, both are
         as they were. What was launched on a device is waited for first.
+
+        Args:
+            maps_former: False: the shadow's tensors may not be touched afterwards, which saves the driver
+                half its work. It may still be swapped in again.
 
         Raises:
             EngineError: the arena is released, or the shadow is closed.
@@ -190,8 +199,9 @@ class Arena(ABC):
         if shadow.live is not self:
             raise ValueError("the shadow belongs to another arena")
         self.require_resident()
-        shadow.twin.require_resident()
-        self._exchange(shadow.twin)
+        if not shadow.twin.is_whole:
+            raise EngineError(f"the shadow is {shadow.twin.state.name.lower()}")
+        self._exchange(shadow.twin, maps_former=maps_former)
 
     def require_resident(self) -> None:
         """Raises EngineError if memory is missing, or the arena is closed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.chunk_pool import ChunkPool
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.torch_arena import TORCH_GRANULARITY, TorchArena, TorchMemory
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
@@ -27,6 +28,10 @@ class MemorySaver(Protocol):
         """
         ...
 
+    def chunk_pool(self, chunk_bytes: int) -> ChunkPool | None:
+        """What makes arenas that pass chunks on to one another; None where memory cannot change places."""
+        ...
+
 
 class VirtualMemorySaver:
     """Arenas over virtual memory, of the host or of a CUDA device."""
@@ -40,6 +45,9 @@ class VirtualMemorySaver:
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
         return VirtualArena(tag, num_bytes, self._vm, chunk_bytes)
+
+    def chunk_pool(self, chunk_bytes: int) -> ChunkPool:
+        return ChunkPool(self._vm, chunk_bytes)
 
 
 class PlainMemory:
@@ -55,3 +63,6 @@ class PlainMemory:
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
         return TorchArena(tag, num_bytes, self._device)
+
+    def chunk_pool(self, chunk_bytes: int) -> None:
+        """Memory that torch allocates cannot change places."""

@@ -56,6 +56,10 @@ class TorchArena(Arena):
         return self._state
 
     @property
+    def is_whole(self) -> bool:
+        return self.is_resident
+
+    @property
     def resident_bytes(self) -> int:
         return self.virtual_bytes if self.is_resident else 0
 
@@ -94,7 +98,7 @@ class TorchArena(Arena):
         """Memory of torch's own, also of an arena that is released in another way."""
         return TorchArena(self.tag, self.num_bytes, self._device)
 
-    def _exchange(self, other: Arena) -> None:
+    def _exchange(self, other: Arena, *, maps_former: bool) -> None:
         assert isinstance(other, TorchArena)
         try:
             # All memory that is needed is taken before the first byte moves.

@@ -82,6 +82,9 @@ class TorchMemorySaverBackend:
             return TorchArena(tag, 0, self._device)
         return _SavedArena(tag, num_bytes, self._device, self._library)
 
+    def chunk_pool(self, chunk_bytes: int) -> None:
+        """What the library has taken away it brings back to the same place only."""
+
 
 class _SavedArena(TorchArena):
     """One allocation in a region of its own: two of one name would be paused together."""

@@ -16,18 +16,20 @@ from ebbtide.srt.memory_saver.virtual_memory.base import Handle, VirtualMemory
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class Slot:
     """A chunk's place in the reservation.
 
     Attributes:
         handle: the memory that is ours, which is given up before it is unmapped; None: there is none.
         is_mapped: whether something is still mapped here.
+        is_lent: others have the memory that belongs here.
     """
 
     offset: int
     num_bytes: int
     handle: Handle | None = None
     is_mapped: bool = False
+    is_lent: bool = False
 
     @property
     def is_held(self) -> bool:
@@ -59,7 +61,7 @@ class VirtualArena(Arena):
         self._chunk_bytes = chunk_bytes
         step = round_up(chunk_bytes, vm.granularity) if chunk_bytes is not None else self.virtual_bytes
         self._slots = [
-            _Slot(offset, min(step, self.virtual_bytes - offset))
+            Slot(offset, min(step, self.virtual_bytes - offset))
             for offset in range(0, self.virtual_bytes, step or 1)
         ]
         self._is_closed = False
@@ -70,8 +72,12 @@ class VirtualArena(Arena):
     def state(self) -> ArenaState:
         if self._is_closed:
             return ArenaState.CLOSED
-        is_whole = self._is_resumed and all(slot.is_mapped for slot in self._slots)
+        is_whole = self._is_resumed and all(slot.is_mapped or slot.is_lent for slot in self._slots)
         return ArenaState.RESIDENT if is_whole else ArenaState.RELEASED
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._is_closed and all(slot.handle is not None for slot in self._slots)
 
     @property
     def resident_bytes(self) -> int:
@@ -117,14 +123,14 @@ class VirtualArena(Arena):
 
     def _resume_by_chunks(self, *, at_once: bool) -> Generator[int, None, None]:
         """`at_once`: all of it is made accessible at the end, which is quicker, but takes milliseconds."""
-        missing = [slot for slot in self._slots if not slot.is_mapped]
+        missing = [slot for slot in self._slots if not (slot.is_mapped or slot.is_lent)]
         taken_bytes = 0
         try:
             with ExitStack() as undo:
                 for slot in missing:
                     undo.callback(self._discard, slot)
                     if slot.handle is None:
-                        slot.handle = self._vm.create(slot.num_bytes)
+                        slot.handle = self._create(slot.num_bytes)
                     taken_bytes += slot.num_bytes
                     self._map(slot, slot.handle)
                     if not at_once:
@@ -146,24 +152,26 @@ class VirtualArena(Arena):
     def _twin(self) -> VirtualArena:
         return VirtualArena(self.tag, self.num_bytes, self._vm, self._chunk_bytes)
 
-    def _exchange(self, other: Arena) -> None:
+    def _exchange(self, other: Arena, *, maps_former: bool) -> None:
         assert isinstance(other, VirtualArena)
         self._vm.drain()
         pairs = list(zip(self._slots, other._slots, strict=True))
+        mapped = [self, other] if maps_former else [self]
         with ExitStack() as undo:
             for arena in (self, other):
                 # It comes after the handles are back: what is put on the stack first is undone last.
-                undo.callback(arena._make_accessible, arena._slots)
-                for part in arena._unmap_all(arena._slots):
+                undo.callback(arena._make_mapped_accessible)
+                for part in arena._unmap_all(slot for slot in arena._slots if slot.is_mapped):
                     undo.callback(arena._map_again, part)
             for mine, theirs in pairs:
                 assert mine.handle is not None
                 assert theirs.handle is not None
                 self._map(mine, theirs.handle)
                 undo.callback(self._unmap, mine)
-                other._map(theirs, mine.handle)
-                undo.callback(other._unmap, theirs)
-            for arena in (self, other):
+                if maps_former:
+                    other._map(theirs, mine.handle)
+                    undo.callback(other._unmap, theirs)
+            for arena in mapped:
                 arena._make_accessible(arena._slots)
             undo.pop_all()
         for mine, theirs in pairs:
@@ -171,28 +179,34 @@ class VirtualArena(Arena):
 
     # -------------------------------------------------------------------------------------------- one slot
 
-    def _map(self, slot: _Slot, handle: Handle) -> None:
+    def _create(self, num_bytes: int) -> Handle:
+        return self._vm.create(num_bytes)
+
+    def _map(self, slot: Slot, handle: Handle) -> None:
         assert self._reservation is not None
         self._vm.map(self._reservation, slot.offset, handle)
         slot.is_mapped = True
 
-    def _map_again(self, slots: Iterable[_Slot]) -> None:
+    def _map_again(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             assert slot.handle is not None
             self._map(slot, slot.handle)
 
-    def _unmap(self, slot: _Slot) -> None:
+    def _unmap(self, slot: Slot) -> None:
         assert self._reservation is not None
         self._vm.unmap(self._reservation, slot.offset, slot.num_bytes)
         slot.is_mapped = False
 
-    def _make_accessible(self, slots: Iterable[_Slot]) -> None:
+    def _make_mapped_accessible(self) -> None:
+        self._make_accessible(slot for slot in self._slots if slot.is_mapped)
+
+    def _make_accessible(self, slots: Iterable[Slot]) -> None:
         """Each run of adjacent slots in one call."""
         for run in _runs(slots):
             assert self._reservation is not None
             self._vm.make_accessible(self._reservation, run[0].offset, _num_bytes(run))
 
-    def _unmap_all(self, slots: Iterable[_Slot]) -> Generator[list[_Slot], None, None]:
+    def _unmap_all(self, slots: Iterable[Slot]) -> Generator[list[Slot], None, None]:
         """Yields the slots that each call has unmapped: whole runs, where a call cannot break off."""
         for run in _runs(slots):
             for part in [run] if self._vm.keeps_for_free else [[slot] for slot in run]:
@@ -202,7 +216,7 @@ class VirtualArena(Arena):
                     slot.is_mapped = False
                 yield part
 
-    def _discard_all(self, slots: Iterable[_Slot]) -> None:
+    def _discard_all(self, slots: Iterable[Slot]) -> None:
         held = [slot for slot in slots if slot.is_held]
         if held:
             self._vm.drain()
@@ -211,7 +225,7 @@ class VirtualArena(Arena):
         for slot in held:
             self._discard(slot)
 
-    def _discard(self, slot: _Slot) -> None:
+    def _discard(self, slot: Slot) -> None:
         """Give a slot's memory back; called again after an error it does what is left.
 
         The handle is released first: its contents need not be kept at the unmap then, so that it cannot run
@@ -223,7 +237,7 @@ class VirtualArena(Arena):
         if slot.is_mapped:
             self._unmap(slot)
 
-    def _discard_by_calls(self, slot: _Slot) -> Generator[int, None, None]:
+    def _discard_by_calls(self, slot: Slot) -> Generator[int, None, None]:
         """As `_discard`, yielding bytes.
 
         Where a handle can be unmapped and kept for free, the driver's work is in two calls of about the same
@@ -240,9 +254,9 @@ class VirtualArena(Arena):
         yield rest_bytes
 
 
-def _runs(slots: Iterable[_Slot]) -> list[list[_Slot]]:
+def _runs(slots: Iterable[Slot]) -> list[list[Slot]]:
     """Slots in order, cut where they are not adjacent."""
-    runs: list[list[_Slot]] = []
+    runs: list[list[Slot]] = []
     for slot in slots:
         if runs and runs[-1][-1].offset + runs[-1][-1].num_bytes == slot.offset:
             runs[-1].append(slot)
@@ -251,5 +265,5 @@ def _runs(slots: Iterable[_Slot]) -> list[list[_Slot]]:
     return runs
 
 
-def _num_bytes(slots: Iterable[_Slot]) -> int:
+def _num_bytes(slots: Iterable[Slot]) -> int:
     return sum(slot.num_bytes for slot in slots)

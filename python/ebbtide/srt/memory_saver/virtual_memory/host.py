@@ -15,6 +15,7 @@ import mmap
 import os
 import re
 import sys
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -67,6 +68,7 @@ class HostVirtualMemory:
         self._reservations: set[Reservation] = set()
         self._parked_at: dict[Handle, int] = {}  # where the pages of unmapped handles are
         self._handle_at: dict[int, Handle] = {}  # by the address where it is mapped
+        self._places: list[int] = []  # those addresses, in order
         self._given_up: set[Handle] = set()  # mapped, and released already
 
     def reserve(self, num_bytes: int) -> Reservation:
@@ -80,7 +82,7 @@ class HostVirtualMemory:
         end = reservation.address + reservation.num_bytes
         if reservation not in self._reservations:
             raise ValueError("the reservation was freed already, or is not of this virtual memory")
-        if any(reservation.address <= address < end for address in self._handle_at):
+        if self._is_taken(reservation.address, end):
             raise ValueError("a handle is still mapped in this reservation")
         _munmap(reservation.address, reservation.num_bytes)
         self._reservations.remove(reservation)
@@ -107,12 +109,12 @@ class HostVirtualMemory:
         if handle not in self._parked_at:
             raise ValueError("the handle is mapped, was released, or is not of this virtual memory")
         address = at.address + offset
-        end = address + handle.num_bytes
-        if any(start < end and address < start + other.num_bytes for start, other in self._handle_at.items()):
+        if self._is_taken(address, address + handle.num_bytes):
             raise ValueError(f"something is mapped at offset {offset} already")
         _mremap(self._parked_at[handle], handle.num_bytes, address)
         del self._parked_at[handle]
         self._handle_at[address] = handle
+        insort(self._places, address)
 
     def make_accessible(self, at: Reservation, offset: int, num_bytes: int) -> None:
         """What is mapped can be read and written."""
@@ -147,6 +149,15 @@ class HostVirtualMemory:
                 self._parked_at[handle] = _park(address, handle.num_bytes)
         _fence(address, handle.num_bytes)
         del self._handle_at[address]
+        del self._places[bisect_left(self._places, address)]
+
+    def _is_taken(self, address: int, end: int) -> bool:
+        """Whether anything is mapped in a range of addresses."""
+        behind = bisect_left(self._places, end)
+        if behind == 0:
+            return False
+        start = self._places[behind - 1]
+        return start + self._handle_at[start].num_bytes > address
 
     def as_tensor(self, reservation: Reservation) -> torch.Tensor:
         memory = (ctypes.c_uint8 * reservation.num_bytes).from_address(reservation.address)

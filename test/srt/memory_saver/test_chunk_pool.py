@@ -1,0 +1,225 @@
+"""Chunks that change places: one arena lends, the second copy of another borrows, nothing is allocated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fixtures.budgeted_memory import BudgetedMemory
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
+from ebbtide.srt.memory_saver.arena import Shadow
+from ebbtide.srt.memory_saver.chunk_pool import ChunkPool
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+
+CHUNK = HostVirtualMemory.granularity
+NUM_KV, NUM_WEIGHTS = 6, 3
+
+
+class Rank:
+    """A KV cache of six chunks and weights of three, on a machine with room for so many chunks."""
+
+    def __init__(self, vm, num_chunks):
+        self.vm = BudgetedMemory(num_chunks * CHUNK, vm)
+        self.pool = ChunkPool(self.vm, CHUNK)
+        self.kv = self.pool.arena(MemoryTag.KV_CACHE, NUM_KV * CHUNK)
+        self.weights = self.pool.arena(MemoryTag.WEIGHTS, NUM_WEIGHTS * CHUNK - 100)
+        self.kv.resume()
+        self.weights.resume()
+
+    def fill(self, value):
+        return self.weights.view(0, (self.weights.num_bytes,), torch.uint8).fill_(value)
+
+    def close(self):
+        self.kv.close()
+        self.weights.close()
+        assert self.vm.taken_bytes == 0
+
+
+@pytest.fixture
+def full_rank(vm):
+    """Nothing is free beside its arenas."""
+    rank = Rank(vm, NUM_KV + NUM_WEIGHTS)
+    yield rank
+    rank.close()
+
+
+def test_a_second_copy_of_the_weights_is_made_of_what_the_kv_cache_lends(full_rank, monkeypatch):
+    rank = full_rank
+    live = rank.fill(1)
+    pointer, kv_pointer = live.data_ptr(), rank.kv.address
+    with pytest.raises(OutOfDeviceMemory):
+        rank.weights.stage()
+    monkeypatch.setattr(rank.vm, "create", lambda num_bytes: pytest.fail("nothing is to be allocated"))
+    monkeypatch.setattr(rank.vm, "release", lambda handle: pytest.fail("nothing is to be given up"))
+    for value in (2, 3):
+        rank.kv.lend([3, 4, 5])
+        assert (rank.kv.resident_bytes, rank.kv.is_resident) == (3 * CHUNK, True)
+        with rank.weights.stage() as shadow:
+            shadow.view(0, (shadow.num_bytes,), torch.uint8).fill_(value)
+            rank.weights.swap(shadow, maps_former=False)
+        rank.kv.take_back([3, 4, 5])
+        assert live.unique().tolist() == [value]
+        kv = rank.kv.view(0, (NUM_KV * CHUNK,), torch.uint8)
+        assert kv.fill_(9).sum(dtype=torch.int64).item() == 9 * NUM_KV * CHUNK
+    assert (live.data_ptr(), rank.kv.address) == (pointer, kv_pointer)
+    monkeypatch.undo()
+
+
+def test_a_copy_that_is_given_up_gives_its_chunks_back(full_rank):
+    rank = full_rank
+    rank.fill(1)
+    rank.kv.lend([1, 4])
+    with pytest.raises(OutOfDeviceMemory):  # two chunks are not enough for three
+        rank.weights.stage()
+    rank.kv.lend([5])
+    shadow = rank.weights.stage()
+    with pytest.raises(EngineError, match="still in use"):
+        rank.kv.take_back([1])
+    shadow.close()
+    rank.kv.take_back([1, 4, 5])
+    assert rank.kv.resident_bytes == NUM_KV * CHUNK
+    assert rank.fill(2).unique().tolist() == [2]
+
+
+def test_memory_that_is_free_and_memory_that_is_lent_make_one_copy(vm):
+    rank = Rank(vm, NUM_KV + NUM_WEIGHTS + 1)
+    rank.kv.lend([4, 5])
+    with rank.weights.stage() as shadow:
+        rank.weights.swap(shadow, maps_former=False)
+        assert rank.vm.taken_bytes == rank.vm.budget_bytes
+    rank.kv.take_back([4, 5])
+    # What was not lent is free again.
+    assert rank.vm.taken_bytes == (NUM_KV + NUM_WEIGHTS) * CHUNK
+    rank.close()
+
+
+def test_what_comes_back_to_a_released_arena_goes_to_the_system(full_rank):
+    rank = full_rank
+    rank.kv.lend([4, 5])
+    assert rank.kv.release() == 4 * CHUNK
+    assert rank.kv.resume() == 4 * CHUNK  # the lent ones are still with others
+    rank.kv.release()
+    rank.kv.take_back([4, 5])
+    assert rank.vm.taken_bytes == NUM_WEIGHTS * CHUNK
+    assert rank.kv.resume() == NUM_KV * CHUNK
+
+
+def test_a_former_copy_that_is_not_mapped_can_be_swapped_in_again(full_rank):
+    rank = full_rank
+    live = rank.fill(1)
+    rank.kv.lend([3, 4, 5])
+    with rank.weights.stage() as shadow:
+        shadow.view(0, (shadow.num_bytes,), torch.uint8).fill_(2)
+        rank.weights.swap(shadow, maps_former=False)
+        assert live[0].item() == 2
+        rank.weights.swap(shadow, maps_former=False)
+        assert live.unique().tolist() == [1]
+    rank.kv.take_back([3, 4, 5])
+
+
+class PoolStates(RuleBasedStateMachine):
+    """Any sequence of releasing, lending, staging, swapping and giving back: every byte is somewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = Rank(HostVirtualMemory(), NUM_KV + 2 * NUM_WEIGHTS + 1)
+        self.shadows: list[tuple[Shadow, int]] = []
+        self.value: int | None = 0
+        self.rank.fill(0)
+        self.lent: set[int] = set()
+
+    @rule(data=st.data())
+    def lend(self, data: st.DataObject) -> None:
+        chunks = data.draw(st.sets(st.sampled_from(range(NUM_KV)))) - self.lent
+        if self.rank.kv.is_resident:
+            self.rank.kv.lend(sorted(chunks))
+            self.lent |= chunks
+        else:
+            with pytest.raises(EngineError, match="must be resident"):
+                self.rank.kv.lend(sorted(chunks))
+
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        chunks = data.draw(st.sets(st.sampled_from(range(NUM_KV))))
+        if len(chunks & self.lent) <= self.rank.pool.num_spare:
+            self.rank.kv.take_back(sorted(chunks))
+            self.lent -= chunks
+
+    @rule(is_kv=st.booleans())
+    def release(self, is_kv: bool) -> None:
+        arena = self.rank.kv if is_kv else self.rank.weights
+        held_bytes = arena.resident_bytes
+        assert arena.release() == held_bytes
+        if not is_kv:
+            self.value = None
+
+    @rule(is_kv=st.booleans())
+    def resume(self, is_kv: bool) -> None:
+        arena = self.rank.kv if is_kv else self.rank.weights
+        was_resident, before = arena.is_resident, arena.resident_bytes
+        try:
+            assert arena.resume() == arena.resident_bytes - before
+        except OutOfDeviceMemory:
+            assert arena.resident_bytes == 0
+            return
+        if not is_kv and not was_resident:
+            self.value = 7
+            self.rank.fill(7)
+
+    @precondition(lambda self: len(self.shadows) < 2)
+    @rule(value=st.integers(0, 255))
+    def stage(self, value: int) -> None:
+        before = self.rank.pool.num_spare
+        try:
+            shadow = self.rank.weights.stage()
+        except OutOfDeviceMemory:
+            assert self.rank.pool.num_spare == before
+            return
+        shadow.view(0, (shadow.num_bytes,), torch.uint8).fill_(value)
+        self.shadows.append((shadow, value))
+
+    @precondition(lambda self: self.shadows and self.value is not None)
+    @rule(maps_former=st.booleans())
+    def swap(self, maps_former: bool) -> None:
+        shadow, value = self.shadows.pop()
+        self.rank.weights.swap(shadow, maps_former=maps_former)
+        self.shadows.append((shadow, self.value))
+        self.value = value
+
+    @precondition(lambda self: self.shadows)
+    @rule(by_chunks=st.booleans())
+    def close_shadow(self, by_chunks: bool) -> None:
+        shadow, _ = self.shadows.pop(0)
+        if by_chunks:
+            steps = shadow.close_by_chunks()
+            next(steps)
+            steps.close()
+        shadow.close()
+
+    @invariant()
+    def every_byte_is_somewhere(self) -> None:
+        rank, pool = self.rank, self.rank.pool
+        arenas = [rank.kv, rank.weights, *(shadow.twin for shadow, _ in self.shadows)]
+        held_bytes = sum(arena.resident_bytes for arena in arenas)
+        assert rank.vm.taken_bytes == held_bytes + pool.num_spare * CHUNK
+        assert pool.num_owed == rank.kv.num_lent == len(self.lent)
+        assert pool.num_spare <= pool.num_owed
+
+    @invariant()
+    def weights_hold_what_was_written(self) -> None:
+        if self.value is not None:
+            ends = self.rank.weights.view(0, (self.rank.weights.num_bytes,), torch.uint8)[:: CHUNK // 2]
+            assert ends.unique().tolist() == [self.value]
+
+    def teardown(self) -> None:
+        for shadow, _ in self.shadows:
+            shadow.close()
+        self.rank.close()
+
+
+PoolStates.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestPoolStates = PoolStates.TestCase
