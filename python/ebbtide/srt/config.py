@@ -95,10 +95,14 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True)
 class MemoryConfig:
-    """How memory is given back: backend `auto`, `torch_memory_saver`, or `none` where it never is."""
+    """How memory is given back: backend `auto`, `torch_memory_saver`, or `none` where it never is.
+
+    `kv_park_bytes`: host memory of a rank for KV that outlives a release; None: a share of the host's.
+    """
 
     backend: str
     enable_weights_cpu_backup: bool
+    kv_park_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +348,7 @@ def _resolve_memory(args: ServerArgs, device: str) -> MemoryConfig:
     backend = args.memory_saver_backend if args.enable_memory_saver else "none"
     if backend == "torch_memory_saver" and not _is_cuda(device):
         raise ConfigurationError("memory_saver_backend=torch_memory_saver needs device=cuda")
-    return MemoryConfig(backend, args.enable_weights_cpu_backup)
+    return MemoryConfig(backend, args.enable_weights_cpu_backup, args.kv_park_bytes)
 
 
 def _resolve_update(args: ServerArgs) -> UpdateConfig:

@@ -169,6 +169,14 @@ class ServerArgs(SglangArguments):
         Arg("How memory is given back; none: not at all.", choices=("auto", "torch_memory_saver", "none")),
     ] = "auto"
     enable_weights_cpu_backup: Annotated[bool, Arg("Parameters survive a release of the weights.")] = False
+    kv_park_bytes: Annotated[
+        int | None,
+        Arg(
+            "Host memory per rank for the KV of requests while the cache is released with preserve=live or "
+            "all (default: a share of the host's). Given, it is taken at the start.",
+            minimum=0,
+        ),
+    ] = None
     custom_weight_loader: Annotated[
         str | list[str] | None, Arg("Import paths that updates may name as load_format.")
     ] = None

@@ -41,7 +41,7 @@ from ebbtide.srt.managers.scheduling.rank_messages import RankMessage, Tick
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.sampling_params import SamplingParams
-from ebbtide.testing.null_parts import NullDevice, NullRunner, NullWeights, null_memories
+from ebbtide.testing.null_parts import NullDevice, NullPageStore, NullRunner, NullWeights, null_memories
 
 Body = TypeVar("Body")
 
@@ -81,6 +81,7 @@ class NullRank:
             num_pages=num_pages,
             table=self.table,
             memories=null_memories(device, self.weights, keeps_weights=keeps_weights),
+            page_store=NullPageStore(),
             weights=self.weights,
             free_bytes=lambda: device.free_bytes,
             device="null",

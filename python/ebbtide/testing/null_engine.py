@@ -25,7 +25,7 @@ from ebbtide.srt.managers.scheduling.rank_channels import open_rank_channels
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.server_args import ServerArgs
-from ebbtide.testing.null_parts import NullDevice, NullRunner, NullWeights, null_memories
+from ebbtide.testing.null_parts import NullDevice, NullPageStore, NullRunner, NullWeights, null_memories
 
 VOCAB_SIZE = NullRunner.VOCAB_SIZE
 CONTEXT_LEN = 4096
@@ -97,6 +97,7 @@ def run_null_scheduler(config: EngineConfig, addresses: ChannelAddresses, ready:
         num_pages=max_total_tokens // page_size,
         table=PageTable(config.schedule.max_running_requests, -(-config.model.context_len // page_size)),
         memories=null_memories(device, weights, keeps_weights=keeps_weights),
+        page_store=NullPageStore(),
         weights=weights,
         free_bytes=lambda: device.free_bytes,
         device="null",

@@ -191,6 +191,24 @@ class NullCopies:
         return True
 
 
+class NullPageStore:
+    """Host memory for so many pages, which hold nothing."""
+
+    num_bytes = 0
+
+    def __init__(self, max_pages: int = 12) -> None:
+        self.max_pages = max_pages
+
+    def save(self, pages: Sequence[int]) -> None:
+        self.num_bytes = len(pages)
+
+    def restore(self) -> None:
+        """There are no contents."""
+
+    def drop(self) -> None:
+        self.num_bytes = 0
+
+
 class NullWeights:
     """Weights that are one integer per parameter; None where it was lost or is being overwritten.
 

@@ -170,7 +170,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_warning(
         backup.save(generation=1)
     assert pinning.pinned == {}
     assert [record.message for record in caplog.records] == [
-        "backup of weights: not pinned, copies will be slower: cuMemHostRegister: out of memory"
+        "host copy of weights: not pinned, copies will be slower: cuMemHostRegister: out of memory"
     ]
     backup.close()
 

@@ -127,9 +127,16 @@ class Engine:
 
     # ----------------------------------------------------------------------------------- memory and pausing
 
-    async def async_release_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
-        """Give the physical memory of these tags back; none means all of them. wire_api section 3.1."""
-        return await self._control(io_struct.ReleaseMemoryOccupationReqInput, tags=tags)
+    async def async_release_memory_occupation(
+        self, tags: Sequence[str] | None = None, preserve: str = "none"
+    ) -> dict[str, Any]:
+        """Give the physical memory of these tags back; none means all of them. wire_api section 3.1.
+
+        Args:
+            preserve: which KV is kept in host memory, and comes back with `kv_cache`: "live", that of
+                running requests, which go on without a second prefill; "all", the prefix cache too.
+        """
+        return await self._control(io_struct.ReleaseMemoryOccupationReqInput, tags=tags, preserve=preserve)
 
     async def async_resume_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
         """Take the memory of these tags again, at the same addresses. wire_api section 3.1."""

@@ -8,6 +8,7 @@ them from loose fields. Source: wire_api sections 2 and 3.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Annotated, Final, Literal, get_args
 
 from ebbtide.srt.managers.wire import merge_rules as merge
@@ -87,18 +88,32 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 # -------------------------------------------------------------------------------------------------- memory
 
 
+class Preserve(StrEnum):
+    """Which KV outlives a release of the pool."""
+
+    NONE = "none"
+    LIVE = "live"
+    ALL = "all"
+
+
 class ReleaseMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
     changed: Annotated[bool, merge.ANY]
     tags: Annotated[list[MemoryTag], merge.SAME]
     freed_bytes: Annotated[dict[MemoryTag, int], merge.SHARE_PER_TAG]
     num_retracted: Annotated[int, merge.PER_REPLICA]
+    num_parked: Annotated[int, merge.PER_REPLICA] = 0
+    parked_bytes: Annotated[int, merge.SHARE] = 0
     device_free_bytes_before: Annotated[int, merge.DEVICE_LEAST]
     device_free_bytes_after: Annotated[int, merge.DEVICE_MOST]
     duration_ms: Annotated[float, merge.LARGEST]
 
 
 class ReleaseMemoryOccupationReqInput(ControlRequest, frozen=True):
-    """Give the physical memory of these tags back to the device; none or no tags means all of them."""
+    """Give the physical memory of these tags back to the device; none or no tags means all of them.
+
+    `preserve`: which KV is kept in host memory, and comes back with the pool: `live`, that of running
+    requests, which go on without a second prefill; `all`, the prefix cache too.
+    """
 
     row = ControlRow(
         *(ReleaseMemoryOccupationReqOutput, "/release_memory_occupation", POST_OR_GET),
@@ -108,6 +123,7 @@ class ReleaseMemoryOccupationReqInput(ControlRequest, frozen=True):
     )
 
     tags: tuple[MemoryTag, ...] | None = None
+    preserve: Preserve = Preserve.NONE
 
     def ends(self, update: ControlRequest) -> bool:
         return not self.tags or MemoryTag.WEIGHTS in self.tags
@@ -143,7 +159,7 @@ class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
             # What was resident before is not in the way: it mapped nothing.
             tags = tuple(tag for tag, num_bytes in reply.mapped_bytes.items() if num_bytes)
             if tags:
-                undoing[dp_rank] = ReleaseMemoryOccupationReqInput(tags=tags)
+                undoing[dp_rank] = ReleaseMemoryOccupationReqInput(tags=tags, preserve=Preserve.LIVE)
         return undoing
 
 

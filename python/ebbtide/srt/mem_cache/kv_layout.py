@@ -98,3 +98,8 @@ class KVLayout:
         num_blocks = (self.num_chunks(num_pages) - 1) * self.chunk_blocks + self.chunk_pages
         shape = (num_blocks, self.page_size, self.num_kv_heads, self.head_dim)
         return arena.view(first * self.block_bytes, shape, self.dtype)
+
+    def blocks(self, arena: Arena, num_pages: int) -> torch.Tensor:
+        """All blocks of all planes, in the order of the arena: [blocks, numbers of a block]."""
+        num_blocks = self.num_chunks(num_pages) * self.chunk_blocks
+        return arena.view(0, (num_blocks, self.block_bytes // self.dtype.itemsize), self.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ebbtide.srt.mem_cache.kv_layout import KVLayout
@@ -31,6 +33,25 @@ class KVPool:
         layers = range(layout.num_layers)
         self._k_BSNH = [layout.plane(arena, num_pages, layer, 0) for layer in layers]
         self._v_BSNH = [layout.plane(arena, num_pages, layer, 1) for layer in layers]
+        self._blocks = layout.blocks(arena, num_pages)
+
+    @property
+    def device(self) -> torch.device:
+        return self._blocks.device
+
+    def read(self, pages: Sequence[int]) -> torch.Tensor:
+        """A copy of these pages, all planes of a page together: [pages, page_bytes // itemsize]."""
+        return self._blocks[self._rows(pages)].view(len(pages), -1)
+
+    def write(self, pages: Sequence[int], contents: torch.Tensor) -> None:
+        """What `read` returned, back into the pool."""
+        self._blocks[self._rows(pages)] = contents.view(-1, self._blocks.shape[1])
+
+    def _rows(self, pages: Sequence[int]) -> torch.Tensor:
+        """The blocks of these pages in all planes, page after page."""
+        first = torch.tensor(pages, device=self.device)
+        planes = torch.arange(self.layout.num_planes, device=self.device) * self.layout.chunk_pages
+        return (first[:, None] + planes).flatten()
 
     def k(self, layer: int) -> torch.Tensor:
         """The layer's keys, [B, S, N, H]."""

@@ -67,6 +67,11 @@ class PageAllocator:
     def pages_per_chunk(self) -> int:
         return self._ids.per_chunk
 
+    @property
+    def held(self) -> frozenset[int]:
+        """Pages that were handed out and not taken back."""
+        return frozenset(self._held)
+
     def allocate(self, n: int) -> list[int] | None:
         """Take `n` pages, or None (and nothing is taken) if fewer are free."""
         assert n >= 0, f"cannot allocate {n} pages"

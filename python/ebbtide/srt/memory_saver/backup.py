@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from enum import Enum, auto
 from typing import Protocol
@@ -13,6 +12,7 @@ import torch
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
@@ -45,6 +45,68 @@ class _PinState(Enum):
     PINNED = auto()
 
 
+class HostBuffer:
+    """Host memory that a device copies from and to, pinned where that makes copies quicker.
+
+    Args:
+        tag: of the memory whose contents it holds.
+        num_bytes: taken by `allocate`, and kept until `close`.
+        pinning: of the device; None where pinning gains nothing.
+    """
+
+    def __init__(self, tag: MemoryTag, num_bytes: int, pinning: HostPinning | None = None) -> None:
+        self._arena = VirtualArena(tag, num_bytes, HostVirtualMemory(), PIECE_BYTES)
+        self._pinning = pinning
+        self._pins = ExitStack()  # undoes what is pinned
+        self._pin_state = _PinState.WANTED if pinning is not None else _PinState.NONE
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory held."""
+        return self._arena.resident_bytes
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether copies from and to a device run beside the host."""
+        return self._pin_state is _PinState.PINNED
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor at `offset` bytes, which may not reach from one `PIECE_BYTES` into the next."""
+        return self._arena.view(offset, shape, dtype)
+
+    def allocate(self) -> None:
+        """Take the memory and pin it, as far as that is not done.
+
+        Raises:
+            OutOfDeviceMemory: the host has no room; nothing is held.
+        """
+        self._arena.resume()
+        if self._pinning is None or self._pin_state is not _PinState.WANTED:
+            return
+        try:
+            with ExitStack() as pins:
+                for offset in range(0, self._arena.virtual_bytes, PIECE_BYTES):
+                    address = self._arena.address + offset
+                    self._pinning.pin(address, min(PIECE_BYTES, self._arena.virtual_bytes - offset))
+                    pins.callback(self._pinning.unpin, address)
+                self._pins = pins.pop_all()
+            self._pin_state = _PinState.PINNED
+        except EngineError as error:
+            logger.warning("host copy of %s: not pinned, copies will be slower: %s", self._arena.tag, error)
+            self._pin_state = _PinState.NONE
+
+    def synchronize(self) -> None:
+        """Wait for the copies that were launched."""
+        if self._pinning is not None:
+            self._pinning.synchronize()
+
+    def close(self) -> None:
+        """Give the host memory back. Idempotent."""
+        self._pins.close()
+        self._pin_state = _PinState.NONE
+        self._arena.close()
+
+
 class HostBackup:
     """One host buffer per arena, taken once and kept, with the generation of what it holds.
 
@@ -57,10 +119,7 @@ class HostBackup:
 
     def __init__(self, arena: Arena, pinning: HostPinning | None = None) -> None:
         self._arena = arena
-        self._buffer = VirtualArena(arena.tag, arena.num_bytes, HostVirtualMemory(), PIECE_BYTES)
-        self._pinning = pinning
-        self._pins = ExitStack()  # undoes what is pinned
-        self._pin_state = _PinState.WANTED if pinning is not None else _PinState.NONE
+        self._buffer = HostBuffer(arena.tag, arena.num_bytes, pinning)
         self._allocation: threading.Thread | None = None
         self._generation: int | None = None
 
@@ -72,7 +131,7 @@ class HostBackup:
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory held: none before `start_allocating` or the first save."""
-        return self._buffer.resident_bytes
+        return self._buffer.num_bytes
 
     def start_allocating(self) -> None:
         """Take and pin the buffer in another thread, so that the first save need not: it takes seconds.
@@ -95,9 +154,9 @@ class HostBackup:
         if generation == self._generation:
             return
         self._join()
-        self._allocate()
+        self._buffer.allocate()
         self._generation = None  # until the copy is whole
-        self._copy(self._arena, self._buffer)
+        self._copy(to_host=True)
         self._generation = generation
 
     def restore(self) -> None:
@@ -109,42 +168,25 @@ class HostBackup:
         self._require_resident()
         if self._generation is None:
             raise EngineError(f"there is no backup of {self._arena.tag} to restore")
-        self._copy(self._buffer, self._arena)
+        self._copy(to_host=False)
 
     def close(self) -> None:
         """Give the host memory back. Idempotent."""
         self._join()
-        self._pins.close()
-        self._pin_state = _PinState.NONE
         self._buffer.close()
         self._generation = None
 
-    def _copy(self, source: Arena, destination: Arena) -> None:
-        for piece, room in zip(_pieces(source), _pieces(destination), strict=True):
-            room.copy_(piece, non_blocking=self._pin_state is _PinState.PINNED)
-        if self._pinning is not None:
-            self._pinning.synchronize()
-
-    def _allocate(self) -> None:
-        """Take the buffer and pin it, as far as that is not done."""
-        self._buffer.resume()
-        if self._pinning is None or self._pin_state is not _PinState.WANTED:
-            return
-        try:
-            with ExitStack() as pins:
-                for offset in range(0, self._buffer.virtual_bytes, PIECE_BYTES):
-                    address = self._buffer.address + offset
-                    self._pinning.pin(address, min(PIECE_BYTES, self._buffer.virtual_bytes - offset))
-                    pins.callback(self._pinning.unpin, address)
-                self._pins = pins.pop_all()
-            self._pin_state = _PinState.PINNED
-        except EngineError as error:
-            logger.warning("backup of %s: not pinned, copies will be slower: %s", self._arena.tag, error)
-            self._pin_state = _PinState.NONE
+    def _copy(self, *, to_host: bool) -> None:
+        for offset in range(0, self._arena.num_bytes, PIECE_BYTES):
+            shape = (min(PIECE_BYTES, self._arena.num_bytes - offset),)
+            piece, room = (part.view(offset, shape, torch.uint8) for part in (self._arena, self._buffer))
+            source, destination = (piece, room) if to_host else (room, piece)
+            destination.copy_(source, non_blocking=self._buffer.is_pinned)
+        self._buffer.synchronize()
 
     def _allocate_in_background(self) -> None:
         with suppress(OutOfDeviceMemory):
-            self._allocate()
+            self._buffer.allocate()
 
     def _join(self) -> None:
         if self._allocation is not None:
@@ -154,7 +196,3 @@ class HostBackup:
     def _require_resident(self) -> None:
         if not self._arena.is_resident:
             raise EngineError(f"{self._arena.tag} is released: there is nothing to copy from or to")
-
-
-def _pieces(arena: Arena) -> Iterator[torch.Tensor]:
-    return iter(torch.split(arena.view(0, (arena.num_bytes,), torch.uint8), PIECE_BYTES))

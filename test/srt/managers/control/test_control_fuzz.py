@@ -22,6 +22,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseGenerationReqInput,
     PauseMode,
     PingReqInput,
+    Preserve,
     Refusal,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
@@ -65,9 +66,9 @@ class ControlMachine(RuleBasedStateMachine):
     def proceed(self) -> None:
         self.call(ContinueGenerationReqInput())
 
-    @rule(tags=TAGS)
-    def release(self, tags: tuple[MemoryTag, ...]) -> None:
-        self.call(ReleaseMemoryOccupationReqInput(tags=tags))
+    @rule(tags=TAGS, preserve=st.sampled_from(list(Preserve)))
+    def release(self, tags: tuple[MemoryTag, ...], preserve: Preserve) -> None:
+        self.call(ReleaseMemoryOccupationReqInput(tags=tags, preserve=preserve))
 
     @rule(tags=TAGS)
     def resume(self, tags: tuple[MemoryTag, ...]) -> None:

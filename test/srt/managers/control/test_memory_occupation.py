@@ -14,6 +14,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
     PauseMode,
+    Preserve,
     ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput,
     ResumeMemoryOccupationReqInput,
@@ -242,3 +243,60 @@ def test_without_a_memory_saver_both_are_refused() -> None:
     for request in (ReleaseMemoryOccupationReqInput(), ResumeMemoryOccupationReqInput()):
         assert harness.refuse(request).status == 409
     assert harness.device.used_bytes == 7100
+
+
+def park(harness: SchedulerHarness, preserve: Preserve) -> ReleaseMemoryOccupationReqOutput:
+    request = ReleaseMemoryOccupationReqInput(tags=(KV_CACHE,), preserve=preserve)
+    return harness.apply(request, ReleaseMemoryOccupationReqOutput)
+
+
+def test_parked_requests_go_on_without_a_second_prefill(harness: SchedulerHarness) -> None:
+    rid = harness.generate(PROMPT, max_new_tokens=8)
+    harness.turn(3)
+    reply = park(harness, Preserve.LIVE)
+    assert (reply.num_parked, reply.num_retracted) == (1, 0)
+    assert reply.parked_bytes > 0
+    resume(harness, KV_CACHE)
+    harness.run_until_idle()
+    output = harness.outputs[rid]
+    assert len(output.token_ids) == 8
+    assert output.num_retractions == 0
+
+
+def test_what_has_no_room_to_be_parked_is_retracted_the_youngest_first(harness: SchedulerHarness) -> None:
+    # The store has room for 12 pages of 4 tokens: two requests of 5 pages and more, not three.
+    rids = [harness.generate(range(first, first + 19), max_new_tokens=12) for first in (1, 30, 60)]
+    harness.turn(5)
+    reply = park(harness, Preserve.LIVE)
+    assert (reply.num_parked, reply.num_retracted) == (2, 1)
+    resume(harness, KV_CACHE)
+    harness.run_until_idle()
+    assert [harness.outputs[rid].num_retractions for rid in rids] == [0, 0, 1]
+    assert all(len(harness.outputs[rid].token_ids) == 12 for rid in rids)
+
+
+@pytest.mark.parametrize("preserve", [Preserve.LIVE, Preserve.ALL])
+def test_the_prefix_cache_is_parked_if_it_is_asked_for(harness: SchedulerHarness, preserve: Preserve) -> None:
+    harness.generate(PROMPT, max_new_tokens=1)
+    harness.run_until_idle()
+    park(harness, preserve)
+    resume(harness, KV_CACHE)
+    rid = harness.generate(PROMPT, max_new_tokens=1)
+    harness.run_until_idle()
+    assert (harness.outputs[rid].cached_tokens > 0) == (preserve is Preserve.ALL)
+
+
+@pytest.mark.parametrize("by", ["a pause that retracts", "a commit that flushes"])
+def test_parked_requests_become_retracted_ones(harness: SchedulerHarness, by: str) -> None:
+    rid = harness.generate(PROMPT, max_new_tokens=8)
+    harness.turn(3)
+    park(harness, Preserve.LIVE)
+    if by == "a commit that flushes":
+        update(harness, 5, flush_cache=True)
+    else:
+        harness.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT), PauseGenerationReqOutput)
+        harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    resume(harness, KV_CACHE)
+    harness.run_until_idle()
+    assert harness.outputs[rid].num_retractions == 1
+    assert len(harness.outputs[rid].token_ids) == 8

@@ -16,12 +16,15 @@ from ebbtide.srt.managers.control.ports import (
     DeadlinePassed,
     HandlerTable,
     Operation,
+    PageStore,
+    ParkingPlan,
     Ranks,
     Requests,
     TagMemory,
     Work,
 )
 from ebbtide.srt.managers.io_struct import (
+    Preserve,
     ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput,
     ResumeMemoryOccupationReqInput,
@@ -93,6 +96,7 @@ class MemoryOccupation:
 
     Args:
         memories: the memory of every tag.
+        page_store: where pages of the KV pool are kept while it is released.
         free_bytes: device memory that is free right now.
         is_enabled: false without a memory saver; everything then stays resident.
     """
@@ -100,6 +104,7 @@ class MemoryOccupation:
     def __init__(
         self,
         memories: Mapping[MemoryTag, TagMemory],
+        page_store: PageStore,
         content: WeightContent,
         requests: Requests,
         free_bytes: Callable[[], int],
@@ -111,6 +116,7 @@ class MemoryOccupation:
         # Whoever updates weights sets this: what is on its way in has lost its destination.
         self.on_weights_release: Callable[[], None] = lambda: None
         self._memories = memories
+        self._page_store = page_store
         self._released: frozenset[MemoryTag] = frozenset()
         self._requests = requests
         self._free_bytes = free_bytes
@@ -124,6 +130,11 @@ class MemoryOccupation:
     @property
     def released(self) -> frozenset[MemoryTag]:
         return self._released
+
+    @property
+    def is_kv_released(self) -> bool:
+        """Requests that still hold KV are parked then."""
+        return MemoryTag.KV_CACHE in self._released
 
     @property
     def allows_forward(self) -> bool:
@@ -142,14 +153,16 @@ class MemoryOccupation:
         tags = self._selected(request.tags)
         to_release = [tag for tag in tags if tag not in self._released or self._memories[tag].resident_bytes]
         free_before = self._free_bytes()
-        if any(self._memories[tag].keeps_contents for tag in to_release):
-            yield from self._on_all_ranks(lambda: self._prepare_release(to_release))
+        plan = self._parking(to_release, request.preserve)
+        if plan.pages or any(self._memories[tag].keeps_contents for tag in to_release):
+            try:
+                yield from self._on_all_ranks(lambda: self._prepare_release(to_release, plan))
+            except (RequestRejected, EngineError):
+                self._page_store.drop()
+                raise
         if MemoryTag.WEIGHTS in to_release:
             self.on_weights_release()
-        num_retracted = 0
-        if MemoryTag.KV_CACHE in to_release:
-            num_retracted = self._requests.retract_all()
-            self._requests.flush_cache()
+        num_retracted = self._requests.park(plan) if MemoryTag.KV_CACHE in to_release else 0
         freed_bytes = {
             tag: self._ranks.certainly(lambda tag=tag: self._release(tag))  # type: ignore[misc]
             for tag in to_release
@@ -159,6 +172,8 @@ class MemoryOccupation:
             tags=tags,
             freed_bytes={tag: freed_bytes.get(tag, 0) for tag in tags},
             num_retracted=num_retracted,
+            num_parked=len(plan.rids),
+            parked_bytes=self._page_store.num_bytes if plan.pages else 0,
             device_free_bytes_before=free_before,
             device_free_bytes_after=self._free_bytes(),
             duration_ms=(time.perf_counter() - started) * 1e3,
@@ -181,6 +196,8 @@ class MemoryOccupation:
                     self._ranks.certainly(self._memories[tag].release)
                 raise
             self._released -= set(to_resume)
+            if MemoryTag.KV_CACHE in to_resume:
+                self._page_store.drop()
         return ResumeMemoryOccupationReqOutput(
             changed=bool(to_resume),
             tags=tags,
@@ -224,13 +241,22 @@ class MemoryOccupation:
         except DeadlinePassed:
             raise EngineError("not every rank was ready in time, so none has done it") from None
 
-    def _prepare_release(self, tags: list[MemoryTag]) -> None:
+    def _parking(self, tags: list[MemoryTag], preserve: Preserve) -> ParkingPlan:
+        """What is kept of the KV; nothing where it is not released, or not to be kept."""
+        if MemoryTag.KV_CACHE not in tags:
+            return ParkingPlan(frozenset(), [], keeps_cache=True)
+        max_pages = self._page_store.max_pages if preserve is not Preserve.NONE else 0
+        return self._requests.plan_parking(max_pages, with_cache=preserve is Preserve.ALL)
+
+    def _prepare_release(self, tags: list[MemoryTag], plan: ParkingPlan) -> None:
         try:
+            if plan.pages:
+                self._page_store.save(plan.pages)
             for tag in tags:
                 self._memories[tag].prepare_release()
         except OutOfDeviceMemory as error:
             raise RequestRejected(
-                f"no room to keep the weights while they are released: {error}. Nothing was released",
+                f"no room to keep what is to outlive the release: {error}. Nothing was released",
                 409,
                 needed_bytes=error.needed_bytes,
                 free_bytes=error.free_bytes,
@@ -251,6 +277,8 @@ class MemoryOccupation:
         try:
             for tag in tags:
                 mapped_bytes[tag] = self._memories[tag].resume()
+                if tag is MemoryTag.KV_CACHE:
+                    self._page_store.restore()
         except OutOfDeviceMemory as error:
             for tag in mapped_bytes:
                 self._memories[tag].release()
@@ -274,11 +302,12 @@ class MemoryOccupation:
 
     def _report(self, tag: MemoryTag) -> TagReport:
         memory = self._memories[tag]
+        parked_bytes = self._page_store.num_bytes if tag is MemoryTag.KV_CACHE else 0
         report = TagReport(
             state="released" if tag in self._released else "resident",
             virtual_bytes=memory.virtual_bytes,
             resident_bytes=memory.resident_bytes,
-            backup_bytes=memory.backup_bytes,
+            backup_bytes=memory.backup_bytes + parked_bytes,
         )
         if tag is not MemoryTag.WEIGHTS:
             return report

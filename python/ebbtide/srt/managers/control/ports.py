@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -154,6 +155,21 @@ class Ranks(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ParkingPlan:
+    """Which KV outlives a release of the pool.
+
+    Attributes:
+        rids: the oldest running requests, as far as there is room for their pages.
+        pages: what holds their KV, and the prefix cache if it is kept, ascending.
+        keeps_cache: whether the prefix cache is kept.
+    """
+
+    rids: frozenset[str]
+    pages: list[int]
+    keeps_cache: bool
+
+
 class Requests(Protocol):
     """The live generation requests, as one."""
 
@@ -169,6 +185,18 @@ class Requests(Protocol):
 
     def retract_all(self) -> int:
         """Running requests give up their KV and go back to the head of the queue; returns how many."""
+        ...
+
+    def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
+        """Which KV is kept in so many pages of host memory. Nothing changes yet.
+
+        Args:
+            with_cache: keep the prefix cache too, if there is room for all of it.
+        """
+        ...
+
+    def park(self, plan: ParkingPlan) -> int:
+        """Let go of all KV but that of the plan; returns how many requests were retracted."""
         ...
 
     def abort_all(self, message: str) -> int:
@@ -226,6 +254,37 @@ class TagMemory(Protocol):
         Raises:
             OutOfDeviceMemory: nothing was kept of what had been taken.
         """
+        ...
+
+
+class PageStore(Protocol):
+    """Host memory for pages of the KV pool while it is released.
+
+    Attributes:
+        max_pages: how many it may hold.
+    """
+
+    max_pages: int
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds now."""
+        ...
+
+    def save(self, pages: Sequence[int]) -> None:
+        """Copy these pages to the host, in place of what was held before.
+
+        Raises:
+            OutOfDeviceMemory: the host has no room; nothing is held.
+        """
+        ...
+
+    def restore(self) -> None:
+        """Copy them back to where they were. They are held on to until `drop`."""
+        ...
+
+    def drop(self) -> None:
+        """They are needed no more; the memory is kept for the next ones."""
         ...
 
 

@@ -13,7 +13,7 @@ from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Wei
 from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.pause import Generation, Paused
-from ebbtide.srt.managers.control.ports import TagMemory, Weights
+from ebbtide.srt.managers.control.ports import PageStore, TagMemory, Weights
 from ebbtide.srt.managers.control.weights.checks import WeightChecks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import DetokenizerInput, RankReport, StateReport
@@ -73,6 +73,7 @@ class RankParts:
         page_ids: what its pages are called; None: by their numbers.
         table: the page table that the runner reads.
         memories: the memory behind every tag.
+        page_store: where pages of the KV pool are kept while it is released.
         free_bytes: device memory that is free right now.
         uuid: of the device; None for the CPU.
         tokenizer: None when the engine deals in token ids only.
@@ -82,6 +83,7 @@ class RankParts:
     num_pages: int
     table: PageTable
     memories: Mapping[MemoryTag, TagMemory]
+    page_store: PageStore
     weights: Weights
     free_bytes: Callable[[], int]
     device: str
@@ -139,6 +141,7 @@ def _control_plane(
     generation = Generation(requests, operations)
     memory = MemoryOccupation(
         parts.memories,
+        parts.page_store,
         WeightContent(parts.weights.names),
         requests,
         parts.free_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ebbtide.srt.managers.control.ports import ParkingPlan
 from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason
 from ebbtide.srt.managers.scheduling.kv_versions import Commit
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
@@ -40,6 +41,12 @@ class LiveRequests:
 
     def retract_all(self) -> int:
         return self._policy.retract_all()
+
+    def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
+        return self._policy.plan_parking(max_pages, with_cache=with_cache)
+
+    def park(self, plan: ParkingPlan) -> int:
+        return self._policy.park(plan)
 
     def abort_all(self, message: str) -> int:
         return self._send_aborted(self._policy.finish_all(), message)

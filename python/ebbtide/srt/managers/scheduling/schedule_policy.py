@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.control.ports import ParkingPlan
 from ebbtide.srt.managers.scheduling.kv_versions import Commit, KVVersions
 from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
@@ -160,6 +161,35 @@ class SchedulePolicy:
         for req in list(self.running):
             self._retract(req)
         return num_retracted
+
+    def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
+        """What can be kept of the pool in so many pages; nothing changes yet.
+
+        Args:
+            with_cache: keep the prefix cache too, if all of it has room beside the requests.
+        """
+        rids: set[str] = set()
+        pages: set[int] = set()
+        for req in self.running:
+            assert req.kv is not None
+            computed = req.kv.pages[: -(-req.kv.num_computed // self.page_size)]
+            num_pages = len(pages) + sum(page not in pages for page in computed)
+            if num_pages > max_pages:
+                break
+            pages.update(computed)
+            rids.add(req.rid)
+        held = self.allocator.held
+        keeps_cache = with_cache and len(rids) == len(self.running) and len(held) <= max_pages
+        return ParkingPlan(frozenset(rids), sorted(held if keeps_cache else pages), keeps_cache)
+
+    def park(self, plan: ParkingPlan) -> int:
+        """Let go of all KV but that of the plan; returns how many requests were retracted."""
+        retracted = [req for req in self.running if req.rid not in plan.rids]
+        for req in retracted:
+            self._retract(req)
+        if not plan.keeps_cache:
+            self.cache.flush()
+        return len(retracted)
 
     def flush_cache(self) -> int:
         """Empty the prefix cache but for what running requests hold; returns the tokens freed."""

@@ -19,11 +19,15 @@ from ebbtide.srt.managers.scheduling.tag_memory import ArenaMemory, BackedUpWeig
 from ebbtide.srt.managers.scheduling.weight_io import EngineWeights
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
+from ebbtide.srt.mem_cache.page_store import HostPageStore
 from ebbtide.srt.memory_saver.saver import MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
 from ebbtide.srt.model_executor.builder import build_model_runner
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.weight_sync.custom_loader import import_loaders
+
+PARK_SHARE_OF_HOST = 1 / 8
 
 
 def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, ready: Connection) -> None:
@@ -54,9 +58,9 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     runner = build_model_runner(
         config.model, config.cache, config.schedule, config.runtime, device, saver, group
     )
-    scheduler = assemble_scheduler(
-        SchedulerConfig.of(config), rank_parts(config, runner, device, saver), inbox, outputs
-    )
+    # Ranks decide alike which requests are parked, so they must have the same room.
+    parts = rank_parts(config, runner, device, saver, park_bytes=group.smallest(_park_bytes(config)))
+    scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, inbox, outputs)
     freeze_heap()
     max_total_tokens = runner.kv_pool.num_pages * runner.kv_pool.page_size
     ready.send(
@@ -75,20 +79,39 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def rank_parts(config: EngineConfig, runner: ModelRunner, device: Device, saver: MemorySaver) -> RankParts:
-    """What the scheduler of a rank works with, over a model runner."""
+def rank_parts(
+    config: EngineConfig, runner: ModelRunner, device: Device, saver: MemorySaver, *, park_bytes: int = 0
+) -> RankParts:
+    """What the scheduler of a rank works with, over a model runner.
+
+    Args:
+        park_bytes: host memory for KV that outlives a release of the pool.
+    """
+    page_store = HostPageStore(runner.kv_pool, park_bytes, device.host_pinning())
+    if config.memory.kv_park_bytes is not None:
+        page_store.allocate()
     return RankParts(
         runner=runner,
         num_pages=runner.kv_pool.num_pages,
         page_ids=runner.kv_pool.layout.page_ids,
         table=runner.page_table,
         memories=_memories(config, runner, device, saver),
+        page_store=page_store,
         weights=EngineWeights(runner.weight_store, config, device),
         free_bytes=device.free_bytes,
         device=device.name,
         uuid=device.uuid,
         tokenizer=None if config.model.skip_tokenizer_init else load_tokenizer(config.model),
     )
+
+
+def _park_bytes(config: EngineConfig) -> int:
+    """Host memory that a rank may use for KV while the pool is released."""
+    if config.memory.kv_park_bytes is not None:
+        return config.memory.kv_park_bytes
+    parallel = config.parallel
+    num_ranks = max(1, parallel.tp_size * parallel.dp_size // parallel.nnodes)
+    return int(read_host_memory().total_bytes * PARK_SHARE_OF_HOST) // num_ranks
 
 
 def _memories(

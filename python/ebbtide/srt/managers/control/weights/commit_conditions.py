@@ -24,8 +24,8 @@ class CommitConditions:
         self._requests = requests
 
     def check(self, terms: CommitTerms) -> None:
-        """Refuse a commit that would leave requests with KV that it is to flush."""
-        frees_kv = self.mode(terms) in (PauseMode.RETRACT, PauseMode.ABORT)
+        """Refuse a commit that would leave requests with KV that it is to flush. Parked ones lose theirs."""
+        frees_kv = self.mode(terms) in (PauseMode.RETRACT, PauseMode.ABORT) or self._memory.is_kv_released
         if terms.flush_cache and self._requests.num_running > 0 and not frees_kv and not self._waits(terms):
             raise RequestRejected(
                 f"{self._requests.num_running} requests hold KV of the present weights: pause with mode "
