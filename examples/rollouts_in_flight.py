@@ -4,13 +4,14 @@
 
 First two updates of one call each: one goes on with the KV that the rollouts have, the other has it computed
 again. Then all memory is released in the middle of the rollouts, and comes back with other weights. Source:
-sequences 4 and 5 of the contract. Needs `requests` and `httpx`.
+sequences 4 and 5 of the contract. Needs `requests` and `httpx`. NUM_ROLLOUTS (environment): others than 64.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import served_engine
 import tiny_rl
 from served_engine import ServedEngine, expect
 
-NUM_STREAMS = 64
+NUM_STREAMS = int(os.environ.get("NUM_ROLLOUTS", "64"))
 # Long enough that none has ended when a request comes in its middle.
 NUM_TOKENS = 400
 # The chunks of so many streams would be more work than their tokens.
@@ -60,7 +61,7 @@ class Rollouts:
 
 
 def roll_out(engine: ServedEngine, meanwhile: Callable[[], None]) -> list[dict[str, Any]]:
-    """64 outputs of rollouts in whose middle something is done."""
+    """The outputs of rollouts in whose middle something is done."""
 
     async def drive() -> list[dict[str, Any]]:
         return await Rollouts(engine.url).run(lambda: asyncio.to_thread(meanwhile))

@@ -46,19 +46,23 @@ def test_other_paths_fail_with_one_line(statement: str) -> None:
     assert caught.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("sglang.srt.function_call.function_call_parser", "FunctionCallParser"),
-        ("sglang.srt.parser.reasoning_parser", "ReasoningParser"),
-        ("sglang.srt.layers.moe.routed_experts_capturer", "extract_routed_experts_from_meta_info"),
-        ("sglang.srt.model_loader", "get_model"),
-    ],
-)
-def test_what_is_a_name_only_says_so_when_it_is_used(path: str, name: str) -> None:
-    done = run_python(f"from {path} import {name}; {name}(1, a=2)")
-    assert f"NotImplementedError: {path}" in done.stderr
-    assert "is not in Ebbtide" in done.stderr
+NAMES_ONLY = """
+import importlib
+for path, name in (
+    ("sglang.srt.function_call.function_call_parser", "FunctionCallParser"),
+    ("sglang.srt.parser.reasoning_parser", "ReasoningParser"),
+    ("sglang.srt.layers.moe.routed_experts_capturer", "extract_routed_experts_from_meta_info"),
+    ("sglang.srt.model_loader", "get_model"),
+):
+    try:
+        getattr(importlib.import_module(path), name)(1, a=2)
+    except NotImplementedError as error:
+        print(str(error).startswith(path) and "is not in Ebbtide" in str(error))
+"""
+
+
+def test_what_is_a_name_only_says_so_when_it_is_used() -> None:
+    assert output_of(NAMES_ONLY) == "True\n" * 4
 
 
 def fake_sglang(folder: Path) -> None:

@@ -19,6 +19,8 @@ EXAMPLES = ROOT / "examples"
 ENVIRONMENT = {
     **COMPAT_ENVIRONMENT,
     "PYTHONPATH": os.pathsep.join([COMPAT_ENVIRONMENT["PYTHONPATH"], str(EXAMPLES)]),
+    # 64 of them are in the contract's sequences.
+    "NUM_ROLLOUTS": "8",
 }
 MAKE_MODEL = "import sys, tiny_rl; tiny_rl.make_tiny_model(tiny_rl.Path(sys.argv[1]))"
 
@@ -67,7 +69,7 @@ def run_example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunExample
 
 def test_4_and_5_rollouts_in_flight(run_example: RunExample) -> None:
     output = run_example("rollouts_in_flight.py")
-    assert output.count("all 64 rollouts have their 400 tokens") == 2
+    assert output.count("all 8 rollouts have their 400 tokens") == 2
     assert "each has tokens by the weights 0, 1, 2, in this order" in output
     assert "each has tokens by the weights 2, 3, in this order" in output
     assert output.endswith("engine and trainer agree: True\n")

@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"shards": 2},
 }
 # Small enough that eight requests push one another out, and that every prompt above comes in pieces.
-TIGHT = {"max_total_tokens": 192, "page_size": 8, "chunked_prefill_size": 10}
+TIGHT = {"max_total_tokens": 192, "page_size": 8, "chunked_prefill_size": 10, "disable_radix_cache": True}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_the_prefix_cache_changes_no_output(
 ) -> None:
     prefix = [(13 * position) % 251 for position in range(80)]
     prompts = [prefix + [index] * index for index in range(8)]
-    uncached = engines(checkpoints["Qwen3ForCausalLM"], disable_radix_cache=True)
+    uncached = engines(checkpoints["Qwen3ForCausalLM"], **TIGHT)
     engine.flush_cache()
     for prompt in prompts:
         cold = uncached.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True)

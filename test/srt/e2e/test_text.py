@@ -86,21 +86,6 @@ def test_each_chunk_of_a_stream_repeats_what_was_there(engine: Engine, interval:
         assert last["meta_info"][key] == whole["meta_info"][key]
 
 
-def test_the_chunks_of_an_incremental_stream_add_up(engines: Engines, checkpoint: Path) -> None:
-    engine = engines(checkpoint, incremental_streaming_output=True)
-    whole = engine.generate("The", GREEDY, return_logprob=True)
-    assert whole["text"] == SAID
-    chunks = list(engine.generate("The", GREEDY, stream=True, return_logprob=True))
-    assert "".join(chunk["text"] for chunk in chunks) == SAID
-    assert [token_id for chunk in chunks for token_id in chunk["output_ids"]] == REST
-    metas = [chunk["meta_info"] for chunk in chunks]
-    assert [triple for meta in metas for triple in meta["output_token_logprobs"]] == whole["meta_info"][
-        "output_token_logprobs"
-    ]
-    assert metas[-1]["completion_tokens"] == metas[-1]["output_token_logprobs_length"] == len(REST)
-    assert not any(UNFINISHED in chunk["text"] for chunk in chunks)
-
-
 def test_a_character_is_never_sent_in_halves(engine: Engine) -> None:
     texts = {chunk["text"] for chunk in engine.generate("The", GREEDY, stream=True)}
     assert not any(UNFINISHED in text for text in texts)

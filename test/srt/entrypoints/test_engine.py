@@ -22,6 +22,7 @@ from fixtures.servers import ENVIRONMENT, is_alive, wait_until
 from ebbtide import Engine, SamplingParams, ServerArgs
 from ebbtide.srt.entrypoints.engine import Engine as EngineClass
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
+from ebbtide.testing.null_engine import NullEngine
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 ENDLESS: dict[str, Any] = {"temperature": 0, "max_new_tokens": None, "ignore_eos": True}
@@ -183,13 +184,13 @@ def test_control_methods_return_the_bodies_of_replies(engine: EngineClass) -> No
 # -------------------------------------------------------------------------------------------------- lifetime
 
 
-def test_shutdown_ends_what_waits_and_refuses_what_comes(checkpoints: Any) -> None:
-    engine = Engine(server_args=ServerArgs(model_path=str(checkpoints.a), max_total_tokens=2048))
+def test_shutdown_ends_what_waits_and_refuses_what_comes() -> None:
+    engine = NullEngine()
     pids = pids_of(engine)
     engine.pause_generation("in_place")
-    stream = engine.generate("tide", GREEDY, stream=True)
+    stream = engine.generate(input_ids=[5], stream=True)
     with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(engine.generate, "tide", GREEDY)
+        waiting = pool.submit(engine.generate, input_ids=[5])
         wait_until(lambda: engine.pause_generation("in_place")["num_queued"] == 2, "both requests wait")
         # From two threads at once, and again.
         pool.submit(engine.shutdown)
@@ -198,7 +199,7 @@ def test_shutdown_ends_what_waits_and_refuses_what_comes(checkpoints: Any) -> No
         with pytest.raises(EngineError, match="shut down"):
             waiting.result()
     for call in (
-        lambda: engine.generate("tide"),
+        lambda: engine.generate(input_ids=[5]),
         engine.flush_cache,
         engine.model_info,
         engine.memory_occupation,
@@ -210,26 +211,27 @@ def test_shutdown_ends_what_waits_and_refuses_what_comes(checkpoints: Any) -> No
     engine.shutdown()
 
 
-def test_a_dead_process_is_an_error_that_names_it(checkpoints: Any) -> None:
-    pids = use_until_a_process_dies(checkpoints.a)
+def test_a_dead_process_is_an_error_that_names_it_and_garbage_is_ended() -> None:
+    pids = use_until_a_process_dies()
     # Nobody has called `shutdown`: the engine is garbage.
     gc.collect()
-    wait_until(lambda: not is_alive(pids["scheduler"]), "the scheduler has gone")
+    wait_until(lambda: not any(map(is_alive, pids)), "its processes have gone")
 
 
-def use_until_a_process_dies(checkpoint: Path) -> dict[str, int]:
-    engine = Engine(model_path=str(checkpoint), max_total_tokens=2048)
+def use_until_a_process_dies() -> list[int]:
+    engine = NullEngine(dp_size=2)
     pids = engine._service.pids
     engine.pause_generation("in_place")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(engine.generate, "tide", GREEDY)
+        waiting = pool.submit(engine.generate, input_ids=[5])
         wait_until(lambda: engine.pause_generation("in_place")["num_queued"] == 1, "the request waits")
-        os.kill(pids["detokenizer"], signal.SIGKILL)
-        with pytest.raises(EngineError, match="the detokenizer process was ended by SIGKILL"):
+        victim = next(iter(pids))
+        os.kill(pids[victim], signal.SIGKILL)
+        with pytest.raises(EngineError, match=f"the {victim} process was ended by SIGKILL"):
             waiting.result()
     with pytest.raises(EngineError, match="SIGKILL"):
-        engine.generate("tide")
-    return pids
+        engine.generate(input_ids=[5])
+    return list(pids.values())
 
 
 def test_an_engine_in_an_event_loop(checkpoints: Any) -> None:
