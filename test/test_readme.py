@@ -1,6 +1,7 @@
 """The README's Python example runs as it stands but for the model, and what the documents name exists."""
 
 import argparse
+import ast
 import importlib
 import re
 import subprocess
@@ -34,6 +35,37 @@ def test_functions_that_are_named_exist(path: Path) -> None:
         module, _, name = dotted.rpartition(".")
         if not hasattr(importlib.import_module(module), name):
             importlib.import_module(dotted)
+
+
+def walks() -> list[list[tuple[str, ...]]]:
+    """The lists of "How the code is read": of each step its file and its function."""
+    text = README.read_text(encoding="utf-8")
+    section = text.partition("## How the code is read\n")[2].partition("\n## ")[0]
+    lists = [re.findall(r"^\d+\. .*", paragraph, re.M) for paragraph in section.split("\n\n")]
+    steps = [[re.match(r"\d+\. `(\S+)` `(\S+)`: ", line) for line in lines] for lines in lists if lines]
+    return [[step.groups() if step else ("", "") for step in walk] for walk in steps]
+
+
+def functions(path: Path) -> set[str]:
+    """Every function and method of a file, as `f` or `Class.f`."""
+    known = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        members = node.body if isinstance(node, ast.ClassDef) else [node]
+        owner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        known |= {owner + member.name for member in members if isinstance(member, kinds)}
+    return known
+
+
+def test_the_walks_through_the_code_lead_somewhere() -> None:
+    assert [len(steps) <= 12 for steps in walks()] == [True] * 4
+    missing = [
+        f"{file} {name}"
+        for steps in walks()
+        for file, name in steps
+        if not file or name not in functions(ROOT / "python/ebbtide/srt" / file)
+    ]
+    assert missing == []
 
 
 def test_the_python_example_runs(tmp_path: Path) -> None:
