@@ -34,6 +34,7 @@ from ebbtide.srt.managers.io_struct import (
     PingReqInput,
     PingReqOutput,
     Prepared,
+    Preserve,
     Refusal,
     ReleaseMemoryOccupationReqInput,
     RequestOutput,
@@ -396,7 +397,8 @@ def test_what_a_release_of_the_weights_ends_is_not_committed(request_: AnyContro
         (
             ResumeMemoryOccupationReqInput(),
             resumed(weights=0, kv_cache=5000),  # the weights were resident before
-            ReleaseMemoryOccupationReqInput(tags=(MemoryTag.KV_CACHE,)),
+            # What was parked in host memory goes back there.
+            ReleaseMemoryOccupationReqInput(tags=(MemoryTag.KV_CACHE,), preserve=Preserve.LIVE),
         ),
         (
             InitWeightsUpdateGroupReqInput(
