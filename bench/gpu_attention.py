@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from common import write_result
 
+from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
     DecodeKernel,
     DevicePages,
-    HeadShape,
     HostLens,
     PagedKernel,
     PrefillKernel,
@@ -25,12 +25,13 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
 
 DEVICE = torch.device("cuda")
 PAGE_SIZE, HEAD_DIM, NUM_CALLS, NUM_REPLAYS = 16, 128, 32, 8
+KIND = AttentionKind(HEAD_DIM**-0.5)
 HEADS = ((32, 8), (16, 8), (28, 4))
 BATCHES = ((1, 256), (8, 400), (16, 400), (32, 256), (32, 400), (32, 2000), (64, 640), (96, 640), (256, 640))
 CACHE_BYTES = 200_000_000
 
 
-def call_us(kernel: PagedKernel, shape: HeadShape, num_requests: int, length: int) -> float:
+def call_us(kernel: PagedKernel, shape: AttentionShape, num_requests: int, length: int) -> float:
     """Microseconds of one call."""
     num_pages = -(-length // PAGE_SIZE)
     total = num_requests * num_pages
@@ -72,20 +73,23 @@ def replay_ms(replay: Callable[[], None]) -> float:
     return float(start.elapsed_time(end)) / NUM_REPLAYS
 
 
-def kernels(shape: HeadShape) -> dict[str, PagedKernel]:
+def kernels(shape: AttentionShape) -> dict[str, PagedKernel]:
     partial = torch.zeros(partial_bytes(shape, DEVICE), dtype=torch.uint8, device=DEVICE)
-    split, whole = (PrefillKernel(shape, Workspace(partial), causal=False, backend="fa2") for _ in range(2))
+    split, whole = (
+        PrefillKernel(shape, KIND, Workspace(partial), causal=False, backend="fa2") for _ in range(2)
+    )
     split._unsplit_from, whole._unsplit_from = 1 << 30, 1
     found: dict[str, PagedKernel] = {"split": split, "whole": whole}
     if shape.group <= 4:
-        found["cuda_cores"] = DecodeKernel(shape, Workspace(partial))
+        found["cuda_cores"] = DecodeKernel(shape, KIND, Workspace(partial))
     return found
 
 
 def main() -> None:
     rows: list[dict[str, Any]] = []
     for num_q, num_kv in HEADS:
-        shape = HeadShape(num_q, num_kv, HEAD_DIM, PAGE_SIZE, torch.bfloat16)
+        dtype = torch.bfloat16
+        shape = AttentionShape(num_q, num_kv, HEAD_DIM, PAGE_SIZE, dtype, dtype, (KIND,))
         for num_requests, length in BATCHES:
             row: dict[str, Any] = {"heads": [num_q, num_kv], "requests": num_requests, "tokens": length}
             for name, kernel in kernels(shape).items():

@@ -120,8 +120,8 @@ class Case:
 
     def run(self, weight: Tensor, config: Config | None, out: Tensor) -> None:
         norm = self.norm if self.product.normed else None
-        gated, add = self.product.shape.gated, self.product.add
-        multiply(self.x, norm, EPS, weight, None, out, gated=gated, add=add, config=config)
+        gated = "silu" if self.product.shape.gated else None
+        multiply(self.x, norm, EPS, weight, None, out, gated=gated, add=self.product.add, config=config)
 
     def run_torch(self, weight: Tensor) -> None:
         torch_product(self.product, self.x, self.norm, weight, self.out)

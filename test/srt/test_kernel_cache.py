@@ -11,7 +11,6 @@ from ebbtide.srt.kernel_cache import (
     add_scripts_to_path,
     flashinfer_cache_dir,
     flashinfer_problem,
-    shape_problem,
     triton_cache_dir,
 )
 
@@ -76,26 +75,6 @@ def test_ninja_beside_the_interpreter_is_found(tools: Path, monkeypatch: pytest.
     assert os.environ["PATH"].split(os.pathsep) == [str(tools), str(scripts)]
     add_scripts_to_path()
     assert os.environ["PATH"].split(os.pathsep) == [str(tools), str(scripts)]
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "kv_dtype", "message"),
-    [
-        (80, "bfloat16", "bfloat16", "a head_dim of 64, 128 or 256, not 80"),
-        (128, "float32", "float32", "bfloat16 or float16, not float32"),
-        (128, "bfloat16", "float16", "the KV cache has dtype float16, the model bfloat16"),
-    ],
-)
-def test_models_that_the_kernels_do_not_take(head_dim: int, dtype: str, kv_dtype: str, message: str) -> None:
-    problem = shape_problem(head_dim, dtype, kv_dtype)
-
-    assert problem is not None
-    assert message in problem
-
-
-def test_models_that_the_kernels_take() -> None:
-    assert shape_problem(128, "bfloat16", "bfloat16") is None
-    assert shape_problem(64, "float16", "float16") is None
 
 
 def test_variables_move_the_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ CUDA_MAX_RUNNING_REQUESTS = 512
 CUDA_CHUNKED_PREFILL_SIZE = 8192
 # The rest is for activations, CUDA graphs, workspaces and the driver.
 CUDA_MEM_FRACTION_STATIC = 0.88
-CUDA_GRAPH_MAX_BS = 256
+CUDA_GRAPH_MAX_BS = 512
 # Nodes are started by hand or by a queue, and load gigabytes before their ranks meet.
 DIST_TIMEOUT_S = 600.0
 
@@ -119,7 +119,7 @@ class RuntimeConfig:
 
     Attributes:
         device: as torch spells it, with its index: "cpu", "cuda:0".
-        attention_backend: None: the best that this machine has.
+        attention_backend: a name of the registry of backends; None: the best that serves the model here.
         cuda_graph_bs: batch sizes of decode steps to capture, ascending; empty for none.
         ranks_per_device: how many ranks share the memory of this one's device: on a CPU all of this machine.
     """
@@ -364,7 +364,7 @@ def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) ->
     logger.info("random_seed=%d", seed)
     return RuntimeConfig(
         device=device,
-        attention_backend=_attention_backend(args.attention_backend, device),
+        attention_backend=_attention_backend(args.attention_backend),
         cuda_graph_bs=_cuda_graph_bs(args, schedule) if _is_cuda(device) else (),
         random_seed=seed,
         log_level=args.log_level,
@@ -415,20 +415,14 @@ def _check_devices(parallel: ParallelConfig) -> None:
         )
 
 
-_OTHER_ATTENTION_BACKENDS = ("fa3", "fa4", "triton", "aiter")
+_OTHER_ATTENTION_BACKENDS = ("fa3", "fa4", "aiter")
 
 
-def _attention_backend(given: str | None, device: str) -> str | None:
+def _attention_backend(given: str | None) -> str | None:
     if given in _OTHER_ATTENTION_BACKENDS:
         logger.warning("attention_backend=%s is not in Ebbtide: the best of this machine is used", given)
-        given = None
-    if given not in (None, "torch_native", "flashinfer"):
-        raise ConfigurationError(f"attention_backend: expected flashinfer or torch_native, got {given!r}")
-    if given == "flashinfer" and not _is_cuda(device):
-        raise ConfigurationError(
-            "attention_backend=flashinfer needs device=cuda; on the CPU it is torch_native"
-        )
-    return given if _is_cuda(device) else "torch_native"
+        return None
+    return given
 
 
 def _cuda_graph_bs(args: ServerArgs, schedule: ScheduleConfig) -> tuple[int, ...]:
@@ -441,4 +435,5 @@ def _cuda_graph_bs(args: ServerArgs, schedule: ScheduleConfig) -> tuple[int, ...
         return tuple(sorted(set(args.cuda_graph_bs)))
     largest = args.cuda_graph_max_bs if args.cuda_graph_max_bs is not None else CUDA_GRAPH_MAX_BS
     largest = min(largest, schedule.max_running_requests)
-    return tuple(sorted({size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest} | {largest}))
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, largest, 32)}
+    return tuple(sorted({size for size in sizes if size < largest} | {largest}))

@@ -29,19 +29,6 @@ def flashinfer_problem() -> str | None:
     return None
 
 
-def shape_problem(head_dim: int, dtype: str, kv_dtype: str) -> str | None:
-    """Why FlashInfer's kernels do not take a model of this head_dim and these dtypes; None if they do."""
-    if head_dim not in (64, 128, 256):
-        return f"FlashInfer's kernels take a head_dim of 64, 128 or 256, not {head_dim}"
-    if dtype not in ("bfloat16", "float16"):
-        return f"FlashInfer's kernels take bfloat16 or float16, not {dtype}"
-    if kv_dtype != dtype:
-        return (
-            f"the KV cache has dtype {kv_dtype}, the model {dtype}; FlashInfer is used where both are alike"
-        )
-    return None
-
-
 def nvcc() -> Path | None:
     """The compiler that FlashInfer would call."""
     if (given := os.environ.get("FLASHINFER_NVCC")) is not None:

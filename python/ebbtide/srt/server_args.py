@@ -157,7 +157,9 @@ class ServerArgs(SglangArguments):
     cuda_graph_bs: Annotated[list[int] | None, Arg("Batch sizes to capture (default: chosen).")] = None
     cuda_graph_max_bs: Annotated[int | None, Arg("Largest batch size to capture.", minimum=1)] = None
     disable_overlap_schedule: Annotated[bool, Arg("Process a step before the next one is launched.")] = False
-    attention_backend: Annotated[str | None, Arg("flashinfer or torch_native (default: chosen).")] = None
+    attention_backend: Annotated[str | None, Arg("flashinfer, triton or torch_native (default: chosen).")] = (
+        None
+    )
     stream_interval: Annotated[int, Arg("Tokens between chunks of a stream.", minimum=1)] = 1
     incremental_streaming_output: Annotated[bool, Arg("Chunks hold what is new, not everything so far.")] = (
         False

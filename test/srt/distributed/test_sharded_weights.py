@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import moe_checkpoints
-from fixtures.checkpoints import make_checkpoint
+from fixtures.checkpoints import GEMMA3, make_checkpoint
 from fixtures.model_runs import RunnerDriver
 from fixtures.rank_processes import Ranks, held_by, load_and_read
 from safetensors.torch import load_file
@@ -23,6 +23,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2ForCausalLM", {"tied": True}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {}),
     "mixtral": ("MixtralForCausalLM", {}),
+    "gemma3": ("Gemma3ForCausalLM", GEMMA3),
 }
 LAYER = "model.layers.1."
 QKV, DOWN = LAYER + "self_attn.qkv_proj.weight", LAYER + "mlp.down_proj.weight"

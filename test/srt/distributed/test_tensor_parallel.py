@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fixtures import moe_checkpoints
-from fixtures.checkpoints import make_checkpoint
+from fixtures.checkpoints import GEMMA2, GEMMA3, make_checkpoint
 from fixtures.rank_processes import Output, Ranks, generate
 
 from ebbtide.srt.errors import ConfigurationError
@@ -25,6 +25,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied-uneven-vocabulary": ("Qwen3ForCausalLM", {"tied": True, "vocab_size": 261}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
     "mixtral": ("MixtralForCausalLM", {}),
+    "gemma2-biases": ("Gemma2ForCausalLM", {"attention_bias": True, **GEMMA2}),
+    "gemma3-tied": ("Gemma3ForCausalLM", {"tied": True, **GEMMA3}),
 }
 SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 

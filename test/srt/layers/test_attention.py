@@ -1,152 +1,229 @@
-"""Attention on the CPU against attention written down plainly. GPU backends: test_flashinfer.py."""
+"""Every attention backend that runs on a CPU against attention written down plainly; which one is chosen.
 
-from dataclasses import dataclass
+Triton's runs in its interpreter. On a GPU: test_cuda_attention.py.
+"""
 
-import numpy as np
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from fixtures.paged_requests import Pool, Requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
 
+from ebbtide.srt import kernel_cache
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.attention.base import HeadNorms
-from ebbtide.srt.layers.attention.registry import build_attention
+from ebbtide.srt.layers.attention import flashinfer
+from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionKind, AttentionShape, LayerAttention
+from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, choose_backend
+from ebbtide.srt.layers.heads import HeadNorms
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rotate
 
-NUM_LAYERS, NUM_PAGES, PAGE_SIZE, HEAD_DIM, NUM_Q_HEADS = 2, 24, 4, 8, 4
-CPU_BACKENDS = ["torch_native"]
-ROTARY = RotaryEmbedding(RopeConfig("default", 100.0), HEAD_DIM, torch.device("cpu"))
+NUM_LAYERS, PAGE_SIZE, HEAD_DIM, NUM_Q_HEADS = 2, 4, 8, 4
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU_BACKENDS = ["torch_native", "triton"]
+ROTARY = RotaryEmbedding(RopeConfig("default", 100.0), HEAD_DIM, CPU)
 NORMS = HeadNorms(torch.linspace(0.5, 2.0, HEAD_DIM), torch.linspace(-1.0, 1.0, HEAD_DIM), 1e-5)
+PLAIN = AttentionKind(HEAD_DIM**-0.5)
+KINDS = [
+    PLAIN,
+    AttentionKind(0.7, window=5),
+    AttentionKind(0.7, window=1),
+    AttentionKind(0.4, soft_cap=1.5),
+    AttentionKind(0.4, window=6, soft_cap=2.0),
+]
 
 
-class Pool:
-    """Keys and values on the heap, undefined (not a number) at first."""
-
-    def __init__(self, num_kv_heads: int) -> None:
-        shape = (NUM_PAGES, PAGE_SIZE, num_kv_heads, HEAD_DIM)
-        self._k = [torch.full(shape, float("nan")) for _ in range(NUM_LAYERS)]
-        self._v = [torch.full(shape, float("nan")) for _ in range(NUM_LAYERS)]
-
-    def k(self, layer: int) -> Tensor:
-        return self._k[layer]
-
-    def v(self, layer: int) -> Tensor:
-        return self._v[layer]
+@pytest.fixture(params=CPU_BACKENDS)
+def name(request: pytest.FixtureRequest) -> str:
+    backend: str = request.param
+    if backend == "triton" and (importlib.util.find_spec("triton") is None or torch.cuda.is_available()):  # noqa: TID251
+        pytest.skip("needs Triton's interpreter")
+    return backend
 
 
-@dataclass
-class Batch:
-    num_new_R: NDArray[np.int32]
-    lens_R: NDArray[np.int32]
-    page_table_RP: NDArray[np.int32]
-    slots_T: Tensor
+def build(
+    name: str, pool: Pool, kinds: list[AttentionKind], num_kv_heads: int, num_q_heads: int = NUM_Q_HEADS
+) -> tuple[AttentionBackend, list[LayerAttention]]:
+    layers = [LayerAttention(layer, kind) for layer, kind in enumerate(kinds)]
+    used = tuple(dict.fromkeys(kinds))
+    dtype = pool.keys.dtype
+    shape = AttentionShape(num_q_heads, num_kv_heads, HEAD_DIM, PAGE_SIZE, dtype, dtype, used)
+    return ATTENTION_BACKENDS[name](pool, layers, shape), layers
 
 
-def normalise(x_TNH: Tensor, weight_H: Tensor) -> Tensor:
-    return F.rms_norm(x_TNH, weight_H.shape, weight_H, NORMS.eps)
+def normalise(x_TNH: Tensor, weight_H: Tensor, offset: float) -> Tensor:
+    return F.rms_norm(x_TNH, weight_H.shape, weight_H + offset, NORMS.eps)
 
 
-def plain_attention(q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> Tensor:
-    """The last T of L positions attend to everything up to themselves; float64."""
+def plain_attention(kind: AttentionKind, q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> Tensor:
+    """The last T of L positions attend to the window that ends with them; float64."""
     group = q_TNH.shape[1] // k_LKH.shape[1]
     out = torch.empty_like(q_TNH, dtype=torch.float64)
     for t, q_NH in enumerate(q_TNH.double()):
         end = len(k_LKH) - len(q_TNH) + t + 1
+        seen = slice(0 if kind.window is None else max(0, end - kind.window), end)
         for head, q_H in enumerate(q_NH):
-            k_LH, v_LH = k_LKH[:end, head // group].double(), v_LKH[:end, head // group].double()
-            weights = (k_LH @ q_H / HEAD_DIM**0.5).softmax(0)
-            out[t, head] = weights @ v_LH
+            k_LH, v_LH = k_LKH[seen, head // group].double(), v_LKH[seen, head // group].double()
+            scores = k_LH @ q_H * kind.scale
+            if kind.soft_cap is not None:
+                scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
+            out[t, head] = scores.softmax(0) @ v_LH
     return out
 
 
-@pytest.mark.parametrize("name", CPU_BACKENDS)
-@settings(deadline=None, max_examples=60)
-@given(
-    # Per request: tokens that are cached before, and the new tokens of each step.
-    shapes=st.lists(
-        st.tuples(st.integers(0, 9), st.lists(st.integers(0, 6), min_size=3, max_size=3)),
-        min_size=1,
-        max_size=3,
-    ),
-    num_kv_heads=st.sampled_from([1, 2, 4]),
-    head_norms=st.sampled_from([None, NORMS]),
-    seed=st.integers(0, 2**16),
-)
-def test_backends_agree_with_plain_attention(
+def check_agreement(
     name: str,
-    shapes: list[tuple[int, list[int]]],
+    cached: list[int],
+    steps: list[list[int]],
     num_kv_heads: int,
-    head_norms: HeadNorms | None,
+    norms: HeadNorms | None,
+    kind: AttentionKind,
     seed: int,
 ) -> None:
+    """Requests with `cached` tokens that grow by `steps`: every output is that of plain attention."""
     generator = torch.Generator().manual_seed(seed)
-    pages = torch.randperm(NUM_PAGES, generator=generator)[: 8 * len(shapes)].reshape(len(shapes), 8)
-    table = pages.numpy().astype(np.int32)
-    pool = Pool(num_kv_heads)
-    attention = build_attention(name, pool, NUM_LAYERS, torch.float32, NUM_Q_HEADS)
-    keys = [torch.empty(0, num_kv_heads, HEAD_DIM) for _ in shapes]
-    values = [torch.empty(0, num_kv_heads, HEAD_DIM) for _ in shapes]
-    for step in range(4):
-        num_new = [cached if step == 0 else steps[step - 1] for cached, steps in shapes]
-        rows = [row for row, new in enumerate(num_new) if new]
-        if not rows:
+    requests = Requests(len(cached), 40, PAGE_SIZE, seed=seed)
+    pool = Pool(NUM_LAYERS, requests.num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM)
+    attention, layers = build(name, pool, [PLAIN, kind], num_kv_heads)
+    keys, values = ([torch.empty(0, num_kv_heads, HEAD_DIM) for _ in cached] for _ in range(2))
+    for num_new in [cached, *steps]:
+        if not any(num_new):
             continue
-        starts = [len(keys[row]) for row in rows]
-        positions = [
-            position
-            for row, start in zip(rows, starts, strict=True)
-            for position in range(start, start + num_new[row])
-        ]
-        table_rows = [row for row in rows for _ in range(num_new[row])]
-        slots = [
-            int(table[row, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE
-            for row, position in zip(table_rows, positions, strict=True)
-        ]
-        qkv = torch.randn(len(slots), NUM_Q_HEADS + 2 * num_kv_heads, HEAD_DIM, generator=generator)
+        batch, positions = requests.grow(num_new)
+        qkv = torch.randn(len(positions), NUM_Q_HEADS + 2 * num_kv_heads, HEAD_DIM, generator=generator)
         q, k, v = torch.split(qkv, [NUM_Q_HEADS, num_kv_heads, num_kv_heads], dim=1)
-        if head_norms is not None:
-            q, k = normalise(q, head_norms.q_weight), normalise(k, head_norms.k_weight)
-        rope = ROTARY(torch.tensor(positions), torch.float32)
+        if norms is not None:
+            q, k = normalise(q, norms.q_weight, norms.offset), normalise(k, norms.k_weight, norms.offset)
+        rope = ROTARY(positions, torch.float32)
         q, k = rotate(q, *rope), rotate(k, *rope)
-        new = np.array([num_new[row] for row in rows], dtype=np.int32)
-        lens = np.array(starts, dtype=np.int32) + new
-        attention.prepare(Batch(new, lens, table[rows], torch.tensor(slots)))
+        attention.prepare(batch)
 
-        out = attention.forward(1, qkv.clone(), rope, head_norms)
+        out = layers[1](qkv.clone(), rope, norms, attention)
 
         first = 0
-        for row in rows:
-            part = slice(first, first + num_new[row])
-            keys[row] = torch.cat((keys[row], k[part]))
-            values[row] = torch.cat((values[row], v[part]))
-            expected = plain_attention(q[part], keys[row], values[row])
+        for row, new in enumerate(num_new):
+            part = slice(first, first + new)
+            keys[row], values[row] = torch.cat((keys[row], k[part])), torch.cat((values[row], v[part]))
+            expected = plain_attention(kind, q[part], keys[row], values[row])
             torch.testing.assert_close(out[part].double(), expected, rtol=1e-4, atol=1e-5)
             first = part.stop
     assert pool.k(0).isnan().all()
 
 
-@pytest.mark.parametrize("name", CPU_BACKENDS)
+@settings(deadline=None, max_examples=60)
+@given(
+    # Per request: tokens that are cached before, and the new tokens of each step.
+    shapes=st.lists(
+        st.tuples(st.integers(0, 12), st.lists(st.integers(0, 8), min_size=3, max_size=3)),
+        min_size=1,
+        max_size=3,
+    ),
+    num_kv_heads=st.sampled_from([1, 2, 4]),
+    norms=st.sampled_from([None, NORMS, replace(NORMS, offset=1.0)]),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 2**16),
+)
+def test_torchs_own_agrees_with_plain_attention(
+    shapes: list[tuple[int, list[int]]],
+    num_kv_heads: int,
+    norms: HeadNorms | None,
+    kind: AttentionKind,
+    seed: int,
+) -> None:
+    steps = [list(step) for step in zip(*(steps for _, steps in shapes), strict=True)]
+    check_agreement("torch_native", [cached for cached, _ in shapes], steps, num_kv_heads, norms, kind, seed)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_backend_agrees_with_plain_attention(name: str, kind: AttentionKind) -> None:
+    # A prompt in chunks beside decoding, prompts beside prompts, decoding alone, and pages that are crossed.
+    steps = [[1, 7, 20], [1, 1, 1], [0, 1, 0], [9, 2, 1]]
+    for num_kv_heads, norms in ((1, None), (2, NORMS), (4, replace(NORMS, offset=1.0))):
+        check_agreement(name, [13, 3, 0], steps, num_kv_heads, norms, kind, seed=num_kv_heads)
+
+
 def test_new_keys_and_values_lie_in_their_slots(name: str) -> None:
-    pool = Pool(2)
-    attention = build_attention(name, pool, NUM_LAYERS, torch.float32, 2)
+    requests = Requests(1, 8, PAGE_SIZE)
+    pool = Pool(NUM_LAYERS, requests.num_pages, PAGE_SIZE, 2, HEAD_DIM)
+    attention, layers = build(name, pool, [PLAIN, PLAIN], 2, num_q_heads=2)
+    batch, positions = requests.grow([3])
     qkv = torch.randn(3, 6, HEAD_DIM)
-    rope = ROTARY(torch.arange(3), torch.float32)
+    rope = ROTARY(positions, torch.float32)
     keys, values = rotate(qkv[:, 2:4], *rope), qkv[:, 4:].clone()
-    table = np.array([[5, 2]], dtype=np.int32)
-    attention.prepare(
-        Batch(np.array([3], np.int32), np.array([3], np.int32), table, torch.tensor([20, 21, 22]))
-    )
+    attention.prepare(batch)
 
-    attention.forward(0, qkv, rope, None)
+    layers[0](qkv, rope, None, attention)
 
-    assert torch.equal(pool.k(0)[5, :3], keys)
-    assert torch.equal(pool.v(0)[5, :3], values)
+    page = int(requests.table[0, 0])
+    torch.testing.assert_close(pool.k(0)[page, :3], keys)
+    assert torch.equal(pool.v(0)[page, :3], values)
     assert int(pool.k(0).isnan().logical_not().sum()) == keys.numel()
 
 
+SHAPE = AttentionShape(8, 2, 128, 16, torch.bfloat16, torch.bfloat16, (AttentionKind(0.1),))
+
+
+@pytest.fixture
+def gpu_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that the backends for GPUs need is installed."""
+    monkeypatch.setattr(flashinfer, "flashinfer_problem", lambda: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: object())
+
+
+@pytest.mark.usefixtures("gpu_packages")
+@pytest.mark.parametrize(
+    ("changes", "chosen", "problem"),
+    [
+        ({}, "flashinfer", None),
+        ({"kinds": (AttentionKind(0.1, window=9, soft_cap=50.0),)}, "flashinfer", None),
+        ({"head_dim": 80}, "triton", "a head_dim of 64, 128 or 256, not 80"),
+        ({"dtype": torch.float32}, "triton", "bfloat16 or float16, not float32"),
+        ({"kv_dtype": torch.float16}, "triton", "the KV cache has dtype float16, the model bfloat16"),
+        ({"head_dim": 512}, "torch_native", "up to 256, not 512"),
+    ],
+    ids=str,
+)
+def test_the_first_backend_that_serves_the_shape_is_chosen(
+    changes: dict[str, Any], chosen: str, problem: str | None
+) -> None:
+    shape = replace(SHAPE, **changes)
+
+    backend, problems = choose_backend(None, shape, GPU)
+
+    assert backend is ATTENTION_BACKENDS[chosen]
+    assert problem is None or problem in "; ".join(problems)
+    if chosen != "flashinfer":
+        with pytest.raises(ConfigurationError, match=r"attention_backend=flashinfer: .* not 80"):
+            choose_backend("flashinfer", replace(SHAPE, head_dim=80), GPU)
+
+
+def test_without_flashinfer_triton_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package == "triton" or None)
+    monkeypatch.setattr(flashinfer, "flashinfer_problem", kernel_cache.flashinfer_problem)
+
+    backend, problems = choose_backend(None, SHAPE, GPU)
+
+    assert backend is ATTENTION_BACKENDS["triton"]
+    assert "FlashInfer is not installed" in problems[0]
+
+
+@pytest.mark.parametrize("chosen", [None, *ATTENTION_BACKENDS])
+def test_on_a_cpu_it_is_always_torchs_own_and_another_name_is_spoken_of(chosen: str | None) -> None:
+    backend, problems = choose_backend(chosen, SHAPE, CPU)
+
+    assert backend is ATTENTION_BACKENDS["torch_native"]
+    assert [f"attention_backend={chosen}" in problem for problem in problems] == (
+        [] if chosen in (None, "torch_native") else [True]
+    )
+
+
 def test_an_unknown_backend_lists_the_valid_ones() -> None:
-    with pytest.raises(ConfigurationError, match="'fa9' is unknown; valid are torch_native, flashinfer"):
-        build_attention("fa9", Pool(1), NUM_LAYERS, torch.float32, 1)
+    with pytest.raises(ConfigurationError, match="one of flashinfer, triton, torch_native, got 'abacus'"):
+        choose_backend("abacus", SHAPE, CPU)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers import warmup
-from ebbtide.srt.layers.attention.flashinfer_kernels import HeadShape
+from ebbtide.srt.layers.attention import flashinfer_compile
+from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 
-SHAPE = HeadShape(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.bfloat16)
+SHAPE = AttentionShape(4, 2, 64, 16, torch.bfloat16, torch.bfloat16, (AttentionKind(0.125),))
 
 
 class Spec:
@@ -35,11 +33,10 @@ class Spec:
 def compile_with(monkeypatch: pytest.MonkeyPatch, log: list[str], **specs: Spec) -> None:
     """Compile these modules, and no kernels of Triton; each step goes to the log."""
     monkeypatch.setenv("PATH", os.environ["PATH"])  # which compiling changes
-    monkeypatch.setattr(warmup, "module_specs", lambda shape, device: specs)
-    monkeypatch.setattr(warmup, "_run_small_kernels", lambda *_: log.append("ran"))
-    config: Any = SimpleNamespace()
-    warmup.compile_kernels(
-        SHAPE, config, torch.device("cpu"), lambda name, number, total: log.append(f"{name} {number}/{total}")
+    monkeypatch.setattr(flashinfer_compile, "module_specs", lambda shape, device: specs)
+    monkeypatch.setattr(flashinfer_compile, "_run_small_kernels", lambda *_: log.append("ran"))
+    flashinfer_compile.compile_kernels(
+        SHAPE, torch.device("cpu"), lambda name, number, total: log.append(f"{name} {number}/{total}")
     )
 
 

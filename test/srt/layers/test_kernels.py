@@ -4,6 +4,7 @@ Shapes: T tokens, N query heads, K KV heads, H head_dim, P pages, S page_size.
 """
 
 import os
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ebbtide.srt.layers.attention.base import HeadNorms
+from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.norm import rms_norm
-from ebbtide.srt.layers.rotary import Rope, RopeConfig, RotaryEmbedding, inverse_frequencies, rotate
+from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, inverse_frequencies, rotate
 
 HAS_GPU = torch.cuda.is_available()  # noqa: TID251
 DEVICES = [
@@ -65,16 +66,18 @@ def test_angles_equal_those_of_torch(device: str, dtype: torch.dtype, half: int)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 65])
-@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("norm_offset", [None, 0.0, 1.0])
 def test_queries_are_rotated_and_keys_and_values_stored(
-    device: str, dtype: torch.dtype, heads: tuple[int, int, int], num_tokens: int, normalised: bool
+    device: str, dtype: torch.dtype, heads: tuple[int, int, int], num_tokens: int, norm_offset: float | None
 ) -> None:
     from ebbtide.srt.layers.kernels.rope import rotate_and_store
 
     torch.manual_seed(num_tokens)
     num_q, num_kv, head_dim = heads
     qkv = torch.randn(num_tokens, num_q + 2 * num_kv, head_dim).to(dtype)
-    norms = HeadNorms(torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype), 1e-6)
+    norms = None
+    if norm_offset is not None:
+        norms = HeadNorms(*torch.randn(2, head_dim).to(dtype), 1e-6, norm_offset)
     rope = RotaryEmbedding(ROPE, head_dim, CPU)(torch.randint(0, 5000, (num_tokens,)), dtype)
     slots = torch.randperm(NUM_PAGES * PAGE_SIZE)[:num_tokens]
     pages = torch.zeros(2, NUM_PAGES, PAGE_SIZE, num_kv, head_dim, dtype=dtype).to(device)
@@ -82,12 +85,12 @@ def test_queries_are_rotated_and_keys_and_values_stored(
     q = rotate_and_store(
         qkv.to(device),
         Rope(rope.cos_T1H.to(device), rope.sin_T1H.to(device)),
-        HeadNorms(norms.q_weight.to(device), norms.k_weight.to(device), norms.eps) if normalised else None,
+        norms and replace(norms, q_weight=norms.q_weight.to(device), k_weight=norms.k_weight.to(device)),
         slots.to(device),
         *pages,
     )
 
-    expected_q, expected_k, expected_v = expected_heads(qkv, rope, norms if normalised else None, num_kv)
+    expected_q, expected_k, expected_v = expected_heads(qkv, rope, norms, num_kv)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(q.float().cpu(), expected_q, rtol=tolerance, atol=tolerance)
     expected_pages = torch.zeros(2, NUM_PAGES * PAGE_SIZE, num_kv, head_dim)
@@ -103,8 +106,8 @@ def expected_heads(
     """In float32 from the rounded inputs."""
     q, k, v = torch.split(qkv.float(), [qkv.shape[1] - 2 * num_kv, num_kv, num_kv], dim=1)
     if norms is not None:
-        q = rms_norm(q, norms.q_weight.float(), norms.eps)
-        k = rms_norm(k, norms.k_weight.float(), norms.eps)
+        q = rms_norm(q, norms.q_weight.float() + norms.offset, norms.eps)
+        k = rms_norm(k, norms.k_weight.float() + norms.offset, norms.eps)
     wide = Rope(rope.cos_T1H.float(), rope.sin_T1H.float())
     return rotate(q, *wide), rotate(k, *wide), v
 
@@ -129,18 +132,35 @@ def test_a_token_without_a_slot_is_not_stored(device: str, num_tokens: int) -> N
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("num_tokens", "inner"), [(1, 1536), (3, 40), (20, 1024)])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_the_activation_equals_that_of_torch(
-    device: str, dtype: torch.dtype, num_tokens: int, inner: int
+    device: str, dtype: torch.dtype, num_tokens: int, inner: int, activation: str
 ) -> None:
-    from ebbtide.srt.layers.kernels.activation import silu_mul
+    from ebbtide.srt.layers.kernels.activation import gated
 
     torch.manual_seed(0)
     gate_up = torch.randn(num_tokens, 2 * inner).to(dtype) * 4
 
-    out = silu_mul(gate_up.to(device))
+    out = gated(gate_up.to(device), activation)
 
     gate, up = gate_up.float().chunk(2, dim=-1)
     assert out.dtype == dtype
-    torch.testing.assert_close(
-        out.float().cpu(), F.silu(gate) * up, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
-    )
+    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    torch.testing.assert_close(out.float().cpu(), active * up, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(3, 2304), (1, 4, 40)], ids=str)
+def test_a_norm_whose_weight_is_added_to_one_equals_that_of_torch(
+    device: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    from ebbtide.srt.layers.kernels.norm import offset_rms_norm
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).to(dtype), 0.1 * torch.randn(shape[-1]).to(dtype)
+
+    out = offset_rms_norm(x.to(device), weight.to(device), 1e-6, 1.0)
+
+    assert (out.dtype, out.shape) == (dtype, x.shape)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(out.cpu(), rms_norm(x, weight, 1e-6, 1.0), rtol=tolerance, atol=tolerance)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,8 +76,9 @@ def check_all(num_tokens: int, num_rows: int, num_columns: int, **options: Any) 
     assert_near(out, normalised @ half.T + given.bias.float())
     multiply(given.x, None, EPS, given.half, None, out, **options)
     assert_near(out, given.x.float() @ half.T)
-    multiply(given.x, given.norm, EPS, given.weight, None, out, gated=True, **options)
-    assert_near(out, F.silu(normalised @ half.T) * (normalised @ up.T))
+    for activation, gate in (("silu", F.silu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))):
+        multiply(given.x, given.norm, EPS, given.weight, None, out, gated=activation, **options)
+        assert_near(out, gate(normalised @ half.T) * (normalised @ up.T))
     for bias in (None, given.bias):
         out = given.residual.clone()
         multiply(given.x, None, EPS, given.half, bias, out, add=True, **options)

@@ -11,9 +11,12 @@ from fixtures.model_runs import RunnerDriver
 from ebbtide.srt.config import resolve
 from ebbtide.srt.device.choose import open_memory_saver
 from ebbtide.srt.device.cpu import CpuDevice
-from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.mem_cache.kv_layout import KVLayout
-from ebbtide.srt.model_executor.builder import build_model_runner, choose_num_pages
+from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
+from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+from ebbtide.srt.model_executor import graph_runner
+from ebbtide.srt.model_executor.builder import build_model_runner, capture_graphs, choose_num_pages
 from ebbtide.srt.server_args import ServerArgs
 
 SIZES: dict[str, Any] = {
@@ -112,6 +115,40 @@ def test_too_little_memory_is_a_configuration_error(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigurationError, match="one chunk of 256 pages of 16 tokens needs 2097152"):
         build_model_runner(config.model, config.cache, config.schedule, config.runtime, device, saver)
+
+
+def test_a_backend_for_gpus_is_torchs_own_on_a_cpu_and_an_unknown_one_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint(tmp_path, "LlamaForCausalLM")
+
+    driver = RunnerDriver(path, attention_backend="flashinfer")
+    driver.generate([driver.start([1, 2, 3])], 2)
+
+    assert "attention_backend=flashinfer: " in caplog.text
+    assert "attention by TorchNativeAttention instead" in caplog.text
+    with pytest.raises(ConfigurationError, match="one of flashinfer, triton, torch_native, got 'abacus'"):
+        RunnerDriver(path, attention_backend="abacus")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OutOfDeviceMemory(9, 5), torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")],
+    ids=str,
+)
+def test_too_little_memory_for_graphs_is_a_configuration_error_that_names_the_flag(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise error
+
+    runner = RunnerDriver(make_checkpoint(tmp_path, "LlamaForCausalLM")).runner
+    monkeypatch.setattr(graph_runner, "DecodeGraphs", no_room)
+    backend: Any = None
+
+    message = r"graphs of up to 512 requests: (needed 9|CUDA out).*[^\n]; lower cuda_graph_max_bs"
+    with pytest.raises(ConfigurationError, match=message):
+        capture_graphs(runner, backend, VirtualMemorySaver(HostVirtualMemory()), (1, 512), torch.zeros(1))
 
 
 def test_an_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:

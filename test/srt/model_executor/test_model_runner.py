@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import LLAMA3_ROPE, edit_config, make_checkpoint
+from fixtures.checkpoints import GEMMA2, GEMMA3, LLAMA3_ROPE, edit_config, make_checkpoint
 from fixtures.model_runs import RunnerDriver
 from transformers import AutoModelForCausalLM
 
@@ -13,6 +13,7 @@ from ebbtide.srt.model_executor import model_runner
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, LogprobSpec, PositionLogprobs
 from ebbtide.srt.sampling_params import SamplingParams
 
+SLIDING = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama-tied-sharded": ("LlamaForCausalLM", {"tied": True, "shards": 3}),
@@ -29,7 +30,14 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {}),
     "qwen3-tied-sharded": ("Qwen3ForCausalLM", {"tied": True, "shards": 3}),
     "qwen3-wide-heads": ("Qwen3ForCausalLM", {"head_dim": 32, "attention_bias": True}),
+    "qwen2-windows": ("Qwen2ForCausalLM", SLIDING),
+    "qwen3-windows": ("Qwen3ForCausalLM", SLIDING),
+    "gemma2": ("Gemma2ForCausalLM", GEMMA2),
+    "gemma2-tied-biases": ("Gemma2ForCausalLM", {"tied": True, "attention_bias": True, **GEMMA2}),
+    "gemma3": ("Gemma3ForCausalLM", GEMMA3),
+    "gemma3-tied-capped": ("Gemma3ForCausalLM", {"tied": True, **GEMMA3, "final_logit_softcapping": 4.0}),
 }
+WINDOWED = {name: case for name, case in CHECKPOINTS.items() if name in ("qwen3-windows", "gemma2", "gemma3")}
 PROMPT = list(b"Ebb and flow: the tide goes out, and the tide comes in again.")
 OTHER_PROMPTS = [list(b"a"), list(b"Harbour at low water"), list(bytes(range(100, 200)))]
 
@@ -90,6 +98,27 @@ def test_head_dim_is_derived_and_old_rope_fields_are_read(tmp_path: Path) -> Non
     edit_config(path, head_dim=None, rope_parameters=None, rope_theta=10000.0, rope_scaling=scaling)
 
     assert alone(path, PROMPT, 12)[0] == expected
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_hold_across_chunks_shared_prefixes_and_retracts(name: str, tmp_path: Path) -> None:
+    architecture, options = WINDOWED[name]
+    path = make_checkpoint(tmp_path, architecture, **options)
+    driver = RunnerDriver(path, page_size=4)
+    owner = driver.start(PROMPT, logprobs=LogprobSpec())
+    driver.generate([owner], 6, chunk=7)
+    # The pages of the owner's prompt, and then all that a retracted request computes anew at once.
+    guest_prompt = PROMPT[:48] + list(b" But another ending.")
+    guest = driver.start(guest_prompt, shares=owner, num_shared=48)
+    again = driver.start(owner.token_ids, logprobs=LogprobSpec())
+
+    driver.generate([owner, guest], 20, chunk=5)
+    driver.generate([again], 14, chunk=13)
+
+    assert owner.output_ids == reference_output(path, PROMPT, 20)
+    assert guest.output_ids == reference_output(path, guest_prompt, 20)
+    assert again.output_ids == owner.output_ids[6:]
+    assert tokens(again.logprobs) == pytest.approx(tokens(owner.logprobs)[6:], abs=1e-4)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 60])
@@ -226,9 +255,10 @@ def test_sampled_output_does_not_depend_on_the_batch(qwen3: Path) -> None:
     assert in_company == by_itself
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_bfloat16_is_close_to_the_same_weights_in_float32(architecture: str, tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, architecture, dtype="bfloat16")
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_bfloat16_is_close_to_the_same_weights_in_float32(name: str, tmp_path: Path) -> None:
+    architecture, options = CHECKPOINTS[name]
+    path = make_checkpoint(tmp_path, architecture, dtype="bfloat16", **options)
     driver = RunnerDriver(path, dtype="bfloat16")
     run = driver.start(PROMPT, logprobs=LogprobSpec(start=0))
 

@@ -10,8 +10,6 @@ from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.registry import build_model
 
-SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-
 
 def build(architecture: str, **options: Any) -> CausalLM:
     config_class, _ = ARCHITECTURES[architecture]
@@ -61,8 +59,14 @@ def test_ignored_names() -> None:
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
-        ("Qwen2ForCausalLM", SLIDING, "sliding-window attention is not supported"),
-        ("Qwen3ForCausalLM", SLIDING, "sliding-window attention is not supported"),
+        (
+            "Qwen3ForCausalLM",
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "'linear_attention' is not",
+        ),
+        ("Gemma2ForCausalLM", {"sliding_window": None}, "sliding_attention needs a sliding_window ≥ 1"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 9.0}, "attn_logit_softcapping is not supported"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not"),
         ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         (
             "LlamaForCausalLM",
@@ -82,5 +86,13 @@ def test_what_is_not_implemented_is_refused(architecture: str, options: dict[str
         build(architecture, **options)
 
 
-def test_a_sliding_window_that_is_off_is_no_obstacle() -> None:
-    build("Qwen2ForCausalLM", sliding_window=4096, use_sliding_window=False)
+def windows(model: CausalLM) -> list[int | None]:
+    return [layer.kind.window for layer in model.attention_layers]
+
+
+def test_windows_are_in_the_layers_that_the_config_names() -> None:
+    sliding = {"num_hidden_layers": 3, "sliding_window": 8, "max_window_layers": 1}
+    assert windows(build("Qwen2ForCausalLM", use_sliding_window=True, **sliding)) == [None, 8, 8]
+    assert windows(build("Qwen2ForCausalLM", use_sliding_window=False, **sliding)) == [None, None, None]
+    assert windows(build("Gemma2ForCausalLM", num_hidden_layers=3, sliding_window=8)) == [8, None, 8]
+    assert windows(build("Gemma3ForCausalLM", num_hidden_layers=7, sliding_window=8)) == [8] * 5 + [None, 8]

@@ -25,7 +25,9 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-dense-layers": ("Qwen3MoeForCausalLM", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
     "qwen3-moe-every-second": ("Qwen3MoeForCausalLM", {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
     "qwen3-moe-tied": ("Qwen3MoeForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3-moe-windows": ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": 9}),
     "mixtral": ("MixtralForCausalLM", {}),
+    "mixtral-windows": ("MixtralForCausalLM", {"sliding_window": 9}),
 }
 PROMPT = list(b"Each wave finds its own way up the beach.")
 # Checkpoint names of one expert's up projection.
@@ -152,8 +154,7 @@ def test_what_fits_no_expert_is_refused(architecture: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
-        ("MixtralForCausalLM", {"sliding_window": 64}, "sliding-window attention is not supported"),
-        ("Qwen3MoeForCausalLM", {"use_sliding_window": True}, "sliding-window attention is not supported"),
+        ("Qwen3MoeForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}, "experts take silu"),
         ("Qwen3MoeForCausalLM", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ("MixtralForCausalLM", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 .* the 4 experts"),
         ("Qwen3MoeForCausalLM", {"num_experts": 0}, "num_experts_per_tok 3 .* the 0 experts"),

@@ -3,15 +3,19 @@
 Shapes: T tokens, I intermediate size.
 """
 
+from typing import Literal
+
 import torch.nn.functional as F
 from torch import Tensor
 
+Activation = Literal["silu", "gelu_tanh"]
 
-def silu_mul(gate_up_T2I: Tensor) -> Tensor:
-    """silu(gate) · up, [T, I]; the gates are the first half of each row."""
+
+def gated(gate_up_T2I: Tensor, activation: Activation = "silu") -> Tensor:
+    """activation(gate) · up, [T, I]; the gates are the first half of each row."""
     if gate_up_T2I.is_cuda:
-        from ebbtide.srt.layers.kernels import activation
+        from ebbtide.srt.layers.kernels.activation import gated as gated_at_once
 
-        return activation.silu_mul(gate_up_T2I)
+        return gated_at_once(gate_up_T2I, activation)
     gate, up = gate_up_T2I.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)

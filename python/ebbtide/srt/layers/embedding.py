@@ -5,27 +5,21 @@ Shapes: T tokens, D hidden, V vocabulary.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ebbtide.srt.distributed.division import Division, part_of
-from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
-from ebbtide.srt.layers.fused import norm_linear
+from ebbtide.srt.layers.linear import Linear
 
 
-class VocabEmbedding(nn.Module):
+class VocabEmbedding(Linear):
     """One row per token id; the same rows serve as the output projection of a tied model.
 
-    Attributes:
-        group: the ranks that divide the rows among them.
+    Ranks divide the rows among them.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.group: ParallelGroup = SoloGroup()
+        super().__init__(hidden_size, vocab_size, bias=False, dtype=dtype)
         self._vocab_size = vocab_size
-        self.weight = nn.Parameter(
-            torch.empty(vocab_size, hidden_size, dtype=dtype, device="meta"), requires_grad=False
-        )
 
     def forward(self, input_ids_T: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -39,7 +33,7 @@ class VocabEmbedding(nn.Module):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Scores of every token of the vocabulary, [T, V] in the parameters' dtype."""
-        scores = norm_linear(x_TD, None, 0.0, self.weight, None)
+        scores = self.project(x_TD)
         return scores if self.group.size == 1 else self._gather(scores)
 
     def _gather(self, scores: Tensor) -> Tensor:

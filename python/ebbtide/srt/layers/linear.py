@@ -1,10 +1,17 @@
-"""Matrix products with weights that are loaded later."""
+"""Matrix products with weights that are loaded later.
+
+Shapes: T tokens, D inputs, O outputs, I intermediate size.
+"""
+
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
+from ebbtide.srt.layers.activation import Activation, gated
+from ebbtide.srt.layers.norm import RMSNorm
 
 # For float32 torch asks MKL, which leaves half of what a CPU can do unused where it does not know the CPU:
 # measured on AMD EPYC, oneDNN takes 0.5–0.7 of the time at every number of rows. Narrower types go to oneDNN
@@ -13,28 +20,26 @@ _HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ (+ b), by the quickest kernel for the dtype and the device."""
+    """x Wᵀ (+ b), by the quickest library for the dtype and the device."""
     if _HAS_ONEDNN and weight.dtype == torch.float32 and weight.is_cpu:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
     return F.linear(x, weight, bias)
 
 
-def linear_add_(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-    """residual += x Wᵀ (+ b), in place."""
-    if residual.is_cuda and bias is None:
-        # The product is added in the accumulator: one pass over the residual less, and one rounding.
-        residual.addmm_(x, weight.t())
-    else:
-        residual += linear(x, weight, bias)
-
-
 class Linear(nn.Module):
-    """y = x Wᵀ (+ b). Parameters are made on the meta device; the weight store gives them memory.
+    """y = x Wᵀ (+ b). It owns its products: models call its methods and no kernel on its weight.
+
+    Few tokens on a GPU take kernels of their own (`small_batch`): a layer then costs the time to read its
+    weights and to start and drain each kernel, which they save. Everything else is a library's.
+
+    A subclass whose weight is stored otherwise gives its own `multiply`, `multiply_onto` and
+    `few_token_kernels`; norms, gates, residuals and ranks are the same for all.
+
+    Parameters are made on the meta device; the weight store gives them memory.
 
     Attributes:
-        group: the ranks that divide the weight among them. Where each holds some of the inputs, the
-            caller adds their products up (`fused.linear_add_`).
+        group: the ranks that divide the weight among them.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
@@ -49,5 +54,67 @@ class Linear(nn.Module):
             else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def project(self, x_TD: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """The product with norm(x), or x: [T, O] of this rank's outputs."""
+        return self._project(x_TD, norm, self.bias)
+
+    def project_gated(self, x_TD: Tensor, norm: RMSNorm, activation: Activation) -> Tensor:
+        """activation(gate) · up of norm(x), [T, I]; the gates' rows of the weight come first."""
+        if self.bias is None and (kernels := self.few_token_kernels(x_TD)) is not None:
+            x_TD, weight = _foldable(x_TD, norm)
+            product: Tensor = kernels.norm_gate_up(x_TD, weight, norm.eps, self.weight, activation)
+            return product
+        return gated(self.multiply(norm(x_TD), self.bias), activation)
+
+    def project_summed(self, x_TD: Tensor) -> Tensor:
+        """The product, [T, O], where each rank holds some of the inputs: all ranks' products added up."""
+        return self.group.all_reduce_(self._part(x_TD))
+
+    def add_to(self, residual_TO: Tensor, x_TD: Tensor) -> None:
+        """residual += x Wᵀ (+ b), in place. Each rank holds some of the inputs, and all of the bias."""
+        if self.group.size > 1:
+            self.group.add_reduced_(self._part(x_TD), residual_TO)
+        elif (kernels := self.few_token_kernels(x_TD)) is not None:
+            kernels.linear_add_(x_TD, self.weight, self.bias, residual_TO)
+        else:
+            self.multiply_onto(residual_TO, x_TD)
+
+    def multiply(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x Wᵀ (+ b) for any number of tokens."""
+        return linear(x_TD, self.weight, bias_O)
+
+    def multiply_onto(self, residual_TO: Tensor, x_TD: Tensor) -> None:
+        """residual += x Wᵀ (+ b) for any number of tokens."""
+        if residual_TO.is_cuda and self.bias is None:
+            # The product is added in the accumulator: one pass over the residual less, and one rounding.
+            residual_TO.addmm_(x_TD, self.weight.t())
+        else:
+            residual_TO += self.multiply(x_TD, self.bias)
+
+    def few_token_kernels(self, x_TD: Tensor) -> ModuleType | None:
+        """The kernels for few tokens, where they apply to this weight and these tokens."""
+        if not (x_TD.is_cuda and x_TD.dtype == torch.bfloat16):
+            return None
+        from ebbtide.srt.layers import small_batch
+
+        return small_batch if len(x_TD) <= small_batch.MAX_TOKENS else None
+
+    def _part(self, x_TD: Tensor) -> Tensor:
+        """What this rank adds to the product: its inputs', and from the first rank the bias."""
+        return self._project(x_TD, None, self.bias if self.group.rank == 0 else None)
+
+    def _project(self, x_TD: Tensor, norm: RMSNorm | None, bias_O: Tensor | None) -> Tensor:
+        if (kernels := self.few_token_kernels(x_TD)) is not None:
+            x_TD, weight = (x_TD, None) if norm is None else _foldable(x_TD, norm)
+            eps = norm.eps if norm is not None else 0.0
+            product: Tensor = kernels.norm_linear(x_TD, weight, eps, self.weight, bias_O)
+            return product
+        return self.multiply(x_TD if norm is None else norm(x_TD), bias_O)
+
+
+def _foldable(x_TD: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | None]:
+    """Inputs and the norm's weight for kernels that apply the norm themselves.
+
+    They know no offset: with one the inputs are normalised here, and there is no weight.
+    """
+    return (x_TD, norm.weight) if norm.offset == 0.0 else (norm(x_TD), None)

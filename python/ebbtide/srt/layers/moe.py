@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
-from ebbtide.srt.layers.activation import silu_mul
+from ebbtide.srt.layers.activation import gated
 from ebbtide.srt.layers.linear import Linear, linear
+from ebbtide.srt.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Experts(nn.Module):
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         num_experts, inner = config.num_experts, config.inner_size
+        self.config = config
         self.group: ParallelGroup = SoloGroup()
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_experts * 2 * inner, hidden_size, dtype=dtype, device="meta"), requires_grad=False
@@ -48,32 +50,36 @@ class Experts(nn.Module):
             torch.empty(num_experts * hidden_size, inner, dtype=dtype, device="meta"), requires_grad=False
         )
 
+    def forward(self, x_TD: Tensor, logits_TE: Tensor) -> Tensor:
+        """The weighted sum [T, D] of each token's experts, whom the router's scores choose."""
+        top_k, renormalize = self.config.num_experts_per_token, self.config.renormalize
+        weights = (self.gate_up_proj, self.down_proj)
+        if x_TD.is_cuda:
+            from ebbtide.srt.layers.kernels import fused_moe
+
+            out_TD = fused_moe.fused_experts(x_TD, *weights, *fused_moe.route(logits_TE, top_k, renormalize))
+        else:
+            out_TD = run_experts(x_TD, *weights, *route(logits_TE, top_k, renormalize))
+        return self.group.all_reduce_(out_TD)
+
 
 class MoeMLP(nn.Module):
     """What stands in a decoder layer in place of the MLP."""
 
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config = config
         self.gate = Linear(hidden_size, config.num_experts, bias=False, dtype=dtype)
         self.experts = Experts(config, hidden_size, dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] of the normalised hidden states [T, D]."""
-        return self.experts.group.all_reduce_(self._run(x_TD))
+        # A router has so few outputs that kernels for few tokens would gain nothing.
+        out_TD: Tensor = self.experts(x_TD, self.gate.multiply(x_TD, None))
+        return out_TD
 
-    def _run(self, x_TD: Tensor) -> Tensor:
-        """What this rank's part of the experts adds."""
-        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
-        top_k, renormalize = self.config.num_experts_per_token, self.config.renormalize
-        logits_TE = self.gate(x_TD)
-        if x_TD.is_cuda:
-            from ebbtide.srt.layers.kernels import fused_moe
-
-            weights_TK, experts_TK = fused_moe.route(logits_TE, top_k, renormalize)
-            return fused_moe.fused_experts(x_TD, gate_up, down, weights_TK, experts_TK)
-        weights_TK, experts_TK = route(logits_TE, top_k, renormalize)
-        return run_experts(x_TD, gate_up, down, weights_TK, experts_TK)
+    def add_to(self, residual_TD: Tensor, norm: RMSNorm) -> None:
+        """residual += what the experts make of norm(residual), in place."""
+        residual_TD += self(norm(residual_TD))
 
 
 def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -104,7 +110,7 @@ def run_experts(
         slots_N = slots[first : first + count]
         tokens_N = slots_N // top_k
         gate_up_N2I = linear(x_TD[tokens_N], gate_up_RD[2 * inner * expert : 2 * inner * (expert + 1)])
-        y_ND = linear(silu_mul(gate_up_N2I), down_RI[hidden * expert : hidden * (expert + 1)])
+        y_ND = linear(gated(gate_up_N2I), down_RI[hidden * expert : hidden * (expert + 1)])
         # A token occurs once per expert, so the sum over experts has one order: that of the loop.
         out_TD.index_add_(0, tokens_N, y_ND.float() * weights_TK.flatten()[slots_N, None])
         first += count

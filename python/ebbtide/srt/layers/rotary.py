@@ -4,13 +4,15 @@ Shapes: T tokens, N heads, H head_dim.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.layers.heads import Rope
 
 RopeKind = Literal["default", "linear", "llama3"]
 
@@ -41,9 +43,15 @@ def rope_config(hf_config: Any) -> RopeConfig:
 
     Raises ConfigurationError for a variant that is not implemented, or one that lacks a setting.
     """
-    settings = dict(
-        getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
-    )
+    settings = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None)
+    return rope_from(settings or {}, getattr(hf_config, "rope_theta", None))
+
+
+def rope_from(settings: Mapping[str, Any], theta: float | None = None) -> RopeConfig:
+    """One set of rope settings; `theta` is the base where they do not say it.
+
+    Raises ConfigurationError for a variant that is not implemented, or one that lacks a setting.
+    """
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in get_args(RopeKind):
         raise ConfigurationError(
@@ -51,7 +59,7 @@ def rope_config(hf_config: Any) -> RopeConfig:
         )
     if settings.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigurationError("partial_rotary_factor other than 1 is not supported")
-    theta = settings.get("rope_theta", getattr(hf_config, "rope_theta", None))
+    theta = settings.get("rope_theta", theta)
     try:
         return RopeConfig(
             kind=cast(RopeKind, kind),
@@ -83,13 +91,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
         keep = keep.clamp(0.0, 1.0)
         return keep * frequencies + (1.0 - keep) * frequencies / rope.factor
     return frequencies
-
-
-class Rope(NamedTuple):
-    """Cosines [T, 1, H], both halves alike, and sines [T, 1, H/2] of the positions of one step."""
-
-    cos_T1H: Tensor
-    sin_T1H: Tensor
 
 
 class RotaryEmbedding(nn.Module):

@@ -15,9 +15,8 @@ from ebbtide.srt.device.base import Device
 from ebbtide.srt.distributed.division import Division, part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
-from ebbtide.srt.kernel_cache import flashinfer_problem, shape_problem
-from ebbtide.srt.layers.attention.flashinfer import FlashInferAttention
-from ebbtide.srt.layers.attention.registry import build_attention
+from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionShape, kinds_of
+from ebbtide.srt.layers.attention.registry import choose_backend
 from ebbtide.srt.mem_cache.kv_layout import CUDA_MIN_CHUNK_BYTES, CUDA_MIN_RUN_BYTES, KVLayout
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
@@ -28,6 +27,7 @@ from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
 from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.model_executor.weight_store import WeightStore
+from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.sampling_params import SamplingParams
 
@@ -67,8 +67,9 @@ def build_model_runner(
     model_config = of_rank(model_config, group)
     dtype, torch_device = DTYPES[model_config.dtype], torch.device(device.name)
     is_cuda = torch_device.type == "cuda"
-    backend = _attention_backend(runtime_config, model_config, cache_config, torch_device)
     model = build_model(model_config.architecture, model_config.hf_config, dtype, torch_device)
+    shape = attention_shape(model, model_config, cache_config)
+    make_attention = _attention_backend(runtime_config.attention_backend, shape, torch_device)
     try:
         weight_store = WeightStore(
             model, saver, CUDA_WEIGHTS_CHUNK_BYTES if is_cuda else HOST_WEIGHTS_CHUNK_BYTES, group
@@ -96,7 +97,7 @@ def build_model_runner(
     page_table = PageTable(
         schedule_config.max_running_requests, -(-model_config.context_len // cache_config.page_size)
     )
-    attention = build_attention(backend, kv_pool, model_config.num_layers, dtype, model_config.num_heads)
+    attention = make_attention(kv_pool, model.attention_layers, shape)
     next_tokens = torch.zeros(
         schedule_config.max_running_requests + 1, dtype=torch.int64, device=torch_device
     )
@@ -112,7 +113,7 @@ def build_model_runner(
     )
     if is_cuda:
         warm_up(runner, schedule_config.chunked_prefill_size or schedule_config.max_prefill_tokens, dtype)
-        if runtime_config.cuda_graph_bs and isinstance(attention, FlashInferAttention):
+        if runtime_config.cuda_graph_bs and attention.captures:
             runner.graphs = capture_graphs(
                 runner, attention, saver, runtime_config.cuda_graph_bs, next_tokens
             )
@@ -130,38 +131,33 @@ def of_rank(model_config: ModelConfig, group: ParallelGroup) -> ModelConfig:
     return replace(model_config, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
-def _attention_backend(
-    runtime_config: RuntimeConfig, model_config: ModelConfig, cache_config: CacheConfig, device: torch.device
-) -> str:
-    """The chosen backend, its kernels compiled; torch's own where none was chosen and FlashInfer is out."""
-    chosen = runtime_config.attention_backend
-    if chosen == "torch_native" or device.type == "cpu":
-        return "torch_native"
-    problem = shape_problem(model_config.head_dim, model_config.dtype, cache_config.dtype)
-    if problem is None:
-        problem = flashinfer_problem()
-    if problem is not None:
-        if chosen is not None:
-            raise ConfigurationError(f"attention_backend={chosen}: {problem}")
-        logger.warning("%s; attention by torch's own kernels instead, without CUDA graphs: slow", problem)
-        return "torch_native"
-    from ebbtide.srt.layers.attention.flashinfer_kernels import HeadShape
-    from ebbtide.srt.layers.warmup import compile_kernels
+def attention_shape(model: CausalLM, model_config: ModelConfig, cache_config: CacheConfig) -> AttentionShape:
+    """What the attention backend must serve; `model_config` is with the heads of this rank."""
+    return AttentionShape(
+        num_q_heads=model_config.num_heads,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        page_size=cache_config.page_size,
+        dtype=DTYPES[model_config.dtype],
+        kv_dtype=DTYPES[cache_config.dtype],
+        kinds=kinds_of(model.attention_layers),
+    )
 
-    shape = HeadShape(
-        model_config.num_heads,
-        model_config.num_kv_heads,
-        model_config.head_dim,
-        cache_config.page_size,
-        DTYPES[cache_config.dtype],
-    )
-    compile_kernels(
-        shape,
-        model_config.hf_config,
-        device,
-        lambda step, number, total: logger.info("%s (%d/%d)", step, number, total),
-    )
-    return "flashinfer"
+
+def _attention_backend(
+    chosen: str | None, shape: AttentionShape, device: torch.device
+) -> type[AttentionBackend]:
+    """The chosen backend, or the best that serves, with its kernels compiled."""
+    backend, problems = choose_backend(chosen, shape, device)
+    if problems:
+        logger.warning(
+            "%s; attention by %s instead%s",
+            "; ".join(problems),
+            backend.__name__,
+            "" if backend.captures or device.type == "cpu" else ", without CUDA graphs: slow",
+        )
+    backend.compile(shape, device, lambda step, number, total: logger.info("%s (%d/%d)", step, number, total))
+    return backend
 
 
 def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> None:
@@ -186,7 +182,7 @@ def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> None:
 
 def capture_graphs(
     runner: ModelRunner,
-    attention: FlashInferAttention,
+    attention: AttentionBackend,
     saver: MemorySaver,
     batch_sizes: tuple[int, ...],
     next_tokens: torch.Tensor,
@@ -208,9 +204,10 @@ def capture_graphs(
             return DecodeGraphs(
                 runner.model, attention, arena, batch_sizes, next_tokens, max_pages=batch_sizes[-1] * longest
             )
-    except OutOfDeviceMemory as error:
+    except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
         raise ConfigurationError(
-            f"no room for CUDA graphs: {error}; lower cuda_graph_max_bs or mem_fraction_static"
+            f"no room for CUDA graphs of up to {batch_sizes[-1]} requests: {str(error).splitlines()[0]}; "
+            "lower cuda_graph_max_bs or mem_fraction_static"
         ) from error
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
+from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, SampleSpec
 from ebbtide.srt.model_executor.packing import upload_all
 
 
@@ -158,6 +158,11 @@ class ForwardBatch:
             sampled_R=np.flatnonzero(plan.samples_R).tolist(),
             prompt_rows=_prompt_rows(plan, ends_R),
         )
+
+
+def resolve_tokens(input_ids_T: Tensor, rows_T: Tensor, next_tokens: Tensor) -> Tensor:
+    """Input tokens with `SAMPLED_BEFORE` replaced by what was sampled last for the page row."""
+    return torch.where(input_ids_T == SAMPLED_BEFORE, next_tokens[rows_T], input_ids_T)
 
 
 def _indptr(counts_R: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -20,12 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.layers.attention.flashinfer import DecodeBuffers, FlashInferAttention
+from ebbtide.srt.layers.attention.base import AttentionBackend, DecodeBuffers
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.model_executor.batch_plan import BatchPlan
-from ebbtide.srt.model_executor.forward_batch import Layout
-from ebbtide.srt.model_executor.model_runner import resolve_tokens
+from ebbtide.srt.model_executor.forward_batch import Layout, resolve_tokens
 from ebbtide.srt.model_executor.packing import pinned, write_at
 from ebbtide.srt.models.base import CausalLM
 
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _cuda: Any = torch.cuda  # not all of it has types
 
-# Scratch beyond what the largest batch takes when it runs without a graph.
+# Scratch beyond what the largest batch takes when it runs without a graph, and the outputs of all graphs.
 SCRATCH_MARGIN_BYTES = 64 << 20
 
 
@@ -107,19 +106,20 @@ class DecodeGraphs:
     """Captured decode steps.
 
     Args:
+        attention: a backend that can be captured.
         make_arena: a resident arena of at least so many bytes, for the tag `cuda_graph`.
         batch_sizes: to capture, ascending.
         next_tokens: int64, the token sampled last for each page row; the last row is padding.
         max_pages: see `DecodeInputs`.
 
     Raises:
-        OutOfDeviceMemory: there is no room for the scratch memory.
+        OutOfDeviceMemory, torch.OutOfMemoryError: there is no room for the scratch memory.
     """
 
     def __init__(
         self,
         model: CausalLM,
-        attention: FlashInferAttention,
+        attention: AttentionBackend,
         make_arena: Callable[[int], Arena],
         batch_sizes: Sequence[int],
         next_tokens: Tensor,
@@ -130,18 +130,17 @@ class DecodeGraphs:
         self._next_tokens = next_tokens
         device = next_tokens.device
         self.inputs = DecodeInputs(self._batch_sizes[-1], max_pages, len(next_tokens) - 1, device)
-        self._attention = {size: attention.graph(size, self.inputs.buffers) for size in self._batch_sizes}
+        self._attention = {size: attention.captured(size, self.inputs.buffers) for size in self._batch_sizes}
         self._graphs: dict[int, Any] = {}
         self._hidden: dict[int, Tensor] = {}
         started = time.monotonic()
         stream = _cuda.Stream(device)
         stream.wait_stream(_cuda.current_stream(device))
         with _cuda.stream(stream):
-            self.arena = make_arena(self._warm_up() + SCRATCH_MARGIN_BYTES)
-            self._pool = GraphPool(self.arena)
-            # The largest first: the smaller ones find room in what it leaves.
-            for size in reversed(self._batch_sizes):
-                self._capture(size)
+            num_bytes = self._warm_up() + SCRATCH_MARGIN_BYTES
+            self.arena, self._pool = capture_with_room(
+                make_arena, num_bytes, self._capture_all, self._discard
+            )
         _cuda.current_stream(device).wait_stream(stream)
         self._pool.trim()
         logger.info(
@@ -169,28 +168,44 @@ class DecodeGraphs:
         return self._hidden[size][:num_requests]
 
     def _warm_up(self) -> int:
-        """Run every size once, so that kernels are compiled and workspaces made; the scratch it took."""
+        """Run every size once, so that kernels are compiled and workspaces made.
+
+        Returns:
+            Bytes of scratch that it took: the most that one size takes, and what the graphs will keep.
+        """
         device = self._next_tokens.device
         _cuda.reset_peak_memory_stats(device)
         before = _cuda.memory_allocated(device)
-        peak = 0
+        peak, kept = 0, 0
         for size in reversed(self._batch_sizes):
             self._prepare(size)
-            self._forward(size)
+            kept += self._forward(size).nbytes
             peak = max(peak, _cuda.max_memory_allocated(device) - before)
         _cuda.synchronize(device)
-        return int(peak)
+        return int(peak) + kept
 
-    def _capture(self, size: int) -> None:
+    def _capture_all(self, pool: GraphPool) -> None:
+        # The largest first: the smaller ones find room in what it leaves.
+        for size in reversed(self._batch_sizes):
+            self._capture(size, pool)
+
+    def _capture(self, size: int, pool: GraphPool) -> None:
         self._prepare(size)
         graph = _cuda.CUDAGraph()
         # Other threads may go on with their own CUDA calls meanwhile.
-        graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+        self._graphs[size] = graph
         try:
             self._hidden[size] = self._forward(size)
         finally:
             graph.capture_end()
-        self._graphs[size] = graph
+
+    def _discard(self) -> None:
+        """Give up what was captured so far, and with it all memory of the pool."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._hidden.clear()
 
     def _prepare(self, size: int) -> None:
         self._attention[size].plan(*self.inputs.padding(size))
@@ -198,6 +213,37 @@ class DecodeGraphs:
     def _forward(self, size: int) -> Tensor:
         input_ids_B = resolve_tokens(self.inputs.input_ids[:size], self.inputs.rows[:size], self._next_tokens)
         return self._model.forward(input_ids_B, self.inputs.positions[:size], self._attention[size])
+
+
+def capture_with_room(
+    make_arena: Callable[[int], Arena],
+    num_bytes: int,
+    capture: Callable[[GraphPool], None],
+    discard: Callable[[], None],
+    make_pool: Callable[[Arena], GraphPool] = GraphPool,
+) -> tuple[Arena, GraphPool]:
+    """Capture in an arena of so many bytes or, as often as that is too little, of twice as many.
+
+    Args:
+        capture: raises torch.OutOfMemoryError where the pool is too small.
+        discard: gives up everything that `capture` took from the pool.
+
+    Raises OutOfDeviceMemory where the device has no room for the next arena.
+    """
+    while True:
+        arena = make_arena(num_bytes)
+        pool = make_pool(arena)
+        try:
+            capture(pool)
+        except torch.OutOfMemoryError:
+            logger.info("CUDA graphs need more than %d bytes of scratch: captured again", num_bytes)
+        else:
+            return arena, pool
+        # The error is gone by now, and with it the frames that held tensors of the pool.
+        discard()
+        pool.close()
+        arena.close()
+        num_bytes *= 2
 
 
 def _padded(array: NDArray[Any], num_padding: int, value: int) -> NDArray[Any]:

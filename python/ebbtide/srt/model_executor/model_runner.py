@@ -15,8 +15,8 @@ from torch import Tensor
 from ebbtide.srt.layers.attention.base import AttentionBackend
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
-from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, PendingStep, StepResult
-from ebbtide.srt.model_executor.forward_batch import ForwardBatch, Layout, PromptRows
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, PendingStep, StepResult
+from ebbtide.srt.model_executor.forward_batch import ForwardBatch, Layout, PromptRows, resolve_tokens
 from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, position_logprobs
 from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
 from ebbtide.srt.model_executor.transfers import upload
@@ -162,8 +162,3 @@ class ModelRunner:
                 torch.split(hidden_MD, num_rows), torch.split(token_ids_M, num_rows), strict=True
             )
         ]
-
-
-def resolve_tokens(input_ids_T: Tensor, rows_T: Tensor, next_tokens: Tensor) -> Tensor:
-    """Input tokens with `SAMPLED_BEFORE` replaced by what was sampled last for the page row."""
-    return torch.where(input_ids_T == SAMPLED_BEFORE, next_tokens[rows_T], input_ids_T)

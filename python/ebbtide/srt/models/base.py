@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.division import Division
-from ebbtide.srt.layers.attention.base import AttentionBackend
+from ebbtide.srt.layers.attention.base import AttentionStep, LayerAttention
 
 # Dimensions of a projection's weight in a checkpoint.
 OUTPUTS, INPUTS = 0, 1
@@ -100,7 +100,7 @@ class CausalLM(nn.Module, ABC):
         self,
         input_ids_T: Tensor,
         positions_T: Tensor,
-        attention: AttentionBackend,
+        attention: AttentionStep,
         rows_M: Tensor | None = None,
     ) -> Tensor:
         """Final hidden states [T, D]; `attention` has been prepared for the batch.
@@ -108,6 +108,11 @@ class CausalLM(nn.Module, ABC):
         Args:
             rows_M: int64, not empty: the rows that are wanted, [M, D]. The last layer is spared the others.
         """
+
+    @property
+    @abstractmethod
+    def attention_layers(self) -> list[LayerAttention]:
+        """The attention of every layer that has one, for the backend to make ready."""
 
     @abstractmethod
     def logits(self, hidden_TD: Tensor) -> Tensor:

@@ -5,27 +5,38 @@ Shapes: T tokens, N heads, H head_dim, D hidden, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.division import Division
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.attention.base import AttentionBackend, HeadNorms
+from ebbtide.srt.layers.activation import Activation
+from ebbtide.srt.layers.attention.base import AttentionKind, AttentionStep, LayerAttention
 from ebbtide.srt.layers.embedding import VocabEmbedding
-from ebbtide.srt.layers.fused import linear_add_, norm_gate_up, norm_linear
+from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import RMSNorm
-from ebbtide.srt.layers.rotary import Rope, RopeConfig, RotaryEmbedding, rope_config
+from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rope_config
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM, Split, WeightMap, divided, projection, stacked
 
-MakeMLP = Callable[[int], nn.Module]
+# What config.json calls them → what they are here.
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
 class DenseConfig:
-    """Sizes and switches of a dense decoder."""
+    """Sizes and switches of a dense decoder.
+
+    Attributes:
+        kinds: the attention of each layer.
+        ropes: the rotary embedding of each layer.
+        norm_offset: see `RMSNorm`.
+        embedding_scale: what embeddings are multiplied by.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -35,12 +46,16 @@ class DenseConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    rope: RopeConfig
+    kinds: tuple[AttentionKind, ...]
+    ropes: tuple[RopeConfig, ...]
     tied: bool
+    activation: Activation = "silu"
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
 
     @property
     def q_size(self) -> int:
@@ -50,30 +65,82 @@ class DenseConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    def norm(self, dtype: torch.dtype, size: int | None = None) -> RMSNorm:
+        """A norm of the hidden states, or of another size."""
+        size = self.hidden_size if size is None else size
+        return RMSNorm(size, eps=self.norm_eps, dtype=dtype, offset=self.norm_offset)
 
-def dense_config(hf_config: Any, **switches: bool) -> DenseConfig:
-    """Sizes from a Hugging Face config. Raises ConfigurationError for what this decoder does not do."""
-    if hf_config.hidden_act != "silu":
-        raise ConfigurationError(f"hidden_act {hf_config.hidden_act!r} is not supported; supported is 'silu'")
-    layer_types = set(getattr(hf_config, "layer_types", None) or ())
-    if getattr(hf_config, "use_sliding_window", False) or layer_types - {"full_attention"}:
-        raise ConfigurationError("sliding-window attention is not supported; set use_sliding_window to false")
-    num_heads = hf_config.num_attention_heads
-    head_dim = getattr(hf_config, "head_dim", None)
+
+def dense_config(
+    hf_config: Any,
+    *,
+    types: list[str] | None = None,
+    kind: AttentionKind | None = None,
+    ropes: dict[str, RopeConfig] | None = None,
+    **switches: Any,
+) -> DenseConfig:
+    """Sizes from a Hugging Face config.
+
+    Args:
+        types: each layer's type; None: as the config says.
+        kind: the attention that all layers have but for windows; None: by the size of a head.
+        ropes: rotary embedding by layer type; None for one that all layers share.
+        **switches: further fields of `DenseConfig`.
+
+    Raises ConfigurationError for what this decoder does not do.
+    """
+    activation = getattr(hf_config, "hidden_activation", None) or hf_config.hidden_act
+    if activation not in ACTIVATIONS:
+        raise ConfigurationError(
+            f"hidden_act {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+        )
+    num_layers, num_heads = hf_config.num_hidden_layers, hf_config.num_attention_heads
     num_kv_heads = getattr(hf_config, "num_key_value_heads", None)
+    head_dim = getattr(hf_config, "head_dim", None)
+    head_dim = head_dim if head_dim is not None else hf_config.hidden_size // num_heads
+    types = layer_types(hf_config) if types is None else types
+    if ropes is None:
+        ropes = dict.fromkeys((FULL, SLIDING), rope_config(hf_config))
     return DenseConfig(
         vocab_size=hf_config.vocab_size,
         hidden_size=hf_config.hidden_size,
         intermediate_size=hf_config.intermediate_size,
-        num_layers=hf_config.num_hidden_layers,
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads if num_kv_heads is not None else num_heads,
-        head_dim=head_dim if head_dim is not None else hf_config.hidden_size // num_heads,
+        head_dim=head_dim,
         norm_eps=hf_config.rms_norm_eps,
-        rope=rope_config(hf_config),
+        kinds=attention_kinds(hf_config, types, kind if kind is not None else AttentionKind(head_dim**-0.5)),
+        ropes=tuple(ropes[name] for name in types),
         tied=bool(hf_config.tie_word_embeddings),
+        activation=ACTIVATIONS[activation],
         **switches,
     )
+
+
+def layer_types(hf_config: Any) -> list[str]:
+    """Each layer's type. Raises ConfigurationError for one that is not implemented."""
+    types = getattr(hf_config, "layer_types", None) or [FULL] * hf_config.num_hidden_layers
+    if unknown := set(types) - {FULL, SLIDING}:
+        raise ConfigurationError(
+            f"layer type {min(unknown)!r} is not supported; supported are {FULL} and {SLIDING}"
+        )
+    return list(types)
+
+
+def alike(hf_config: Any) -> list[str]:
+    """The type that all layers have where `sliding_window` holds for all of them or is null."""
+    window = getattr(hf_config, "sliding_window", None)
+    return [FULL if window is None else SLIDING] * hf_config.num_hidden_layers
+
+
+def attention_kinds(hf_config: Any, types: list[str], everywhere: AttentionKind) -> tuple[AttentionKind, ...]:
+    """Each layer's attention: what all of them have, with a window in the sliding ones."""
+    window = getattr(hf_config, "sliding_window", None)
+    if SLIDING in types and (not isinstance(window, int) or window < 1):
+        raise ConfigurationError(f"{SLIDING} needs a sliding_window ≥ 1 in config.json, got {window!r}")
+    sliding = everywhere._replace(window=window)
+    return tuple(sliding if name == SLIDING else everywhere for name in types)
 
 
 class Attention(nn.Module):
@@ -81,104 +148,107 @@ class Attention(nn.Module):
 
     def __init__(self, config: DenseConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer = layer
+        self.attention = LayerAttention(layer, config.kinds[layer])
         self.head_dim = config.head_dim
         self.qkv_proj = Linear(
             config.hidden_size, config.q_size + 2 * config.kv_size, bias=config.qkv_bias, dtype=dtype
         )
         self.o_proj = Linear(config.q_size, config.hidden_size, bias=config.output_bias, dtype=dtype)
-        self.q_norm = RMSNorm(self.head_dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
+        self.q_norm = config.norm(dtype, self.head_dim) if config.qk_norm else None
+        self.k_norm = config.norm(dtype, self.head_dim) if config.qk_norm else None
 
-    def add_(self, x_TD: Tensor, norm: RMSNorm, rope: Rope, attention: AttentionBackend) -> None:
-        """x += attention of norm(x), in place."""
-        qkv, out = self.qkv_proj, self.o_proj
-        qkv_TO = norm_linear(x_TD, norm.weight, norm.eps, qkv.weight, qkv.bias)
-        out_TNH = attention.forward(
-            self.layer, qkv_TO.view(len(x_TD), -1, self.head_dim), rope, self.head_norms()
-        )
-        linear_add_(out_TNH.flatten(1), out.weight, out.bias, x_TD, out.group)
+    def heads(self, x_TD: Tensor, norm: RMSNorm, rope: Rope, step: AttentionStep) -> Tensor:
+        """Attention of norm(x), [T, N·H]: what `o_proj` projects back."""
+        qkv_TO = self.qkv_proj.project(x_TD, norm)
+        qkv_TNH = qkv_TO.view(len(x_TD), -1, self.head_dim)
+        return self.attention(qkv_TNH, rope, self.head_norms(), step).flatten(1)
 
     def head_norms(self) -> HeadNorms | None:
         """As the parameters are now: the weight store gives them their memory after construction."""
         if self.q_norm is None or self.k_norm is None:
             return None
-        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
+
+
+class MLP(Protocol):
+    """What stands behind a layer's attention."""
+
+    def add_to(self, residual_TD: Tensor, norm: RMSNorm) -> None:
+        """residual += MLP of norm(residual), in place."""
+        ...
 
 
 class GatedMLP(nn.Module):
-    """silu(gate(x)) · up(x), projected back; gate and up are one fused projection."""
+    """activation(gate(x)) · up(x), projected back; gate and up are one fused projection."""
 
     def __init__(self, config: DenseConfig, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.activation = config.activation
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
-    def add_(self, x_TD: Tensor, norm: RMSNorm) -> None:
-        """x += MLP of norm(x), in place."""
-        gate_up, down = self.gate_up_proj, self.down_proj
-        inner_TI = norm_gate_up(x_TD, norm.weight, norm.eps, gate_up.weight, gate_up.bias)
-        linear_add_(inner_TI, down.weight, down.bias, x_TD, down.group)
+    def inner(self, x_TD: Tensor, norm: RMSNorm) -> Tensor:
+        """What `down_proj` projects back, of norm(x)."""
+        return self.gate_up_proj.project_gated(x_TD, norm, self.activation)
+
+    def add_to(self, residual_TD: Tensor, norm: RMSNorm) -> None:
+        self.down_proj.add_to(residual_TD, self.inner(residual_TD, norm))
 
 
 class Block(nn.Module):
-    """One decoder layer with pre-normalisation.
+    """One decoder layer with pre-normalisation; `mlp` None: the dense model's own."""
 
-    Args:
-        mlp: takes the normalised hidden states [T, D] and returns what is added to them; None for the
-            dense model's own, which fuses the norm and the addition.
-    """
+    mlp: MLP
 
-    def __init__(self, config: DenseConfig, layer: int, dtype: torch.dtype, mlp: nn.Module | None) -> None:
+    def __init__(self, config: DenseConfig, dtype: torch.dtype, layer: int, mlp: MLP | None = None) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.input_layernorm = config.norm(dtype)
         self.self_attn = Attention(config, layer, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.post_attention_layernorm = config.norm(dtype)
         self.mlp = GatedMLP(config, dtype) if mlp is None else mlp
 
-    def forward(
-        self, x_TD: Tensor, rope: Rope, attention: AttentionBackend, rows_M: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, rope: Rope, step: AttentionStep, rows_M: Tensor | None = None) -> Tensor:
         """Adds to `x_TD` in place: nothing else refers to the residual stream. Returns the rows wanted."""
-        self.self_attn.add_(x_TD, self.input_layernorm, rope, attention)
+        attention = self.self_attn
+        attention.o_proj.add_to(x_TD, attention.heads(x_TD, self.input_layernorm, rope, step))
         if rows_M is not None:
             # All rows have left their keys and values.
             x_TD = x_TD[rows_M]
-        if isinstance(self.mlp, GatedMLP):
-            self.mlp.add_(x_TD, self.post_attention_layernorm)
-        else:
-            x_TD += self.mlp(self.post_attention_layernorm(x_TD))
+        self.mlp.add_to(x_TD, self.post_attention_layernorm)
         return x_TD
 
 
+MakeBlock = Callable[[int], Block]
+
+
 class Decoder(nn.Module):
-    """Embedding, layers and final norm; `make_mlp` yields each layer's MLP, see `Block`."""
+    """Embedding, layers and final norm."""
 
     def __init__(
-        self, config: DenseConfig, dtype: torch.dtype, device: torch.device, make_mlp: MakeMLP | None = None
+        self, config: DenseConfig, dtype: torch.dtype, device: torch.device, make_block: MakeBlock
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, device)
-        self.layers = nn.ModuleList(
-            Block(config, layer, dtype, make_mlp(layer) if make_mlp is not None else None)
-            for layer in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        # Rounded to what embeddings are: so transformers multiplies them.
+        self._scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
+        ropes = list(dict.fromkeys(config.ropes))
+        self.rotary = nn.ModuleList(RotaryEmbedding(rope, config.head_dim, device) for rope in ropes)
+        self._rotary_of = [ropes.index(rope) for rope in config.ropes]
+        self.layers = nn.ModuleList(make_block(layer) for layer in range(config.num_layers))
+        self.norm = config.norm(dtype)
 
     def forward(
-        self,
-        input_ids_T: Tensor,
-        positions_T: Tensor,
-        attention: AttentionBackend,
-        rows_M: Tensor | None = None,
+        self, input_ids_T: Tensor, positions_T: Tensor, step: AttentionStep, rows_M: Tensor | None = None
     ) -> Tensor:
         x_TD = self.embed_tokens(input_ids_T)
-        rope = self.rotary_emb(positions_T, x_TD.dtype)
+        if self._scale != 1.0:
+            x_TD *= self._scale
+        ropes = [rotary(positions_T, x_TD.dtype) for rotary in self.rotary]
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
-            x_TD = layer(x_TD, rope, attention, rows_M if number == last else None)
+            rope = ropes[self._rotary_of[number]]
+            x_TD = layer(x_TD, rope, step, rows_M if number == last else None)
         hidden_TD: Tensor = self.norm(x_TD)
         return hidden_TD
 
@@ -190,15 +260,19 @@ class DenseCausalLM(CausalLM):
         config: sizes and switches.
         dtype: of the parameters and activations.
         device: where buffers live; parameters are on the meta device.
-        make_mlp: layer → the MLP of that layer, see `Block`; None for dense ones.
+        make_block: layer → that layer; None for `Block`s.
     """
 
     def __init__(
-        self, config: DenseConfig, dtype: torch.dtype, device: torch.device, make_mlp: MakeMLP | None = None
+        self,
+        config: DenseConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        make_block: MakeBlock | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, dtype, device, make_mlp)
+        self.model = Decoder(config, dtype, device, make_block or partial(Block, config, dtype))
         self.lm_head = (
             None if config.tied else VocabEmbedding(config.vocab_size, config.hidden_size, dtype=dtype)
         )
@@ -207,23 +281,30 @@ class DenseCausalLM(CausalLM):
         self,
         input_ids_T: Tensor,
         positions_T: Tensor,
-        attention: AttentionBackend,
+        attention: AttentionStep,
         rows_M: Tensor | None = None,
     ) -> Tensor:
         hidden_MD: Tensor = self.model(input_ids_T, positions_T, attention, rows_M)
         return hidden_MD
 
+    @property
+    def attention_layers(self) -> list[LayerAttention]:
+        return [LayerAttention(layer, kind) for layer, kind in enumerate(self.config.kinds)]
+
     def logits(self, hidden_TD: Tensor) -> Tensor:
         return (self.model.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden_TD)
 
     def checkpoint_map(self) -> WeightMap:
-        return outer_map(self.config) | {
-            f"model.layers.{layer}.{name}": replace(
-                target, parameter=f"model.layers.{layer}.{target.parameter}"
-            )
-            for layer in range(self.config.num_layers)
-            for name, target in layer_map(self.config).items()
-        }
+        rows = outer_map(self.config)
+        for layer in range(self.config.num_layers):
+            prefix = f"model.layers.{layer}."
+            for name, target in self.layer_map(layer).items():
+                rows[prefix + name] = replace(target, parameter=prefix + target.parameter)
+        return rows
+
+    def layer_map(self, layer: int) -> WeightMap:
+        """Shard/fuse map of one layer, names relative to it."""
+        return dense_layer_map(self.config)
 
     def ignored(self, name: str) -> bool:
         return name.endswith(".rotary_emb.inv_freq") or (self.config.tied and name == "lm_head.weight")
@@ -240,12 +321,13 @@ def outer_map(config: DenseConfig) -> WeightMap:
     return divided(rows, {"model.embed_tokens": tokens, "lm_head": tokens})
 
 
-def layer_map(config: DenseConfig) -> WeightMap:
-    """Shard/fuse map of one layer, names relative to it."""
+def dense_layer_map(config: DenseConfig, more_norms: tuple[str, ...] = ()) -> WeightMap:
+    """Shard/fuse map of one layer, names relative to it; `more_norms`: further norms of hidden states."""
     hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
     gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
-    norms = {"input_layernorm.weight": hidden, "post_attention_layernorm.weight": hidden}
+    hidden_norms = ("input_layernorm", "post_attention_layernorm", *more_norms)
+    norms = {f"{name}.weight": hidden for name in hidden_norms}
     if config.qk_norm:
         norms |= {"self_attn.q_norm.weight": config.head_dim, "self_attn.k_norm.weight": config.head_dim}
     rows = projection("self_attn.qkv_proj", qkv, hidden, bias=config.qkv_bias)

@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 
-from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.moe import MoeConfig
-from ebbtide.srt.models.dense import dense_config
+from ebbtide.srt.models.dense import alike, dense_config
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM
 
 
@@ -14,10 +13,6 @@ class MixtralForCausalLM(MoeCausalLM):
     """Llama's attention; every layer has experts, and a token's expert weights sum to one."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        if getattr(hf_config, "sliding_window", None) is not None:
-            raise ConfigurationError(
-                "sliding-window attention is not supported; supported is a sliding_window of null"
-            )
         moe = MoeConfig(
             num_experts=hf_config.num_local_experts,
             num_experts_per_token=hf_config.num_experts_per_tok,
@@ -26,4 +21,4 @@ class MixtralForCausalLM(MoeCausalLM):
         )
         names = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
         layers = range(hf_config.num_hidden_layers)
-        super().__init__(dense_config(hf_config), moe, names, layers, dtype, device)
+        super().__init__(dense_config(hf_config, types=alike(hf_config)), moe, names, layers, dtype, device)

@@ -1,14 +1,14 @@
 """The decoder that mixture-of-experts models share: in some or all layers, experts replace the MLP."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, divided, stacked
-from ebbtide.srt.models.dense import DenseCausalLM, DenseConfig, GatedMLP, layer_map, outer_map
+from ebbtide.srt.models.dense import Block, DenseCausalLM, DenseConfig, dense_layer_map
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class MoeCausalLM(DenseCausalLM):
         sparse_layers: the layers that have experts.
         dtype, device: as for `DenseCausalLM`.
 
-    Raises ConfigurationError where a token is to have more experts than there are.
+    Raises ConfigurationError where a token is to have more experts than there are, or they do not take silu.
     """
 
     def __init__(
@@ -49,25 +49,23 @@ class MoeCausalLM(DenseCausalLM):
                 f"{moe.num_experts} experts"
             )
 
-        def make_mlp(layer: int) -> GatedMLP | MoeMLP:
-            if layer in sparse_layers:
-                return MoeMLP(moe, config.hidden_size, dtype)
-            return GatedMLP(config, dtype)
+        if config.activation != "silu":
+            raise ConfigurationError(f"hidden_act {config.activation} is not supported; experts take silu")
 
-        super().__init__(config, dtype, device, make_mlp)
+        def make_block(layer: int) -> Block:
+            experts = MoeMLP(moe, config.hidden_size, dtype) if layer in sparse_layers else None
+            return Block(config, dtype, layer, experts)
+
+        super().__init__(config, dtype, device, make_block)
         self.moe, self.names = moe, names
         self.sparse_layers = frozenset(sparse_layers)
 
-    def checkpoint_map(self) -> WeightMap:
-        dense = layer_map(self.config)
-        sparse = {name: target for name, target in dense.items() if not name.startswith("mlp.")}
-        sparse |= expert_map(self.moe, self.config.hidden_size, self.names)
-        rows = outer_map(self.config)
-        for layer in range(self.config.num_layers):
-            prefix = f"model.layers.{layer}."
-            for name, target in (sparse if layer in self.sparse_layers else dense).items():
-                rows[prefix + name] = replace(target, parameter=prefix + target.parameter)
-        return rows
+    def layer_map(self, layer: int) -> WeightMap:
+        rows = dense_layer_map(self.config)
+        if layer not in self.sparse_layers:
+            return rows
+        attention = {name: target for name, target in rows.items() if not name.startswith("mlp.")}
+        return attention | expert_map(self.moe, self.config.hidden_size, self.names)
 
 
 def expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames) -> WeightMap:

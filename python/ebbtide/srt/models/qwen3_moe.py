@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ebbtide.srt.layers.moe import MoeConfig
-from ebbtide.srt.models.dense import dense_config
+from ebbtide.srt.models.dense import alike, dense_config
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM
 
 
@@ -14,7 +14,13 @@ class Qwen3MoeForCausalLM(MoeCausalLM):
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         attention_bias = bool(getattr(hf_config, "attention_bias", False))
-        config = dense_config(hf_config, qkv_bias=attention_bias, output_bias=attention_bias, qk_norm=True)
+        config = dense_config(
+            hf_config,
+            types=alike(hf_config),
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            qk_norm=True,
+        )
         moe = MoeConfig(
             num_experts=hf_config.num_experts,
             num_experts_per_token=hf_config.num_experts_per_tok,

@@ -7,6 +7,8 @@ import torch
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.models.base import CausalLM
+from ebbtide.srt.models.gemma2 import Gemma2ForCausalLM
+from ebbtide.srt.models.gemma3 import Gemma3ForCausalLM
 from ebbtide.srt.models.llama import LlamaForCausalLM
 from ebbtide.srt.models.mixtral import MixtralForCausalLM
 from ebbtide.srt.models.qwen2 import Qwen2ForCausalLM
@@ -19,6 +21,8 @@ MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
 }
 
 

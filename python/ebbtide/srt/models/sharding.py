@@ -13,7 +13,6 @@ from torch import nn
 
 from ebbtide.srt.distributed.division import part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
-from ebbtide.srt.layers.embedding import VocabEmbedding
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.moe import Experts
 from ebbtide.srt.models.base import CausalLM, WeightTarget
@@ -101,5 +100,5 @@ def _part(target: WeightTarget, group: ParallelGroup) -> Part | None:
 def _shrink(model: CausalLM, name: str, shape: list[int], group: ParallelGroup) -> None:
     dtype = model.get_parameter(name).dtype
     module = replace_parameter(model, name, torch.empty(shape, dtype=dtype, device="meta"))
-    assert isinstance(module, Linear | Experts | VocabEmbedding), f"{name}: {type(module)} cannot be divided"
+    assert isinstance(module, Linear | Experts), f"{name}: {type(module)} cannot be divided"
     module.group = group

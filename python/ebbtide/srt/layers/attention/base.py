@@ -1,26 +1,71 @@
-"""What attention needs of a batch, of the KV pool, and of a backend.
+"""What attention needs of a model, of a batch, of the KV pool, and of a backend.
 
-Shapes: T tokens, R requests, P pages, N query heads, K KV heads, H head_dim.
+Shapes: T tokens, R requests, P pages, B requests of a graph, N query heads, K KV heads, H head_dim.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.layers.rotary import Rope
+from ebbtide.srt.layers.heads import HeadNorms, Rope
+
+# What the step is, its number and how many there are.
+Progress = Callable[[str, int, int], None]
 
 
 class KVPages(Protocol):
-    """The paged keys and values of all layers; `KVPool` is one."""
+    """The paged keys and values of all layers, [P, page_size, K, H] each; `KVPool` is one."""
 
     def k(self, layer: int) -> Tensor: ...
 
     def v(self, layer: int) -> Tensor: ...
+
+
+class AttentionKind(NamedTuple):
+    """What layers of a model may differ in.
+
+    Attributes:
+        scale: of the scores.
+        window: how many tokens a token attends to, itself among them; None: all up to itself.
+        soft_cap: scores become soft_cap · tanh(score / soft_cap); None: they stay.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What all layers of a rank have in common.
+
+    Attributes:
+        num_q_heads, num_kv_heads: of this rank.
+        dtype: of queries and outputs.
+        kv_dtype: of the pool.
+        kinds: the kinds of layers that there are, each once.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    kinds: tuple[AttentionKind, ...]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_q_heads // self.num_kv_heads
 
 
 class PagedBatch(Protocol):
@@ -31,6 +76,11 @@ class PagedBatch(Protocol):
         lens_R: tokens of each request with the new ones: what its last new token attends to.
         page_table_RP: int32 page ids of each request; only the first ceil(len / page_size) are meaningful.
         slots_T: int64, place of each new token in the pool: page · page_size + offset.
+        kv_indices: int32 on the device, ceil(len / page_size) page ids of each request, concatenated.
+        kv_indptr_R1, q_indptr_R1: int32 on the host, first page id and first new token of each request,
+            and their numbers.
+        last_page_len_R: int32 on the host, tokens of each request's last page.
+        kv_indptr_dev, q_indptr_dev, last_page_len_dev: the same on the device.
     """
 
     @property
@@ -45,38 +95,138 @@ class PagedBatch(Protocol):
     @property
     def slots_T(self) -> Tensor: ...
 
+    @property
+    def kv_indices(self) -> Tensor: ...
+
+    @property
+    def kv_indptr_R1(self) -> NDArray[np.int32]: ...
+
+    @property
+    def q_indptr_R1(self) -> NDArray[np.int32]: ...
+
+    @property
+    def last_page_len_R(self) -> NDArray[np.int32]: ...
+
+    @property
+    def kv_indptr_dev(self) -> Tensor: ...
+
+    @property
+    def q_indptr_dev(self) -> Tensor: ...
+
+    @property
+    def last_page_len_dev(self) -> Tensor: ...
+
 
 @dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """RMS normalisation of every query and key head, before the rotation.
+class DecodeBuffers:
+    """A decode batch at addresses that stay: CUDA graphs of B requests read the first B (or B + 1) entries.
+
+    The caller fills them before a replay. A row that only fills up the graph has slot −1, so that nothing is
+    stored, and may attend to anything. Its output means nothing.
 
     Attributes:
-        q_weight, k_weight: [H].
-        eps: added to the mean of squares.
+        slots_B: int64.
+        kv_indptr_B1, kv_indices, last_page_len_B: int32, as in `PagedBatch`.
     """
 
-    q_weight: Tensor
-    k_weight: Tensor
-    eps: float
+    slots_B: Tensor
+    kv_indptr_B1: Tensor
+    kv_indices: Tensor
+    last_page_len_B: Tensor
 
 
-class AttentionBackend(Protocol):
-    """Writes new keys and values into the pool and attends to everything up to each token's position."""
+class AttentionStep(Protocol):
+    """Attention that has been prepared for a step: what a model's layers call."""
 
-    def prepare(self, batch: PagedBatch) -> None:
-        """Plan for one step; called once, before the layers."""
+    def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
+        """Normalise heads, rotate, store keys and values, attend: see `LayerAttention`."""
         ...
 
-    def forward(self, layer: int, qkv_TNH: Tensor, rope: Rope, head_norms: HeadNorms | None) -> Tensor:
+
+class CapturedAttention(AttentionStep, Protocol):
+    """The attention of a CUDA graph, which reads its batch from `DecodeBuffers`."""
+
+    def plan(self, kv_indptr_B1: NDArray[np.int32], last_page_len_B: NDArray[np.int32]) -> None:
+        """Get ready for the lengths of one step, without waiting for the device.
+
+        Args:
+            kv_indptr_B1, last_page_len_B: what the buffers hold, or will hold when the graph is replayed.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """The attention of one layer: the object that a model calls.
+
+    Attributes:
+        layer: its number, which is that of its keys and values in the pool.
+    """
+
+    layer: int
+    kind: AttentionKind
+
+    def __call__(self, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None, step: AttentionStep) -> Tensor:
         """Normalise heads, rotate, store keys and values, attend.
 
         Args:
             qkv_TNH: [T, N + 2K, H]: query heads, key heads, value heads, as the projection yields them.
                 Whether they hold anything useful afterwards is not said.
             rope: cosines and sines of the tokens' positions.
-            head_norms: None for models without.
+            norms: None for models without.
+            step: the attention prepared for the batch.
 
         Returns:
             Outputs [T, N, H] of the prepared batch.
         """
-        ...
+        return step.forward(self, qkv_TNH, rope, norms)
+
+
+class AttentionBackend(ABC):
+    """Writes new keys and values into the pool and attends to everything up to each token's position.
+
+    Attributes:
+        captures: whether decode steps can be captured in CUDA graphs.
+    """
+
+    captures = False
+
+    @classmethod
+    @abstractmethod
+    def problem(cls, shape: AttentionShape, device: torch.device) -> str | None:
+        """Why it does not serve this shape here, and what would help; None if it does."""
+
+    @classmethod
+    def compile(cls, shape: AttentionShape, device: torch.device, progress: Progress) -> None:
+        """Compile, before any memory is taken, what would otherwise be compiled at first use.
+
+        Raises ConfigurationError where a compiler fails.
+        """
+        return  # as a rule the engine's warm-up is enough
+
+    @abstractmethod
+    def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention], shape: AttentionShape) -> None:
+        """Over a pool, on its device.
+
+        Args:
+            kv_pages: the pool; its views stay good whether its memory is there or not.
+            layers: of the model.
+            shape: one that the backend has no problem with.
+        """
+
+    @abstractmethod
+    def prepare(self, batch: PagedBatch) -> None:
+        """Plan for one step; called once, before the layers."""
+
+    @abstractmethod
+    def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
+        """As `LayerAttention` says, of the prepared batch."""
+
+    def captured(self, batch_size: int, buffers: DecodeBuffers) -> CapturedAttention:
+        """Attention for a CUDA graph of so many requests with one new token each."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured")
+
+
+def kinds_of(layers: Sequence[LayerAttention]) -> tuple[AttentionKind, ...]:
+    """The kinds that there are, in the order in which they first occur."""
+    return tuple(dict.fromkeys(layer.kind for layer in layers))

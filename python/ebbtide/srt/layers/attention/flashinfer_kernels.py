@@ -16,33 +16,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
+from ebbtide.srt.layers.kernels.launch import can_overlap, num_multiprocessors
+
 # Plans of FlashInfer's Hopper prefill list every block: at most 4,096 of each head, 28 bytes each.
 _PLAN_BYTES = 16 << 20
 # What the library needs beside the sums that it says it keeps: alignment.
 _SPARE_BYTES = 1 << 20
 _THREADS_PER_SM, _DECODE_THREADS = 2048, 128
-_NO_WINDOW, _NO_SOFT_CAP = -1, 0.0
+_NO_WINDOW, _NO_SOFT_CAP = -1, 0.0  # as FlashInfer says it
 _ROPE_SCALE, _ROPE_THETA = 1.0, 1e4  # of a rotation inside the kernels, which is off
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """Heads and pages as all layers have them."""
-
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: torch.dtype
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def scale(self) -> float:
-        return float(self.head_dim**-0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +100,15 @@ class Workspace:
 class DecodeKernel:
     """One token per request, on CUDA cores: the kernel streams keys and values once per group of heads."""
 
-    def __init__(self, shape: HeadShape, workspace: Workspace) -> None:
+    def __init__(self, shape: AttentionShape, kind: AttentionKind, workspace: Workspace) -> None:
         from flashinfer.decode import get_batch_decode_module
         from flashinfer.utils import TensorLayout
 
-        self._shape, self._workspace = shape, workspace
-        self._module = get_batch_decode_module(*_module_key(shape))
+        self._shape, self._kind, self._workspace = shape, kind, workspace
+        self._module = get_batch_decode_module(*_module_key(shape, kind))
         self._layout = TensorLayout.NHD.value
         self._of_dtype = torch.empty(0, dtype=shape.dtype)
-        self._overlapped = _can_overlap(workspace.partial.device)
+        self._overlapped = can_overlap(workspace.partial.device)
 
     def plan(self, lens: HostLens, *, captured: bool) -> Any:
         shape = self._shape
@@ -137,8 +120,8 @@ class DecodeKernel:
             shape.num_kv_heads,
             shape.page_size,
             captured,
-            _NO_WINDOW,
-            _NO_SOFT_CAP,
+            _window_left(self._kind),
+            _soft_cap(self._kind),
             shape.head_dim,
             shape.head_dim,
             self._of_dtype,
@@ -161,11 +144,11 @@ class DecodeKernel:
             out_TNH,
             None,
             self._layout,
-            _NO_WINDOW,
+            _window_left(self._kind),
             self._overlapped,
             None,
-            _NO_SOFT_CAP,
-            self._shape.scale,
+            _soft_cap(self._kind),
+            self._kind.scale,
             _ROPE_SCALE,
             _ROPE_THETA,
         )
@@ -179,18 +162,20 @@ class PrefillKernel:
         backend: FlashInfer's name: fa2, or fa3 for Hopper. Only fa2 can be captured.
     """
 
-    def __init__(self, shape: HeadShape, workspace: Workspace, *, causal: bool, backend: str) -> None:
+    def __init__(
+        self, shape: AttentionShape, kind: AttentionKind, workspace: Workspace, *, causal: bool, backend: str
+    ) -> None:
         from flashinfer.prefill import get_batch_prefill_module
         from flashinfer.utils import MaskMode, TensorLayout
 
-        self._shape, self._workspace = shape, workspace
+        self._shape, self._kind, self._workspace = shape, kind, workspace
         self._causal, self._backend = causal, backend
         self._mask = (MaskMode.CAUSAL if causal else MaskMode.NON_CAUSAL).value
         self._layout = TensorLayout.NHD.value
-        self._module = get_batch_prefill_module(backend, *_module_key(shape), False)
+        self._module = get_batch_prefill_module(backend, *_module_key(shape, kind), False)
         device = workspace.partial.device
         self._unsplit_from = _unsplit_from(shape, device)
-        self._overlapped = backend == "fa2" and _can_overlap(device)
+        self._overlapped = backend == "fa2" and can_overlap(device)
 
     def plan(self, lens: HostLens, *, captured: bool) -> Any:
         shape, num_requests = self._shape, len(lens.lens_R)
@@ -210,7 +195,7 @@ class PrefillKernel:
             shape.head_dim,
             shape.head_dim,
             self._causal,
-            _NO_WINDOW,
+            _window_left(self._kind),
         ]
         if self._backend == "fa2":
             no_fixed_split, num_colocated_blocks = -1, 0
@@ -235,7 +220,7 @@ class PrefillKernel:
             maybe_lse=None,
             mask_mode=self._mask,
             layout=self._layout,
-            window_left=_NO_WINDOW,
+            window_left=_window_left(self._kind),
             enable_pdl=self._overlapped,
             maybe_custom_mask=None,
             maybe_mask_indptr=None,
@@ -243,8 +228,8 @@ class PrefillKernel:
             maybe_prefix_len_ptr=None,
             maybe_token_pos_in_items_ptr=None,
             maybe_max_item_len_ptr=None,
-            logits_soft_cap=_NO_SOFT_CAP,
-            sm_scale=self._shape.scale,
+            logits_soft_cap=_soft_cap(self._kind),
+            sm_scale=self._kind.scale,
             scale_q=None,
             scale_k=None,
             scale_v=None,
@@ -255,42 +240,46 @@ class PrefillKernel:
         )
 
 
-def decode_kernel(shape: HeadShape, workspace: Workspace) -> PagedKernel:
+def decode_kernel(shape: AttentionShape, kind: AttentionKind, workspace: Workspace) -> PagedKernel:
     """What suits one new token per request, eager or captured.
 
     Up to two query heads per KV head CUDA cores are the quicker ones, with more of them tensor cores
     (bench/gpu_attention.py, on an H200).
     """
     if _on_cuda_cores(shape):
-        return DecodeKernel(shape, workspace)
-    return PrefillKernel(shape, workspace, causal=False, backend="fa2")
+        return DecodeKernel(shape, kind, workspace)
+    return PrefillKernel(shape, kind, workspace, causal=False, backend="fa2")
 
 
-def _on_cuda_cores(shape: HeadShape) -> bool:
+def _on_cuda_cores(shape: AttentionShape) -> bool:
     return shape.group <= 2
 
 
-def prefill_kernel(shape: HeadShape, workspace: Workspace) -> PagedKernel:
+def prefill_kernel(shape: AttentionShape, kind: AttentionKind, workspace: Workspace) -> PagedKernel:
     """What suits everything else; not to be captured."""
     backend = _prefill_backend(shape, workspace.partial.device)
-    return PrefillKernel(shape, workspace, causal=True, backend=backend)
+    return PrefillKernel(shape, kind, workspace, causal=True, backend=backend)
 
 
-def module_specs(shape: HeadShape, device: torch.device) -> dict[str, Any]:
+def module_specs(shape: AttentionShape, device: torch.device) -> dict[str, Any]:
     """What FlashInfer compiles for this shape: use → its `JitSpec`."""
     from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
-    key = _module_key(shape)
-    decode = (
-        gen_batch_decode_module(*key)
-        if _on_cuda_cores(shape)
-        else gen_batch_prefill_module("fa2", *key, False)
-    )
-    prefill = gen_batch_prefill_module(_prefill_backend(shape, device), *key, False)
-    return {"decode attention": decode, "prefill attention": prefill}
+    specs = {}
+    for kind in shape.kinds:
+        key = _module_key(shape, kind)
+        variant = f"{', windowed' if kind.window is not None else ''}{', capped' if kind.soft_cap else ''}"
+        specs[f"decode attention{variant}"] = (
+            gen_batch_decode_module(*key)
+            if _on_cuda_cores(shape)
+            else gen_batch_prefill_module("fa2", *key, False)
+        )
+        prefill = gen_batch_prefill_module(_prefill_backend(shape, device), *key, False)
+        specs[f"prefill attention{variant}"] = prefill
+    return specs
 
 
-def _prefill_backend(shape: HeadShape, device: torch.device) -> str:
+def _prefill_backend(shape: AttentionShape, device: torch.device) -> str:
     from flashinfer.utils import PosEncodingMode, determine_attention_backend
 
     no_half_sums, no_custom_mask = False, False
@@ -300,7 +289,7 @@ def _prefill_backend(shape: HeadShape, device: torch.device) -> str:
     return name
 
 
-def partial_bytes(shape: HeadShape, device: torch.device) -> int:
+def partial_bytes(shape: AttentionShape, device: torch.device) -> int:
     """Bytes of partial results, in the worst case of each kernel: float32 values and one sum per row."""
     num_sms = num_multiprocessors(device)
     row_bytes = 4 * (shape.head_dim + 1)
@@ -319,18 +308,17 @@ def partial_bytes(shape: HeadShape, device: torch.device) -> int:
 _LARGEST_TILE = 128
 
 
-def _unsplit_from(shape: HeadShape, device: torch.device) -> int:
+def _unsplit_from(shape: AttentionShape, device: torch.device) -> int:
     """Requests from which four rounds of blocks are reached without splitting any of them."""
     num_sms = num_multiprocessors(device)
     return -(-8 * num_sms // shape.num_kv_heads)
 
 
-def _module_key(shape: HeadShape) -> tuple[Any, ...]:
+def _module_key(shape: AttentionShape, kind: AttentionKind) -> tuple[Any, ...]:
     """What a compiled module is made for, as FlashInfer counts it."""
     from flashinfer.utils import PosEncodingMode
 
     dtype, head_dim = shape.dtype, shape.head_dim
-    window, soft_cap = False, False
     return (
         dtype,
         dtype,
@@ -339,16 +327,15 @@ def _module_key(shape: HeadShape) -> tuple[Any, ...]:
         head_dim,
         head_dim,
         PosEncodingMode.NONE.value,
-        window,
-        soft_cap,
+        kind.window is not None,
+        kind.soft_cap is not None,
     )
 
 
-def num_multiprocessors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+def _window_left(kind: AttentionKind) -> int:
+    """How many tokens before itself a token attends to."""
+    return kind.window - 1 if kind.window is not None else _NO_WINDOW
 
 
-def _can_overlap(device: torch.device) -> bool:
-    """Whether a kernel may be in place before its predecessor ends: Hopper and later."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def _soft_cap(kind: AttentionKind) -> float:
+    return kind.soft_cap if kind.soft_cap is not None else _NO_SOFT_CAP

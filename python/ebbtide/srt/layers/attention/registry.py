@@ -1,42 +1,63 @@
-"""Attention backend name → class."""
+"""Attention backend name → class, the ones to be preferred first."""
 
-from collections.abc import Callable
+from __future__ import annotations
 
 import torch
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.attention.base import AttentionBackend, KVPages
+from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionShape
 from ebbtide.srt.layers.attention.flashinfer import FlashInferAttention
 from ebbtide.srt.layers.attention.torch_native import TorchNativeAttention
+from ebbtide.srt.layers.attention.triton import TritonAttention
 
-
-def _torch_native(
-    kv_pages: KVPages, num_layers: int, num_q_heads: int, dtype: torch.dtype, device: torch.device
-) -> AttentionBackend:
-    return TorchNativeAttention(kv_pages, num_layers, dtype)
-
-
-ATTENTION_BACKENDS: dict[str, Callable[[KVPages, int, int, torch.dtype, torch.device], AttentionBackend]] = {
-    "torch_native": _torch_native,
+ATTENTION_BACKENDS: dict[str, type[AttentionBackend]] = {
     "flashinfer": FlashInferAttention,
+    "triton": TritonAttention,
+    "torch_native": TorchNativeAttention,
 }
 
 
-def build_attention(
-    name: str, kv_pages: KVPages, num_layers: int, dtype: torch.dtype, num_q_heads: int | None = None
-) -> AttentionBackend:
-    """The backend over a KV pool, on the pool's device.
+def choose_backend(
+    chosen: str | None, shape: AttentionShape, device: torch.device
+) -> tuple[type[AttentionBackend], list[str]]:
+    """The backend of this name; where none is named, the first that serves the shape on the device.
 
-    Args:
-        dtype: of the queries.
-        num_q_heads: None: as many as KV heads.
+    On a CPU a name of one for GPUs stands for torch's own: clients name what they have on their GPUs.
 
-    Raises ConfigurationError for an unknown name.
+    Returns:
+        Its class, and what stood in the way of those that would have been preferred.
+
+    Raises ConfigurationError where the one that was named does not serve, or is unknown.
     """
+    if chosen is None:
+        return _first_that_serves(shape, device)
+    backend = backend_named(chosen)
+    problem = backend.problem(shape, device)
+    if problem is None:
+        return backend, []
+    if device.type != "cpu":
+        raise ConfigurationError(f"attention_backend={chosen}: {problem}")
+    return TorchNativeAttention, [f"attention_backend={chosen}: {problem}"]
+
+
+def backend_named(name: str) -> type[AttentionBackend]:
+    """The backend's class. Raises ConfigurationError for an unknown name."""
     if name not in ATTENTION_BACKENDS:
         raise ConfigurationError(
-            f"attention backend {name!r} is unknown; valid are {', '.join(ATTENTION_BACKENDS)}"
+            f"attention_backend: expected one of {', '.join(ATTENTION_BACKENDS)}, got {name!r}"
         )
-    first = kv_pages.k(0)
-    num_q_heads = num_q_heads if num_q_heads is not None else first.shape[2]
-    return ATTENTION_BACKENDS[name](kv_pages, num_layers, num_q_heads, dtype, first.device)
+    return ATTENTION_BACKENDS[name]
+
+
+def _first_that_serves(
+    shape: AttentionShape, device: torch.device
+) -> tuple[type[AttentionBackend], list[str]]:
+    if device.type == "cpu":
+        return TorchNativeAttention, []
+    problems: list[str] = []
+    for backend in ATTENTION_BACKENDS.values():
+        problem = backend.problem(shape, device)
+        if problem is None:
+            return backend, problems
+        problems.append(problem)
+    raise ConfigurationError(f"no attention backend serves this model: {'; '.join(problems)}")

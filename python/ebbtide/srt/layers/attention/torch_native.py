@@ -1,10 +1,13 @@
 """Attention by torch's own kernels: request by request over gathered pages.
 
-Made for the CPU. On a GPU it is the reference, and what is left where FlashInfer cannot be used.
+Made for the CPU. On a GPU it is the reference, and what is left where nothing else can be used.
 
-Shapes: T tokens, R requests, P pages, S page_size, N query heads, K KV heads, H head_dim.
+Shapes: T tokens, R requests, P pages, S page_size, N query heads, K KV heads, H head_dim, L attended tokens.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,139 +15,174 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ebbtide.srt.layers.attention.base import HeadNorms, KVPages, PagedBatch
+from ebbtide.srt.layers.attention.base import (
+    AttentionBackend,
+    AttentionKind,
+    AttentionShape,
+    KVPages,
+    LayerAttention,
+    PagedBatch,
+)
+from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.norm import rms_norm
-from ebbtide.srt.layers.rotary import Rope, rotate
+from ebbtide.srt.layers.rotary import rotate
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One request's part of the batch.
+    """One request's part of the batch, as layers of one kind see it.
 
     Attributes:
         first, end: its new tokens.
-        length: tokens it attends to.
-        pages: their pages in the pool, int32.
-        mask: added to the scores where new tokens follow cached ones; None where none is needed.
+        length: the last tokens of the request, to which any of the new ones attends.
+        pages: the pages in the pool that hold these, int32.
+        skipped: tokens of the first of these pages that come before.
+        mask: added to the scores where it depends on the new token what it attends to; None where it does
+            not, or where the new tokens are the whole request and each attends to all up to itself.
     """
 
     first: int
     end: int
     length: int
     pages: Tensor
+    skipped: int
     mask: Tensor | None
 
 
-class TorchNativeAttention:
+class TorchNativeAttention(AttentionBackend):
     """One `scaled_dot_product_attention` per request.
 
     Measured for 32 requests of mixed lengths: gathering one request's pages into a buffer that stays in the
     core's cache and attending to it at once takes half the time of a gather of the whole batch padded to
     the longest request.
 
-    Args:
-        kv_pages: the pool; its views stay good whether its memory is there or not.
-        num_layers: layers of the pool.
-        dtype: of the queries; pages of another dtype are converted.
+    Pages of another dtype than the queries are converted.
     """
 
-    def __init__(self, kv_pages: KVPages, num_layers: int, dtype: torch.dtype) -> None:
-        self._k_PSKH = [kv_pages.k(layer) for layer in range(num_layers)]
-        self._v_PSKH = [kv_pages.v(layer) for layer in range(num_layers)]
-        self._k_slots = [pages.flatten(0, 1) for pages in self._k_PSKH]
-        self._v_slots = [pages.flatten(0, 1) for pages in self._v_PSKH]
-        _, self._page_size, self._num_kv_heads, self._head_dim = self._k_PSKH[0].shape
-        self._kv_dtype = self._k_PSKH[0].dtype
-        self._dtype = dtype
-        self._device = self._k_PSKH[0].device
+    @classmethod
+    def problem(cls, shape: AttentionShape, device: torch.device) -> str | None:
+        return None
+
+    def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention], shape: AttentionShape) -> None:
+        numbers = [layer.layer for layer in layers]
+        self._k_PSKH = {number: kv_pages.k(number) for number in numbers}
+        self._v_PSKH = {number: kv_pages.v(number) for number in numbers}
+        self._k_slots = {number: pages.flatten(0, 1) for number, pages in self._k_PSKH.items()}
+        self._v_slots = {number: pages.flatten(0, 1) for number, pages in self._v_PSKH.items()}
+        self._page_size, self._num_kv_heads, self._head_dim = (
+            shape.page_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+        )
+        self._kinds, self._kv_dtype, self._dtype = shape.kinds, shape.kv_dtype, shape.dtype
+        self._device = self._k_PSKH[numbers[0]].device
         self._slots_T = torch.empty(0, dtype=torch.int64)
-        self._spans: list[Span] = []
+        self._spans: dict[AttentionKind, list[Span]] = {}
         self._k_room, self._v_room = self._room(0), self._room(0)
 
     def prepare(self, batch: PagedBatch) -> None:
         self._slots_T = batch.slots_T
-        ends = np.cumsum(batch.num_new_R).tolist()
-        lens = batch.lens_R.tolist()
-        num_pages = (-(-batch.lens_R // self._page_size)).tolist()
         table_RP = torch.from_numpy(batch.page_table_RP).to(self._device)
-        self._spans = [
-            Span(end - num_new, end, length, table_RP[row, :pages], self._mask(num_new, length))
-            for row, (end, num_new, length, pages) in enumerate(
-                zip(ends, batch.num_new_R.tolist(), lens, num_pages, strict=True)
-            )
-        ]
-        if max(num_pages) > len(self._k_room):
+        ends = np.cumsum(batch.num_new_R).tolist()
+        rows = list(zip(table_RP, ends, batch.num_new_R.tolist(), batch.lens_R.tolist(), strict=True))
+        self._spans = {kind: [self._span(kind, *row) for row in rows] for kind in self._kinds}
+        most_pages = max(len(span.pages) for spans in self._spans.values() for span in spans)
+        if most_pages > len(self._k_room):
             # Room to grow by half, so that decoding does not come back here at every page.
-            self._k_room, self._v_room = (self._room(max(num_pages) * 3 // 2) for _ in range(2))
+            self._k_room, self._v_room = (self._room(most_pages * 3 // 2) for _ in range(2))
 
-    def forward(self, layer: int, qkv_TNH: Tensor, rope: Rope, head_norms: HeadNorms | None) -> Tensor:
-        q_TNH, k_TKH, v_TKH = self._heads(qkv_TNH, rope, head_norms)
+    def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
+        q_TNH, k_TKH, v_TKH = self._heads(qkv_TNH, rope, norms)
         k_TKH, v_TKH = k_TKH.to(self._kv_dtype), v_TKH.to(self._kv_dtype)
-        self._k_slots[layer].index_copy_(0, self._slots_T, k_TKH)
-        self._v_slots[layer].index_copy_(0, self._slots_T, v_TKH)
+        self._k_slots[layer.layer].index_copy_(0, self._slots_T, k_TKH)
+        self._v_slots[layer.layer].index_copy_(0, self._slots_T, v_TKH)
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=self._device)
-        for span in self._spans:
+        for span in self._spans[layer.kind]:
             new = slice(span.first, span.end)
             if span.length == span.end - span.first:
                 # Everything it attends to is in this batch: no need to read it back from the pool.
                 k_LKH, v_LKH = k_TKH[new], v_TKH[new]
             else:
-                k_LKH = self._gather(self._k_PSKH[layer], span, self._k_room)
-                v_LKH = self._gather(self._v_PSKH[layer], span, self._v_room)
+                k_LKH = self._gather(self._k_PSKH[layer.layer], span, self._k_room)
+                v_LKH = self._gather(self._v_PSKH[layer.layer], span, self._v_room)
             k_LKH, v_LKH = k_LKH.to(self._dtype), v_LKH.to(self._dtype)
             if span.end - span.first == 1:
-                self._decode(q_TNH[span.first], k_LKH, v_LKH, out_TNH[span.first])
+                self._decode(layer.kind, q_TNH[span.first], k_LKH, v_LKH, out_TNH[span.first])
             else:
-                self._extend(q_TNH[new], k_LKH, v_LKH, out_TNH[new], span.mask)
+                self._extend(layer.kind, q_TNH[new], k_LKH, v_LKH, out_TNH[new], span.mask)
         return out_TNH
 
-    def _heads(
-        self, qkv_TNH: Tensor, rope: Rope, head_norms: HeadNorms | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _span(self, kind: AttentionKind, table_P: Tensor, end: int, num_new: int, total: int) -> Span:
+        length = total if kind.window is None else min(total, kind.window + num_new - 1)
+        first_page, skipped = divmod(total - length, self._page_size)
+        pages = table_P[first_page : -(-total // self._page_size)]
+        return Span(end - num_new, end, length, pages, skipped, self._mask(kind, num_new, length))
+
+    def _mask(self, kind: AttentionKind, num_new: int, length: int) -> Tensor | None:
+        """Token i of the new ones sees the window that ends with it."""
+        in_window = kind.window is None or length <= kind.window
+        if num_new == 1 or (in_window and num_new == length and kind.soft_cap is None):
+            return None
+        first = length - num_new
+        blocked = torch.full((num_new, length), float("-inf"), dtype=self._dtype, device=self._device)
+        mask = blocked.triu(first + 1)
+        if not in_window and kind.window is not None:
+            mask += blocked.tril(first - kind.window)
+        return mask
+
+    def _heads(self, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normalised and rotated, and values."""
         num_kv = self._num_kv_heads
         sizes = [qkv_TNH.shape[1] - 2 * num_kv, num_kv, num_kv]
         q_TNH, k_TKH, v_TKH = torch.split(qkv_TNH, sizes, dim=1)
-        if head_norms is not None:
-            q_TNH = rotate(rms_norm(q_TNH, head_norms.q_weight, head_norms.eps), *rope)
-            k_TKH = rotate(rms_norm(k_TKH, head_norms.k_weight, head_norms.eps), *rope)
+        if norms is not None:
+            q_TNH = rotate(rms_norm(q_TNH, norms.q_weight, norms.eps, norms.offset), *rope)
+            k_TKH = rotate(rms_norm(k_TKH, norms.k_weight, norms.eps, norms.offset), *rope)
             return q_TNH, k_TKH, v_TKH
         rotated_TNH = rotate(qkv_TNH[:, : qkv_TNH.shape[1] - num_kv], *rope)
         return rotated_TNH[:, :-num_kv], rotated_TNH[:, -num_kv:], v_TKH
 
-    def _decode(self, q_NH: Tensor, k_LKH: Tensor, v_LKH: Tensor, out_NH: Tensor) -> None:
+    def _decode(
+        self, kind: AttentionKind, q_NH: Tensor, k_LKH: Tensor, v_LKH: Tensor, out_NH: Tensor
+    ) -> None:
         """One new token attends to everything: the heads that share a KV head act as its queries."""
         shape = (1, self._num_kv_heads, -1, self._head_dim)
-        out = F.scaled_dot_product_attention(
-            q_NH.view(shape), k_LKH.transpose(0, 1).unsqueeze(0), v_LKH.transpose(0, 1).unsqueeze(0)
-        )
-        out_NH.view(shape).copy_(out)
+        k, v = k_LKH.transpose(0, 1).unsqueeze(0), v_LKH.transpose(0, 1).unsqueeze(0)
+        out_NH.view(shape).copy_(_attend(kind, q_NH.view(shape), k, v, None, is_causal=False))
 
     def _extend(
-        self, q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, out_TNH: Tensor, mask: Tensor | None
+        self,
+        kind: AttentionKind,
+        q_TNH: Tensor,
+        k_LKH: Tensor,
+        v_LKH: Tensor,
+        out_TNH: Tensor,
+        mask: Tensor | None,
     ) -> None:
-        out = F.scaled_dot_product_attention(
-            q_TNH.transpose(0, 1).unsqueeze(0),
-            k_LKH.transpose(0, 1).unsqueeze(0),
-            v_LKH.transpose(0, 1).unsqueeze(0),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=True,
-        )
-        out_TNH.copy_(out[0].transpose(0, 1))
+        q, k, v = (heads.transpose(0, 1).unsqueeze(0) for heads in (q_TNH, k_LKH, v_LKH))
+        out_TNH.copy_(_attend(kind, q, k, v, mask, is_causal=mask is None)[0].transpose(0, 1))
 
     def _gather(self, pages_PSKH: Tensor, span: Span, room_PSKH: Tensor) -> Tensor:
         room = room_PSKH[: len(span.pages)]
         torch.index_select(pages_PSKH, 0, span.pages, out=room)
-        return room.flatten(0, 1)[: span.length]
-
-    def _mask(self, num_new: int, length: int) -> Tensor | None:
-        """Token i of the new ones sees the cached tokens and the first i + 1 new ones."""
-        if num_new in (1, length):
-            return None
-        blocked = torch.full((num_new, length), float("-inf"), dtype=self._dtype, device=self._device)
-        return blocked.triu_(length - num_new + 1)
+        return room.flatten(0, 1)[span.skipped : span.skipped + span.length]
 
     def _room(self, num_pages: int) -> Tensor:
         shape = (num_pages, self._page_size, self._num_kv_heads, self._head_dim)
         return torch.empty(shape, dtype=self._kv_dtype, device=self._device)
+
+
+def _attend(
+    kind: AttentionKind, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool
+) -> Tensor:
+    """Attention of [1, N, T, H] to [1, K, L, H]. torch's own knows no soft cap."""
+    group = q.shape[1] // k.shape[1]
+    if kind.soft_cap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=kind.scale, enable_gqa=group > 1
+        )
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = (q @ k.transpose(2, 3)).mul_(kind.scale / kind.soft_cap).tanh_().mul_(kind.soft_cap)
+    if mask is not None:
+        scores += mask
+    return scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype) @ v

@@ -12,10 +12,20 @@ def overlap_options(x: Tensor) -> dict[str, Any]:
 
     The kernel must wait (`gdc_wait`) where its OVERLAPPED is true. Hopper and later do that.
     """
-    overlapped = x.is_cuda and _can_overlap(x.device)
+    overlapped = x.is_cuda and can_overlap(x.device)
     return {"OVERLAPPED": overlapped} | ({"launch_pdl": True} if overlapped else {})
 
 
 @cache
-def _can_overlap(device: torch.device) -> bool:
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may be in place before its predecessor ends: Hopper and later."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a CPU, where kernels are interpreted, counts as one."""
+    if device.type != "cuda":
+        return 1
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

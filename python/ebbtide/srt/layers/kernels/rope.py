@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.attention.base import HeadNorms
+from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.kernels.launch import overlap_options
-from ebbtide.srt.layers.rotary import Rope
 
 # From this many tokens on the grid is large enough for programs of several heads.
 MANY_TOKENS = 64
@@ -75,6 +74,7 @@ def rotate_and_store(
         HEADS=heads_per_program,
         BLOCK=triton.next_power_of_2(head_dim // 2),
         NORM=head_norms is not None,
+        NORM_OFFSET=head_norms.offset if head_norms is not None else 0.0,
         num_warps=4 if heads_per_program > 1 else 1,
         **overlap_options(qkv_TNH),
     )
@@ -121,6 +121,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_OFFSET: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
     """One token, HEADS of its heads; a tile is [HEADS, HALF], of the first or the second halves."""
@@ -150,6 +151,9 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         weight_2 = tl.where(
             is_q, _weight(q_weight_ptr + HALF, pair, HALF), _weight(k_weight_ptr + HALF, pair, HALF)
         )
+        if NORM_OFFSET != 0.0:
+            weight_1 += NORM_OFFSET
+            weight_2 += NORM_OFFSET
         x, y = first * scale * weight_1, second * scale * weight_2
     cos = tl.load(cos_ptr + token * HEAD_DIM + pair, mask=pair < HALF, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebbtide.srt.layers.activation import Activation
 from ebbtide.srt.layers.small_batch import kernels
 from ebbtide.srt.layers.small_batch.tuning import (
     TOKEN_BUCKETS,
@@ -37,10 +38,16 @@ def norm_linear(
     return out_TO
 
 
-def norm_gate_up(x_TD: Tensor, norm_weight_D: Tensor, eps: float, weight_2ID: Tensor) -> Tensor:
-    """silu(gate) · up of rms_norm(x), [T, I]; the gates' rows of the weight come first."""
+def norm_gate_up(
+    x_TD: Tensor,
+    norm_weight_D: Tensor | None,
+    eps: float,
+    weight_2ID: Tensor,
+    activation: Activation = "silu",
+) -> Tensor:
+    """activation(gate) · up of rms_norm(x), [T, I]; the gates' rows of the weight come first."""
     out_TI = x_TD.new_empty(len(x_TD), len(weight_2ID) // 2)
-    multiply(x_TD, norm_weight_D, eps, weight_2ID, None, out_TI, gated=True)
+    multiply(x_TD, norm_weight_D, eps, weight_2ID, None, out_TI, gated=activation)
     return out_TI
 
 
@@ -57,7 +64,7 @@ def multiply(
     bias: Tensor | None,
     out_TO: Tensor,
     *,
-    gated: bool = False,
+    gated: Activation | None = None,
     add: bool = False,
     config: Config | None = None,
     overlapped: bool = True,
@@ -65,17 +72,19 @@ def multiply(
     """All of the above, with the block sizes of `config`, or those that suit the shape.
 
     Args:
+        gated: the activation of the gates, where the weight holds gates and ups.
         overlapped: whether kernels start before their predecessors end; it changes no result.
 
     Raises ValueError for tensors that the kernels would read wrongly, or too many tokens.
     """
-    shape = Shape(out_TO.shape[1], x_TK.shape[1], gated)
+    shape = Shape(out_TO.shape[1], x_TK.shape[1], gated is not None)
     _check(x_TK, weight, out_TO, shape)
     config = config if config is not None else choose(len(x_TK), shape)
     # On a GPU every kernel is launched as a dependent of the one before; the interpreter has none of it.
     overlapped = overlapped and x_TK.is_cuda
     launch = {"OVERLAPPED": overlapped, "launch_pdl": overlapped}
-    switches = {"GATED": gated, "BIAS": bias is not None, "ADD": add} | launch
+    gates = {"GATED": gated is not None, "GELU": gated == "gelu_tanh"}
+    switches = gates | {"BIAS": bias is not None, "ADD": add} | launch
     if isinstance(config, MatvecConfig):
         _matvec(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches)
         return

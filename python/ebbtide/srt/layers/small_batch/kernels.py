@@ -8,8 +8,9 @@ waits before its first access to anything that a kernel writes: so it also waits
 The norm is folded into the product: x/rms(x)·n Wᵀ = (x·n Wᵀ)/rms(x), and the squares are summed on the way.
 
 The names in capitals are compile-time constants. FOLD_NORM: scale x by the norm's weight, and the product by
-1/rms(x). GATED: the weight holds twice num_rows rows, gates first. ADD: out += product. EVEN: the blocks
-divide rows and columns. OVERLAPPED: launched as a dependent; the interpreter does not know the instructions.
+1/rms(x). GATED: the weight holds twice num_rows rows, gates first. GELU: the gates' activation, else silu.
+ADD: out += product. EVEN: the blocks divide rows and columns. OVERLAPPED: launched as a dependent; the
+interpreter does not know the instructions.
 """
 
 # Triton has no types, and a kernel is not Python.
@@ -19,6 +20,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
+
+from ebbtide.srt.layers.kernels.activation import activate
 
 # The element type of a cache line of 128 bytes: 64 bfloat16.
 _LINE: Any = tl.constexpr(64)
@@ -60,11 +63,6 @@ def _read(pointers, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _silu(gate):
-    return gate / (1.0 + tl.exp(-gate))
-
-
-@triton.jit
 def _by_eights(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Add up eight neighbours, which are in one thread: an eighth of the registers for the totals."""
     return tl.sum(tl.reshape(tile, (ROWS, COLUMNS // 8, 8)), axis=2)
@@ -84,6 +82,7 @@ def matvec(
     BLOCK_COLUMNS: tl.constexpr,
     FOLD_NORM: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
@@ -138,7 +137,7 @@ def matvec(
         up = tl.sum(total_up, axis=1)
         if FOLD_NORM:
             up *= scale
-        product = _silu(product) * up
+        product = activate(product, GELU) * up
     if BIAS:
         product += bias
     if ADD:
@@ -166,6 +165,7 @@ def product(
     PREFETCHED_COLUMNS: tl.constexpr,
     FOLD_NORM: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
@@ -240,7 +240,7 @@ def product(
             result *= scale
             result_up *= scale
         if GATED:
-            result = _silu(result) * result_up
+            result = activate(result, GELU) * result_up
         if BIAS:
             result += tl.load(bias_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)[None, :]
         stored = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
@@ -264,6 +264,7 @@ def combine(
     BLOCK_ROWS: tl.constexpr,
     FOLD_NORM: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -295,7 +296,7 @@ def combine(
         result *= scale
         result_up *= scale
     if GATED:
-        result = _silu(result) * result_up
+        result = activate(result, GELU) * result_up
     if BIAS:
         result += bias
     if ADD:

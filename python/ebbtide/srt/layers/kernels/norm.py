@@ -1,0 +1,41 @@
+"""Root-mean-square normalisation whose weight is added to a number.
+
+Shapes: M rows, D columns.
+"""
+
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def offset_rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension, in float32 and rounded once."""
+    x_MD = x.contiguous().view(-1, len(weight_D))
+    out_MD = torch.empty_like(x_MD)
+    _offset_rms_norm[(len(x_MD),)](
+        x_MD,
+        weight_D,
+        out_MD,
+        eps,
+        offset,
+        COLUMNS=len(weight_D),
+        BLOCK=triton.next_power_of_2(len(weight_D)),
+        num_warps=8 if len(weight_D) > 2048 else 4,
+    )
+    return out_MD.view(x.shape)
+
+
+@triton.jit
+def _offset_rms_norm(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, out_ptr, eps, offset, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    start = tl.program_id(0).to(tl.int64) * COLUMNS
+    columns = tl.arange(0, BLOCK)
+    inside = columns < COLUMNS
+    x = tl.load(x_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32) + offset
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / COLUMNS + eps)
+    tl.store(out_ptr + start + columns, x * scale * weight, mask=inside)

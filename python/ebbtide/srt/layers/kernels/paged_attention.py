@@ -1,0 +1,235 @@
+"""Attention to paged keys and values for any head size, group, window and soft cap.
+
+One kernel serves prompts and decode steps. A program owns a tile of one request's query rows that share a KV
+head: row r is new token r // group, query head r % group of those that share it. Where requests and heads are
+too few to fill the device each program takes a part of the keys, and a second kernel adds the parts up.
+
+Nothing is planned: shapes and grids depend on numbers of requests and tokens alone, so that a CUDA graph can
+hold a decode step. Nothing is added atomically: equal inputs give equal bits.
+
+Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S page_size, C parts.
+"""
+
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.srt.layers.kernels.launch import num_multiprocessors
+
+MAX_SPLITS = 16
+# The least that a product on tensor cores takes.
+_MIN_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Which tokens attend to which pages, int32 tensors on the device.
+
+    Attributes:
+        q_indptr_R1: first new token of each request, and the end.
+        kv_indptr_R1: first of its page ids in `kv_indices`, and the end.
+        kv_indices: page ids.
+        last_page_len_R: tokens of its last page.
+        most_new: of new tokens of one request.
+    """
+
+    q_indptr_R1: Tensor
+    kv_indptr_R1: Tensor
+    kv_indices: Tensor
+    last_page_len_R: Tensor
+    most_new: int
+
+
+def attend(
+    q_TNH: Tensor,
+    k_PSKH: Tensor,
+    v_PSKH: Tensor,
+    pages: Pages,
+    out_TNH: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    """Attend to everything up to each new token, into its row of `out_TNH`.
+
+    Args:
+        q_TNH, out_TNH: contiguous; rows of other requests are left alone.
+        k_PSKH, v_PSKH: one layer of the pool, contiguous.
+        scale, window, soft_cap: as in `AttentionKind`.
+    """
+    num_tokens, num_q_heads, head_dim = q_TNH.shape
+    num_requests, num_kv_heads = len(pages.last_page_len_R), k_PSKH.shape[2]
+    num_rows = pages.most_new * (num_q_heads // num_kv_heads)
+    block_rows = max(_MIN_ROWS, min(64, triton.next_power_of_2(num_rows)))
+    block_dims = max(16, triton.next_power_of_2(head_dim))
+    splits = _num_splits(num_requests * num_kv_heads, q_TNH.device) if pages.most_new == 1 else 1
+    parts_CTNH, sums_CTN = out_TNH, out_TNH
+    if splits > 1:
+        parts_CTNH = torch.empty((splits, *q_TNH.shape), dtype=torch.float32, device=q_TNH.device)
+        sums_CTN = torch.empty((splits, num_tokens, num_q_heads), dtype=torch.float32, device=q_TNH.device)
+    _attend[(triton.cdiv(num_rows, block_rows), num_requests, num_kv_heads * splits)](
+        q_TNH,
+        k_PSKH,
+        v_PSKH,
+        parts_CTNH,
+        sums_CTN,
+        pages.q_indptr_R1,
+        pages.kv_indptr_R1,
+        pages.kv_indices,
+        pages.last_page_len_R,
+        num_tokens,
+        scale,
+        soft_cap if soft_cap is not None else 1.0,
+        NUM_Q_HEADS=num_q_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=k_PSKH.shape[1],
+        WINDOW=window if window is not None else 0,
+        CAPPED=soft_cap is not None,
+        SPLITS=splits,
+        BLOCK_ROWS=block_rows,
+        # Two stages of keys and values of 64 tokens fit into shared memory up to 128 numbers of 16 bits.
+        BLOCK_KEYS=64 if block_dims * q_TNH.element_size() <= 256 else 32,
+        BLOCK_DIMS=block_dims,
+        num_warps=4,
+        num_stages=2,
+    )
+    if splits > 1:
+        _combine[(num_requests, num_q_heads)](
+            parts_CTNH,
+            sums_CTN,
+            out_TNH,
+            pages.q_indptr_R1,
+            num_tokens,
+            NUM_Q_HEADS=num_q_heads,
+            HEAD_DIM=head_dim,
+            SPLITS=splits,
+            BLOCK_DIMS=block_dims,
+            num_warps=1,
+        )
+
+
+def _num_splits(num_programs: int, device: torch.device) -> int:
+    """Parts of the keys, a power of two, so that there are two programs for each multiprocessor."""
+    wanted = -(-2 * num_multiprocessors(device) // num_programs)
+    return min(MAX_SPLITS, 1 << (wanted - 1).bit_length())
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _attend(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    sum_ptr,
+    q_indptr,
+    kv_indptr,
+    kv_indices,
+    last_page_len,
+    num_tokens,
+    scale,
+    soft_cap,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIMS: tl.constexpr,
+) -> None:
+    """With one part the output, with several each part's output and the logarithm of its sum of weights."""
+    GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
+    tile, request = tl.program_id(0), tl.program_id(1)
+    kv_head, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
+    q_start = tl.load(q_indptr + request)
+    num_new = tl.load(q_indptr + request + 1) - q_start
+    if tile * BLOCK_ROWS >= num_new * GROUP:
+        return
+    first_page = tl.load(kv_indptr + request)
+    num_pages = tl.load(kv_indptr + request + 1) - first_page
+    length = (num_pages - 1) * PAGE_SIZE + tl.load(last_page_len + request)
+    row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    present = row < num_new * GROUP
+    position = length - num_new + row // GROUP
+    q_row = (q_start + row // GROUP).to(tl.int64) * NUM_Q_HEADS + kv_head * GROUP + row % GROUP
+    dim = tl.arange(0, BLOCK_DIMS)[None, :]
+    in_head = dim < HEAD_DIM
+    q = tl.load(q_ptr + q_row[:, None] * HEAD_DIM + dim, mask=present[:, None] & in_head, other=0.0)
+
+    # From the first key that the first row attends to, to behind the last one of the last row.
+    begin = length - length
+    if WINDOW > 0:
+        begin = tl.maximum(length - num_new + tile * BLOCK_ROWS // GROUP + 1 - WINDOW, 0)
+    end = length - num_new + tl.minimum((tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, num_new - 1) + 1
+    if SPLITS > 1:
+        part = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
+        begin += split * part
+        end = tl.minimum(end, begin + part)
+    best = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    out = tl.zeros((BLOCK_ROWS, BLOCK_DIMS), tl.float32)
+    for start in range(begin, end, BLOCK_KEYS):
+        key = start + tl.arange(0, BLOCK_KEYS)
+        page = tl.load(kv_indices + first_page + key // PAGE_SIZE, mask=key < end, other=0).to(tl.int64)
+        slot = page * PAGE_SIZE + key % PAGE_SIZE
+        at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim
+        readable = (key < end)[:, None] & in_head
+        k = tl.load(k_ptr + at, mask=readable, other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + at, mask=readable, other=0.0).to(q.dtype)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAPPED:
+            # tanh(z) = 1 − 2 / (1 + exp(2z))
+            score = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp(2.0 * score / soft_cap))
+        seen = (key < end)[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen &= key[None, :] > position[:, None] - WINDOW
+        score = tl.where(seen, score, float("-inf"))
+        new_best = tl.maximum(best, tl.max(score, axis=1))
+        # A row may see none of these keys.
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp(score - base[:, None])
+        shrink = tl.exp(best - base)
+        total = total * shrink + tl.sum(weight, axis=1)
+        out = out * shrink[:, None] + tl.dot(weight.to(q.dtype), v, input_precision="ieee")
+        best = new_best
+    out = out / tl.where(total > 0.0, total, 1.0)[:, None]
+    if SPLITS > 1:
+        q_row += split.to(tl.int64) * num_tokens * NUM_Q_HEADS
+        tl.store(sum_ptr + q_row, tl.where(total > 0.0, best + tl.log(total), float("-inf")), mask=present)
+    tl.store(out_ptr + q_row[:, None] * HEAD_DIM + dim, out, mask=present[:, None] & in_head)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _combine(  # type: ignore[no-untyped-def]
+    part_ptr,
+    sum_ptr,
+    out_ptr,
+    q_indptr,
+    num_tokens,
+    NUM_Q_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_DIMS: tl.constexpr,
+) -> None:
+    """One head of a request's only new token; some part of its keys is never empty."""
+    q_row = tl.load(q_indptr + tl.program_id(0)).to(tl.int64) * NUM_Q_HEADS + tl.program_id(1)
+    rows = q_row + tl.arange(0, SPLITS).to(tl.int64) * num_tokens * NUM_Q_HEADS
+    sums = tl.load(sum_ptr + rows)
+    weight = tl.exp(sums - tl.max(sums, axis=0))
+    weight = weight / tl.sum(weight, axis=0)
+    dim = tl.arange(0, BLOCK_DIMS)
+    parts = tl.load(
+        part_ptr + rows[:, None] * HEAD_DIM + dim[None, :], mask=(dim < HEAD_DIM)[None, :], other=0.0
+    )
+    tl.store(out_ptr + q_row * HEAD_DIM + dim, tl.sum(parts * weight[:, None], axis=0), mask=dim < HEAD_DIM)

@@ -1,0 +1,91 @@
+"""Gemma 2: windows in every second layer, soft caps, and norms before and behind attention and MLP.
+
+Shapes: T tokens, D hidden, V vocabulary, M rows that are wanted.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.layers.attention.base import AttentionKind, AttentionStep
+from ebbtide.srt.layers.heads import Rope
+from ebbtide.srt.models.base import WeightMap
+from ebbtide.srt.models.dense import (
+    Block,
+    DenseCausalLM,
+    DenseConfig,
+    GatedMLP,
+    dense_config,
+    dense_layer_map,
+)
+
+
+class GemmaBlock(Block):
+    """One decoder layer whose attention and MLP are normalised again before they are added."""
+
+    mlp: GatedMLP
+
+    def __init__(self, config: DenseConfig, dtype: torch.dtype, layer: int) -> None:
+        super().__init__(config, dtype, layer, GatedMLP(config, dtype))
+        self.pre_feedforward_layernorm = config.norm(dtype)
+        self.post_feedforward_layernorm = config.norm(dtype)
+
+    def forward(self, x_TD: Tensor, rope: Rope, step: AttentionStep, rows_M: Tensor | None = None) -> Tensor:
+        attention, mlp = self.self_attn, self.mlp
+        heads_TO = attention.heads(x_TD, self.input_layernorm, rope, step)
+        x_TD += self.post_attention_layernorm(attention.o_proj.project_summed(heads_TO))
+        if rows_M is not None:
+            x_TD = x_TD[rows_M]
+        inner_TI = mlp.inner(x_TD, self.pre_feedforward_layernorm)
+        x_TD += self.post_feedforward_layernorm(mlp.down_proj.project_summed(inner_TI))
+        return x_TD
+
+
+class GemmaCausalLM(DenseCausalLM):
+    """What Gemma 2 and 3 share.
+
+    Args:
+        config: sizes and switches.
+        hf_config: the model's, for what is done to the logits.
+        dtype, device: as for `DenseCausalLM`.
+    """
+
+    def __init__(self, config: DenseConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        if getattr(hf_config, "use_bidirectional_attention", None):
+            raise ConfigurationError("use_bidirectional_attention is not supported; it must be false")
+        super().__init__(config, dtype, device, partial(GemmaBlock, config, dtype))
+        self._logit_cap = hf_config.final_logit_softcapping
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        logits_TV = super().logits(hidden_TD)
+        if self._logit_cap is not None:
+            logits_TV.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
+        return logits_TV
+
+    def layer_map(self, layer: int) -> WeightMap:
+        return dense_layer_map(self.config, ("pre_feedforward_layernorm", "post_feedforward_layernorm"))
+
+
+def gemma_config(hf_config: Any, soft_cap: float | None, **switches: Any) -> DenseConfig:
+    """What both config files say. Weights of norms are added to one, and embeddings made longer."""
+    bias = bool(hf_config.attention_bias)
+    return dense_config(
+        hf_config,
+        kind=AttentionKind(hf_config.query_pre_attn_scalar**-0.5, soft_cap=soft_cap),
+        qkv_bias=bias,
+        output_bias=bias,
+        norm_offset=1.0,
+        embedding_scale=hf_config.hidden_size**0.5,
+        **switches,
+    )
+
+
+class Gemma2ForCausalLM(GemmaCausalLM):
+    """Scores are capped in the attention and at the end."""
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        config = gemma_config(hf_config, hf_config.attn_logit_softcapping)
+        super().__init__(config, hf_config, dtype, device)

@@ -1,0 +1,252 @@
+"""Backends with CUDA graphs against torch's own attention in float32: eager, and captured.
+
+Shapes: T tokens, R requests, B requests of a graph, N query heads, K KV heads, H head_dim, S page_size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fixtures.paged_requests import Batch, Pool, Requests
+from torch import Tensor
+
+from ebbtide.srt.errors import EngineError
+from ebbtide.srt.layers.attention.base import (
+    AttentionBackend,
+    AttentionKind,
+    AttentionShape,
+    AttentionStep,
+    DecodeBuffers,
+    LayerAttention,
+)
+from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS
+from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+Heads = tuple[int, int, int]
+PAGE_SIZE, NUM_LAYERS, LAYER = 16, 2, 1
+# bfloat16 keeps 8 bits of queries, keys, values and outputs.
+TOLERANCE = 3e-2
+BACKENDS = [name for name, backend in ATTENTION_BACKENDS.items() if backend.captures]
+# (query heads, KV heads, head_dim): groups of 1, 2, 4 on CUDA cores, of 7 and 8 on tensor cores; and heads
+# that are no power of two, groups larger than a tile, and groups of 3.
+SHAPES = [
+    (4, 4, 64),
+    (4, 2, 128),
+    (8, 2, 128),
+    (14, 2, 64),
+    (14, 2, 128),
+    (16, 2, 128),
+    (8, 4, 256),
+    (6, 2, 96),
+    (40, 2, 80),
+]
+PLAIN, WINDOWED = AttentionKind(0.1), AttentionKind(0.1, window=40)
+KINDS = [PLAIN, WINDOWED, AttentionKind(0.1, soft_cap=2.0), AttentionKind(0.1, window=7, soft_cap=2.0)]
+
+
+class Both:
+    """A backend in bfloat16 and torch's in float32, over pools of the same requests."""
+
+    def __init__(self, name: str, heads: Heads, num_pages: int, kind: AttentionKind = PLAIN) -> None:
+        self.heads = heads
+        _, num_kv, head_dim = heads
+        # The other layer is of another kind: a step is planned for both.
+        self.layers = [LayerAttention(0, PLAIN), LayerAttention(LAYER, kind)]
+        self.kinds = tuple(dict.fromkeys((PLAIN, kind)))
+        size = (NUM_LAYERS, num_pages, PAGE_SIZE, num_kv, head_dim)
+        self.pool = Pool(*size, torch.bfloat16, "cuda")
+        self.wide_pool = Pool(*size, torch.float32, "cuda")
+        self.backend = self._build(name, self.pool)
+        self.torch_native = self._build("torch_native", self.wide_pool)
+        self.rotary = RotaryEmbedding(RopeConfig("default", 10_000.0), head_dim, torch.device("cuda"))
+
+    def _build(self, name: str, pool: Pool) -> AttentionBackend:
+        num_q, num_kv, head_dim = self.heads
+        dtype = pool.keys.dtype
+        shape = AttentionShape(num_q, num_kv, head_dim, PAGE_SIZE, dtype, dtype, self.kinds)
+        if (problem := ATTENTION_BACKENDS[name].problem(shape, torch.device("cuda"))) is not None:
+            pytest.skip(problem)
+        return ATTENTION_BACKENDS[name](pool, self.layers, shape)
+
+    def random_qkv(self, num_tokens: int, seed: int) -> Tensor:
+        num_q, num_kv, head_dim = self.heads
+        generator = torch.Generator().manual_seed(seed)
+        qkv = torch.randn(num_tokens, num_q + 2 * num_kv, head_dim, generator=generator)
+        return qkv.cuda().to(torch.bfloat16)
+
+    def expected(self, batch: Batch, qkv: Tensor, positions: Tensor, norms: HeadNorms | None) -> Tensor:
+        wide = norms and HeadNorms(norms.q_weight.float(), norms.k_weight.float(), norms.eps, norms.offset)
+        self.torch_native.prepare(batch)
+        rope = self.rotary(positions, torch.float32)
+        return self.layers[LAYER](qkv.float(), rope, wide, self.torch_native)
+
+    def eager(self, batch: Batch, qkv: Tensor, positions: Tensor, norms: HeadNorms | None) -> Tensor:
+        self.backend.prepare(batch)
+        return self.layers[LAYER](qkv, self.rotary(positions, torch.bfloat16), norms, self.backend)
+
+    def step(self, requests: Requests, num_new: list[int], norms: HeadNorms | None) -> None:
+        """Run a batch in both, and compare."""
+        batch, positions = requests.grow(num_new)
+        qkv = self.random_qkv(len(positions), seed=int(requests.lens.sum()))
+        expected = self.expected(batch, qkv, positions, norms)
+        near(self.eager(batch, qkv, positions, norms), expected)
+
+
+def near(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def head_norms(head_dim: int, offset: float = 0.0) -> HeadNorms:
+    weight = torch.linspace(0.5, 1.5, head_dim, device="cuda").to(torch.bfloat16) - offset
+    return HeadNorms(weight, weight.flip(0), 1e-6, offset)
+
+
+def check_steps(name: str, heads: Heads, kind: AttentionKind, norms: HeadNorms | None) -> None:
+    requests = Requests(6, 700, PAGE_SIZE, device="cuda")
+    both = Both(name, heads, requests.num_pages, kind)
+    for num_new in (
+        [300, 1, 16, 17, 0, 64],  # prefill
+        [1, 1, 200, 1, 129, 33],  # chunks after cached tokens, beside decoding
+        [1, 1, 1, 1, 1, 1],
+        [1, 0, 1, 0, 0, 1],
+        [0, 300, 0, 0, 1, 0],
+    ):
+        both.step(requests, num_new, norms)
+    assert both.pool.keys[1 - LAYER].isnan().all()
+    assert both.pool.keys[LAYER][requests.spare_pages].isnan().all()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@pytest.mark.parametrize("norm_offset", [None, 0.0, 1.0])
+def test_prefill_chunks_and_decode_agree_with_torch(
+    name: str, heads: Heads, norm_offset: float | None
+) -> None:
+    check_steps(name, heads, PLAIN, None if norm_offset is None else head_norms(heads[2], norm_offset))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("heads", [(4, 2, 128), (8, 2, 128), (8, 4, 256), (6, 2, 96)], ids=str)
+@pytest.mark.parametrize("kind", KINDS[1:], ids=str)
+def test_windows_and_soft_caps_agree_with_torch(name: str, heads: Heads, kind: AttentionKind) -> None:
+    check_steps(name, heads, kind, None)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("heads", [(8, 2, 128), (14, 2, 128)], ids=str)
+@pytest.mark.parametrize("num_requests", [700])
+def test_a_large_decode_batch_agrees_with_torch(name: str, heads: Heads, num_requests: int) -> None:
+    requests = Requests(num_requests, 40, PAGE_SIZE, device="cuda")
+    both = Both(name, heads, requests.num_pages)
+    both.step(requests, [1 + row % 37 for row in range(num_requests)], None)
+    both.step(requests, [1] * num_requests, None)
+
+
+class CapturedStep:
+    """A decode step in a CUDA graph, with the inputs at fixed addresses."""
+
+    def __init__(self, both: Both, size: int, max_pages: int) -> None:
+        num_q, num_kv, head_dim = both.heads
+        self.size, self.layer = size, both.layers[LAYER]
+        self.qkv = torch.zeros(size, num_q + 2 * num_kv, head_dim, dtype=torch.bfloat16, device="cuda")
+        self.rope = both.rotary(torch.zeros(size, dtype=torch.int64, device="cuda"), torch.bfloat16)
+        self.buffers = DecodeBuffers(
+            torch.full((size,), -1, dtype=torch.int64, device="cuda"),
+            torch.arange(size + 1, dtype=torch.int32, device="cuda"),
+            torch.zeros(max_pages, dtype=torch.int32, device="cuda"),
+            torch.ones(size, dtype=torch.int32, device="cuda"),
+        )
+        self.attention = both.backend.captured(size, self.buffers)
+        self.attention.plan(np.arange(size + 1, dtype=np.int32), np.ones(size, dtype=np.int32))
+        self.graph = torch.cuda.CUDAGraph()
+        self.run(self.attention)
+        with torch.cuda.graph(self.graph):
+            self.out = self.run(self.attention)
+
+    def run(self, step: AttentionStep) -> Tensor:
+        return self.layer(self.qkv, self.rope, None, step)
+
+    def replay(self, batch: Batch, qkv: Tensor, rope: Rope) -> Tensor:
+        """Rows beyond the batch keep what the last replay left there, but have no slot."""
+        num = len(qkv)
+        padding = self.size - num
+        page_offsets = np.concatenate(
+            (batch.kv_indptr_R1, batch.kv_indptr_R1[-1] + np.arange(1, padding + 1))
+        ).astype(np.int32)
+        last = np.concatenate((batch.last_page_len_R, np.ones(padding))).astype(np.int32)
+        self.qkv[:num] = qkv
+        self.rope.cos_T1H[:num], self.rope.sin_T1H[:num] = rope
+        self.buffers.slots_B.fill_(-1)
+        self.buffers.slots_B[:num] = batch.slots_T
+        self.buffers.kv_indptr_B1.copy_(torch.from_numpy(page_offsets))
+        self.buffers.kv_indices.zero_()
+        self.buffers.kv_indices[: len(batch.kv_indices)] = batch.kv_indices
+        self.buffers.last_page_len_B.copy_(torch.from_numpy(last))
+        self.attention.plan(page_offsets, last)
+        self.graph.replay()
+        return self.out[:num]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", [PLAIN, WINDOWED], ids=str)
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+# The last one has blocks enough for every multiprocessor without splitting any request.
+@pytest.mark.parametrize(("num_requests", "size"), [(1, 1), (5, 8), (8, 8), (600, 640)])
+def test_replayed_graphs_agree_with_torch_and_padding_is_not_stored(
+    name: str, kind: AttentionKind, heads: Heads, num_requests: int, size: int
+) -> None:
+    max_len = 600 if num_requests < 10 else 60
+    requests = Requests(num_requests, max_len, PAGE_SIZE, device="cuda")
+    both = Both(name, heads, requests.num_pages, kind)
+    captured = CapturedStep(both, size, requests.num_pages + size)
+    both.step(requests, [1 + (row * 97) % (max_len - 20) for row in range(num_requests)], None)
+    for _ in range(3):
+        batch, positions = requests.grow([1] * num_requests)
+        qkv = both.random_qkv(num_requests, seed=int(requests.lens.sum()))
+        expected = both.expected(batch, qkv, positions, None)
+
+        near(captured.replay(batch, qkv, both.rotary(positions, torch.bfloat16)), expected)
+        # An eager step between replays uses the same workspace.
+        near(both.eager(batch, qkv, positions, None), expected)
+    assert both.pool.keys[LAYER][requests.spare_pages].isnan().all()
+
+
+@pytest.mark.parametrize("heads", [(8, 2, 128), (14, 2, 128)], ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_planning_does_not_wait_for_the_device(name: str, heads: Heads) -> None:
+    requests = Requests(4, 100, PAGE_SIZE, device="cuda")
+    both = Both(name, heads, requests.num_pages)
+    captured = CapturedStep(both, 4, requests.num_pages)
+    prefill, _ = requests.grow([20, 30, 40, 50])
+    decode, _ = requests.grow([1, 1, 1, 1])
+    for prepare in (
+        lambda: both.backend.prepare(prefill),
+        lambda: both.backend.prepare(decode),
+        lambda: captured.attention.plan(decode.kv_indptr_R1, decode.last_page_len_R),
+    ):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+        busy = torch.cuda.Event()
+        busy.record()
+
+        prepare()
+
+        assert not busy.query()
+
+
+def test_a_plan_that_the_captured_kernels_do_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(4, 100, PAGE_SIZE, device="cuda")
+    captured = CapturedStep(Both("flashinfer", (8, 2, 128), requests.num_pages), 4, requests.num_pages)
+    kernel = next(iter(captured.attention._kernels.values()))  # type: ignore[attr-defined]
+    monkeypatch.setattr(kernel, "plan", lambda lens, captured: [-1])
+
+    with pytest.raises(EngineError, match="do not fit"):
+        captured.attention.plan(np.arange(5, dtype=np.int32), np.ones(4, dtype=np.int32))

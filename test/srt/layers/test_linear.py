@@ -1,0 +1,116 @@
+"""What a `Linear` does in one go equals its parts, one after the other. Kernels: test_small_batch.py.
+
+Shapes: T tokens, D inputs, O outputs, I intermediate size.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ebbtide.srt.distributed.parallel_group import SoloGroup
+from ebbtide.srt.layers.linear import Linear
+from ebbtide.srt.layers.norm import RMSNorm
+
+EPS = 1e-5
+T, D, O, I = 5, 24, 16, 12  # noqa: E741
+
+
+class Rank(SoloGroup):
+    """One of two ranks; the other one's part of every sum is `other`."""
+
+    size = 2
+
+    def __init__(self, rank: int, other: Tensor) -> None:
+        self.rank, self.other = rank, other
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        return x.add_(self.other)
+
+    def add_reduced_(self, x: Tensor, onto: Tensor) -> None:
+        onto += x + self.other
+
+
+def make_linear(num_outputs: int, *, biased: bool, dtype: torch.dtype = torch.float32) -> Linear:
+    linear = Linear(D, num_outputs, bias=biased, dtype=dtype)
+    for name, parameter in list(linear.named_parameters()):
+        setattr(linear, name, nn.Parameter(torch.randn(parameter.shape).to(dtype), requires_grad=False))
+    return linear
+
+
+def make_norm(offset: float, dtype: torch.dtype = torch.float32) -> RMSNorm:
+    norm = RMSNorm(D, eps=EPS, dtype=dtype, offset=offset)
+    norm.weight = nn.Parameter(torch.randn(D).to(dtype), requires_grad=False)
+    return norm
+
+
+def normalised(x: Tensor, norm: RMSNorm) -> Tensor:
+    return F.rms_norm(x.float(), (D,), norm.weight.float() + norm.offset, EPS).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+def test_norm_and_product(dtype: torch.dtype, biased: bool, offset: float | None) -> None:
+    torch.manual_seed(0)
+    x, linear = torch.randn(T, D).to(dtype), make_linear(O, biased=biased, dtype=dtype)
+    norm = make_norm(offset, dtype) if offset is not None else None
+    before = x.clone()
+
+    out = linear.project(x, norm)
+
+    inputs = x if norm is None else normalised(x, norm)
+    torch.testing.assert_close(out, F.linear(inputs, linear.weight, linear.bias))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_norm_and_gated_product(biased: bool, activation: str) -> None:
+    torch.manual_seed(1)
+    x, linear, norm = torch.randn(T, D), make_linear(2 * I, biased=biased), make_norm(0.0)
+
+    out = linear.project_gated(x, norm, activation)
+
+    gate, up = F.linear(normalised(x, norm), linear.weight, linear.bias).split(I, dim=1)
+    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    torch.testing.assert_close(out, active * up)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_a_product_is_added_up_and_in_place_with_the_bias_of_one_rank(biased: bool, rank: int | None) -> None:
+    torch.manual_seed(2)
+    x, residual, linear = torch.randn(T, D), torch.randn(T, O), make_linear(O, biased=biased)
+    expected = F.linear(x, linear.weight, linear.bias if rank != 1 else None)
+    if rank is not None:
+        linear.group = Rank(rank, torch.randn(T, O))
+        expected = expected + linear.group.other
+
+    summed = linear.project_summed(x)
+    added = residual.clone()
+    linear.add_to(added, x)
+
+    torch.testing.assert_close(summed, expected)
+    torch.testing.assert_close(added, residual + expected)
+
+
+def test_another_precision_is_one_subclass() -> None:
+    """Weights kept as bytes with a scale: norms, gates and residuals need not know."""
+
+    class Bytes(Linear):
+        scale = 0.05
+
+        def multiply(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
+            return F.linear(x_TD, self.weight.float() * self.scale, bias_O)
+
+    linear, norm, x = Bytes(D, D, bias=False, dtype=torch.int8), make_norm(0.0), torch.randn(T, D)
+    linear.weight = nn.Parameter(torch.randint(-9, 9, (D, D), dtype=torch.int8), requires_grad=False)
+    weight = linear.weight.float() * Bytes.scale
+    residual = torch.zeros(T, D)
+
+    linear.add_to(residual, x)
+
+    torch.testing.assert_close(residual, x @ weight.T)
+    gate, up = (normalised(x, norm) @ weight.T).chunk(2, dim=1)
+    torch.testing.assert_close(linear.project_gated(x, norm, "silu"), F.silu(gate) * up)
