@@ -267,7 +267,7 @@ def _gpu_packages() -> Iterator[Finding]:
 def _flashinfer() -> Finding:
     from ebbtide.srt.kernel_cache import flashinfer_cache_dir, flashinfer_problem
 
-    fallback = "attention is torch's own then, without CUDA graphs: slow"
+    fallback = "attention is a Triton kernel's then: slower"
     if (problem := flashinfer_problem()) is not None:
         return Finding("FlashInfer", f"not usable: {problem}", fallback, Verdict.NOTE)
     requirement = _cuda_requirement("flashinfer-python")

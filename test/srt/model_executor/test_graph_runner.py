@@ -14,6 +14,7 @@ import torch
 from ebbtide.srt.errors import OutOfDeviceMemory
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
+from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor.graph_runner import capture_with_room
@@ -45,7 +46,7 @@ class Device:
         self.sizes.append(num_bytes)
         if num_bytes > self.free_bytes:
             raise OutOfDeviceMemory(num_bytes, self.free_bytes)
-        arena = Arena(MemoryTag.CUDA_GRAPH, num_bytes, HostVirtualMemory(), MIB)
+        arena = VirtualMemorySaver(HostVirtualMemory()).arena(MemoryTag.CUDA_GRAPH, num_bytes, MIB)
         arena.resume()
         return arena
 

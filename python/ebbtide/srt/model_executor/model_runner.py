@@ -126,7 +126,7 @@ class ModelRunner:
         batch = ForwardBatch.from_plan(plan, self.page_table.array, self.kv_pool.page_size, self._device)
         self._attention.prepare(batch)
         input_ids_T = resolve_tokens(batch.input_ids_T, batch.rows_T, self._next_tokens)
-        # Of prompts the last rows are wanted, unless each row's logits are.
+        # A prompt's last row alone is wanted, unless it asks for the logits of each row.
         wants_last = bool(batch.sampled_R) and not plan.is_decode and not batch.prompt_rows
         rows_S = batch.sampled_rows_S if wants_last else None
         hidden_TD = self.model.forward(input_ids_T, batch.positions_T, self._attention, rows_S)

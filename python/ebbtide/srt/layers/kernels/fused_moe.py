@@ -61,7 +61,8 @@ class Plan:
 
 # Up to so many tokens, blocks find their slots by themselves.
 FEW_TOKENS = 32
-# By the slots of a block. Where there are few, all the time goes into reading weights: many small programs.
+# Tiles for each number of slots in a block. With few, all the time goes into reading weights: then there
+# are many small programs.
 TILES = {
     16: (Tile(32, 128, 4, 4), Tile(64, 128, 4, 4)),
     32: (Tile(32, 128, 4, 4), Tile(64, 128, 4, 4)),

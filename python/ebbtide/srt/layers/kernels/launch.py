@@ -24,8 +24,8 @@ def can_overlap(device: torch.device) -> bool:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a CPU, where kernels are interpreted, counts as one."""
+    """Multiprocessors of a GPU; a CPU, where kernels are interpreted, counts as a small one."""
     if device.type != "cuda":
-        return 1
+        return 4
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count

@@ -203,10 +203,11 @@ def _attend(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.sum(weight, axis=1)
         out = out * shrink[:, None] + tl.dot(weight.to(q.dtype), v, input_precision="ieee")
         best = new_best
-    out = out / tl.where(total > 0.0, total, 1.0)[:, None]
+    divisor = tl.where(total > 0.0, total, 1.0)
+    out = out / divisor[:, None]
     if SPLITS > 1:
         q_row += split.to(tl.int64) * num_tokens * NUM_Q_HEADS
-        tl.store(sum_ptr + q_row, tl.where(total > 0.0, best + tl.log(total), float("-inf")), mask=present)
+        tl.store(sum_ptr + q_row, best + tl.log(divisor), mask=present)
     tl.store(out_ptr + q_row[:, None] * HEAD_DIM + dim, out, mask=present[:, None] & in_head)
 
 
