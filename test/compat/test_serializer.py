@@ -163,42 +163,6 @@ def test_each_rank_finds_its_own_tensor(trainer: Trainer) -> None:
         check_arrives(payload, None, add=tp_rank, place=replace(ONE_RANK, tp_rank=tp_rank, tp_size=2))
 
 
-RECEIVER = """
-import sys
-import torch
-from sglang.srt.utils import MultiprocessingSerializer
-sys.path.append(sys.argv[1])
-from fixtures.trainer_process import sample_tensors
-
-decoded = MultiprocessingSerializer.deserialize(sys.stdin.read())
-if isinstance(decoded, dict):
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-    bucket = FlattenedTensorBucket(flattened_tensor=decoded["flattened_tensor"], metadata=decoded["metadata"])
-    decoded = bucket.reconstruct_tensors()
-for (name, tensor), (expected_name, expected) in zip(decoded, sample_tensors(), strict=True):
-    if not isinstance(tensor, torch.Tensor):
-        tensor, expected = tensor.get(1), expected.detach() + 1
-    assert name == expected_name and tensor.dtype == expected.dtype
-    assert torch.equal(tensor, expected), name
-print("equal")
-"""
-
-
-@pytest.mark.parametrize("kind", ["named", "bucket"])
-def test_another_trainer_reads_them_back(trainer: Trainer, kind: str) -> None:
-    payload = trainer.send(kind)
-    done = subprocess.run(
-        [sys.executable, "-c", RECEIVER, str(Path(__file__).parents[1] / "srt")],
-        input=payload,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env=COMPAT_ENVIRONMENT,
-    )
-    assert done.stdout == "equal\n", done.stderr
-
-
 def test_nothing_stays_in_shared_memory_and_tensors_outlive_the_senders(trainer: Trainer) -> None:
     from sglang.srt.utils import MultiprocessingSerializer
 

@@ -194,35 +194,31 @@ def test_broken_json_is_refused(folder: Path) -> None:
     assert "config.json" in refused(folder)
 
 
+BAD_ARGUMENTS: dict[str, list[Any]] = {
+    "page_size": [0, "16", True],
+    "max_total_tokens": [15],
+    "max_running_requests": [0],
+    "max_queued_requests": [-1],
+    "chunked_prefill_size": [0, -2],
+    "mem_fraction_static": [0.0, 1.0, float("nan")],
+    "context_length": [257],
+    "dtype": ["float8"],
+    "load_format": ["gguf"],
+    "schedule_policy": ["lifo"],
+    "prefix_cache_scope": ["all"],
+    "skip_tokenizer_init": [1],
+    "weight_update_timeout_s": [0],
+    "watchdog_timeout": [float("inf")],
+    "port": [0, 65536],
+    "log_level": ["loud"],
+    "custom_weight_loader": [[1]],
+    "json_model_override_args": ["[1]", "{"],
+}
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("page_size", 0),
-        ("page_size", "16"),
-        ("page_size", True),
-        ("max_total_tokens", 15),
-        ("max_running_requests", 0),
-        ("max_queued_requests", -1),
-        ("chunked_prefill_size", 0),
-        ("chunked_prefill_size", -2),
-        ("mem_fraction_static", 0.0),
-        ("mem_fraction_static", 1.0),
-        ("mem_fraction_static", float("nan")),
-        ("context_length", 257),
-        ("dtype", "float8"),
-        ("load_format", "gguf"),
-        ("schedule_policy", "lifo"),
-        ("prefix_cache_scope", "all"),
-        ("skip_tokenizer_init", 1),
-        ("weight_update_timeout_s", 0),
-        ("watchdog_timeout", float("inf")),
-        ("port", 0),
-        ("port", 65536),
-        ("log_level", "loud"),
-        ("custom_weight_loader", [1]),
-        ("json_model_override_args", "[1]"),
-        ("json_model_override_args", "{"),
-    ],
+    [*((name, value) for name, values in BAD_ARGUMENTS.items() for value in values)],
 )
 def test_a_bad_argument_is_refused_by_name(folder: Path, name: str, value: Any) -> None:
     assert name in refused(folder, **{name: value})

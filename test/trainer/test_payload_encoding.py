@@ -94,20 +94,6 @@ def test_a_payload_that_nobody_opened_leaves_nothing(left_behind: LeftBehind) ->
     assert left_behind() == set()
 
 
-def test_a_receiver_that_is_late_keeps_its_memory(left_behind: LeftBehind) -> None:
-    with serialize_tensors([("w", torch.arange(1000))]) as shared:
-        source = open_tensor_payload([shared.payload], None)
-    [(_, tensor)] = source
-    assert whole(tensor).sum() == 499_500
-    source.close()
-    assert left_behind() == set()
-
-
-def test_no_tensors_are_a_payload_too() -> None:
-    with serialize_tensors([]) as shared:
-        assert received(shared.payload) == {}
-
-
 def test_in_place_sharing_leaves_the_strategy_alone_and_lives_as_long_as_the_object(
     left_behind: LeftBehind,
 ) -> None:

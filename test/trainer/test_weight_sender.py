@@ -19,14 +19,9 @@ import torch
 from fixtures.servers import ENVIRONMENT, Server, free_port, is_alive, running_server, url_of, wait_until
 from fixtures.sharding_trainer import send_from_two_processes
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from ebbtide import Engine
-from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 from ebbtide.trainer import WeightSender, WeightSendError
 
 Weights = dict[str, torch.Tensor]
@@ -253,40 +248,6 @@ def test_a_trainer_rank_without_a_target_reads_all(new: Weights) -> None:
     sent = WeightSender(None).send(reading, version=3)
     assert next(reading, None) is None
     assert (sent.version, sent.num_tensors, sent.num_bytes) == ("3", 0, 0)
-
-
-def test_sharded_tensors_are_gathered(engine: Any, new: Weights) -> None:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        sharded = {
-            name: torch.nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)]))
-            for name, tensor in new.items()
-        }
-        sender_to(engine).send(sharded.items(), version="new")
-    finally:
-        torch.distributed.destroy_process_group()
-    assert serves(engine, new, "new")
-
-
-def test_a_server_of_several_ranks_gets_a_payload_for_each(new: Weights) -> None:
-    received: list[Weights] = [{}, {}]
-
-    def take(fields: dict[str, Any]) -> None:
-        entries = fields["serialized_named_tensors"]
-        for rank in range(2):
-            place = ParallelConfig(tp_rank=rank, tp_size=2)
-            source = open_tensor_payload(entries, fields["load_format"], place=place)
-            list(source.open())
-            received[rank].update((name, whole(tensor).clone()) for name, tensor in source)
-            source.close()
-
-    with fake_server(num_ranks=2, on_update=take) as url:
-        WeightSender(url, bucket_bytes=BUCKET_BYTES).send(new.items(), version="new")
-    for weights in received:
-        assert weights.keys() == new.keys()
-        assert all(torch.equal(weights[name], tensor) for name, tensor in new.items())
 
 
 # -------------------------------------------------------------------------------------------- what does not
@@ -548,17 +509,13 @@ class FakeEngine:
         self.on_update: Callable[[list[str]], None] = lambda _: None
         self.on_end: Callable[[], None] = lambda: None
 
-    def begin_weight_update(self, *, timeout_s: float | None, session_id: str | None) -> dict[str, Any]:
+    def begin_weight_update(self, **fields: Any) -> dict[str, Any]:
         self.log.append("begin")
         self.is_open = True
         return {}
 
     def update_weights_from_tensor(
-        self,
-        named_tensors: list[tuple[str, torch.Tensor]],
-        *,
-        timeout_s: float | None,
-        session_id: str | None,
+        self, named_tensors: list[tuple[str, torch.Tensor]], **fields: Any
     ) -> dict[str, Any]:
         self.log.append("update")
         names = [name for name, _ in named_tensors]
@@ -566,15 +523,7 @@ class FakeEngine:
         self.updates.append(names)
         return {"committed": not self.is_open}
 
-    def end_weight_update(
-        self,
-        *,
-        weight_version: str | None,
-        flush_cache: bool | None,
-        pause_mode: str | None,
-        timeout_s: float | None,
-        session_id: str | None,
-    ) -> dict[str, Any]:
+    def end_weight_update(self, **fields: Any) -> dict[str, Any]:
         self.log.append("end")
         self.on_end()
         self.is_open = False

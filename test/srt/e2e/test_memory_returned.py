@@ -174,16 +174,6 @@ def test_a_release_gives_the_memory_of_its_tags_back_and_a_resume_takes_it(
     assert -0.05 * expected - CACHE_BYTES <= held_bytes(engine) - resident <= 0.05 * expected
 
 
-def test_a_repeated_release_or_resume_moves_no_byte(engine: EngineClass) -> None:
-    resident = held_bytes(engine)
-    assert engine.resume_memory_occupation()["changed"] is False
-    assert abs(held_bytes(engine) - resident) <= NOISE_BYTES
-    engine.release_memory_occupation()
-    released = held_bytes(engine)
-    assert engine.release_memory_occupation()["changed"] is False
-    assert abs(held_bytes(engine) - released) <= NOISE_BYTES
-
-
 def test_a_sleeping_engine_wakes_in_stages_and_serves_the_new_weights(
     engine: EngineClass, trained: dict[str, torch.Tensor]
 ) -> None:

@@ -26,10 +26,8 @@ from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     AnyReply,
-    BeginWeightUpdateReqInput,
     ControlCall,
     ControlReply,
-    EndWeightUpdateReqInput,
     Refusal,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsReqOutput,
@@ -267,38 +265,3 @@ def test_a_write_that_fails_is_answered_and_the_old_weights_serve(
     assert "the copy failed" in sender.heard[-2]
     assert rank.store.checksum() == before
     assert counters.values == [0]
-
-
-def test_a_sender_that_gives_up_changes_nothing(
-    rank: Rank, bring: Bring, counters: Counters, new: dict[str, torch.Tensor]
-) -> None:
-    before = rank.store.checksum()
-    reply, _ = bring(new, last=2)
-    assert isinstance(reply, Refusal)
-    assert reply.status == 400
-    assert "the sender gave up: out of memory" in reply.message
-    assert rank.store.checksum() == before
-    assert counters.values == [0]
-
-
-def test_in_a_session_nothing_serves_before_its_end(
-    rank: Rank, bring: Bring, new: dict[str, torch.Tensor]
-) -> None:
-    before = rank.store.checksum()
-    assert rank.apply(BeginWeightUpdateReqInput()).changed
-    half = len(new) // 2
-    for items in (list(new.items())[:half], list(new.items())[half:]):
-        reply, _ = bring(dict(items), weight_version="b")
-        assert reply.committed is False
-    assert rank.store.checksum() == before
-    assert rank.apply(EndWeightUpdateReqInput()).weight_version == "b"
-    assert_serves(rank, new)
-
-
-def test_an_engine_on_the_cpu_says_what_to_use(checkpoints: tuple[Path, Path]) -> None:
-    rank = Rank(checkpoints[0], CpuDevice())
-    reply = rank.apply(UpdateWeightsFromIPCReqInput(zmq_handles={f"GPU-{UUID}": "ipc:///sender"}))
-    rank.store.arena.close()
-    assert isinstance(reply, Refusal)
-    assert reply.status == 400
-    assert "runs on the CPU: use update_weights_from_tensor" in reply.message

@@ -242,16 +242,6 @@ def test_a_fault_over_stale_weights_leaves_them_stale(
     assert rank.store.checksum() == before
 
 
-def test_updates_back_and_forth_end_where_they_began(rank: Rank, checkpoints: tuple[Path, Path]) -> None:
-    before = rank.store.checksum()
-    address = rank.store.arena.address
-    for number in range(20):
-        reply = rank.apply(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[(number + 1) % 2])))
-        assert reply.staged
-    assert rank.store.checksum() == before
-    assert rank.store.arena.address == address
-
-
 class BusyDevice(CpuDevice):
     """Host memory that is treated as a CUDA device's: its copies are done when the test says so.
 

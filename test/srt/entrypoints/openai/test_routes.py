@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from fixtures.checkpoints import EOS_ID, VOCAB_SIZE, make_checkpoint
-from fixtures.servers import Server, running_server, wait_until
+from fixtures.servers import Server, running_server
 
 NAME = "org/tide"
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -210,16 +210,6 @@ def test_a_streamed_completion_with_echo_and_logprobs_adds_up(client: openai.Ope
         assert added == getattr(whole.logprobs, name)
 
 
-def test_a_prompt_can_be_scored_without_generating(client: openai.OpenAI) -> None:
-    answer = client.completions.create(prompt="tide", max_tokens=0, logprobs=0, echo=True, **GREEDY)
-    [choice] = answer.choices
-    assert choice.text == "tide"
-    assert choice.logprobs is not None
-    assert choice.logprobs.tokens == ["t", "i", "d", "e"]
-    assert choice.logprobs.token_logprobs is not None
-    assert [logprob is None for logprob in choice.logprobs.token_logprobs] == [True, False, False, False]
-
-
 # --------------------------------------------------------------------------------------------------- chat
 
 
@@ -315,19 +305,6 @@ def test_logprobs_of_a_chat(server: Server, client: openai.OpenAI) -> None:
     assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] == NUM_TOKENS
 
 
-def test_tools_are_shown_to_the_template_only(client: openai.OpenAI) -> None:
-    tool: Any = {"type": "function", "function": {"name": "depth", "parameters": {}}}
-    call = {"id": "1", "type": "function", "function": {"name": "depth", "arguments": '{"at": 1}'}}
-    messages: Any = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "3 m"},
-    ]
-    answer = client.chat.completions.create(messages=messages, tools=[tool], max_tokens=2, **GREEDY)
-    assert answer.choices[0].message.tool_calls is None
-    assert answer.choices[0].finish_reason == "length"
-
-
 # ------------------------------------------------------------------------------- refusals, aborts, versions
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -339,18 +316,10 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (COMPLETIONS, {"prompt": None}, "prompt"),
         (COMPLETIONS, {"prompt": []}, "empty"),
         (COMPLETIONS, {"prompt": ["a", [1]]}, "mixture"),
-        (COMPLETIONS, {"prompt": [VOCAB_SIZE]}, "not in the vocabulary"),
         (COMPLETIONS, {"prompt": [VOCAB_SIZE], "echo": True}, "not in the vocabulary"),
         (COMPLETIONS, {"suffix": "x"}, "suffix"),
         (COMPLETIONS, {"best_of": 2}, "best_of"),
         (COMPLETIONS, {"logprobs": -1}, "top_logprobs_num"),
-        (COMPLETIONS, {"temperature": "hot"}, "$.temperature"),
-        (COMPLETIONS, {"top_p": 0}, "top_p"),
-        (COMPLETIONS, {"n": 0}, "n:"),
-        (COMPLETIONS, {"rid": []}, "rid"),
-        (COMPLETIONS, {"regex": "a+"}, "regex"),
-        (COMPLETIONS, {"lora_path": "x"}, "lora_path"),
-        (COMPLETIONS, {"return_hidden_states": True}, "return_hidden_states"),
         (COMPLETIONS, {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": None}, "messages"),
@@ -359,8 +328,6 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
          "only parts with text are supported"),
         (CHAT, {"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "cannot be set"),
-        (CHAT, {"return_routed_experts": True}, "return_routed_experts"),
-        (CHAT, {"max_tokens": -1}, "max_new_tokens"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
@@ -395,34 +362,6 @@ def test_a_request_is_aborted_by_its_id(server: Server, client: openai.OpenAI) -
     server.post("/abort_request", {"rid": first.id})
     *_, last = stream
     assert last.choices[0].finish_reason == "abort"
-
-
-def test_a_client_that_leaves_a_stream_has_it_aborted(server: Server, client: openai.OpenAI) -> None:
-    def num_left() -> int:
-        return int(server.post("/abort_request", {"abort_all": True, "report": True}).json()["num_aborted"])
-
-    body = {**GREEDY, "extra_body": {"ignore_eos": True, "rid": "left"}}
-    with client.chat.completions.create(messages=MESSAGES, stream=True, **body) as stream:
-        next(stream)
-    # Its name is free again once it has ended.
-    wait_until(
-        lambda: server.post(COMPLETIONS, {"prompt": "a", "rid": "left", "max_tokens": 1}).status_code == 200,
-        "the request is aborted",
-    )
-    assert num_left() == 0
-
-
-def test_the_weights_version_comes_with_the_answer(server: Server, client: openai.OpenAI) -> None:
-    assert server.post("/update_weight_version", {"new_version": "7"}).is_success
-    # Nobody has asked that before: no KV of the old version is reused.
-    messages: Any = [{"role": "user", "content": "since when?"}]
-    answer = client.chat.completions.create(messages=messages, max_tokens=2, **GREEDY)
-    assert answer.to_dict(warnings=False)["metadata"] == {
-        "weight_version": "7",
-        "weight_versions": [{"version": "7", "start": 0, "end": 2}],
-        "kv_weight_versions": ["7"],
-    }
-    assert server.post("/update_weight_version", {"new_version": "default"}).is_success
 
 
 # ------------------------------------------------------------------------------------------------ metrics

@@ -33,7 +33,6 @@ from ebbtide.srt.managers.io_struct import (
     PauseMode,
     PingReqInput,
     PingReqOutput,
-    Prepared,
     Preserve,
     Refusal,
     ReleaseMemoryOccupationReqInput,
@@ -358,29 +357,6 @@ def test_replies_to_calls_that_cross_find_their_callers() -> None:
         assert not aborting.done()
         await setup.answer(0, AbortReqOutput(changed=False, num_aborted=0), 0)
         assert (await aborting).num_aborted == 1
-
-    run(script)
-
-
-@pytest.mark.parametrize(
-    ("request_", "ends"),
-    [
-        (ReleaseMemoryOccupationReqInput(), True),
-        (ReleaseMemoryOccupationReqInput(tags=(MemoryTag.WEIGHTS,)), True),
-        (ReleaseMemoryOccupationReqInput(tags=(MemoryTag.KV_CACHE,)), False),
-        (AbortWeightUpdateReqInput(), False),
-        (PauseGenerationReqInput(), False),
-    ],
-)
-def test_what_a_release_of_the_weights_ends_is_not_committed(request_: AnyControlRequest, ends: bool) -> None:
-    async def script(setup: Setup) -> None:
-        updating = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
-        await setup.answer(0, Prepared())
-        between = await setup.call(request_)
-        await setup.answer(1, Prepared(), 0)
-        assert [bool(verdict.refusal) for verdict in setup.replicas[1].verdicts] == [ends]
-        for task in (updating, between):
-            task.cancel()
 
     run(script)
 
