@@ -214,7 +214,8 @@ class NullWeights:
 
     An update is an `UpdateWeightFromDiskReqInput` whose `model_path` is the integer to write. Its `manifest`
     may hold `names` (parameters to write, all by default), `fail_after` (raise after so many of them),
-    `is_sent` (it arrives through a group), and `needs_copy` (the integer is added to all parameters).
+    `is_sent` (it arrives through a group), `needs_copy` (the integer is added to all parameters), and
+    `nonfinite` (of the names, those that hold NaN).
 
     An `UpdateWeightsFromIPCReqInput` may have any handles. What its sender says is put into `sender.says`.
 
@@ -225,6 +226,7 @@ class NullWeights:
         faults: what this rank fails with, once, at which steps of updates (`STEPS`).
         slowness: slices without bytes ahead of each one with some, and looks before something arrives.
         lateness: further looks before tensors arrive, or a group has been joined.
+        nonfinite: what an update holds NaN in on this rank, where its manifest does not say.
         groups: that were joined.
         sender: of the updates that come piece by piece.
     """
@@ -254,6 +256,7 @@ class NullWeights:
         self.faults: dict[str, Exception] = {}
         self.slowness = 0
         self.lateness = 0
+        self.nonfinite: list[str] = []
         self.groups: set[str] = set()
         self.sender = NullSender()
         self.parameters = NullParameters(self)
@@ -430,6 +433,7 @@ class _NullIncoming:
         self.is_sent: bool = manifest.get("is_sent", False)
         self.needs_copy: bool = manifest.get("needs_copy", False)
         self.names = weights.names if self.needs_copy and names else frozenset(names) & weights.names
+        self.sent = frozenset(names)
         self.num_tensors = len(names)
         self.num_ignored = 0
         self.problems = [
@@ -437,6 +441,7 @@ class _NullIncoming:
             for name in sorted(set(names) - weights.names)
         ]
         self._weights = weights
+        self._nonfinite: list[str] = manifest.get("nonfinite", weights.nonfinite)
         self._value = value
         self._fail_after: int | None = manifest.get("fail_after")
         self._num_looks = weights.slowness + weights.lateness
@@ -470,6 +475,9 @@ class _NullIncoming:
             staging.write(name, self._value, adds=self.needs_copy)
             yield from self._weights.slice()
         self._weights.fail_at("write")
+
+    def nonfinite(self) -> list[str]:
+        return self._nonfinite
 
     def close(self) -> None:
         """Nothing is held."""

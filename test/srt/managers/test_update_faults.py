@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -240,6 +241,19 @@ def test_a_fault_over_stale_weights_leaves_them_stale(
     assert not rank.scheduler.control.allows_forward
     assert rank.apply(update).content == "valid"
     assert rank.store.checksum() == before
+
+
+def test_nan_and_inf_are_named(rank: Rank, checkpoints: tuple[Path, Path]) -> None:
+    tensors = load_file(checkpoints[1] / "model.safetensors")
+    for name, value in (("model.norm.weight", math.inf), ("model.layers.0.mlp.up_proj.weight", math.nan)):
+        tensors[name].view(-1)[-1] = value
+    update = UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=[safetensors.torch.save(tensors)], load_format="safetensors"
+    )
+    reply = rank.apply(update)
+    assert reply.num_nonfinite == 2
+    assert "hold NaN or Inf: model.layers.0.mlp.up_proj.weight, model.norm.weight." in reply.message
+    assert rank.apply(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[0]))).num_nonfinite == 0
 
 
 class BusyDevice(CpuDevice):

@@ -329,8 +329,13 @@ class Engine:
         pause_mode: str | None = None,
         timeout_s: float | None = None,
         session_id: str | None = None,
+        allow_incomplete: bool = False,
     ) -> dict[str, Any]:
-        """Commit the open session. wire_api section 3.3."""
+        """Commit the open session. wire_api section 3.3.
+
+        Args:
+            allow_incomplete: also where an update of the session was refused and not made up for.
+        """
         return await self._control(
             io_struct.EndWeightUpdateReqInput,
             weight_version=weight_version,
@@ -338,6 +343,7 @@ class Engine:
             pause_mode=pause_mode,
             timeout_s=timeout_s,
             session_id=session_id,
+            allow_incomplete=allow_incomplete,
         )
 
     async def async_abort_weight_update(self) -> dict[str, Any]:

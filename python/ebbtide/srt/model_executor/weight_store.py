@@ -19,6 +19,8 @@ from ebbtide.srt.models.sharding import Part, replace_parameter, shard
 from ebbtide.srt.stored_tensor import StoredTensor, copy_into
 
 ALIGNMENT_BYTES = 256
+# Tensors that are looked at for NaN and Inf by one call.
+LOOKED_AT_ONCE = 64
 SLICE_BYTES = 64 << 20
 # At the speed of pageable memory, about what a forward pass can be kept waiting for.
 TRANSFER_BYTES = 16 << 20
@@ -72,6 +74,49 @@ class Destination:
         """What this rank holds of a whole tensor."""
         part = self.part
         return tensor if part is None else tensor.narrow(part.dim, part.start, part.length)
+
+
+class NonFinite:
+    """Which of the tensors that were written hold NaN or Inf.
+
+    They are looked at where they are, and what was found is read once. To be used where copies are launched.
+    """
+
+    def __init__(self) -> None:
+        self._named: list[tuple[str, Tensor]] = []
+        self._num_looked_at = 0
+        self._norms: list[Tensor] = []
+        self._is_finite: Tensor | None = None
+
+    def add(self, name: str, region: Tensor) -> None:
+        """To be looked at, now or later. Types without Inf, or that mean nothing without scales, are not."""
+        if region.dtype in CONVERTIBLE:
+            self._named.append((name, region))
+        if len(self._named) - self._num_looked_at == LOOKED_AT_ONCE:
+            self._look()
+
+    def finish(self) -> None:
+        """All were added: launch what is left, and the reading."""
+        self._look()
+        if self._norms:
+            is_finite = torch.stack(self._norms).isfinite()
+            self._is_finite = torch.empty(len(is_finite), dtype=torch.bool, pin_memory=is_finite.is_cuda)
+            self._is_finite.copy_(is_finite, non_blocking=True)
+
+    def names(self) -> list[str]:
+        """Once everything that was launched has run."""
+        if self._is_finite is None:
+            return []
+        # A norm may be infinite where nothing else is: only those few are waited for.
+        looked_at = zip(self._named, self._is_finite.tolist(), strict=True)
+        suspects = [named for named, is_finite in looked_at if not is_finite]
+        return [name for name, region in suspects if not bool(region.isfinite().all())]
+
+    def _look(self) -> None:
+        regions = [region for _, region in self._named[self._num_looked_at :]]
+        self._num_looked_at = len(self._named)
+        if regions:
+            self._norms += torch._foreach_norm(regions, 2, dtype=torch.float32)
 
 
 class WeightStore:
@@ -138,6 +183,10 @@ class WeightStore:
         """Whether a checkpoint may hold this name although there is nothing to write."""
         return self._model.ignored(name)
 
+    def knows(self, name: str, direct: bool = False) -> bool:
+        """Whether there is a tensor of this name to write."""
+        return self._expected_shape(name, direct) is not None
+
     def check(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, direct: bool = False
     ) -> TensorProblem | None:
@@ -166,7 +215,12 @@ class WeightStore:
         return sum(self.write_by_slices(name, tensor, shadow, direct))
 
     def write_by_slices(
-        self, name: str, tensor: Tensor | StoredTensor, shadow: Shadow | None, direct: bool = False
+        self,
+        name: str,
+        tensor: Tensor | StoredTensor,
+        shadow: Shadow | None,
+        direct: bool = False,
+        nonfinite: NonFinite | None = None,
     ) -> Generator[int, None, None]:
         """As `write`, yielding the bytes of each slice just copied; nothing for an ignored name.
 
@@ -186,6 +240,8 @@ class WeightStore:
         for piece, room in _row_slices(part, region, region.nbytes if is_near else TRANSFER_BYTES):
             copy_into(room, piece)
             yield room.nbytes
+        if nonfinite is not None:
+            nonfinite.add(name, region)
 
     def destination(self, name: str, shadow: Shadow | None, direct: bool = False) -> Destination | None:
         """Where a tensor that `check` accepts goes; None for an ignored name.

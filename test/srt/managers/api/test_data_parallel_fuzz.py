@@ -92,7 +92,8 @@ class ReplicasMachine(RuleBasedStateMachine):
 
     @rule(mode=MODES, flush_cache=st.none() | st.booleans(), version=st.none() | st.just("e"))
     def end(self, mode: PauseMode | None, flush_cache: bool | None, version: str | None) -> None:
-        self.call(EndWeightUpdateReqInput(pause_mode=mode, flush_cache=flush_cache, weight_version=version))
+        terms = {"pause_mode": mode, "flush_cache": flush_cache, "allow_incomplete": version is None}
+        self.call(EndWeightUpdateReqInput(weight_version=version, **terms))  # type: ignore[arg-type]
 
     @rule(request=st.sampled_from(SIMPLE))
     def ask(self, request: AnyControlRequest) -> None:

@@ -116,7 +116,9 @@ class ControlMachine(RuleBasedStateMachine):
     def session(self, which: str, mode: PauseMode | None, flush_cache: bool | None) -> None:
         requests: dict[str, AnyControlRequest] = {
             "begin": BeginWeightUpdateReqInput(timeout_s=1000.0),
-            "end": EndWeightUpdateReqInput(pause_mode=mode, flush_cache=flush_cache, weight_version="e"),
+            "end": EndWeightUpdateReqInput(
+                pause_mode=mode, flush_cache=flush_cache, weight_version="e", allow_incomplete=mode is None
+            ),
             "abort": AbortWeightUpdateReqInput(),
             "version": UpdateWeightVersionReqInput(new_version="v", abort_all_requests=bool(flush_cache)),
         }

@@ -186,9 +186,14 @@ class RanksMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.call(BeginWeightUpdateReqInput(timeout_s=1000.0))
 
-    @rule(mode=st.none() | st.sampled_from(list(PauseMode)), flush_cache=st.none() | st.booleans())
-    def end(self, mode: PauseMode | None, flush_cache: bool | None) -> None:
-        self.call(EndWeightUpdateReqInput(pause_mode=mode, flush_cache=flush_cache, weight_version="e"))
+    @rule(
+        mode=st.none() | st.sampled_from(list(PauseMode)),
+        flush_cache=st.none() | st.booleans(),
+        allow_incomplete=st.booleans(),
+    )
+    def end(self, mode: PauseMode | None, flush_cache: bool | None, allow_incomplete: bool) -> None:
+        terms = {"pause_mode": mode, "flush_cache": flush_cache, "allow_incomplete": allow_incomplete}
+        self.call(EndWeightUpdateReqInput(weight_version="e", **terms))  # type: ignore[arg-type]
 
     @rule(request=st.sampled_from(SIMPLE))
     def ask(self, request: AnyControlRequest) -> None:

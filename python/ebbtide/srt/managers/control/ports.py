@@ -297,9 +297,11 @@ class IncomingWeights(Protocol):
         needs_copy: whether it is written by changing what is there: it is given a copy that holds everything,
             and leaves it in an unknown state where it fails.
         problems: what stands against writing them, as `{"name", "reason"}`; empty if nothing does.
+        sent: the names of what is to be written; a name that the model does not know stands for itself.
     """
 
     names: frozenset[str]
+    sent: frozenset[str]
     is_sent: bool
     needs_copy: bool
     num_tensors: int
@@ -338,6 +340,10 @@ class IncomingWeights(Protocol):
 
     def write(self, staging: Staging) -> Slices[None]:
         """Launch the copies of the tensors."""
+        ...
+
+    def nonfinite(self) -> list[str]:
+        """Once the copies have run: which of the tensors hold NaN or Inf on this rank."""
         ...
 
     def release(self) -> Slices[None]:

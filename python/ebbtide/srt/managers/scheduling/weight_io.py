@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
@@ -21,7 +22,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.scheduling.parameter_checker import ParameterChecker
 from ebbtide.srt.memory_saver.arena import Shadow
-from ebbtide.srt.model_executor.weight_store import Destination, WeightStore
+from ebbtide.srt.model_executor.weight_store import Destination, NonFinite, WeightStore
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.broadcast.memberships import Joining, WeightGroups
 from ebbtide.srt.weight_sync.broadcast.weight_group import GroupAddress
@@ -195,13 +196,15 @@ class _Incoming:
         self.needs_copy = loader is not None
         self.num_ignored = 0
         self.num_tensors = len(source.entries)
+        self.sent = frozenset(entry.name for entry in source.entries)
         self.names = store.names if source.entries else frozenset[str]()
         self._source = source
         self._store = store
         self._device = device
         self._loader = loader
         self._lands_in_place = False
-        self._landed_bytes: int | None = None
+        self._landed: list[tuple[str, Tensor]] | None = None
+        self._nonfinite = NonFinite()
         self.problems: list[dict[str, str]] = []
 
     def check(self) -> Slices[None]:
@@ -210,17 +213,21 @@ class _Incoming:
             return
         source, store = self._source, self._store
         covered: set[str] = set()
+        others: set[str] = set()
         for entry in source.entries:
             problem = store.check(entry.name, entry.shape, entry.dtype, source.direct)
             if problem is not None:
                 self.problems.append({"name": problem.name, "reason": problem.reason})
-            elif not source.direct and store.ignored(entry.name):
-                self.num_ignored += 1
+            is_ignored = not source.direct and store.ignored(entry.name)
+            self.num_ignored += is_ignored
+            if is_ignored or not store.knows(entry.name, source.direct):
+                others.add(entry.name)
             else:
                 covered |= store.covered(entry.name, source.direct)
             yield len(entry.name)
         self.num_tensors -= self.num_ignored
         self.names = frozenset(covered)
+        self.sent = frozenset(covered | others)
 
     def receive_into(self, staging: Staging) -> bool:
         assert isinstance(staging, _InPlace | _Staged)
@@ -230,7 +237,8 @@ class _Incoming:
 
         def destinations() -> list[Destination | None]:
             made = [store.destination(entry.name, staging.shadow) for entry in source.entries]
-            self._landed_bytes = sum(place.region.nbytes for place in made if place is not None)
+            named = zip(source.entries, made, strict=True)
+            self._landed = [(entry.name, place.region) for entry, place in named if place is not None]
             return made
 
         self._lands_in_place = staging.shadow is None
@@ -259,13 +267,22 @@ class _Incoming:
     def write(self, staging: Staging) -> Slices[None]:
         """Launch the copies; what was received in its place is there."""
         assert isinstance(staging, _InPlace | _Staged)
-        if self._landed_bytes is not None:
+        if self._landed is not None:
             self._note_landing()
-            yield self._landed_bytes
+            yield from self._look_at(self._landed)
         elif self._loader is None:
             yield from self._copies(staging)
         else:
             yield from self._load(self._loader, staging)
+        self._nonfinite.finish()
+
+    def nonfinite(self) -> list[str]:
+        return self._nonfinite.names()
+
+    def _look_at(self, named: Iterable[tuple[str, Tensor]]) -> Slices[None]:
+        for name, region in named:
+            self._nonfinite.add(name, region)
+            yield region.nbytes
 
     def release(self) -> Slices[None]:
         """Before the commit, so that closing many mappings holds no forward pass up."""
@@ -282,7 +299,9 @@ class _Incoming:
     def _copies(self, staging: _InPlace | _Staged) -> Slices[None]:
         try:
             for name, tensor in self._source:
-                yield from self._store.write_by_slices(name, tensor, staging.shadow, self._source.direct)
+                yield from self._store.write_by_slices(
+                    name, tensor, staging.shadow, self._source.direct, self._nonfinite
+                )
         except RequestRejected as error:
             if staging.is_staged:
                 raise
@@ -298,6 +317,8 @@ class _Incoming:
         named = [(name, whole(tensor)) for name, tensor in self._source]
         loader.load(StagedModel(self._store, staging.shadow), named)
         yield sum(entry.num_bytes for entry in self._source.entries)
+        for name, region in self._store.parameters(staging.shadow):
+            self._nonfinite.add(name, region)
 
 
 class _Conversation:

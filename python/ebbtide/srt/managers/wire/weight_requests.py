@@ -25,6 +25,8 @@ DEFAULT_GROUP = "weight_update_group"
 
 
 class UpdateWeightsReqOutput(TotalsReply, frozen=True, kw_only=True):
+    """`num_nonfinite`: tensors with NaN or Inf, of the update or of all that its session has staged."""
+
     weight_version: Annotated[str, merge.AGREED]
     committed: Annotated[bool, merge.ALL]
     staged: Annotated[bool, merge.ALL]
@@ -35,6 +37,7 @@ class UpdateWeightsReqOutput(TotalsReply, frozen=True, kw_only=True):
     num_paused_requests: Annotated[int, merge.PER_REPLICA]
     content: Annotated[Literal["valid", "stale"], merge.STALER]
     num_missing: Annotated[int, merge.LARGEST]
+    num_nonfinite: Annotated[int, merge.LARGEST] = 0
 
     @property
     def served_version(self) -> str:
@@ -196,7 +199,10 @@ class BeginWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
 
 
 class EndWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
-    """Commit the open session. `flush_cache` null: if any staged update asked for it."""
+    """Commit the open session. `flush_cache` null: if any staged update asked for it.
+
+    `allow_incomplete`: also where an update of the session was refused and not made up for.
+    """
 
     row = ControlRow(
         *(UpdateWeightsReqOutput, "/end_weight_update"),
@@ -212,6 +218,7 @@ class EndWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
     pause_mode: PauseMode | None = None
     timeout_s: float | None = None
     session_id: str | None = None
+    allow_incomplete: bool = False
 
     def undo(self, outcome: Outcome) -> Mapping[int, AbortWeightUpdateReqInput]:
         if all(outcome.has_session):

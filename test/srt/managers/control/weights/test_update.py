@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from ebbtide.srt.errors import EngineError
+from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control import pace
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
@@ -454,20 +454,85 @@ class TestSession:
         assert {harness.outputs[rid].finish for rid in rids} == {FinishReason("length", length=30)}
         assert harness.outputs[late].version_starts == [("7", 0)]
 
-    def test_a_failed_bucket_can_be_sent_again(self, harness: SchedulerHarness) -> None:
+    @pytest.mark.parametrize(
+        "names",
+        [
+            {"names": ["layer.1", "layer.2"], "fail_after": 1},
+            {"names": ["layer.1", "layer.2", "layer.9"]},
+        ],
+    )
+    def test_with_a_refused_bucket_it_is_incomplete_until_all_of_that_is_written(
+        self, harness: SchedulerHarness, names: dict[str, object]
+    ) -> None:
         self.begin(harness)
         self.bucket(harness, 7, 0, 1)
-        harness.refuse(request_of(9, manifest={"names": ["layer.1", "layer.2"], "fail_after": 1}))
-        self.bucket(harness, 7, 1, 2)
-        self.end(harness)
+        reason = harness.refuse(request_of(9, manifest=names)).message
+        self.bucket(harness, 7, 1)
+        refusal = harness.refuse(EndWeightUpdateReqInput())
+        assert (refusal.status, reason in refusal.message) == (409, True)
+        left = ["layer.2"] if "fail_after" in names else ["layer.2", "layer.9"]
+        assert refusal.fields == {"refusals": [{"message": reason, "names": left}], "num_refusals": 1}
+        assert values(harness) == [0] * 4
+        self.bucket(harness, 7, 2)
+        if len(left) == 1:
+            self.end(harness)
+        else:
+            assert harness.refuse(EndWeightUpdateReqInput()).status == 409, "the model has no layer.9"
+            self.end(harness, allow_incomplete=True)
         assert values(harness) == [7, 7, 7, 0]
+
+    @pytest.mark.parametrize("num_ranks", [1, 3])
+    def test_with_what_could_not_be_read_it_is_incomplete_for_good(self, num_ranks: int) -> None:
+        harness = SchedulerHarness(num_ranks=num_ranks)
+        self.begin(harness)
+        harness.ranks[-1].weights.faults["open"] = RequestRejected("the payload is cut short")
+        assert "cut short" in harness.refuse(request_of(7)).message
+        self.bucket(harness, 7, 0, 1, 2, 3)
+        refusal = harness.refuse(EndWeightUpdateReqInput())
+        assert refusal.status == 409
+        assert refusal.fields["refusals"][0]["names"] is None
+        assert self.end(harness, allow_incomplete=True).committed
+        assert values(harness) == [7] * 4
+
+    def test_what_is_refused_on_one_rank_is_missing_on_all(self) -> None:
+        harness = SchedulerHarness(num_ranks=3)
+        self.begin(harness)
+        harness.ranks[1].weights.faults["write"] = RequestRejected("no")
+        harness.refuse(request_of(9, manifest={"names": ["layer.1"]}))
+        refusal = harness.refuse(EndWeightUpdateReqInput())
+        assert refusal.fields["refusals"] == [{"message": "rank 1: no", "names": ["layer.1"]}]
+        self.bucket(harness, 7, 1)
+        assert self.end(harness).committed
+
+    def test_an_update_for_another_session_leaves_it_as_it_is(self, harness: SchedulerHarness) -> None:
+        self.begin(harness, session_id="a")
+        harness.refuse(request_of(9, session_id="b"))
+        assert self.end(harness).committed
 
     def test_what_a_failed_bucket_touched_keeps_its_old_value(self, harness: SchedulerHarness) -> None:
         self.begin(harness)
         self.bucket(harness, 7, 0, 1)
         harness.refuse(request_of(9, manifest={"names": ["layer.1", "layer.2"], "fail_after": 1}))
-        self.end(harness)
+        self.end(harness, allow_incomplete=True)
         assert values(harness) == [7, 0, 0, 0]
+
+    def test_tensors_with_nan_or_inf_are_told_of_until_they_are_written_again(
+        self, harness: SchedulerHarness, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.begin(harness)
+        reply = update(harness, 7, manifest={"nonfinite": ["layer.1", "layer.2"]})
+        assert (reply.num_nonfinite, "layer.1, layer.2" in reply.message) == (2, True)
+        assert "2 tensors hold NaN or Inf: layer.1, layer.2." in caplog.text
+        self.bucket(harness, 7, 1)
+        reply = self.end(harness)
+        assert (reply.num_nonfinite, "layer.2" in reply.message) == (1, True)
+        assert update(harness, 8).num_nonfinite == 0
+
+    def test_so_are_those_that_hold_it_on_some_ranks_only(self) -> None:
+        harness = SchedulerHarness(num_ranks=3)
+        for rank in harness.ranks[1:]:
+            rank.weights.nonfinite = ["layer.2"]
+        assert update(harness, 7).num_nonfinite == 1
 
     def test_abort_discards_it(self, harness: SchedulerHarness) -> None:
         self.begin(harness)
@@ -520,7 +585,7 @@ class TestSession:
             ReleaseMemoryOccupationReqInput(tags=(MemoryTag.WEIGHTS,)), ReleaseMemoryOccupationReqOutput
         )
         refusal = harness.refuse(EndWeightUpdateReqInput())
-        assert "released" in refusal.message
+        assert (refusal.status, "released" in refusal.message) == (409, True)
 
     def test_the_end_flushes_if_any_bucket_asked_and_is_refused_while_kv_is_held(
         self, harness: SchedulerHarness

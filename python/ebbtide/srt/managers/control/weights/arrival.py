@@ -23,7 +23,8 @@ from ebbtide.srt.managers.control.ports import (
 )
 from ebbtide.srt.managers.control.weights.session import WeightSession
 from ebbtide.srt.managers.control.weights.terms import check_fields, refuse_problems, summary_of
-from ebbtide.srt.managers.io_struct import UpdateWeightsFromIPCReqInput, WeightUpdateRequest
+from ebbtide.srt.managers.io_struct import Refusal, UpdateWeightsFromIPCReqInput, WeightUpdateRequest
+from ebbtide.srt.managers.wire.reply_merging import merge_refusals
 
 
 class Arrivals:
@@ -47,24 +48,35 @@ class Arrivals:
         self._wake = wake
         self._check = check
 
-    def open(self, request: WeightUpdateRequest, opened: ExitStack) -> Work[IncomingWeights]:
+    def open(
+        self, request: WeightUpdateRequest, opened: ExitStack, contents: Contents
+    ) -> Work[IncomingWeights]:
         """What comes with the request, fit to be written on every rank."""
 
-        def checked() -> Work[IncomingWeights]:
-            # Opened before anything is refused: closing it gives the sender's memory back.
-            _, incoming = yield from self._pace.turns(self._weights.open(request), Activity.COPYING)
+        def read() -> Work[_Heard]:
+            # It is read before anything is refused, so that closing it gives the sender's memory back, and
+            # so that it is known what was refused.
+            try:
+                _, incoming = yield from self._pace.turns(self._weights.open(request), Activity.COPYING)
+            except RequestRejected as refusal:
+                return _Heard(refusal=refusal)
             opened.enter_context(closing(incoming))
-            check_fields(request)
-            self._check(request)
-            refuse_problems(incoming)
-            return incoming
+            try:
+                check_fields(request)
+                self._check(request)
+                refuse_problems(incoming)
+            except RequestRejected as refusal:
+                return _Heard(incoming, refusal=refusal)
+            return _Heard(incoming)
 
-        incoming, summaries = yield from self._ranks.survey(Activity.COPYING, checked(), summary_of)
-        if len(set(summaries)) > 1:
-            raise RequestRejected(
-                "nothing was written: every rank must be given the same tensors, or its own parts of them, "
-                f"under the same names. They were given {'; '.join(summaries)}"
-            )
+        heard, facts = yield from self._ranks.survey(Activity.COPYING, read(), lambda heard: heard.fact)
+        incoming = heard.incoming
+        if incoming is not None and _are_alike(facts):
+            contents.names = incoming.sent
+        refusal = _refusal(facts)
+        if refusal is not None:
+            raise refusal
+        assert incoming is not None, "what cannot be read is refused"
         return incoming
 
     def receive(self, incoming: IncomingWeights, session: WeightSession) -> Work[None]:
@@ -102,12 +114,23 @@ class Arrivals:
         return Pieces(sender, self._ranks, self._pace, self._wake)
 
 
+@dataclass
+class Contents:
+    """What an update is to write.
+
+    Attributes:
+        names: as `IncomingWeights.sent`, the same on all ranks; None as long as they are not known.
+    """
+
+    names: frozenset[str] | None = None
+
+
 @dataclass(frozen=True)
 class _Heard:
     """What a rank's sender has said.
 
     Attributes:
-        incoming: None at the end.
+        incoming: None at the end, or where it cannot be read.
         is_over: the sender says nothing more, and waits for nothing.
         refusal: why it cannot be taken.
     """
@@ -118,13 +141,14 @@ class _Heard:
 
     @property
     def fact(self) -> _Fact:
-        problem = "" if self.refusal is None else self.refusal.message
-        fields = {} if self.refusal is None else self.refusal.fields
-        return "the end" if self.incoming is None else summary_of(self.incoming), problem, fields
+        summary = "the end" if self.incoming is None else summary_of(self.incoming)
+        if self.refusal is None:
+            return summary, None
+        return summary, (self.refusal.message, self.refusal.status, self.refusal.fields)
 
 
-# A summary, the problem, and what else a refusal says of it.
-_Fact: TypeAlias = tuple[str, str, dict[str, Any]]
+# A summary; and of a refusal the message, the status, and the further fields.
+_Fact: TypeAlias = tuple[str, tuple[str, int, dict[str, Any]] | None]
 
 
 @dataclass
@@ -217,17 +241,25 @@ def _loss(overwritten: frozenset[str]) -> str:
     )
 
 
+def _are_alike(facts: list[_Fact]) -> bool:
+    """Whether all ranks were given the same."""
+    return len({summary for summary, _ in facts}) == 1
+
+
 def _refusal(facts: list[_Fact]) -> RequestRejected | None:
-    """What stands against a piece, on whichever rank: the same on all of them."""
-    problems = [(rank, problem, fields) for rank, (_, problem, fields) in enumerate(facts) if problem]
-    if problems:
-        rank, problem, fields = problems[0]
-        is_alike = all(other == problem for _, other, _ in facts)
-        return RequestRejected(problem if is_alike else f"rank {rank}: {problem}", 400, **fields)
-    summaries = [summary for summary, _, _ in facts]
-    if len(set(summaries)) > 1:
+    """What stands against what was given, on whichever rank: the same on all of them."""
+    refusals = {
+        rank: Refusal(message=told[0], status=told[1], fields=told[2])
+        for rank, (_, told) in enumerate(facts)
+        if told is not None
+    }
+    if refusals:
+        merged = merge_refusals(refusals, len(facts))
+        return RequestRejected(merged.message, merged.status, **merged.fields)
+    if not _are_alike(facts):
         return RequestRejected(
-            f"every rank must be brought the same tensors. They were brought {'; '.join(summaries)}"
+            "every rank must be given the same tensors, or its own parts of them, under the same names. They "
+            f"were given {'; '.join(summary for summary, _ in facts)}"
         )
     return None
 

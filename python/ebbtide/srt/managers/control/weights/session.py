@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from dataclasses import dataclass
+from typing import Any, Final
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
@@ -17,15 +20,47 @@ from ebbtide.srt.managers.control.ports import (
     Weights,
     Work,
 )
+from ebbtide.srt.managers.io_struct import UpdateWeightsReqOutput
+
+logger = logging.getLogger(__name__)
+
+# So many names, or refusals, are listed in a message.
+MAX_TOLD: Final = 10
+
+
+@dataclass
+class _Refused:
+    """An update that was refused.
+
+    Attributes:
+        names: what it was to write and nobody has written since; None: not even its names could be read.
+    """
+
+    reason: str
+    names: frozenset[str] | None
+
+    def make_up(self, names: frozenset[str]) -> None:
+        """These were written."""
+        if self.names is not None:
+            self.names -= names
+
+    @property
+    def told(self) -> dict[str, Any]:
+        names = None if self.names is None else sorted(self.names)[:MAX_TOLD]
+        return {"message": self.reason, "names": names}
 
 
 class WeightSession:
     """What one commit will change. `close` before the commit is the rollback.
 
+    It is incomplete from the refusal of an update on, until others have written all that this was to write.
+    Source: control_semantics section 2.
+
     Attributes:
         deadline_id: of the deadline at which it is aborted; None for the session of a single request.
         session_id: what its client calls it.
         names: the checkpoint names that have been written whole.
+        nonfinite: what holds NaN or Inf of that, on any rank.
         is_staged: False once anything was written in place, on all ranks then.
         version, flush_cache, folder: what the updates asked for; `folder` is (model_path, load_format).
     """
@@ -43,6 +78,7 @@ class WeightSession:
         self.session_id = session_id
         self.opened_at = time.time()
         self.names: frozenset[str] = frozenset()
+        self.nonfinite: frozenset[str] = frozenset()
         self.num_tensors = 0
         self.num_ignored = 0
         self.num_bytes = 0
@@ -52,6 +88,7 @@ class WeightSession:
         self.is_staged = True
         self.stall = Stall()
         self._is_spoilt = False
+        self._refused: list[_Refused] = []
         self._weights = weights
         self._content = content
         self._ranks = ranks
@@ -62,6 +99,55 @@ class WeightSession:
     def counts(self) -> tuple[int, int, int]:
         """Tensors that were written, tensors that were ignored, and bytes."""
         return self.num_tensors, self.num_ignored, self.num_bytes
+
+    def reply(
+        self, version: str, message: str, counts: tuple[int, int, int], *, is_committed: bool
+    ) -> UpdateWeightsReqOutput:
+        """What is said of an update of the session, or of all of it.
+
+        Args:
+            version: that serves.
+            counts: as `counts`.
+        """
+        num_tensors, num_ignored, num_bytes = counts
+        content = self._content.report()
+        return UpdateWeightsReqOutput(
+            weight_version=version,
+            committed=is_committed,
+            staged=self.is_staged,
+            num_tensors=num_tensors,
+            num_ignored=num_ignored,
+            num_bytes=num_bytes,
+            stall_ms=self.stall.longest_ms,
+            num_paused_requests=0,
+            content=content.content,
+            num_missing=content.num_missing,
+            num_nonfinite=len(self.nonfinite),
+            message=f"{message} {self.told_of_nonfinite}" if self.nonfinite else message,
+        )
+
+    @property
+    def told_of_nonfinite(self) -> str:
+        """Which tensors hold NaN or Inf, as a sentence."""
+        listed = ", ".join(sorted(self.nonfinite)[:MAX_TOLD])
+        return f"{len(self.nonfinite)} tensors hold NaN or Inf: {listed}."
+
+    def note_refused(self, reason: str, names: frozenset[str] | None) -> None:
+        """An update was refused that was to write these names; None: nobody knows which."""
+        self._refused.append(_Refused(reason, names))
+
+    def require_complete(self) -> None:
+        """Refuse to commit half of what was sent."""
+        left = [refused for refused in self._refused if refused.names != frozenset()]
+        if left:
+            raise RequestRejected(
+                f"the session is incomplete: {len(left)} of its updates were refused, and what they were to "
+                f"write was not sent again: {'; '.join(refused.reason for refused in left[:MAX_TOLD])}. Send "
+                "it, or abort_weight_update; allow_incomplete commits what there is",
+                409,
+                refusals=[refused.told for refused in left[:MAX_TOLD]],
+                num_refusals=len(left),
+            )
 
     def make_room(self, incoming: IncomingWeights) -> Work[None]:
         """Find a place for these tensors: a copy, or the live weights where these hold nothing to keep.
@@ -136,6 +222,8 @@ class WeightSession:
         if self._staging is not None:
             num_bytes = yield from self._copy(incoming, self._staging)
         self.names |= incoming.names
+        for refused in self._refused:
+            refused.make_up(incoming.sent | incoming.names)
         self._is_spoilt = False
         self.num_tensors += incoming.num_tensors
         self.num_ignored += incoming.num_ignored
@@ -149,12 +237,19 @@ class WeightSession:
             yield from self._lose(incoming)
         self._is_spoilt = incoming.needs_copy  # Until it is written and let go of, on all ranks.
         kind = Activity.COPYING if self.is_staged else Activity.WORKING
-        num_bytes = yield from self._do(incoming.write(staging), kind, self._weights.copies)
+        copying = self._pace.turns(incoming.write(staging), kind, self.stall, self._weights.copies)
+        (num_bytes, _), found = yield from self._ranks.survey(kind, copying, lambda _: incoming.nonfinite())
+        self._note_nonfinite(incoming, frozenset[str]().union(*found))
         if incoming.is_sent:
             incoming.close()
         else:
             yield from self._do(incoming.release(), Activity.WORKING)
         return num_bytes
+
+    def _note_nonfinite(self, incoming: IncomingWeights, names: frozenset[str]) -> None:
+        self.nonfinite = (self.nonfinite - incoming.sent) | names
+        if names:
+            logger.warning("a weight update: %s", self.told_of_nonfinite)
 
     def _lose(self, incoming: IncomingWeights) -> Work[None]:
         """The live weights are a mixture from here to the commit: no forward pass may see them."""

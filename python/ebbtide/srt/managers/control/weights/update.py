@@ -33,7 +33,7 @@ from ebbtide.srt.managers.control.ports import (
     Weights,
     Work,
 )
-from ebbtide.srt.managers.control.weights.arrival import Arrivals, Pieces
+from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces
 from ebbtide.srt.managers.control.weights.commit_conditions import CAUSE, CommitConditions
 from ebbtide.srt.managers.control.weights.groups import GroupRequests
 from ebbtide.srt.managers.control.weights.reading import WeightReading
@@ -56,7 +56,6 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
-    UpdateWeightsReqOutput,
     UpdateWeightVersionReqInput,
     UpdateWeightVersionReqOutput,
     WeightSessionReqOutput,
@@ -135,11 +134,13 @@ class WeightUpdates:
 
     def update(self, request: WeightUpdateRequest) -> Operation:
         """One update: a session of its own, or a part of the open one."""
-        return self._guarded(self._update(request))
+        contents = Contents()
+        return self._noted(request, contents, self._guarded(self._update(request, contents)))
 
     def update_from_senders(self, request: UpdateWeightsFromIPCReqInput) -> Operation:
         """As `update`, of tensors that come piece by piece."""
-        return self._guarded(self._update_from_senders(request))
+        # What was not brought any more is not known by name.
+        return self._noted(request, Contents(), self._guarded(self._update_from_senders(request)))
 
     def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         """Open a session, behind the updates that came before."""
@@ -224,9 +225,19 @@ class WeightUpdates:
                 f"the update failed, the old weights serve: {type(error).__name__}: {error}"
             ) from error
 
-    def _update(self, request: WeightUpdateRequest) -> Operation:
+    def _noted(self, request: WeightUpdateRequest, contents: Contents, operation: Operation) -> Operation:
+        """An update of the open session that is refused leaves the session incomplete."""
+        try:
+            return (yield from operation)
+        except Exception as error:
+            session = self._session
+            if session is not None and request.session_id in (None, session.session_id):
+                session.note_refused(str(error), contents.names)
+            raise
+
+    def _update(self, request: WeightUpdateRequest, contents: Contents) -> Operation:
         with self._turn() as has_come, ExitStack() as opened:
-            incoming = yield from self._arrivals.open(request, opened)
+            incoming = yield from self._arrivals.open(request, opened, contents)
             terms = CommitTerms(mode_of(request), request.flush_cache, version_of(request))
             if self._session is None:
                 self._conditions.check(terms)
@@ -311,7 +322,7 @@ class WeightUpdates:
         session.folder = folder_of(request) or session.folder
         num_tensors, num_ignored, num_bytes = map(operator.sub, session.counts, before)
         counts = (num_tensors, num_ignored, num_bytes)
-        return self._reply(session, f"Staged {num_tensors} tensors.", counts, is_committed=False)
+        return session.reply(self.version, f"Staged {num_tensors} tensors.", counts, is_committed=False)
 
     def _begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         try:
@@ -336,6 +347,8 @@ class WeightUpdates:
             self._require_resident()
             session = self._require_session()
             self._require_named(request, 409)
+            if not request.allow_incomplete:
+                session.require_complete()
             flush_cache = session.flush_cache if request.flush_cache is None else request.flush_cache
             terms = CommitTerms(mode_of(request), flush_cache, version_of(request))
             self._conditions.check(terms)
@@ -374,7 +387,7 @@ class WeightUpdates:
             session.is_staged,
             session.stall.longest_ms,
         )
-        reply = self._reply(session, message, session.counts, is_committed=True)
+        reply = session.reply(self.version, message, session.counts, is_committed=True)
         return structs.replace(reply, num_paused_requests=num_paused)
 
     def _verdict(self) -> Iterator[Activity]:
@@ -460,7 +473,9 @@ class WeightUpdates:
         self._session = None
         self._why_closed = why
         for kind in (WeightUpdateRequest, EndWeightUpdateReqInput):
-            self._operations.cancel(kind, RequestRejected(f"the weight update session was discarded: {why}"))
+            status = 409 if kind is EndWeightUpdateReqInput else 400
+            refusal = RequestRejected(f"the weight update session was discarded: {why}", status)
+            self._operations.cancel(kind, refusal)
         session.close()
 
     def _end_for_release(self) -> None:
@@ -468,23 +483,4 @@ class WeightUpdates:
         self._abort_session(why)
         self._operations.cancel(
             WeightUpdateRequest, RequestRejected(f"{why}: resume them, then update again")
-        )
-
-    def _reply(
-        self, session: WeightSession, message: str, counts: tuple[int, int, int], *, is_committed: bool
-    ) -> UpdateWeightsReqOutput:
-        num_tensors, num_ignored, num_bytes = counts
-        content = self._content.report()
-        return UpdateWeightsReqOutput(
-            weight_version=self.version,
-            committed=is_committed,
-            staged=session.is_staged,
-            num_tensors=num_tensors,
-            num_ignored=num_ignored,
-            num_bytes=num_bytes,
-            stall_ms=session.stall.longest_ms,
-            num_paused_requests=0,
-            content=content.content,
-            num_missing=content.num_missing,
-            message=message,
         )
