@@ -160,17 +160,19 @@ class NullMemory:
         self.virtual_bytes = num_bytes
         self.resident_bytes = num_bytes
         self.backup_bytes = 0
+        self._is_saved = False
         self._device = device
         self._lose_contents = lose_contents
 
-    def prepare_release(self) -> None:
-        if self.keeps_contents:
+    def prepare_release(self, keep: bool) -> None:
+        if keep:
             self.backup_bytes = self.virtual_bytes
+        self._is_saved = keep
 
     def release(self) -> int:
         freed_bytes, self.resident_bytes = self.resident_bytes, 0
         self._device.used_bytes -= freed_bytes
-        if not self.keeps_contents:
+        if not self._is_saved:
             self._lose_contents()
         return freed_bytes
 

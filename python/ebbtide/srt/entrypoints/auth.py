@@ -24,7 +24,16 @@ class Access(enum.Enum):
 
 
 _OPEN_PATHS = frozenset(
-    {"/health", "/health_generate", "/ready", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
+    {
+        "/health",
+        "/health_generate",
+        "/liveness",
+        "/ready",
+        "/metrics",
+        "/docs",
+        "/docs/oauth2-redirect",
+        "/openapi.json",
+    }
 )
 _NORMAL_PATHS = frozenset(
     {
@@ -36,17 +45,29 @@ _NORMAL_PATHS = frozenset(
         "/server_info",
         "/get_server_info",
         "/get_load",
+        "/is_paused",
+        "/is_sleeping",
+        "/weight_info",
+        "/get_world_size",
+        "/version",
+        "/load",
+        "/tokenize",
+        "/detokenize",
         "/get_weight_version",
         "/memory_occupation",
     }
 )
+_NORMAL_FOLDERS = ("/v1/", "/inference/v1/", "/skyrl/v1/")
+_CONTROL_PATHS = frozenset({"/inference/v1/abort_requests"})
 
 
 def access_of(path: str) -> Access:
     """Everything that is not known to be less is control, paths that do not exist included."""
+    path = path.rstrip("/")
     if path in _OPEN_PATHS:
         return Access.OPEN
-    return Access.NORMAL if path in _NORMAL_PATHS or path.startswith("/v1/") else Access.CONTROL
+    is_normal = path in _NORMAL_PATHS or path.startswith(_NORMAL_FOLDERS)
+    return Access.NORMAL if is_normal and path not in _CONTROL_PATHS else Access.CONTROL
 
 
 @dataclass(frozen=True)

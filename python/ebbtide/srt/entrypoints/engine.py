@@ -128,15 +128,18 @@ class Engine:
     # ----------------------------------------------------------------------------------- memory and pausing
 
     async def async_release_memory_occupation(
-        self, tags: Sequence[str] | None = None, preserve: str = "none"
+        self, tags: Sequence[str] | None = None, preserve: str = "none", backup: bool | None = None
     ) -> dict[str, Any]:
         """Give the physical memory of these tags back; none means all of them. wire_api section 3.1.
 
         Args:
             preserve: which KV is kept in host memory, and comes back with `kv_cache`: "live", that of
                 running requests, which go on without a second prefill; "all", the prefix cache too.
+            backup: whether the weights survive in host memory; None: as the engine was started.
         """
-        return await self._control(io_struct.ReleaseMemoryOccupationReqInput, tags=tags, preserve=preserve)
+        return await self._control(
+            io_struct.ReleaseMemoryOccupationReqInput, tags=tags, preserve=preserve, backup=backup
+        )
 
     async def async_resume_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
         """Take the memory of these tags again, at the same addresses. wire_api section 3.1."""

@@ -43,6 +43,8 @@ from ebbtide.srt.entrypoints.openapi import openapi_document
 from ebbtide.srt.entrypoints.process import configure_logging
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.entrypoints.vllm.information import vllm_sections
+from ebbtide.srt.entrypoints.vllm.routes import VllmApi
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body
 from ebbtide.srt.heap import freeze_heap
 from ebbtide.srt.server_args import ServerArgs
@@ -70,6 +72,8 @@ def create_app(service: EngineService) -> FastAPI:
     for path, endpoint in endpoints.information().items():
         app.add_route(path, endpoint, methods=["GET"])
     for method, path, endpoint in OpenAIApi(service, metrics).routes():
+        app.add_route(path, endpoint, methods=[method])
+    for method, path, endpoint in VllmApi(service, metrics).routes():
         app.add_route(path, endpoint, methods=[method])
     for path, kind in CONTROL_ROUTES.items():
         app.add_route(path, control_endpoint(service, kind), methods=list(kind.row.methods))
@@ -149,7 +153,7 @@ class _Endpoints:
         return Json(self._service.model_info())
 
     async def _server_info(self, request: Request) -> Response:
-        return Json(await self._service.server_info())
+        return Json({**await self._service.server_info(), **vllm_sections(self._service.config)})
 
     async def _memory_occupation(self, request: Request) -> Response:
         return Json(await self._service.memory_occupation())

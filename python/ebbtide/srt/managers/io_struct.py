@@ -111,8 +111,12 @@ class ReleaseMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
 class ReleaseMemoryOccupationReqInput(ControlRequest, frozen=True):
     """Give the physical memory of these tags back to the device; none or no tags means all of them.
 
+<<<<<<< HEAD
     `preserve`: which KV is kept in host memory, and comes back with the pool: `live`, that of running
     requests, which go on without a second prefill; `all`, the prefix cache too.
+=======
+    `backup`: whether the weights survive in host memory; null: as the server was started.
+>>>>>>> 7375a8b (vLLM's control routes over the same control requests; a release may ask for its own backup, a flush for running requests to let go)
     """
 
     row = ControlRow(
@@ -123,7 +127,11 @@ class ReleaseMemoryOccupationReqInput(ControlRequest, frozen=True):
     )
 
     tags: tuple[MemoryTag, ...] | None = None
+<<<<<<< HEAD
     preserve: Preserve = Preserve.NONE
+=======
+    backup: bool | None = None
+>>>>>>> 7375a8b (vLLM's control routes over the same control requests; a release may ask for its own backup, a flush for running requests to let go)
 
     def ends(self, update: ControlRequest) -> bool:
         return not self.tags or MemoryTag.WEIGHTS in self.tags
@@ -159,7 +167,13 @@ class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
             # What was resident before is not in the way: it mapped nothing.
             tags = tuple(tag for tag, num_bytes in reply.mapped_bytes.items() if num_bytes)
             if tags:
+<<<<<<< HEAD
                 undoing[dp_rank] = ReleaseMemoryOccupationReqInput(tags=tags, preserve=Preserve.LIVE)
+=======
+                # What is whole now came out of a backup, and must be there for the next resume too.
+                is_whole = reply.weights.content == "valid"
+                undoing[dp_rank] = ReleaseMemoryOccupationReqInput(tags=tags, backup=is_whole)
+>>>>>>> 7375a8b (vLLM's control routes over the same control requests; a release may ask for its own backup, a flush for running requests to let go)
         return undoing
 
 
@@ -230,7 +244,10 @@ class FlushCacheReqOutput(Reply, frozen=True, kw_only=True):
 
 
 class FlushCacheReqInput(ControlRequest, frozen=True):
-    """Empty the prefix cache; wait up to `timeout_s` seconds for requests that hold KV to end."""
+    """Empty the prefix cache; wait up to `timeout_s` seconds for requests that hold KV to end.
+
+    `retract_running`: these give up their KV first, and compute it again when they go on.
+    """
 
     row = ControlRow(
         *(FlushCacheReqOutput, "/flush_cache", POST_OR_GET),
@@ -240,6 +257,7 @@ class FlushCacheReqInput(ControlRequest, frozen=True):
     )
 
     timeout_s: float = 0.0
+    retract_running: bool = False
 
 
 # --------------------------------------------------------------------------------------------- information

@@ -4,6 +4,7 @@ import pytest
 
 from ebbtide.srt.managers.io_struct import (
     Expire,
+    FinishReason,
     FlushCacheReqInput,
     FlushCacheReqOutput,
     PauseGenerationReqInput,
@@ -53,6 +54,18 @@ def test_with_a_timeout_it_waits_for_the_running_requests(harness: SchedulerHarn
     reply = flush(harness, timeout_s=1000.0)
     assert reply.fully_flushed
     assert harness.outputs[rid].finish is not None
+
+
+def test_running_requests_can_be_made_to_let_go(harness: SchedulerHarness) -> None:
+    rid = harness.generate(PROMPT, max_new_tokens=40)
+    harness.turn(4)
+    assert harness.apply(FlushCacheReqInput(retract_running=True), FlushCacheReqOutput).fully_flushed
+    assert harness.scheduler.policy.allocator.num_free == harness.num_pages
+    harness.run_until_idle()
+    assert (harness.outputs[rid].finish, harness.outputs[rid].num_retractions) == (
+        FinishReason("length", length=40),
+        1,
+    )
 
 
 def test_at_its_deadline_it_says_that_it_is_not_full(harness: SchedulerHarness) -> None:

@@ -30,8 +30,11 @@ BYTES = {WEIGHTS: 2000, KV_CACHE: 5000, CUDA_GRAPH: 100}
 PROMPT = range(1, 20)
 
 
-def release(harness: SchedulerHarness, *tags: MemoryTag) -> ReleaseMemoryOccupationReqOutput:
-    return harness.apply(ReleaseMemoryOccupationReqInput(tags=tags), ReleaseMemoryOccupationReqOutput)
+def release(
+    harness: SchedulerHarness, *tags: MemoryTag, backup: bool | None = None
+) -> ReleaseMemoryOccupationReqOutput:
+    request = ReleaseMemoryOccupationReqInput(tags=tags, backup=backup)
+    return harness.apply(request, ReleaseMemoryOccupationReqOutput)
 
 
 def resume(harness: SchedulerHarness, *tags: MemoryTag) -> ResumeMemoryOccupationReqOutput:
@@ -182,6 +185,17 @@ def test_with_a_backup_the_weights_come_back_valid() -> None:
     assert resume(harness).weights.content == "valid"
     harness.run_until_idle()
     assert harness.outputs[rid].finish == FinishReason("length", length=3)
+
+
+def test_one_release_may_ask_for_a_backup_or_do_without() -> None:
+    harness = SchedulerHarness(keeps_weights=False)
+    release(harness, backup=True)
+    # What is released already is not released again: its backup stays.
+    assert not release(harness, backup=False).changed
+    assert resume(harness).weights.content == "valid"
+    harness = SchedulerHarness(keeps_weights=True)
+    release(harness, backup=False)
+    assert resume(harness).weights.content == "stale"
 
 
 def test_cuda_graphs_come_back_by_themselves(harness: SchedulerHarness) -> None:

@@ -45,11 +45,11 @@ class Pinning:
 
 @pytest.mark.parametrize("pinning", [None, Pinning()], ids=["host", "pinned"])
 def test_backed_up_weights_come_back_bit_for_bit(arena, pinning):
-    weights = BackedUpWeights(SimpleNamespace(arena=arena, generation=4), pinning)
+    weights = BackedUpWeights(SimpleNamespace(arena=arena, generation=4), pinning, keeps_contents=True)
     contents = arena.view(0, (SIZE,), torch.uint8)
     original = torch.randint(256, (SIZE,), dtype=torch.uint8)
     contents.copy_(original)
-    weights.prepare_release()
+    weights.prepare_release(keep=True)
     assert weights.release() == weights.resume() == weights.virtual_bytes
     assert torch.equal(contents, original)
     assert weights.backup_bytes >= SIZE

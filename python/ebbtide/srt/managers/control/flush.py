@@ -17,6 +17,8 @@ class CacheFlush:
     def flush(self, request: FlushCacheReqInput) -> AnyReply | Operation:
         if not request.timeout_s >= 0:
             raise RequestRejected(f"timeout_s: expected 0 or more seconds, got {request.timeout_s}")
+        if request.retract_running:
+            self._requests.retract_all()
         if self._requests.num_running == 0 or request.timeout_s == 0:
             return self._flushed(self._requests.flush_cache())
         return self._flush_when_idle()

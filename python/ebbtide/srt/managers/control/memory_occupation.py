@@ -122,6 +122,8 @@ class MemoryOccupation:
         self._free_bytes = free_bytes
         self._ranks = ranks
         self._is_enabled = is_enabled
+        # Of the last release of the weights.
+        self._keeps_weights = False
         self.handlers: HandlerTable = {
             ReleaseMemoryOccupationReqInput: self.release,
             ResumeMemoryOccupationReqInput: self.resume,
@@ -154,12 +156,17 @@ class MemoryOccupation:
         to_release = [tag for tag in tags if tag not in self._released or self._memories[tag].resident_bytes]
         free_before = self._free_bytes()
         plan = self._parking(to_release, request.preserve)
-        if plan.pages or any(self._memories[tag].keeps_contents for tag in to_release):
+        keep = self._keeping(to_release, request.backup)
+        if plan.pages or keep:
             try:
-                yield from self._on_all_ranks(lambda: self._prepare_release(to_release, plan))
+                yield from self._on_all_ranks(lambda: self._save(plan, with_weights=bool(keep)))
             except (RequestRejected, EngineError):
                 self._page_store.drop()
                 raise
+        if keep is not None:
+            self._keeps_weights = keep
+            if not keep:
+                self._memories[MemoryTag.WEIGHTS].prepare_release(keep=False)
         if MemoryTag.WEIGHTS in to_release:
             self.on_weights_release()
         num_retracted = self._requests.park(plan) if MemoryTag.KV_CACHE in to_release else 0
@@ -248,12 +255,18 @@ class MemoryOccupation:
         max_pages = self._page_store.max_pages if preserve is not Preserve.NONE else 0
         return self._requests.plan_parking(max_pages, with_cache=preserve is Preserve.ALL)
 
-    def _prepare_release(self, tags: list[MemoryTag], plan: ParkingPlan) -> None:
+    def _keeping(self, tags: list[MemoryTag], backup: bool | None) -> bool | None:
+        """Whether the weights are kept. None: they are not released, or an earlier release broke off."""
+        if MemoryTag.WEIGHTS not in tags or MemoryTag.WEIGHTS in self._released:
+            return None
+        return self._memories[MemoryTag.WEIGHTS].keeps_contents if backup is None else backup
+
+    def _save(self, plan: ParkingPlan, *, with_weights: bool) -> None:
         try:
             if plan.pages:
                 self._page_store.save(plan.pages)
-            for tag in tags:
-                self._memories[tag].prepare_release()
+            if with_weights:
+                self._memories[MemoryTag.WEIGHTS].prepare_release(keep=True)
         except OutOfDeviceMemory as error:
             raise RequestRejected(
                 f"no room to keep what is to outlive the release: {error}. Nothing was released",
@@ -267,7 +280,7 @@ class MemoryOccupation:
         # Where it fails half-way, some of the memory is gone, and nothing may run on the rest.
         self._released |= {tag}
         freed_bytes = memory.release()
-        if tag is MemoryTag.WEIGHTS and not memory.keeps_contents:
+        if tag is MemoryTag.WEIGHTS and not self._keeps_weights:
             self.content.lose()
         return freed_bytes
 

@@ -233,11 +233,11 @@ class TagMemory(Protocol):
 
     @property
     def keeps_contents(self) -> bool:
-        """Whether a release followed by a resume brings the contents back."""
+        """Whether a release that does not say otherwise, followed by a resume, brings the contents back."""
         ...
 
-    def prepare_release(self) -> None:
-        """Save what must survive. Nothing is released yet.
+    def prepare_release(self, keep: bool) -> None:
+        """Save the contents for the next resume, or have nothing to bring back. Nothing is released yet.
 
         Raises:
             OutOfDeviceMemory: there is no room to save it.

@@ -118,7 +118,6 @@ def _memories(
     config: EngineConfig, runner: ModelRunner, device: Device, saver: MemorySaver
 ) -> dict[MemoryTag, TagMemory]:
     store = runner.weight_store
-    keeps_weights = config.memory.enable_weights_cpu_backup
     if runner.graphs is not None:
         cuda_graph = runner.graphs.arena
     else:
@@ -126,8 +125,8 @@ def _memories(
         cuda_graph = saver.arena(MemoryTag.CUDA_GRAPH, 0)
         cuda_graph.resume()
     return {
-        MemoryTag.WEIGHTS: (
-            BackedUpWeights(store, device.host_pinning()) if keeps_weights else ArenaMemory(store.arena)
+        MemoryTag.WEIGHTS: BackedUpWeights(
+            store, device.host_pinning(), keeps_contents=config.memory.enable_weights_cpu_backup
         ),
         # What activations have left in torch's allocator goes back with the cache that they belong to.
         MemoryTag.KV_CACHE: ArenaMemory(runner.kv_pool.arena, device.trim),

@@ -18,7 +18,7 @@ class ArenaMemory:
         is_needed: no forward pass may run without it.
     """
 
-    keeps_contents = False
+    keeps_contents: bool = False
 
     def __init__(
         self, arena: Arena, trim: Callable[[], None] | None = None, *, is_needed: bool = True
@@ -39,8 +39,9 @@ class ArenaMemory:
     def backup_bytes(self) -> int:
         return 0
 
-    def prepare_release(self) -> None:
+    def prepare_release(self, keep: bool) -> None:
         """Nothing survives, so nothing is saved."""
+        assert not keep, "only weights are kept"
 
     def release(self) -> int:
         freed_bytes = self._arena.release()
@@ -53,31 +54,37 @@ class ArenaMemory:
 
 
 class BackedUpWeights(ArenaMemory):
-    """The weights arena with a copy in host memory, so that a release keeps its contents.
+    """The weights arena with a copy in host memory, so that a release can keep its contents.
 
     Args:
         store: the weights.
-        pinning: `Device.host_pinning`. Where there is one, the copy's memory is taken from now on in the
-            background: pinned memory takes seconds to get.
+        pinning: `Device.host_pinning`. Where there is one, and every release keeps the contents, the copy's
+            memory is taken from now on in the background: pinned memory takes seconds to get.
+        keeps_contents: whether releases that do not say keep them.
     """
 
-    keeps_contents = True
-
-    def __init__(self, store: WeightStore, pinning: HostPinning | None = None) -> None:
+    def __init__(
+        self, store: WeightStore, pinning: HostPinning | None = None, *, keeps_contents: bool
+    ) -> None:
         super().__init__(store.arena)
+        self.keeps_contents = keeps_contents
+        self._is_saved = False
         self._store = store
         self._backup = HostBackup(store.arena, pinning)
-        if pinning is not None:
+        if keeps_contents and pinning is not None:
             self._backup.start_allocating()
 
     @property
     def backup_bytes(self) -> int:
         return self._backup.num_bytes
 
-    def prepare_release(self) -> None:
-        self._backup.save(self._store.generation)
+    def prepare_release(self, keep: bool) -> None:
+        if keep:
+            self._backup.save(self._store.generation)
+        self._is_saved = keep
 
     def resume(self) -> int:
         mapped_bytes = super().resume()
-        self._backup.restore()
+        if self._is_saved:
+            self._backup.restore()
         return mapped_bytes

@@ -1,0 +1,229 @@
+"""`/inference/v1/generate`: one prompt, tokens in and tokens out. Source: wire_vllm section 1.6."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ebbtide.srt.entrypoints.http_answers import Json, answer_events, while_connected
+from ebbtide.srt.entrypoints.metrics import Metrics
+from ebbtide.srt.entrypoints.openai.answers import Piece, Triple, UsageCounter, new_pieces, whole_pieces
+from ebbtide.srt.entrypoints.request_body import read_fields
+from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.entrypoints.vllm.sampling import Fields, count_of, refuse_unsupported, sampling_params
+from ebbtide.srt.entrypoints.vllm.tokens_protocol import (
+    ChosenToken,
+    PromptLogprob,
+    TokenChoice,
+    TokensAnswer,
+    TokensLogprobs,
+    TokensOutput,
+    TokensRequest,
+)
+from ebbtide.srt.errors import RequestRejected
+
+# What stands for a token that cannot be chosen.
+LOWEST_LOGPROB = -9999.0
+_UNSUPPORTED = ("features", "content_parts", "token_offsets", "kv_transfer_params")
+
+
+@dataclass(frozen=True)
+class TokensCall:
+    """A request as `/generate` takes it, and what its answer has to know of it.
+
+    Attributes:
+        num_prompt_logprobs: for each position of the prompt; None: they are not wanted.
+        stop_token_ids: those that the request itself brought.
+    """
+
+    request: TokensRequest
+    generate: Fields
+    ignored: list[str]
+    num_prompt_logprobs: int | None
+    stop_token_ids: frozenset[int]
+    created: int
+    rid: str
+
+    @property
+    def num_samples(self) -> int:
+        samples: int = self.generate["sampling_params"].get("n", 1)
+        return samples
+
+
+class TokensApi:
+    """What is behind `/inference/v1/generate`."""
+
+    def __init__(self, service: EngineService, metrics: Metrics) -> None:
+        self._service = service
+        self._metrics = metrics
+
+    async def generate(self, request: Request) -> Response:
+        call = tokens_call(await read_fields(request.stream()), request.headers)
+        generation = self._service.manager.prepare(call.generate)
+        writer = _Writer(call, self._service.config.model.served_model_name)
+        if not generation.is_stream:
+            result = await while_connected(request.receive, generation.result())
+            self._metrics.note(result)
+            return Json(writer.answer(whole_pieces(result)))
+        chunks = self._metrics.noting(generation.stream())
+        is_incremental = self._service.config.schedule.incremental_streaming_output
+        pieces = new_pieces(chunks, is_incremental=is_incremental)
+        return await answer_events(request.receive, generation, writer.chunks(pieces))
+
+
+def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str]) -> TokensCall:
+    """A request of `/inference/v1/generate`.
+
+    Raises:
+        RequestRejected: 400.
+    """
+    refuse_unsupported(fields, _UNSUPPORTED, "body")
+    try:
+        given = {name: value for name, value in fields.items() if value is not None}
+        request = msgspec.convert(given, TokensRequest)
+    except msgspec.ValidationError as error:
+        raise RequestRejected(str(error), param="body") from None
+    params, ignored = sampling_params(request.sampling_params)
+    num_logprobs = count_of(request.sampling_params, "logprobs")
+    num_prompt_logprobs = count_of(request.sampling_params, "prompt_logprobs")
+    rid = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex
+    salt = request.cache_salt if request.cache_salt is not None else request.sampling_params.get("cache_salt")
+    generate: Fields = {
+        "input_ids": request.token_ids,
+        "sampling_params": params,
+        "rid": rid,
+        "stream": request.stream,
+        "cache_salt": salt,
+        "return_logprob": num_logprobs is not None or num_prompt_logprobs is not None,
+        "top_logprobs_num": max(num_logprobs or 0, num_prompt_logprobs or 0),
+        "logprob_start_len": -1 if num_prompt_logprobs is None else 0,
+        "return_prompt_token_ids": request.return_token_ids,
+        "routed_dp_rank": _rank(headers.get("x-data-parallel-rank")),
+    }
+    return TokensCall(
+        request=request,
+        generate=generate,
+        ignored=ignored,
+        num_prompt_logprobs=num_prompt_logprobs,
+        stop_token_ids=frozenset(params.get("stop_token_ids") or ()),
+        created=int(time.time()),
+        rid=rid,
+    )
+
+
+def _rank(header: str | None) -> int | None:
+    if header is None:
+        return None
+    if not header.isdecimal():
+        raise RequestRejected(f"X-data-parallel-rank: expected a number, got {header!r}")
+    return int(header)
+
+
+class _Writer:
+    def __init__(self, call: TokensCall, model_name: str) -> None:
+        self._call = call
+        request = call.request
+        self._head: dict[str, Any] = {
+            "request_id": f"generate-tokens-{call.rid}",
+            "model": request.model if request.model is not None else model_name,
+            "created": call.created,
+            "output_mode": request.output_mode,
+        }
+        self._usage = UsageCounter(call.num_samples)
+
+    def answer(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        for piece in pieces:
+            self._usage.note(piece)
+        first = pieces[0]
+        answer = TokensAnswer(
+            **self._head,
+            choices=[self._choice(piece) for piece in pieces],
+            usage=self._usage.usage,
+            prompt_logprobs=self._prompt_logprobs(first),
+            prompt_token_ids=first.prompt_token_ids if self._call.request.return_token_ids else None,
+        )
+        ignored = {"ignored_fields": self._call.ignored} if self._call.ignored else {}
+        return {**msgspec.structs.asdict(answer), **ignored}
+
+    async def chunks(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[dict[str, Any]]:
+        options = self._call.request.stream_options
+        async for piece in pieces:
+            self._usage.note(piece)
+            yield {"request_id": self._head["request_id"], "choices": [_without_nulls(self._choice(piece))]}
+        if options is not None and options.include_usage:
+            yield {"request_id": self._head["request_id"], "choices": [], "usage": self._usage.usage}
+
+    def _choice(self, piece: Piece) -> TokensOutput:
+        metadata = piece.metadata
+        wants_logprobs = self._call.request.sampling_params.get("logprobs") is not None
+        return TokensOutput(
+            index=piece.index,
+            token_ids=piece.token_ids,
+            text=piece.text if self._call.request.output_mode == "text" else None,
+            finish_reason=piece.finish_reason,
+            stop_reason=self._stop_reason(piece),
+            logprobs=TokensLogprobs(content=self._content(piece)) if wants_logprobs else None,
+            weight_versions=None if metadata is UNSET else metadata.weight_versions,
+        )
+
+    def _stop_reason(self, piece: Piece) -> int | str | None:
+        """The string or token of the request's own that ended it; an end of sequence is none."""
+        matched = piece.matched_stop
+        is_own = isinstance(matched, str) or matched in self._call.stop_token_ids
+        return matched if is_own else None
+
+    def _content(self, piece: Piece) -> list[ChosenToken]:
+        num_top = self._call.request.sampling_params["logprobs"]
+        tops = piece.top_logprobs or [()] * len(piece.logprobs)
+        return [_chosen(own, (top or ())[:num_top]) for own, top in zip(piece.logprobs, tops, strict=True)]
+
+    def _prompt_logprobs(self, piece: Piece) -> list[dict[str, PromptLogprob] | None] | None:
+        wanted = self._call.num_prompt_logprobs
+        if wanted is None:
+            return None
+        own = piece.meta["input_token_logprobs"]
+        tops = piece.meta.get("input_top_logprobs") or [()] * len(own)
+        return [_of_position(token, (top or ())[:wanted]) for token, top in zip(own, tops, strict=True)]
+
+
+def _chosen(own: Triple, top: Sequence[Triple]) -> ChosenToken:
+    ranked = {token_id: rank for rank, (_, token_id, _) in enumerate(top, 1)}
+    first = _choice_of(own, ranked.get(own[1]))
+    others = [_choice_of(triple, rank) for rank, triple in enumerate(top, 1) if triple[1] != own[1]]
+    return ChosenToken(**msgspec.structs.asdict(first), top_logprobs=[first, *others])
+
+
+def _choice_of(triple: Triple, rank: int | None) -> TokenChoice:
+    return TokenChoice(
+        token=f"token_id:{triple[1]}", token_id=triple[1], logprob=_floored(triple[0]), rank=rank
+    )
+
+
+def _of_position(own: Triple, top: Sequence[Triple]) -> dict[str, PromptLogprob] | None:
+    """The token of the prompt first, then the most likely ones; None where nothing predicts it."""
+    if own[0] is None:
+        return None
+    ranks = {token_id: rank for rank, (_, token_id, _) in enumerate(top, 1)}
+    ranked = {own[1]: (own, ranks.get(own[1], len(top) + 1))}
+    ranked |= {triple[1]: (triple, ranks[triple[1]]) for triple in top if triple[1] != own[1]}
+    return {
+        str(token_id): PromptLogprob(logprob=_floored(triple[0]), rank=rank, decoded_token=triple[2])
+        for token_id, (triple, rank) in ranked.items()
+    }
+
+
+def _floored(logprob: float | None) -> float:
+    assert logprob is not None, "only the first token of a prompt has no logprob"
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def _without_nulls(choice: TokensOutput) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(choice).items() if value is not None}

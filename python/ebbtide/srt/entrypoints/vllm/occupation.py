@@ -1,0 +1,139 @@
+"""Pausing, sleeping and waking in vLLM's words, as control requests. Source: wire_vllm section 4.1.
+
+A call of vLLM's is several control requests in a row. Each of them is refused or done; a call that is refused
+in the middle leaves generation as it was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from ebbtide.srt.entrypoints.vllm.parameters import (
+    AbortParameters,
+    PauseParameters,
+    ResetCacheParameters,
+    SleepParameters,
+    WakeUpParameters,
+    pause_mode,
+)
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    PauseGenerationReqInput,
+    PauseMode,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    StateReport,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+Body = dict[str, Any]
+# Carries out one control request, given as loose fields; returns the body of the reply.
+Control = Callable[[type[Any], Mapping[str, Any]], Awaitable[Any]]
+
+# What `/sleep` releases. The CUDA graphs stay: they come back by themselves whenever they are needed.
+SLEEPING_TAGS = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
+# What the ids of answers begin with, before the id that the request was posted with.
+ID_PREFIXES = ("cmpl-", "chatcmpl-", "generate-tokens-")
+
+
+class VllmOccupation:
+    """What is behind `/pause`, `/sleep` and their like.
+
+    Args:
+        state: the state machines as last reported.
+    """
+
+    def __init__(self, control: Control, state: Callable[[], StateReport]) -> None:
+        self._control = control
+        self._state = state
+
+    @property
+    def is_paused(self) -> bool:
+        return self._state().paused is not None
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the weights or the KV cache are released on any rank."""
+        return bool(self._released())
+
+    async def pause(self, asked: PauseParameters) -> Body:
+        return {**await self._pause(asked.pause_mode, flushes=asked.clear_cache), "status": "paused"}
+
+    async def resume(self) -> Body:
+        return {**await self._control(ContinueGenerationReqInput, {}), "status": "resumed"}
+
+    async def sleep(self, asked: SleepParameters) -> Body:
+        """Pause, and give memory back; what is asleep already stays as it is, with its backup."""
+        answer = {"status": "sleeping", "level": asked.level}
+        if asked.level > 0 and self._released() == set(SLEEPING_TAGS):
+            return {"success": True, "message": "Asleep already.", "changed": False, **answer}
+        was_paused = self.is_paused
+        clears_cache = asked.level > 0
+        paused = await self._pause(pause_mode(asked.mode, clears_cache), flushes=clears_cache)
+        if asked.level == 0:
+            return {**paused, **answer}
+        release = {"tags": list(SLEEPING_TAGS), "backup": asked.level == 1}
+        try:
+            released = await self._control(ReleaseMemoryOccupationReqInput, release)
+        except RequestRejected:
+            if not was_paused:
+                await self._control(ContinueGenerationReqInput, {})
+            raise
+        return {**released, **answer, "mode": paused["mode"]}
+
+    async def wake_up(self, asked: WakeUpParameters) -> Body:
+        """Take memory again; with the last of it generation goes on, whoever paused it."""
+        tags = [tag for tag in asked.tags or () if tag != "scheduling"]
+        reply: Body = {"success": True, "message": "Nothing to do.", "changed": False}
+        if tags or not asked.tags:
+            reply = await self._control(ResumeMemoryOccupationReqInput, {"tags": tags})
+        resumed = False
+        if not self._released():
+            resumed = (await self._control(ContinueGenerationReqInput, {}))["changed"]
+        status = "sleeping" if self._released() else "awake"
+        return {**reply, "status": status, "tags": asked.tags or None, "resumed": resumed}
+
+    async def release_kv_cache(self) -> Body:
+        reply = await self._control(ReleaseMemoryOccupationReqInput, {"tags": [MemoryTag.KV_CACHE]})
+        return {**reply, "status": "kv_cache_released"}
+
+    async def reset_prefix_cache(self, asked: ResetCacheParameters) -> Body:
+        fields = {"retract_running": asked.reset_running_requests}
+        reply: Body = await self._control(FlushCacheReqInput, fields)
+        return reply
+
+    async def abort(self, asked: AbortParameters) -> Body:
+        if not asked.request_ids:
+            reply = await self._control(AbortReq, {"abort_all": True})
+            return {**reply, "status": "aborted", "aborted": reply["num_aborted"]}
+        rids = [rid for given in asked.request_ids for rid in _meant_by(given)]
+        reply = await self._control(AbortReq, {"rid": rids})
+        return {**reply, "status": "aborted", "aborted": len(asked.request_ids)}
+
+    async def _pause(self, mode: PauseMode, *, flushes: bool) -> Body:
+        paused: Body = await self._control(PauseGenerationReqInput, {"mode": mode})
+        if flushes:
+            await self._control(FlushCacheReqInput, {})
+        return paused
+
+    def _released(self) -> set[MemoryTag]:
+        ranks = self._state().ranks
+        return {tag for rank in ranks for tag in SLEEPING_TAGS if rank.tags[tag].state == "released"}
+
+
+def _meant_by(given: str) -> list[str]:
+    """The rids that an id may stand for: as it was posted, or as the answer has it."""
+    names = [given]
+    for prefix in ID_PREFIXES:
+        if given.startswith(prefix):
+            names.append(given.removeprefix(prefix))
+    for name in list(names):
+        # One output of several: `<rid>-<k>` there is `<rid>_<k>` here.
+        rid, _, index = name.rpartition("-")
+        if rid and index.isdecimal():
+            names.append(f"{rid}_{index}")
+    return names

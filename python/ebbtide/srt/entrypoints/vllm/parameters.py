@@ -1,0 +1,163 @@
+"""What the routes of vLLM's dialect take: by query or in a body. Source: wire_vllm section 1.1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+
+from ebbtide.srt.entrypoints.request_body import read_fields
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.io_struct import PauseMode
+
+P = TypeVar("P", bound=Struct)
+
+# How vLLM calls the ways of pausing.
+VllmPauseMode = Literal["abort", "wait", "keep"]
+
+
+class PauseParameters(Struct, kw_only=True):
+    """`wait_for_inflight_requests`: an older word for the mode `wait`."""
+
+    mode: VllmPauseMode = "abort"
+    clear_cache: bool = True
+    wait_for_inflight_requests: bool = False
+
+    @property
+    def pause_mode(self) -> PauseMode:
+        if self.wait_for_inflight_requests:
+            return PauseMode.WAIT
+        return pause_mode(self.mode, self.clear_cache)
+
+
+class SleepParameters(Struct, kw_only=True):
+    """Level 0 only pauses; level 1 keeps the weights on the host; level 2 drops them."""
+
+    level: Annotated[int, Meta(ge=0, le=2)] = 1
+    mode: VllmPauseMode = "abort"
+
+
+class WakeUpParameters(Struct, kw_only=True):
+    """`tags`: of `weights`, `kv_cache`, `cuda_graph`, `scheduling`; none means all."""
+
+    tags: list[Literal["weights", "kv_cache", "cuda_graph", "scheduling"]] | None = None
+
+
+class ResetCacheParameters(Struct, kw_only=True):
+    """`reset_running_requests`: requests that run give up their KV first."""
+
+    reset_running_requests: bool = False
+    reset_external: bool = False
+
+
+class AbortParameters(Struct, kw_only=True):
+    """`request_ids`: none means all."""
+
+    request_ids: list[str] | None = None
+
+
+class InitParameters(Struct, kw_only=True):
+    init_info: dict[str, Any]
+
+
+class StartParameters(Struct, kw_only=True):
+    """`is_checkpoint_format`: names and shapes are those of a checkpoint."""
+
+    is_checkpoint_format: bool = True
+
+
+class UpdateParameters(Struct, kw_only=True):
+    """`update_info`, in vLLM's form; `weight_dir`, in prime-rl's."""
+
+    update_info: dict[str, Any] | list[dict[str, Any]] | None = None
+    weight_dir: str | None = None
+
+
+class FinishParameters(Struct, kw_only=True):
+    weight_version: str | None = None
+
+
+class CheckerParameters(Struct, kw_only=True):
+    action: Literal["checksum", "reset", "compare"]
+    baseline: dict[str, str] | None = None
+
+
+class WorldSizeParameters(Struct, kw_only=True):
+    include_dp: bool = True
+
+
+class RpcParameters(Struct, kw_only=True):
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+
+
+def pause_mode(mode: VllmPauseMode, clear_cache: bool) -> PauseMode:
+    """What vLLM's modes are here: with its cache cleared, a frozen request has nothing to go on with."""
+    match mode:
+        case "abort":
+            return PauseMode.ABORT
+        case "wait":
+            return PauseMode.WAIT
+        case "keep":
+            return PauseMode.RETRACT if clear_cache else PauseMode.IN_PLACE
+
+
+async def read_parameters(request: Request, kind: type[P]) -> tuple[P, list[str]]:
+    """The parameters in a request's query and body, where the query wins, and the names of unknown fields.
+
+    Raises:
+        RequestRejected: 400; `param` says which, as `query.<name>` or `body.<name>`.
+    """
+    body = await read_fields(request.stream())
+    values: dict[str, Any] = {}
+    for known in msgspec.structs.fields(kind):
+        if known.name in request.query_params:
+            given = _of_query(request.query_params, known.name, known.type)
+            values[known.name] = _converted(given, known.type, f"query.{known.name}", strict=False)
+        elif body.get(known.name) is not None:
+            values[known.name] = _converted(body[known.name], known.type, f"body.{known.name}", strict=True)
+        elif known.required:
+            raise RequestRejected(f"{known.name}: is needed", param=f"body.{known.name}")
+    ignored = sorted((body.keys() | request.query_params.keys()) - set(kind.__struct_fields__))
+    return kind(**values), ignored
+
+
+def checked(fields: Mapping[str, Any], kind: type[P], where: str) -> P:
+    """A part of a body as its own kind, of which every field must be known.
+
+    Raises:
+        RequestRejected: 400; `param` is `where`.
+    """
+    unknown = sorted(fields.keys() - set(kind.__struct_fields__))
+    if unknown:
+        known = ", ".join(kind.__struct_fields__)
+        raise RequestRejected(f"{where}: unknown {', '.join(unknown)}; known are {known}", param=where)
+    given = {name: value for name, value in fields.items() if value is not None}
+    part: P = _converted(given, kind, where, strict=True)
+    return part
+
+
+def _of_query(query: QueryParams, name: str, annotation: Any) -> Any:
+    is_list = any(get_origin(member) is list for member in (annotation, *get_args(annotation)))
+    return query.getlist(name) if is_list else query[name]
+
+
+def _converted(value: Any, annotation: Any, where: str, *, strict: bool) -> Any:
+    try:
+        return msgspec.convert(value, annotation, strict=strict)
+    except msgspec.ValidationError as error:
+        values = _choices(annotation)
+        hint = f"; expected one of {', '.join(values)}" if values else ""
+        raise RequestRejected(f"{where}: {error}{hint}", param=where) from None
+
+
+def _choices(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation)]
+    return [value for member in get_args(annotation) for value in _choices(member)]

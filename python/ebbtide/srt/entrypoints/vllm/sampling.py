@@ -1,0 +1,76 @@
+"""vLLM's sampling parameters as those of `/generate`. Source: wire_vllm section 1.6."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ebbtide.srt.errors import RequestRejected
+
+Fields = dict[str, Any]
+
+# Their name → ours. What is given as null is not given.
+_SAME = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+_NAMES = {
+    **{name: name for name in _SAME},
+    **{name: name for name in ("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "logit_bias")},
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
+    "include_stop_str_in_output": "no_stop_trim",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+}
+# These would change the tokens, or are read back: empty values are taken, others refused.
+UNSUPPORTED = (
+    *("allowed_token_ids", "bad_words", "structured_outputs", "truncate_prompt_tokens", "extra_args"),
+    *("logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"),
+    *("routed_experts_prompt_start", "skip_reading_prefix_cache", "thinking_token_budget"),
+)
+# The text of a request has no meaning where tokens are asked for; `output_kind` is what clients of old sent.
+_IGNORED = ("detokenize", "output_kind", "logprobs", "prompt_logprobs", "max_tokens", "top_k", "cache_salt")
+
+
+def refuse_unsupported(fields: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
+    """Refuse what asks for a feature that is not there.
+
+    Raises:
+        RequestRejected: 400, with its name.
+    """
+    for name in names:
+        # An empty value does not ask for it; 0 is what some of them are without.
+        if fields.get(name):
+            raise RequestRejected(
+                f"{name}: not supported in this version, got {fields[name]!r}", param=f"{where}.{name}"
+            )
+
+
+def sampling_params(given: Mapping[str, Any]) -> tuple[Fields, list[str]]:
+    """The parameters for `/generate`, and the names of those that are ignored.
+
+    Raises:
+        RequestRejected: 400, one of them asks for what is not supported.
+    """
+    refuse_unsupported(given, UNSUPPORTED, "body.sampling_params")
+    params = {ours: given[theirs] for theirs, ours in _NAMES.items() if given.get(theirs) is not None}
+    params["max_new_tokens"] = given.get("max_tokens")
+    top_k = given.get("top_k")
+    if top_k is not None:
+        params["top_k"] = -1 if top_k == 0 else top_k
+    known = {*_NAMES, *UNSUPPORTED, *_IGNORED}
+    return params, sorted(set(given) - known)
+
+
+def count_of(given: Mapping[str, Any], name: str) -> int | None:
+    """How many logprobs are asked for; None: none at all.
+
+    Raises:
+        RequestRejected: 400.
+    """
+    value = given.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise RequestRejected(
+            f"{name}: expected null or a number of tokens from 0, got {value!r}",
+            param=f"body.sampling_params.{name}",
+        )
+    return value

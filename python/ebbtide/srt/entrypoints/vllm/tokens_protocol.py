@@ -1,0 +1,80 @@
+"""Bodies of `/inference/v1/generate`: one prompt, tokens in and tokens out. Source: wire_vllm section 1.6."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from ebbtide.srt.entrypoints.openai.protocol import StreamOptions, Usage, VersionSpan
+
+
+class TokensRequest(Struct, kw_only=True):
+    """`cache_salt` may be among the sampling parameters too. `priority` is ignored."""
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    return_token_ids: bool = False
+    output_mode: Literal["tokens", "text"] = "tokens"
+
+
+class TokenChoice(Struct, kw_only=True):
+    """A token among those that could have been chosen, in the words of old and new versions of vLLM.
+
+    `rank`: 1 is the most likely; null where that is not known.
+    """
+
+    token: str
+    token_id: int
+    logprob: float
+    rank: int | None
+    bytes: list[int] | None = None
+
+
+class ChosenToken(TokenChoice, kw_only=True):
+    """A token of the output. `top_logprobs` begin with the token itself."""
+
+    top_logprobs: list[TokenChoice]
+
+
+class TokensLogprobs(Struct, kw_only=True):
+    content: list[ChosenToken]
+
+
+class TokensOutput(Struct, kw_only=True):
+    """A sample; in a stream, what is new about it."""
+
+    index: int
+    token_ids: list[int]
+    text: str | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    stop_reason: int | str | None = None
+    logprobs: TokensLogprobs | None = None
+    routed_experts: None = None
+    sampling_mask: None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class PromptLogprob(Struct, kw_only=True):
+    """`rank`: of a token that is not among those asked for, the least that it can be."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+class TokensAnswer(Struct, kw_only=True):
+    request_id: str
+    model: str
+    created: int
+    output_mode: str
+    choices: list[TokensOutput]
+    usage: Usage | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None

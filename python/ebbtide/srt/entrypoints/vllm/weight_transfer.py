@@ -1,0 +1,286 @@
+"""Weight updates in vLLM's words, as a session of our own. Source: wire_vllm sections 2 and 4.2.
+
+From start to finish is a session: nothing of it serves before the finish, and a failed update ends it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any, Final, Literal
+
+from msgspec import Struct
+
+from ebbtide.srt.entrypoints.vllm.occupation import Body, Control
+from ebbtide.srt.entrypoints.vllm.parameters import (
+    CheckerParameters,
+    FinishParameters,
+    InitParameters,
+    StartParameters,
+    UpdateParameters,
+    checked,
+)
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.io_struct import (
+    AbortWeightUpdateReqInput,
+    BeginWeightUpdateReqInput,
+    CheckWeightsReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
+    InitWeightsUpdateGroupReqInput,
+    PauseMode,
+    StateReport,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+GROUP: Final = "vllm"
+SESSION: Final = "vllm"
+PACKED_BYTES: Final = 1 << 30
+
+
+class InitInfo(Struct, kw_only=True):
+    """How a trainer is met. `backend`: our own word for a group of torch's."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    packed: bool = False
+    packed_buffer_size_bytes: int = PACKED_BYTES
+    packed_num_buffers: int = 2
+    backend: Literal["gloo", "nccl"] = "nccl"
+    timeout_s: float = 300.0
+
+
+class UpdateInfo(Struct, kw_only=True):
+    """What rank 0 is going to broadcast; three empty lists: as in the update before."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: bool | None = None
+    packed_buffer_size_bytes: int | None = None
+    packed_num_buffers: int | None = None
+
+
+class VllmWeightTransfer:
+    """What is behind `/start_weight_update` and its like.
+
+    Args:
+        state: the state machines as last reported.
+        num_ranks: of all replicas.
+    """
+
+    def __init__(
+        self, control: Control, state: Callable[[], StateReport], num_ranks: Callable[[], int]
+    ) -> None:
+        self._control = control
+        self._state = state
+        self._num_ranks = num_ranks
+        self._init_info: InitInfo | None = None
+        self._last: UpdateInfo | None = None
+        # Why the session that was started last has ended.
+        self._failure: str | None = None
+
+    async def init(self, asked: InitParameters) -> Body:
+        """Join the trainer's group, in the place of the one before."""
+        info = self._checked_init(asked.init_info)
+        fields = {
+            name: getattr(info, name)
+            for name in ("master_address", "master_port", "rank_offset", "world_size", "backend", "timeout_s")
+        }
+        self._init_info = None
+        reply: Body = await self._control(InitWeightsUpdateGroupReqInput, {**fields, "group_name": GROUP})
+        self._init_info, self._last = info, None
+        return {**reply, "message": "Weight transfer initialized"}
+
+    async def shutdown(self) -> Body:
+        """Leave the group."""
+        if self._state().session is not None:
+            raise RequestRejected("a weight update is open: /finish_weight_update first", 409)
+        self._init_info = None
+        reply: Body = await self._control(DestroyWeightsUpdateGroupReqInput, {"group_name": GROUP})
+        return {**reply, "message": "Weight transfer shut down"}
+
+    async def start(self, asked: StartParameters) -> Body:
+        if not asked.is_checkpoint_format:
+            raise RequestRejected(
+                "is_checkpoint_format: only true is supported: names and shapes as a checkpoint has them",
+                param="body.is_checkpoint_format",
+            )
+        reply: Body = await self._control(BeginWeightUpdateReqInput, {"session_id": SESSION})
+        self._failure = None
+        return {**reply, "message": "Weight update started"}
+
+    async def update(self, asked: UpdateParameters) -> Body:
+        """Take one part of the session; if it fails, the session is discarded, and the old weights serve."""
+        if asked.weight_dir is not None:
+            return await self._update_from_folder(asked.weight_dir)
+        if asked.update_info is None:
+            raise RequestRejected("update_info: is needed", param="body.update_info")
+        self._require_session("update")
+        self._require_resident()
+        try:
+            requests = list(self._requests(asked.update_info))
+            replies = [await self._control(UpdateWeightsFromDistributedReqInput, each) for each in requests]
+        except (RequestRejected, EngineError) as error:
+            await self._control(AbortWeightUpdateReqInput, {})
+            self._failure = str(error)
+            raise
+        totals = {
+            name: sum(reply[name] for reply in replies)
+            for name in ("num_tensors", "num_ignored", "num_bytes")
+        }
+        return {**replies[-1], **totals, "message": "Weights updated"}
+
+    async def finish(self, asked: FinishParameters) -> Body:
+        """Commit the session; requests that run go on with the KV that they have."""
+        self._require_session("finish")
+        fields = {
+            "weight_version": asked.weight_version,
+            "flush_cache": False,
+            "pause_mode": PauseMode.IN_PLACE,
+            "session_id": SESSION,
+        }
+        reply: Body = await self._control(EndWeightUpdateReqInput, fields)
+        return {**reply, "message": "Weight update finished"}
+
+    async def check(self, asked: CheckerParameters) -> Body:
+        """Sum up the parameters, or make them invalid, or compare sums."""
+        if asked.action == "reset":
+            reply: Body = await self._control(CheckWeightsReqInput, {"action": "reset_tensors"})
+            return {**reply, "status": "reset"}
+        if asked.action == "compare" and asked.baseline is None:
+            raise RequestRejected("baseline: is needed to compare with", param="body.baseline")
+        reply = await self._control(CheckWeightsReqInput, {"action": "checksum"})
+        sums = {
+            f"dp{rank['dp_rank']}:pp0:pcp0:tp{rank['tp_rank']}:{name}": checksum
+            for rank in map(_with_place, reply["ranks"])
+            for name, checksum in rank["checksums"].items()
+        }
+        if asked.action == "checksum":
+            return {"success": True, "message": reply["message"], "checksums": sums}
+        baseline = asked.baseline or {}
+        differing = sorted(
+            name for name in sums.keys() | baseline.keys() if sums.get(name) != baseline.get(name)
+        )
+        message = f"{len(differing)} tensors differ."
+        return {"success": True, "message": message, "match": not differing, "mismatches": differing}
+
+    async def _update_from_folder(self, folder: str) -> Body:
+        """prime-rl's update: a session of its own, whose version is the number that the folder ends with."""
+        if self._state().session is not None:
+            raise RequestRejected("a weight update session is open: finish it first", 409)
+        step = re.search(r"\d+$", PurePath(folder).name)
+        fields = {
+            "model_path": folder,
+            "flush_cache": False,
+            "pause_mode": PauseMode.IN_PLACE,
+            "weight_version": None if step is None else str(int(step[0])),
+        }
+        reply: Body = await self._control(UpdateWeightFromDiskReqInput, fields)
+        return {**reply, "status": "ok"}
+
+    def _checked_init(self, given: Mapping[str, Any]) -> InitInfo:
+        if "nccl_unique_id_b64" in given:
+            raise RequestRejected(
+                "nccl_unique_id_b64: not in this version; give master_address, master_port and backend",
+                param="body.init_info",
+            )
+        info = checked(given, InitInfo, "body.init_info")
+        if "backend" not in given:
+            raise RequestRejected(
+                "init_info: vLLM's own rendezvous over raw NCCL is not in this version; give backend 'nccl' "
+                "or 'gloo', and join by torch's process group of the name 'vllm'",
+                param="body.init_info.backend",
+            )
+        last = info.rank_offset + self._num_ranks()
+        if info.rank_offset < 1 or last > info.world_size:
+            raise RequestRejected(
+                f"init_info: ranks {info.rank_offset} to {last - 1} do not fit a world of {info.world_size}, "
+                "of which rank 0 is the trainer's",
+                param="body.init_info.world_size",
+            )
+        return info
+
+    def _requests(self, given: Mapping[str, Any] | list[dict[str, Any]]) -> Iterator[Body]:
+        """The update as broadcasts that we know: one per tensor, or one per chunk of packed ones."""
+        init = self._init_info
+        if init is None or GROUP not in self._state().weight_groups:
+            raise RequestRejected("no trainer has been met: call /init_weight_transfer_engine", 409)
+        info = self._checked_update(given)
+        common = {"group_name": GROUP, "flush_cache": False, "session_id": SESSION}
+        packed = init.packed if info.packed is None else info.packed
+        size = info.packed_buffer_size_bytes
+        for part in (
+            _chunks(info, init.packed_buffer_size_bytes if size is None else size) if packed else [info]
+        ):
+            yield {
+                **common,
+                "names": part.names,
+                "dtypes": part.dtype_names,
+                "shapes": part.shapes,
+                "load_format": "flattened_bucket" if packed else None,
+            }
+
+    def _checked_update(self, given: Mapping[str, Any] | list[dict[str, Any]]) -> UpdateInfo:
+        where = "body.update_info"
+        if isinstance(given, list):
+            if any(entry != given[0] for entry in given) or len(given) not in (1, self._num_ranks()):
+                raise RequestRejected(
+                    f"update_info: expected one entry, or the same for each of {self._num_ranks()} ranks",
+                    param=where,
+                )
+            given = given[0]
+        for name in ("num_updates_list", "ipc_handles", "ipc_handles_pickled", "tensor_sizes"):
+            if given.get(name) is not None:
+                raise RequestRejected(f"{name}: not supported in this version", param=f"{where}.{name}")
+        info = checked(given, UpdateInfo, where)
+        if not (info.names or info.dtype_names or info.shapes) and self._last is not None:
+            info = self._last
+        if not len(info.names) == len(info.dtype_names) == len(info.shapes):
+            raise RequestRejected(
+                f"update_info: expected lists of one length, got {len(info.names)} names, "
+                f"{len(info.dtype_names)} dtype_names and {len(info.shapes)} shapes",
+                param=where,
+            )
+        self._last = info
+        return info
+
+    def _require_session(self, what: str) -> None:
+        session = self._state().session
+        if session is None and self._failure is not None:
+            raise RequestRejected(f"the update failed; nothing was committed: {self._failure}", 409)
+        if session is None:
+            raise RequestRejected(f"there is nothing to {what}: call /start_weight_update first", 409)
+
+    def _require_resident(self) -> None:
+        ranks = self._state().ranks
+        if any(rank.tags[MemoryTag.WEIGHTS].state == "released" for rank in ranks):
+            raise RequestRejected("the weights are released: /wake_up?tags=weights first", 409)
+
+
+def _with_place(rank: Body) -> Body:
+    return {**rank["parallelism_info"][0], "checksums": rank["checksums"]}
+
+
+def _chunks(info: UpdateInfo, buffer_bytes: int) -> Iterator[UpdateInfo]:
+    """What each packed broadcast holds: whole tensors, up to the one with which they exceed the buffer."""
+    first, num_bytes = 0, 0
+    for index, (dtype_name, shape) in enumerate(zip(info.dtype_names, info.shapes, strict=True)):
+        num_bytes += _num_bytes(dtype_name, shape)
+        if num_bytes > buffer_bytes or index == len(info.names) - 1:
+            part = slice(first, index + 1)
+            yield UpdateInfo(
+                names=info.names[part], dtype_names=info.dtype_names[part], shapes=info.shapes[part]
+            )
+            first, num_bytes = index + 1, 0
+
+
+def _num_bytes(dtype_name: str, shape: list[int]) -> int:
+    bits = re.search(r"\d+", dtype_name)
+    return math.prod(shape) * (1 if bits is None else int(bits[0]) // 8)

@@ -1,0 +1,295 @@
+"""vLLM's control routes over HTTP, against the real state machines without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from ebbtide.srt.entrypoints.http_server import create_app
+from ebbtide.testing.null_engine import NullEngine
+
+PROMPT = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4, "seed": 3}}
+
+
+class Client:
+    """Posts to an engine of this process, in its own loop."""
+
+    def __init__(self, engine: NullEngine) -> None:
+        self.engine = engine
+        self._app = create_app(engine._service)
+
+    def ask(self, method: str, path: str, body: Any = None, status: int = 200) -> Any:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self._app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+                return await client.request(method, path, json=body)
+
+        answer = self.engine._wait(send())
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def post(self, path: str, body: Any = None, status: int = 200) -> Any:
+        return self.ask("POST", path, body, status)
+
+    def get(self, path: str) -> Any:
+        return self.ask("GET", path)
+
+    def start(self, **sampling_params: Any) -> asyncio.Future[Any]:
+        """A generation that is not waited for."""
+        params = {"max_new_tokens": 3000, "ignore_eos": True, **sampling_params}
+        generating = self.engine.async_generate(input_ids=[1, 2, 3], sampling_params=params)
+        return self.engine._runner.submit(generating)  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[NullEngine]:
+    with NullEngine(max_running_requests=8) as engine:
+        yield engine
+
+
+@pytest.fixture
+def client(engine: NullEngine) -> Iterator[Client]:
+    """The engine is left as it was found."""
+    yield Client(engine)
+    engine.abort_weight_update()
+    engine.abort_request(abort_all=True)
+    engine.resume_memory_occupation()
+    engine.continue_generation()
+    engine.update_weights_from_disk("1", weight_version="default")
+
+
+@pytest.mark.parametrize(
+    ("query", "mode"),
+    [
+        ("", "abort"),
+        ("?mode=abort&clear_cache=false", "abort"),
+        ("?mode=wait", "wait"),
+        ("?wait_for_inflight_requests=true", "wait"),
+        # Its cache cleared, a frozen request computes everything again.
+        ("?mode=keep", "retract"),
+        ("?mode=keep&clear_cache=false", "in_place"),
+    ],
+)
+def test_a_pause_is_one_of_ours(client: Client, query: str, mode: str) -> None:
+    assert client.get("/is_paused") == {"success": True, "message": "", "is_paused": False}
+    paused = client.post(f"/pause{query}")
+    assert (paused["status"], paused["mode"], paused["success"]) == ("paused", mode, True)
+    assert client.get("/is_paused/")["is_paused"]
+    assert client.post(f"/pause{query}")["status"] == "paused"
+    for changed in (True, False):
+        resumed = client.post("/resume")
+        assert (resumed["status"], resumed["changed"]) == ("resumed", changed)
+    assert not client.get("/is_paused")["is_paused"]
+
+
+def test_parameters_come_by_query_or_body_and_the_query_wins(client: Client) -> None:
+    assert client.post("/pause?mode=keep", {"mode": "abort", "clear_cache": False})["mode"] == "in_place"
+    assert client.post("/reset_prefix_cache", {"reset_external": True, "other": 1})["ignored_fields"] == [
+        "other"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "expected"),
+    [
+        ("/pause?mode=freeze", None, "query.mode", "expected one of abort, wait, keep"),
+        ("/sleep?level=x", None, "query.level", "Expected `int`"),
+        ("/sleep", {"level": 3}, "body.level", "<= 2"),
+        ("/wake_up?tags=weights&tags=cache", None, "query.tags", "expected one of weights, kv_cache"),
+        ("/abort_requests", {"request_ids": "all"}, "body.request_ids", "Expected `array"),
+        ("/inference/v1/abort_requests", {}, "body.request_ids", "is needed"),
+        ("/init_weight_transfer_engine", {}, "body.init_info", "is needed"),
+        ("/init_weight_transfer_engine", {"init_info": {"port": 1}}, "body.init_info", "unknown port"),
+        ("/update_weights", {}, "body.update_info", "is needed"),
+        ("/weight_checker", {"action": "sum"}, "body.action", "expected one of checksum"),
+        ("/weight_checker", {"action": "compare"}, "body.baseline", "is needed"),
+        ("/start_weight_update", {"is_checkpoint_format": False}, "body.is_checkpoint_format", "only true"),
+        ("/collective_rpc", {"method": "update_weights_nccl", "kwargs": {"a": 1}}, "body.kwargs", "got a"),
+    ],
+)
+def test_a_bad_parameter_is_named(client: Client, path: str, body: Any, param: str, expected: str) -> None:
+    refused = client.post(path, body, status=400)
+    assert expected in refused["error"]["message"]
+    assert refused["error"] | {"message": ""} == {
+        "message": "",
+        "type": "BadRequestError",
+        "code": 400,
+        "param": param,
+    }
+    assert client.engine.memory_occupation()["can_run"]
+
+
+def test_sleep_drops_or_keeps_the_weights_by_its_level(client: Client) -> None:
+    before = client.post("/inference/v1/generate", PROMPT)["choices"][0]["token_ids"]
+    slept = client.post("/sleep?level=1")
+    assert (slept["status"], slept["level"], slept["tags"]) == ("sleeping", 1, ["weights", "kv_cache"])
+    assert client.get("/is_sleeping")["is_sleeping"]
+    # Asleep already: nothing is done, and the backup stays.
+    assert client.post("/sleep?level=2")["changed"] is False
+    assert client.post("/wake_up")["weights"]["content"] == "valid"
+    assert client.post("/inference/v1/generate", PROMPT)["choices"][0]["token_ids"] == before
+
+    client.post("/sleep", {"level": 2})
+    woken = client.post("/wake_up?tags=weights")
+    assert (woken["status"], woken["tags"], woken["resumed"]) == ("sleeping", ["weights"], False)
+    woken = client.post("/wake_up?tags=kv_cache")
+    assert (woken["status"], woken["resumed"]) == ("awake", True)
+    # Nothing is computed with weights that nobody has written.
+    generation = client.start(max_new_tokens=4)
+    assert "stale" in client.engine.memory_occupation()["reason"]
+    assert not generation.done()
+    client.post("/update_weights", {"weight_dir": "7"})
+    assert len(generation.result(30)["output_ids"]) == 4  # type: ignore[call-arg]
+
+
+def test_requests_survive_a_sleep_that_keeps_them_and_waking_ends_any_pause(client: Client) -> None:
+    generation = client.start()
+    client.engine.pause_generation("in_place")
+    assert client.post("/sleep?level=1&mode=keep")["mode"] == "retract"
+    assert client.post("/wake_up?tags=scheduling")["resumed"] is False
+    assert client.post("/wake_up")["resumed"] is True
+    result = generation.result(60)  # type: ignore[call-arg]
+    assert result["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_level_0_only_pauses(client: Client) -> None:
+    assert client.post("/sleep?level=0")["mode"] == "abort"
+    assert client.engine.memory_occupation()["tags"]["weights"]["state"] == "resident"
+    assert client.get("/is_sleeping")["is_sleeping"]
+    woken = client.post("/wake_up?tags=scheduling")
+    assert (woken["status"], woken["tags"], woken["resumed"]) == ("awake", ["scheduling"], True)
+
+
+def test_a_refused_sleep_leaves_generation_running() -> None:
+    with NullEngine(enable_memory_saver=False) as engine:
+        client = Client(engine)
+        refused = client.post("/sleep?level=1", status=409)
+        assert "memory_saver_backend is 'none'" in refused["error"]["message"]
+        assert not client.get("/is_paused")["is_paused"]
+
+
+def test_requests_are_aborted_by_the_ids_that_they_were_posted_or_answered_with(client: Client) -> None:
+    client.post("/pause?mode=keep&clear_cache=false")
+    names = ["one", "two", "three", "four"]
+    waiting = [
+        client.engine._runner.submit(
+            client.engine.async_generate(
+                input_ids=[1], rid=name, sampling_params={"n": 2 if name == "three" else 1}
+            )
+        )
+        for name in names
+    ]
+    ids = ["one", "cmpl-two", "generate-tokens-three-1", "nobody"]
+    assert client.post("/inference/v1/abort_requests", {"request_ids": ids})["aborted"] == 4
+    assert waiting[0].result(30)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert waiting[1].result(30)["meta_info"]["finish_reason"]["type"] == "abort"
+    aborted = client.post("/abort_requests")
+    assert (aborted["status"], aborted["aborted"]) == ("aborted", 2)
+    kinds = [output["meta_info"]["finish_reason"]["message"] for output in waiting[2].result(30)]
+    assert kinds == ["Aborted by /abort_request"] * 2
+    assert waiting[3].result(30)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_the_prefix_cache_is_reset_also_under_running_requests(client: Client) -> None:
+    generation = client.start()
+    while client.engine.loads()["loads"][0]["num_running_reqs"] == 0:
+        pass
+    assert client.post("/reset_prefix_cache")["success"] is False
+    assert client.post("/reset_prefix_cache", {"reset_running_requests": True})["success"] is True
+    assert generation.result(60)["meta_info"]["num_retractions"] == 1  # type: ignore[call-arg]
+
+
+def test_what_servers_are_asked_for(client: Client) -> None:
+    assert client.get("/get_world_size/")["world_size"] == 1
+    assert client.get("/weight_info")["weight_version"] == "default"
+    assert client.get("/version")["vllm_compat"] == "0.33.0"
+    assert client.get("/load")["server_load"] == 0
+    assert client.get("/liveness")["status"] == "ok"
+    info = client.get("/server_info?config_format=json")
+    assert info["vllm_config"]["weight_transfer_config"] == {"backend": "nccl"}
+    assert info["vllm_config"]["model_config"]["dtype"] == "torch.float32"
+    assert "tp_size" in info
+    assert client.post("/reset_mm_cache")["success"]
+    assert client.post("/start_draft_weight_update", status=409)["error"]["type"] == "ConflictError"
+    assert client.post("/v1/load_lora_adapter", {"lora_name": "a"}, status=501)["error"]["code"] == 501
+
+
+class TestUpdates:
+    def test_calls_in_the_wrong_order_are_refused_by_name(self, client: Client) -> None:
+        info = {"names": [], "dtype_names": [], "shapes": []}
+        refused = client.post("/update_weights", {"update_info": info}, status=409)
+        assert "call /start_weight_update first" in refused["message"]
+        assert (
+            "call /start_weight_update first" in client.post("/finish_weight_update", status=409)["message"]
+        )
+        assert client.post("/start_weight_update", {})["message"] == "Weight update started"
+        assert client.post("/start_weight_update", status=409)["error"]["code"] == 409
+        assert "open" in client.post("/shutdown_weight_transfer_engine", status=409)["message"]
+        finished = client.post("/finish_weight_update", {"weight_version": "5"})
+        assert (finished["num_tensors"], finished["weight_version"]) == (0, "5")
+        assert client.get("/weight_info")["weight_version"] == "5"
+
+    def test_a_failed_update_ends_its_session_and_says_so_at_the_finish(self, client: Client) -> None:
+        client.post("/start_weight_update")
+        info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]]}
+        refused = client.post("/update_weights", {"update_info": info}, status=409)
+        assert "call /init_weight_transfer_engine" in refused["message"]
+        refused = client.post("/finish_weight_update", status=409)
+        assert "the update failed; nothing was committed: no trainer has been met" in refused["message"]
+        assert client.get("/weight_info")["weight_version"] == "default"
+        client.post("/start_weight_update")
+        assert client.post("/finish_weight_update")["success"]
+
+    def test_released_weights_take_no_update(self, client: Client) -> None:
+        client.post("/sleep?level=2")
+        client.post("/start_weight_update")
+        info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]]}
+        refused = client.post("/update_weights", {"update_info": info}, status=409)
+        assert "/wake_up?tags=weights first" in refused["message"]
+
+    def test_a_folder_is_an_update_of_its_own_with_the_number_of_its_step(self, client: Client) -> None:
+        client.post("/pause?mode=keep&clear_cache=false")
+        updated = client.post("/update_weights", {"weight_dir": "0012"})
+        assert (updated["status"], updated["weight_version"], updated["committed"]) == ("ok", "12", True)
+        client.post("/resume")
+        client.post("/start_weight_update")
+        assert (
+            "finish it first" in client.post("/update_weights", {"weight_dir": "13"}, status=409)["message"]
+        )
+
+    def test_what_an_engine_cannot_meet_is_refused_before_it_is_met(self, client: Client) -> None:
+        address = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+        for init_info, expected in (
+            (address, "raw NCCL is not in this version"),
+            ({**address, "backend": "gloo", "rank_offset": 2}, "do not fit a world of 2"),
+            ({"nccl_unique_id_b64": "AA=="}, "nccl_unique_id_b64: not in this version"),
+        ):
+            body = {"init_info": init_info}
+            assert expected in client.post("/init_weight_transfer_engine", body, status=400)["message"]
+
+
+class TestCollectiveRpc:
+    def test_a_method_that_is_not_listed_is_refused_with_the_list(self, client: Client) -> None:
+        refused = client.post("/collective_rpc", {"method": "load_weights"}, status=501)
+        assert refused["error"]["type"] == "NotImplementedError"
+        assert "known methods: skyrl_start_weight_update, " in refused["error"]["message"]
+
+    def test_skyrls_session(self, client: Client) -> None:
+        start = {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": "True"}}
+        assert client.post("/collective_rpc", start)["results"] == [None]
+        assert client.post("/collective_rpc", start, status=409)["error"]["code"] == 409
+        assert client.post("/collective_rpc", {"method": "skyrl_finish_weight_update"})["results"] == [None]
+
+    def test_skyrls_sleep_leaves_the_pause_as_it_is(self, client: Client) -> None:
+        client.post("/pause?mode=keep&clear_cache=false")
+        sleep = {"method": "skyrl_sleep_for_weight_sync", "kwargs": {"offload_kv": True}}
+        assert client.post("/collective_rpc", sleep)["results"] == [{"kv_offloaded": False}]
+        for tags in (["weights"], ["kv_cache"]):
+            wake = {"method": "skyrl_wake_for_weight_sync", "kwargs": {"tags": tags}}
+            assert client.post("/collective_rpc", wake)["success"]
+        assert client.get("/is_paused")["is_paused"]
+        assert client.engine.memory_occupation()["tags"]["weights"]["content"] == "stale"
