@@ -23,7 +23,7 @@ CONTROL_ROUTES: Final[dict[str, type[ControlRequest]]] = {
     kind.row.path: kind for kind in CONTROL_REQUESTS if kind.row.path is not None
 }
 
-# SGLang has these paths, and this version does not.
+# SGLang has these paths, or vLLM and the servers made of it, and this version does not.
 NOT_IMPLEMENTED = (
     "/encode",
     "/classify",
@@ -47,6 +47,14 @@ NOT_IMPLEMENTED = (
     "/v1/embeddings",
     "/v1/rerank",
     "/v1/responses",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/skyrl/v1/load_lora_adapter",
+    "/v1/completions/render",
+    "/v1/chat/completions/render",
+    "/init_broadcaster",
+    "/receive_weight_update",
+    "/fetch_weights",
 )
 
 

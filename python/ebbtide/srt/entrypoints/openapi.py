@@ -26,6 +26,8 @@ from ebbtide.srt.entrypoints.openai.protocol import (
 )
 from ebbtide.srt.entrypoints.openai.tokenization import DetokenizeRequest, Texts, TokenizeRequest, Tokens
 from ebbtide.srt.entrypoints.transition import TransitionReply, TransitionRequest
+from ebbtide.srt.entrypoints.vllm.routes import GENERATE_PATHS, ROUTES
+from ebbtide.srt.entrypoints.vllm.tokens_protocol import TokensAnswer, TokensRequest
 from ebbtide.srt.managers.api.generate_request import GenerateReqInput
 from ebbtide.srt.managers.io_struct import ControlRequest, Reply
 from ebbtide.srt.sampling_params import SamplingParams
@@ -111,6 +113,14 @@ _OPERATIONS = (
     Operation(
         *("/transition", POST, "control", "Several control requests in order; may be sent again."),
         *(TransitionRequest, TransitionReply),
+    ),
+    *(
+        Operation(path, POST, "vLLM", "Generate from token ids.", TokensRequest, TokensAnswer, TokensAnswer)
+        for path in GENERATE_PATHS
+    ),
+    *(
+        Operation(route.path, (route.method,), "vLLM", route.summary, route.parameters, dict[str, Any])
+        for route in ROUTES
     ),
 )
 

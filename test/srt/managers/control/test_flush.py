@@ -60,7 +60,6 @@ def test_running_requests_can_be_made_to_let_go(harness: SchedulerHarness) -> No
     rid = harness.generate(PROMPT, max_new_tokens=40)
     harness.turn(4)
     assert harness.apply(FlushCacheReqInput(retract_running=True), FlushCacheReqOutput).fully_flushed
-    assert harness.scheduler.policy.allocator.num_free == harness.num_pages
     harness.run_until_idle()
     assert (harness.outputs[rid].finish, harness.outputs[rid].num_retractions) == (
         FinishReason("length", length=40),

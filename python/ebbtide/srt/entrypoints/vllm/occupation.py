@@ -11,6 +11,7 @@ from typing import Any
 
 from ebbtide.srt.entrypoints.vllm.parameters import (
     AbortParameters,
+    Nothing,
     PauseParameters,
     ResetCacheParameters,
     SleepParameters,
@@ -63,7 +64,7 @@ class VllmOccupation:
     async def pause(self, asked: PauseParameters) -> Body:
         return {**await self._pause(asked.pause_mode, flushes=asked.clear_cache), "status": "paused"}
 
-    async def resume(self) -> Body:
+    async def resume(self, asked: Nothing) -> Body:
         return {**await self._control(ContinueGenerationReqInput, {}), "status": "resumed"}
 
     async def sleep(self, asked: SleepParameters) -> Body:
@@ -97,7 +98,7 @@ class VllmOccupation:
         status = "sleeping" if self._released() else "awake"
         return {**reply, "status": status, "tags": asked.tags or None, "resumed": resumed}
 
-    async def release_kv_cache(self) -> Body:
+    async def release_kv_cache(self, asked: Nothing) -> Body:
         reply = await self._control(ReleaseMemoryOccupationReqInput, {"tags": [MemoryTag.KV_CACHE]})
         return {**reply, "status": "kv_cache_released"}
 

@@ -20,6 +20,10 @@ P = TypeVar("P", bound=Struct)
 VllmPauseMode = Literal["abort", "wait", "keep"]
 
 
+class Nothing(Struct, kw_only=True):
+    """No parameters."""
+
+
 class PauseParameters(Struct, kw_only=True):
     """`wait_for_inflight_requests`: an older word for the mode `wait`."""
 

@@ -3,42 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ebbtide import __version__
-from ebbtide.srt.entrypoints.http_answers import Json, error_answer
+from ebbtide.srt.entrypoints.http_answers import Json
 from ebbtide.srt.entrypoints.metrics import Metrics
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.entrypoints.vllm import parameters as kinds
 from ebbtide.srt.entrypoints.vllm.generate import TokensApi
 from ebbtide.srt.entrypoints.vllm.information import VLLM_VERSION
 from ebbtide.srt.entrypoints.vllm.occupation import Body, VllmOccupation
+from ebbtide.srt.entrypoints.vllm.parameters import (
+    AbortParameters,
+    CheckerParameters,
+    FinishParameters,
+    InitParameters,
+    Nothing,
+    PauseParameters,
+    ResetCacheParameters,
+    RpcParameters,
+    SleepParameters,
+    StartParameters,
+    UpdateParameters,
+    WakeUpParameters,
+    WorldSizeParameters,
+    read_parameters,
+)
 from ebbtide.srt.entrypoints.vllm.remote_calls import RemoteCalls
 from ebbtide.srt.entrypoints.vllm.weight_transfer import VllmWeightTransfer
 from ebbtide.srt.errors import RequestRejected
 
-P = TypeVar("P", bound=Struct)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-# Paths of vLLM, and of servers made of it, that this version does not have.
-NOT_IMPLEMENTED = (
-    "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
-    "/skyrl/v1/load_lora_adapter",
-    "/v1/completions/render",
-    "/v1/chat/completions/render",
-    "/init_broadcaster",
-    "/receive_weight_update",
-    "/fetch_weights",
-)
+# A handler takes the parameters and returns the body of the answer.
+Handler = Callable[[Any], Awaitable[Body]]
 
 
-class Nothing(Struct, kw_only=True):
-    """No parameters."""
+@dataclass(frozen=True)
+class VllmRoute:
+    """One route of the dialect, for the application and for its document.
+
+    Attributes:
+        parameters: what it takes; None: nothing.
+        handler: what is behind it.
+    """
+
+    method: Literal["GET", "POST"]
+    path: str
+    summary: str
+    handler: Callable[[VllmApi], Handler]
+    parameters: type[Struct] | None = None
+
+
+GENERATE_PATHS = ("/inference/v1/generate", "/skyrl/v1/generate")
 
 
 class VllmApi:
@@ -46,100 +67,63 @@ class VllmApi:
 
     def __init__(self, service: EngineService, metrics: Metrics) -> None:
         self._service = service
-        self._occupation = VllmOccupation(service.control, lambda: service.state)
-        self._weights = VllmWeightTransfer(service.control, lambda: service.state, self._num_ranks)
-        self._calls = RemoteCalls(
-            service.control, self._weights, lambda: service.config.model.path, self._num_ranks
+        self.occupation = VllmOccupation(self._control, lambda: service.state)
+        self.weights = VllmWeightTransfer(self._control, lambda: service.state, self._num_ranks)
+        self.calls = RemoteCalls(
+            self._control, self.weights, lambda: service.config.model.path, self._num_ranks
         )
         self._tokens = TokensApi(service, metrics)
 
     def routes(self) -> list[tuple[str, str, Endpoint]]:
         """Method, path and endpoint of each; every path also with a slash at its end."""
-        occupation, weights = self._occupation, self._weights
-        routes: list[tuple[str, str, Endpoint]] = [
-            ("POST", "/pause", _taking(kinds.PauseParameters, occupation.pause)),
-            ("POST", "/resume", _plain(occupation.resume)),
-            ("GET", "/is_paused", _plain(self._is_paused)),
-            ("POST", "/sleep", _taking(kinds.SleepParameters, occupation.sleep)),
-            ("POST", "/wake_up", _taking(kinds.WakeUpParameters, occupation.wake_up)),
-            ("GET", "/is_sleeping", _plain(self._is_sleeping)),
-            ("POST", "/release_kv_cache_memory", _plain(occupation.release_kv_cache)),
-            (
-                "POST",
-                "/reset_prefix_cache",
-                _taking(kinds.ResetCacheParameters, occupation.reset_prefix_cache),
-            ),
-            ("POST", "/reset_mm_cache", _plain(_nothing_to_do)),
-            ("POST", "/reset_encoder_cache", _plain(_nothing_to_do)),
-            ("POST", "/abort_requests", _taking(kinds.AbortParameters, occupation.abort)),
-            ("POST", "/inference/v1/abort_requests", _taking(kinds.AbortParameters, self._abort_named)),
-            ("POST", "/init_weight_transfer_engine", _taking(kinds.InitParameters, weights.init)),
-            ("POST", "/shutdown_weight_transfer_engine", _plain(weights.shutdown)),
-            ("POST", "/start_weight_update", _taking(kinds.StartParameters, weights.start)),
-            ("POST", "/start_draft_weight_update", _plain(_no_draft_model)),
-            ("POST", "/update_weights", _taking(kinds.UpdateParameters, weights.update)),
-            ("POST", "/finish_weight_update", _taking(kinds.FinishParameters, weights.finish)),
-            ("POST", "/weight_checker", _taking(kinds.CheckerParameters, weights.check)),
-            ("GET", "/weight_info", _plain(self._weight_info)),
-            ("GET", "/get_world_size", _taking(kinds.WorldSizeParameters, self._world_size)),
-            ("POST", "/collective_rpc", _taking(kinds.RpcParameters, self._calls.call)),
-            ("GET", "/version", _plain(self._version)),
-            ("GET", "/load", _plain(self._load)),
-            ("GET", "/liveness", _plain(self._liveness)),
-            ("POST", "/inference/v1/generate", _refusing(self._tokens.generate)),
-            ("POST", "/skyrl/v1/generate", _refusing(self._tokens.generate)),
-            *(("POST", path, _not_implemented) for path in NOT_IMPLEMENTED),
-        ]
+        routes = [(route.method, route.path, _endpoint(route, self)) for route in ROUTES]
+        routes += [("POST", path, _refusing(self._tokens.generate)) for path in GENERATE_PATHS]
         return [(method, path + end, endpoint) for method, path, endpoint in routes for end in ("", "/")]
+
+    async def _control(self, kind: type[Any], fields: Mapping[str, Any]) -> Any:
+        return await self._service.control(kind, fields)
 
     def _num_ranks(self) -> int:
         return self._service.config.parallel.num_ranks
 
-    async def _is_paused(self) -> Body:
-        return {"is_paused": self._occupation.is_paused or self._occupation.is_asleep}
+    async def is_paused(self, asked: Nothing) -> Body:
+        return {"is_paused": self.occupation.is_paused or self.occupation.is_asleep}
 
-    async def _is_sleeping(self) -> Body:
-        return {"is_sleeping": self._occupation.is_paused or self._occupation.is_asleep}
+    async def is_sleeping(self, asked: Nothing) -> Body:
+        return {"is_sleeping": self.occupation.is_paused or self.occupation.is_asleep}
 
-    async def _abort_named(self, asked: kinds.AbortParameters) -> Body:
+    async def abort_named(self, asked: AbortParameters) -> Body:
         if not asked.request_ids:
             raise RequestRejected("request_ids: is needed here", param="body.request_ids")
-        return await self._occupation.abort(asked)
+        return await self.occupation.abort(asked)
 
-    async def _weight_info(self) -> Body:
+    async def weight_info(self, asked: Nothing) -> Body:
         return {"weight_version": self._service.state.weight_version}
 
-    async def _world_size(self, asked: kinds.WorldSizeParameters) -> Body:
+    async def world_size(self, asked: WorldSizeParameters) -> Body:
         parallel = self._service.config.parallel
         return {"world_size": parallel.tp_size * (parallel.dp_size if asked.include_dp else 1)}
 
-    async def _version(self) -> Body:
+    async def version(self, asked: Nothing) -> Body:
         return {"version": __version__, "vllm_compat": VLLM_VERSION}
 
-    async def _load(self) -> Body:
+    async def load(self, asked: Nothing) -> Body:
         return {"server_load": self._service.manager.num_live}
 
-    async def _liveness(self) -> Body:
+    async def liveness(self, asked: Nothing) -> Body:
         await self._service.check_health()
         return {"status": "ok"}
 
 
-def _taking(kind: type[P], handler: Callable[[P], Awaitable[Body]]) -> Endpoint:
-    """The endpoint of a handler that takes parameters of this kind."""
+def _endpoint(route: VllmRoute, api: VllmApi) -> Endpoint:
+    handler, kind = route.handler(api), route.parameters or Nothing
 
     async def endpoint(request: Request) -> Response:
-        asked, ignored = await kinds.read_parameters(request, kind)
+        asked, ignored = await read_parameters(request, kind)
         body = {"success": True, "message": "", **await handler(asked)}
         return Json({**body, "ignored_fields": ignored} if ignored else body)
 
     return _refusing(endpoint)
-
-
-def _plain(handler: Callable[[], Awaitable[Body]]) -> Endpoint:
-    async def without(asked: Nothing) -> Body:
-        return await handler()
-
-    return _taking(Nothing, without)
 
 
 def _refusing(endpoint: Endpoint) -> Endpoint:
@@ -160,13 +144,121 @@ def _refusal(error: RequestRejected) -> Mapping[str, Any]:
     return {**body, "error": {**body["error"], "param": param}}
 
 
-async def _nothing_to_do() -> Body:
+async def _nothing_to_do(asked: Nothing) -> Body:
     return {"message": "There is no such cache."}
 
 
-async def _no_draft_model() -> Body:
+async def _no_draft_model(asked: Nothing) -> Body:
     raise RequestRejected("there is no draft model", 409)
 
 
-async def _not_implemented(request: Request) -> Response:
-    return error_answer(f"{request.url.path} is not in this version", 501, param=None)
+ROUTES: Final = (
+    VllmRoute(
+        "POST", "/pause", "Run no further forward pass.", lambda api: api.occupation.pause, PauseParameters
+    ),
+    VllmRoute("POST", "/resume", "End a pause.", lambda api: api.occupation.resume),
+    VllmRoute("GET", "/is_paused", "Whether nothing runs.", lambda api: api.is_paused),
+    VllmRoute(
+        "POST", "/sleep", "Pause, and give memory back.", lambda api: api.occupation.sleep, SleepParameters
+    ),
+    VllmRoute(
+        "POST",
+        "/wake_up",
+        "Take memory again; with the last of it generation goes on.",
+        lambda api: api.occupation.wake_up,
+        WakeUpParameters,
+    ),
+    VllmRoute(
+        "GET",
+        "/is_sleeping",
+        "Whether memory is released, or generation paused.",
+        lambda api: api.is_sleeping,
+    ),
+    VllmRoute(
+        "POST",
+        "/release_kv_cache_memory",
+        "Give the memory of the KV cache back.",
+        lambda api: api.occupation.release_kv_cache,
+    ),
+    VllmRoute(
+        "POST",
+        "/reset_prefix_cache",
+        "Empty the prefix cache.",
+        lambda api: api.occupation.reset_prefix_cache,
+        ResetCacheParameters,
+    ),
+    VllmRoute("POST", "/reset_mm_cache", "Nothing: there is no such cache.", lambda api: _nothing_to_do),
+    VllmRoute("POST", "/reset_encoder_cache", "Nothing: there is no such cache.", lambda api: _nothing_to_do),
+    VllmRoute(
+        "POST",
+        "/abort_requests",
+        "End these requests, or all.",
+        lambda api: api.occupation.abort,
+        AbortParameters,
+    ),
+    VllmRoute(
+        "POST",
+        "/inference/v1/abort_requests",
+        "End these requests.",
+        lambda api: api.abort_named,
+        AbortParameters,
+    ),
+    VllmRoute(
+        "POST",
+        "/init_weight_transfer_engine",
+        "Join the group of a trainer.",
+        lambda api: api.weights.init,
+        InitParameters,
+    ),
+    VllmRoute(
+        "POST",
+        "/shutdown_weight_transfer_engine",
+        "Leave the trainer's group.",
+        lambda api: api.weights.shutdown,
+    ),
+    VllmRoute(
+        "POST",
+        "/start_weight_update",
+        "Open a session of updates.",
+        lambda api: api.weights.start,
+        StartParameters,
+    ),
+    VllmRoute(
+        "POST", "/start_draft_weight_update", "Refused: there is no draft model.", lambda api: _no_draft_model
+    ),
+    VllmRoute(
+        "POST",
+        "/update_weights",
+        "Take weights by broadcast, or out of a folder.",
+        lambda api: api.weights.update,
+        UpdateParameters,
+    ),
+    VllmRoute(
+        "POST",
+        "/finish_weight_update",
+        "Commit the session.",
+        lambda api: api.weights.finish,
+        FinishParameters,
+    ),
+    VllmRoute(
+        "POST",
+        "/weight_checker",
+        "Sum the parameters up, or make them invalid, or compare.",
+        lambda api: api.weights.check,
+        CheckerParameters,
+    ),
+    VllmRoute("GET", "/weight_info", "The version of the weights.", lambda api: api.weight_info),
+    VllmRoute(
+        "GET", "/get_world_size", "How many ranks there are.", lambda api: api.world_size, WorldSizeParameters
+    ),
+    VllmRoute(
+        "POST",
+        "/collective_rpc",
+        "One of a few methods, by its name.",
+        lambda api: api.calls.call,
+        RpcParameters,
+    ),
+    VllmRoute("GET", "/version", "The versions of this server and of the dialect.", lambda api: api.version),
+    VllmRoute("GET", "/load", "How many requests are answered.", lambda api: api.load),
+    VllmRoute("GET", "/liveness", "Whether every process lives.", lambda api: api.liveness),
+)

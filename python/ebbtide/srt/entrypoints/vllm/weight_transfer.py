@@ -18,6 +18,7 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     CheckerParameters,
     FinishParameters,
     InitParameters,
+    Nothing,
     StartParameters,
     UpdateParameters,
     checked,
@@ -98,7 +99,7 @@ class VllmWeightTransfer:
         self._init_info, self._last = info, None
         return {**reply, "message": "Weight transfer initialized"}
 
-    async def shutdown(self) -> Body:
+    async def shutdown(self, asked: Nothing) -> Body:
         """Leave the group."""
         if self._state().session is not None:
             raise RequestRejected("a weight update is open: /finish_weight_update first", 409)
