@@ -51,8 +51,6 @@ _NORMAL_PATHS = frozenset(
         "/get_world_size",
         "/version",
         "/load",
-        "/tokenize",
-        "/detokenize",
         "/get_weight_version",
         "/memory_occupation",
     }

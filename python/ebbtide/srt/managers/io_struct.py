@@ -111,12 +111,9 @@ class ReleaseMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
 class ReleaseMemoryOccupationReqInput(ControlRequest, frozen=True):
     """Give the physical memory of these tags back to the device; none or no tags means all of them.
 
-<<<<<<< HEAD
     `preserve`: which KV is kept in host memory, and comes back with the pool: `live`, that of running
-    requests, which go on without a second prefill; `all`, the prefix cache too.
-=======
-    `backup`: whether the weights survive in host memory; null: as the server was started.
->>>>>>> 7375a8b (vLLM's control routes over the same control requests; a release may ask for its own backup, a flush for running requests to let go)
+    requests, which go on without a second prefill; `all`, the prefix cache too. `backup`: whether the weights
+    survive in host memory; null: as the server was started.
     """
 
     row = ControlRow(
@@ -127,11 +124,8 @@ class ReleaseMemoryOccupationReqInput(ControlRequest, frozen=True):
     )
 
     tags: tuple[MemoryTag, ...] | None = None
-<<<<<<< HEAD
     preserve: Preserve = Preserve.NONE
-=======
     backup: bool | None = None
->>>>>>> 7375a8b (vLLM's control routes over the same control requests; a release may ask for its own backup, a flush for running requests to let go)
 
     def ends(self, update: ControlRequest) -> bool:
         return not self.tags or MemoryTag.WEIGHTS in self.tags
@@ -167,13 +161,11 @@ class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
             # What was resident before is not in the way: it mapped nothing.
             tags = tuple(tag for tag, num_bytes in reply.mapped_bytes.items() if num_bytes)
             if tags:
-<<<<<<< HEAD
-                undoing[dp_rank] = ReleaseMemoryOccupationReqInput(tags=tags, preserve=Preserve.LIVE)
-=======
                 # What is whole now came out of a backup, and must be there for the next resume too.
                 is_whole = reply.weights.content == "valid"
-                undoing[dp_rank] = ReleaseMemoryOccupationReqInput(tags=tags, backup=is_whole)
->>>>>>> 7375a8b (vLLM's control routes over the same control requests; a release may ask for its own backup, a flush for running requests to let go)
+                undoing[dp_rank] = ReleaseMemoryOccupationReqInput(
+                    tags=tags, preserve=Preserve.LIVE, backup=is_whole
+                )
         return undoing
 
 

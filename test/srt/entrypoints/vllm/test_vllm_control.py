@@ -284,12 +284,21 @@ class TestCollectiveRpc:
         assert client.post("/collective_rpc", start, status=409)["error"]["code"] == 409
         assert client.post("/collective_rpc", {"method": "skyrl_finish_weight_update"})["results"] == [None]
 
-    def test_skyrls_sleep_leaves_the_pause_as_it_is(self, client: Client) -> None:
+    @pytest.mark.parametrize(("offload_kv", "num_retractions"), [(True, 0), (False, 1)])
+    def test_skyrls_sleep_leaves_the_pause_as_it_is(
+        self, client: Client, offload_kv: bool, num_retractions: int
+    ) -> None:
+        generation = client.start()
+        while client.engine.loads()["loads"][0]["num_running_reqs"] == 0:
+            pass
         client.post("/pause?mode=keep&clear_cache=false")
-        sleep = {"method": "skyrl_sleep_for_weight_sync", "kwargs": {"offload_kv": True}}
-        assert client.post("/collective_rpc", sleep)["results"] == [{"kv_offloaded": False}]
-        for tags in (["weights"], ["kv_cache"]):
-            wake = {"method": "skyrl_wake_for_weight_sync", "kwargs": {"tags": tags}}
-            assert client.post("/collective_rpc", wake)["success"]
+        sleep = {"method": "skyrl_sleep_for_weight_sync", "kwargs": {"offload_kv": offload_kv}}
+        assert client.post("/collective_rpc", sleep)["results"] == [{"kv_offloaded": offload_kv}]
+        wake = {"method": "skyrl_wake_for_weight_sync", "kwargs": {"tags": ["weights"]}}
+        assert client.post("/collective_rpc", wake)["success"]
+        client.post("/update_weights", {"weight_dir": "8"})
+        wake["kwargs"] = {"tags": ["kv_cache"]}
+        assert client.post("/collective_rpc", wake)["success"]
         assert client.get("/is_paused")["is_paused"]
-        assert client.engine.memory_occupation()["tags"]["weights"]["content"] == "stale"
+        client.post("/resume")
+        assert generation.result(60)["meta_info"]["num_retractions"] == num_retractions  # type: ignore[call-arg]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,11 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ebbtide.srt.entrypoints.http_answers import Json, answer_events, while_connected
+from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole
 from ebbtide.srt.entrypoints.metrics import Metrics
-from ebbtide.srt.entrypoints.openai.answers import Piece, Triple, UsageCounter, new_pieces, whole_pieces
+from ebbtide.srt.entrypoints.openai.answers import Piece, Triple, write_answer, write_chunks
+from ebbtide.srt.entrypoints.openai.protocol import Usage
+from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.sampling import Fields, count_of, refuse_unsupported, sampling_params
@@ -45,17 +47,10 @@ class TokensCall:
     """
 
     request: TokensRequest
-    generate: Fields
+    common: OpenAICall
     ignored: list[str]
     num_prompt_logprobs: int | None
     stop_token_ids: frozenset[int]
-    created: int
-    rid: str
-
-    @property
-    def num_samples(self) -> int:
-        samples: int = self.generate["sampling_params"].get("n", 1)
-        return samples
 
 
 class TokensApi:
@@ -66,20 +61,22 @@ class TokensApi:
         self._metrics = metrics
 
     async def generate(self, request: Request) -> Response:
-        call = tokens_call(await read_fields(request.stream()), request.headers)
-        generation = self._service.manager.prepare(call.generate)
-        writer = _Writer(call, self._service.config.model.served_model_name)
-        if not generation.is_stream:
-            result = await while_connected(request.receive, generation.result())
-            self._metrics.note(result)
-            return Json(writer.answer(whole_pieces(result)))
-        chunks = self._metrics.noting(generation.stream())
-        is_incremental = self._service.config.schedule.incremental_streaming_output
-        pieces = new_pieces(chunks, is_incremental=is_incremental)
-        return await answer_events(request.receive, generation, writer.chunks(pieces))
+        fields = await read_fields(request.stream())
+        call = tokens_call(fields, request.headers, self._service.config.model.served_model_name)
+        writer, common = _Writer(call), call.common
+        starting = self._service.manager.prepare(common.generate, is_incremental=True)
+        if call.request.stream:
+            return await answer_events(
+                request.receive,
+                starting,
+                lambda generation: write_chunks(writer, common, self._metrics.noting(generation)),
+            )
+        result = await answer_whole(request.receive, starting)
+        self._metrics.note(result)
+        return Json(write_answer(writer, common, result))
 
 
-def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str]) -> TokensCall:
+def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_model: str) -> TokensCall:
     """A request of `/inference/v1/generate`.
 
     Raises:
@@ -102,21 +99,27 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str]) -> Tokens
         "rid": rid,
         "stream": request.stream,
         "cache_salt": salt,
+        "truncate_prompt_tokens": request.sampling_params.get("truncate_prompt_tokens"),
         "return_logprob": num_logprobs is not None or num_prompt_logprobs is not None,
         "top_logprobs_num": max(num_logprobs or 0, num_prompt_logprobs or 0),
         "logprob_start_len": -1 if num_prompt_logprobs is None else 0,
         "return_prompt_token_ids": request.return_token_ids,
         "routed_dp_rank": _rank(headers.get("x-data-parallel-rank")),
     }
-    return TokensCall(
-        request=request,
-        generate=generate,
-        ignored=ignored,
-        num_prompt_logprobs=num_prompt_logprobs,
-        stop_token_ids=frozenset(params.get("stop_token_ids") or ()),
+    options = request.stream_options
+    common = OpenAICall(
+        id=f"generate-tokens-{rid}",
+        model=request.model if request.model is not None else default_model,
         created=int(time.time()),
-        rid=rid,
+        generate=generate,
+        num_samples=params.get("n", 1),
+        include_usage=options is not None and bool(options.include_usage),
+        return_token_ids=request.return_token_ids,
+        return_prompt_token_ids=request.return_token_ids,
+        return_weight_versions=True,
     )
+    own_stops = frozenset(params.get("stop_token_ids") or ())
+    return TokensCall(request, common, ignored, num_prompt_logprobs, own_stops)
 
 
 def _rank(header: str | None) -> int | None:
@@ -128,38 +131,31 @@ def _rank(header: str | None) -> int | None:
 
 
 class _Writer:
-    def __init__(self, call: TokensCall, model_name: str) -> None:
-        self._call = call
-        request = call.request
-        self._head: dict[str, Any] = {
-            "request_id": f"generate-tokens-{call.rid}",
-            "model": request.model if request.model is not None else model_name,
-            "created": call.created,
-            "output_mode": request.output_mode,
-        }
-        self._usage = UsageCounter(call.num_samples)
+    """Writes the answers."""
 
-    def answer(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        for piece in pieces:
-            self._usage.note(piece)
-        first = pieces[0]
+    def __init__(self, call: TokensCall) -> None:
+        self._call = call
+
+    def answer(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        call, first = self._call, pieces[0]
         answer = TokensAnswer(
-            **self._head,
+            request_id=call.common.id,
+            model=call.common.model,
+            created=call.common.created,
+            output_mode=call.request.output_mode,
             choices=[self._choice(piece) for piece in pieces],
-            usage=self._usage.usage,
+            usage=usage,
             prompt_logprobs=self._prompt_logprobs(first),
-            prompt_token_ids=first.prompt_token_ids if self._call.request.return_token_ids else None,
+            prompt_token_ids=first.prompt_token_ids if call.request.return_token_ids else None,
         )
-        ignored = {"ignored_fields": self._call.ignored} if self._call.ignored else {}
+        ignored = {"ignored_fields": call.ignored} if call.ignored else {}
         return {**msgspec.structs.asdict(answer), **ignored}
 
-    async def chunks(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[dict[str, Any]]:
-        options = self._call.request.stream_options
-        async for piece in pieces:
-            self._usage.note(piece)
-            yield {"request_id": self._head["request_id"], "choices": [_without_nulls(self._choice(piece))]}
-        if options is not None and options.include_usage:
-            yield {"request_id": self._head["request_id"], "choices": [], "usage": self._usage.usage}
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        return {"request_id": self._call.common.id, "choices": [_without_nulls(self._choice(piece))]}
+
+    def last_chunk(self, usage: Usage) -> dict[str, Any]:
+        return {"request_id": self._call.common.id, "choices": [], "usage": usage}
 
     def _choice(self, piece: Piece) -> TokensOutput:
         metadata = piece.metadata

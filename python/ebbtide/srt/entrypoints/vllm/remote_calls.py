@@ -18,6 +18,7 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
 from ebbtide.srt.entrypoints.vllm.weight_transfer import VllmWeightTransfer
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import (
+    Preserve,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
@@ -97,11 +98,12 @@ class RemoteCalls:
         await self._weights.update(UpdateParameters(update_info=info))
 
     async def _sleep(self, kwargs: Mapping[str, Any]) -> Body:
-        _flag(kwargs, "offload_kv", False)
-        # Frozen requests compute their KV again: what SkyRL would keep on the host is given up.
-        release = {"tags": list(SLEEPING_TAGS), "backup": False}
-        await self._control(ReleaseMemoryOccupationReqInput, release)
-        return {"kv_offloaded": False}
+        keeps_kv = _flag(kwargs, "offload_kv", False)
+        preserve = Preserve.LIVE if keeps_kv else Preserve.NONE
+        release = {"tags": list(SLEEPING_TAGS), "backup": False, "preserve": preserve}
+        reply = await self._control(ReleaseMemoryOccupationReqInput, release)
+        # What the host has no room for is computed again.
+        return {"kv_offloaded": keeps_kv and reply["num_retracted"] == 0}
 
     async def _wake(self, kwargs: Mapping[str, Any]) -> None:
         await self._control(ResumeMemoryOccupationReqInput, {"tags": kwargs.get("tags")})

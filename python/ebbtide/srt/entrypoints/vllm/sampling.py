@@ -21,12 +21,15 @@ _NAMES = {
 }
 # These would change the tokens, or are read back: empty values are taken, others refused.
 UNSUPPORTED = (
-    *("allowed_token_ids", "bad_words", "structured_outputs", "truncate_prompt_tokens", "extra_args"),
+    *("allowed_token_ids", "bad_words", "structured_outputs", "extra_args"),
     *("logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"),
     *("routed_experts_prompt_start", "skip_reading_prefix_cache", "thinking_token_budget"),
 )
-# The text of a request has no meaning where tokens are asked for; `output_kind` is what clients of old sent.
-_IGNORED = ("detokenize", "output_kind", "logprobs", "prompt_logprobs", "max_tokens", "top_k", "cache_salt")
+# Read elsewhere, or without a meaning here.
+_OTHERS = (
+    *("detokenize", "output_kind", "logprobs", "prompt_logprobs", "max_tokens", "top_k", "cache_salt"),
+    "truncate_prompt_tokens",
+)
 
 
 def refuse_unsupported(fields: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
@@ -55,7 +58,7 @@ def sampling_params(given: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     top_k = given.get("top_k")
     if top_k is not None:
         params["top_k"] = -1 if top_k == 0 else top_k
-    known = {*_NAMES, *UNSUPPORTED, *_IGNORED}
+    known = {*_NAMES, *UNSUPPORTED, *_OTHERS}
     return params, sorted(set(given) - known)
 
 
