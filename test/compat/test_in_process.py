@@ -22,7 +22,6 @@ from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 
@@ -77,30 +76,6 @@ async def generate(manager: TokenizerManager, **fields: Any) -> Any:
 
 def weights_of(checkpoint: Path) -> list[tuple[str, Any]]:
     return list(load_file(checkpoint / "model.safetensors").items())
-
-
-def test_the_order_of_verl(manager: TokenizerManager, checkpoints: tuple[Path, Path]) -> None:
-    from sglang.srt.utils import MultiprocessingSerializer
-
-    async def run() -> None:
-        before = (await generate(manager))["output_ids"]
-        released = ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"])
-        assert await manager.release_memory_occupation(released, None) == (
-            True,
-            "Released weights, kv_cache.",
-        )
-        await manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["weights"]), None)
-        for checkpoint, is_same in ((checkpoints[1], False), (checkpoints[0], True)):
-            tensors = weights_of(checkpoint)
-            entries = [MultiprocessingSerializer.serialize(tensors)]
-            obj = UpdateWeightsFromTensorReqInput(serialized_named_tensors=entries)
-            done, message = await manager.update_weights_from_tensor(obj, None)
-            assert (done, message.startswith(f"Updated {len(tensors)} tensors")) == (True, True)
-            assert (await manager.flush_cache()).success
-            await manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["kv_cache"]), None)
-            assert ((await generate(manager))["output_ids"] == before) is is_same
-
-    asyncio.run(run())
 
 
 def test_refusals_are_told_and_logged(
@@ -225,14 +200,6 @@ def test_the_application_serves_the_engine_of_this_process(manager: TokenizerMan
         asyncio.run(run())
     finally:
         app.router.routes[:] = routes
-
-
-def test_what_this_version_lacks_is_said(manager: TokenizerManager) -> None:
-    async def run() -> None:
-        with pytest.raises(Exception, match="lora_path"):
-            await generate(manager, lora_path="somewhere")
-
-    asyncio.run(run())
 
 
 def test_nothing_is_left_of_an_engine(checkpoints: tuple[Path, Path]) -> None:
