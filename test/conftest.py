@@ -45,3 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(tier)
     order = sorted(range(len(items)), key=lambda index: tiers[index] == "unit")
     items[:] = [items[index] for index in order]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two of one shape with different weights: what is served first, and what updates bring."""
+    from fixtures.checkpoints import make_checkpoint
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    first, second = (make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=ord(name)) for name in "ab")
+    return first, second

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.checkpoints import make_checkpoint
 from fixtures.servers import ENVIRONMENT, Server, running_server, url_of
 
 ROOT = Path(__file__).parent.parent
@@ -22,14 +21,6 @@ TESTING = ROOT / "docs" / "testing_controllers.md"
 COMMAND_AND_REPLY = re.compile(r"```sh\n(.*?)```\n+```json\n(.*?)```", re.DOTALL)
 # What differs from run to run and from machine to machine.
 VARIES = re.compile(r"device_free_bytes|total_bytes|free_bytes|unmanaged_bytes|pid|id|text|output_ids")
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Those of docs/control_plane.md: the one that is served, and other weights of its shape."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    first, second = (make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=ord(name)) for name in "ab")
-    return first, second
 
 
 @pytest.fixture(scope="module")

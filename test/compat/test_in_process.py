@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 import sglang.srt.entrypoints.engine as entrypoint
-from fixtures.checkpoints import make_checkpoint
 from fixtures.servers import is_alive
 from safetensors.torch import load_file
 from sglang.srt.entrypoints.http_server import _GlobalState, app, health_generate, set_global_state
@@ -39,13 +38,6 @@ class AsyncEngine(entrypoint.Engine):
     async def resume_memory_occupation(self, tags: list[str] | None = None) -> Any:  # type: ignore[override]
         obj = ResumeMemoryOccupationReqInput(tags=tags)
         return await self.tokenizer_manager.resume_memory_occupation(obj, None)
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    first, second = (make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=ord(name)) for name in "ab")
-    return first, second
 
 
 @pytest.fixture(scope="module")

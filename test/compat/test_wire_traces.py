@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.testclient import TestClient
-from fixtures.checkpoints import make_checkpoint
 from fixtures.servers import running_server
 from fixtures.trainer_process import TrainerProcess
 from sglang.srt.entrypoints.engine import Engine
@@ -37,13 +36,6 @@ TYPES: dict[str, tuple[type, ...]] = {
 }
 # Of the bodies of HTTP alone; Python raises, or returns.
 OF_HTTP = {"status", "error", "ignored_fields"}
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    first, second = (make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=ord(name)) for name in "ab")
-    return first, second
 
 
 @pytest.fixture(scope="module")

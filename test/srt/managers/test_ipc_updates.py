@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,31 +15,19 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from fixtures.checkpoints import make_checkpoint
 from fixtures.gpu_memory import UUID, Counters, Gpu
+from fixtures.real_rank import LIMIT_S, RealRank
 from safetensors.torch import load_file
 
-from ebbtide.srt.config import resolve
-from ebbtide.srt.device.choose import open_memory_saver
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.managers.io_struct import (
-    AnyControlRequest,
-    AnyReply,
-    ControlCall,
-    ControlReply,
     Refusal,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsReqOutput,
 )
 from ebbtide.srt.managers.scheduling import weight_io as engine_weights
-from ebbtide.srt.managers.scheduling.assembly import SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.scheduling.lockstep import Inbox
-from ebbtide.srt.managers.scheduling.scheduler_process import rank_parts
-from ebbtide.srt.model_executor.builder import build_model_runner
-from ebbtide.srt.server_args import ServerArgs
 
 BUFFER_BYTES = 96 << 10
-LIMIT_S = 30.0
 
 
 class StandInDevice(CpuDevice):
@@ -107,79 +94,15 @@ class Sender(threading.Thread):
         yield offset, listed
 
 
-class Rank:
-    """A scheduler over a real model, in this process, turned by hand.
-
-    Args:
-        device: what updates take for the device that the weights are on.
-    """
-
-    def __init__(self, checkpoint: Path, device: CpuDevice) -> None:
-        args = ServerArgs(model_path=str(checkpoint), max_total_tokens=256, skip_tokenizer_init=True)
-        config = resolve(args)
-        saver = open_memory_saver(config.memory.backend, CpuDevice())
-        runner = build_model_runner(
-            config.model, config.cache, config.schedule, config.runtime, CpuDevice(), saver
-        )
-        self.store = runner.weight_store
-        self._reply: AnyReply | None = None
-        self._incoming: list[Any] = []
-        parts = rank_parts(config, runner, device, saver)
-        self.scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, Inbox(self, self), self)
-
-    def receive(self, timeout_s: float | None) -> list[Any]:
-        messages, self._incoming = self._incoming, []
-        return messages
-
-    def send(self, message: Any) -> None:
-        if isinstance(message, ControlReply):
-            self._reply = message.reply
-
-    def apply(self, request: AnyControlRequest) -> Any:
-        self._reply = None
-        self._incoming.append(ControlCall(id="call", request=request))
-        deadline_s = time.monotonic() + LIMIT_S
-        while self._reply is None:
-            assert time.monotonic() < deadline_s, "no reply"
-            self.scheduler.turn()
-            time.sleep(1e-4)
-        return self._reply
-
-    @property
-    def values(self) -> dict[str, torch.Tensor]:
-        return {name: self.store.read(name, 1 << 30) for name in self.store.names}
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    first, second = (
-        make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=seed) for seed, name in enumerate("ab")
-    )
-    return first, second
-
-
 @pytest.fixture
 def new(checkpoints: tuple[Path, Path]) -> dict[str, torch.Tensor]:
     return load_file(checkpoints[1] / "model.safetensors")
 
 
 @pytest.fixture
-def counters() -> Iterator[Counters]:
-    counters = Counters()
-    yield counters
-    counters.close()
-
-
-@pytest.fixture
-def gpu(counters: Counters) -> Gpu:
-    return Gpu(counters)
-
-
-@pytest.fixture
-def rank(checkpoints: tuple[Path, Path], gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+def rank(checkpoints: tuple[Path, Path], gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealRank]:
     monkeypatch.setattr(engine_weights, "TorchCudaIpc", lambda index, uuid: gpu)
-    rank = Rank(checkpoints[0], StandInDevice())
+    rank = RealRank(checkpoints[0], StandInDevice())
     yield rank
     rank.store.arena.close()
 
@@ -188,7 +111,7 @@ Bring = Callable[..., tuple[Any, Sender]]
 
 
 @pytest.fixture
-def bring(rank: Rank, gpu: Gpu) -> Bring:
+def bring(rank: RealRank, gpu: Gpu) -> Bring:
     def bring(tensors: dict[str, torch.Tensor], last: int | None = None, **fields: Any) -> tuple[Any, Sender]:
         """The reply, and the sender when it has ended.
 
@@ -207,7 +130,7 @@ def bring(rank: Rank, gpu: Gpu) -> Bring:
     return bring
 
 
-def assert_serves(rank: Rank, expected: dict[str, torch.Tensor]) -> None:
+def assert_serves(rank: RealRank, expected: dict[str, torch.Tensor]) -> None:
     values = rank.values
     for name, tensor in expected.items():
         if name in values:
@@ -215,7 +138,7 @@ def assert_serves(rank: Rank, expected: dict[str, torch.Tensor]) -> None:
 
 
 def test_the_weights_are_those_of_the_sender(
-    rank: Rank, bring: Bring, gpu: Gpu, counters: Counters, new: dict[str, torch.Tensor]
+    rank: RealRank, bring: Bring, gpu: Gpu, counters: Counters, new: dict[str, torch.Tensor]
 ) -> None:
     reply, sender = bring(new, weight_version="b")
     assert isinstance(reply, UpdateWeightsReqOutput), reply
@@ -228,7 +151,7 @@ def test_the_weights_are_those_of_the_sender(
 
 
 def test_a_tensor_that_does_not_fit_is_answered_with_its_name(
-    rank: Rank, bring: Bring, counters: Counters, new: dict[str, torch.Tensor]
+    rank: RealRank, bring: Bring, counters: Counters, new: dict[str, torch.Tensor]
 ) -> None:
     before = rank.store.checksum()
     reply, sender = bring({**new, "model.norm.weight": torch.zeros(3)}, weight_version="b")
@@ -244,7 +167,7 @@ def test_a_tensor_that_does_not_fit_is_answered_with_its_name(
 
 
 def test_a_write_that_fails_is_answered_and_the_old_weights_serve(
-    rank: Rank,
+    rank: RealRank,
     bring: Bring,
     counters: Counters,
     new: dict[str, torch.Tensor],

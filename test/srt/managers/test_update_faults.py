@@ -7,27 +7,21 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from fixtures.checkpoints import make_checkpoint
+from fixtures.real_rank import RealRank
 from safetensors.torch import load_file
 
-from ebbtide.srt.config import EngineConfig, resolve
-from ebbtide.srt.device.base import Device
-from ebbtide.srt.device.choose import open_memory_saver
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control import pace
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
-    ControlCall,
-    ControlReply,
     EndWeightUpdateReqInput,
     PauseMode,
     Refusal,
@@ -38,15 +32,8 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsReqOutput,
 )
 from ebbtide.srt.managers.scheduling import weight_io as engine_weights
-from ebbtide.srt.managers.scheduling.assembly import SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.scheduling.lockstep import Inbox
-from ebbtide.srt.managers.scheduling.scheduler_process import rank_parts
-from ebbtide.srt.managers.scheduling.weight_io import EngineWeights
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.model_executor.builder import build_model_runner
-from ebbtide.srt.model_executor.weight_store import WeightStore
-from ebbtide.srt.server_args import ServerArgs
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.source import WeightSource
 
@@ -55,64 +42,9 @@ class Fault(Exception):
     """What the tests inject."""
 
 
-class Rank:
-    """A scheduler over a real model runner, in this process, turned by hand.
-
-    Args:
-        update_device: what updates take for the device that the weights are on.
-    """
-
-    def __init__(self, config: EngineConfig, update_device: Device | None = None) -> None:
-        device = CpuDevice()
-        saver = open_memory_saver(config.memory.backend, device)
-        runner = build_model_runner(
-            config.model, config.cache, config.schedule, config.runtime, device, saver
-        )
-        self.store: WeightStore = runner.weight_store
-        self.replies: dict[str, Any] = {}
-        self._incoming: list[Any] = []
-        self._num_calls = 0
-        parts = rank_parts(config, runner, device, saver)
-        if update_device is not None:
-            parts = replace(parts, weights=EngineWeights(self.store, config, update_device))
-        self.scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, Inbox(self, self), self)
-
-    def receive(self, timeout_s: float | None) -> list[Any]:
-        messages, self._incoming = self._incoming, []
-        return messages
-
-    def send(self, message: Any) -> None:
-        if isinstance(message, ControlReply):
-            self.replies[message.id] = message.reply
-
-    def call(self, request: Any) -> str:
-        """Send a request; returns the key of the reply that it will have."""
-        self._num_calls += 1
-        self._incoming.append(ControlCall(id=str(self._num_calls), request=request))
-        return str(self._num_calls)
-
-    def apply(self, request: Any) -> Any:
-        call_id = self.call(request)
-        for _ in range(100):
-            self.scheduler.turn()
-            if call_id in self.replies:
-                return self.replies[call_id]
-        raise AssertionError("no reply")
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    first, second = (
-        make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=seed) for seed, name in enumerate("ab")
-    )
-    return first, second
-
-
 @pytest.fixture
-def rank(checkpoints: tuple[Path, Path]) -> Iterator[Rank]:
-    args = ServerArgs(model_path=str(checkpoints[0]), max_total_tokens=256, skip_tokenizer_init=True)
-    rank = Rank(resolve(args))
+def rank(checkpoints: tuple[Path, Path]) -> Iterator[RealRank]:
+    rank = RealRank(checkpoints[0])
     yield rank
     rank.store.arena.close()
 
@@ -137,7 +69,7 @@ def failing_iterator(*args: Any) -> Iterator[int]:
 
 
 # What is broken, and how: the steps of an update in their order.
-FAULTS: dict[str, Callable[[pytest.MonkeyPatch, Rank], None]] = {
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch, RealRank], None]] = {
     "finding room": lambda patch, rank: patch.setattr(
         rank.store.arena, "stage_by_chunks", failing_after(0, rank.store.arena.stage_by_chunks)
     ),
@@ -158,7 +90,11 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch, Rank], None]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("in_session", [False, True])
 def test_a_fault_at_any_step_leaves_the_old_weights(
-    rank: Rank, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, fault: str, in_session: bool
+    rank: RealRank,
+    checkpoints: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    in_session: bool,
 ) -> None:
     all_but_one = dict(list(load_file(checkpoints[1] / "model.safetensors").items())[1:])
     update = UpdateWeightsFromTensorReqInput(
@@ -192,7 +128,7 @@ def test_a_fault_at_any_step_leaves_the_old_weights(
 
 @pytest.mark.parametrize("load_format", ["safetensors", "pt"])
 def test_a_file_that_is_cut_short_while_it_is_written_leaves_the_old_weights(
-    rank: Rank,
+    rank: RealRank,
     checkpoints: tuple[Path, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -226,7 +162,7 @@ def test_a_file_that_is_cut_short_while_it_is_written_leaves_the_old_weights(
 
 @pytest.mark.parametrize("count", [0, 7])
 def test_a_fault_over_stale_weights_leaves_them_stale(
-    rank: Rank, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, count: int
+    rank: RealRank, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     tags = (MemoryTag.WEIGHTS,)
     before = rank.store.checksum()
@@ -243,7 +179,7 @@ def test_a_fault_over_stale_weights_leaves_them_stale(
     assert rank.store.checksum() == before
 
 
-def test_nan_and_inf_are_named(rank: Rank, checkpoints: tuple[Path, Path]) -> None:
+def test_nan_and_inf_are_named(rank: RealRank, checkpoints: tuple[Path, Path]) -> None:
     tensors = load_file(checkpoints[1] / "model.safetensors")
     for name, value in (("model.norm.weight", math.inf), ("model.layers.0.mlp.up_proj.weight", math.nan)):
         tensors[name].view(-1)[-1] = value
@@ -325,9 +261,8 @@ class TestCopiesBesideForwardPasses:
         return BusyDevice()
 
     @pytest.fixture
-    def rank(self, checkpoints: tuple[Path, Path], device: BusyDevice) -> Iterator[Rank]:
-        args = ServerArgs(model_path=str(checkpoints[0]), max_total_tokens=256, skip_tokenizer_init=True)
-        rank = Rank(resolve(args), device)
+    def rank(self, checkpoints: tuple[Path, Path], device: BusyDevice) -> Iterator[RealRank]:
+        rank = RealRank(checkpoints[0], device)
         yield rank
         rank.store.arena.close()
 
@@ -353,7 +288,7 @@ class TestCopiesBesideForwardPasses:
     @pytest.mark.parametrize("num_tensors", [None, 3])
     def test_an_update_is_answered_when_its_copies_have_run(
         self,
-        rank: Rank,
+        rank: RealRank,
         device: BusyDevice,
         checkpoints: tuple[Path, Path],
         monkeypatch: pytest.MonkeyPatch,
@@ -391,7 +326,7 @@ class TestCopiesBesideForwardPasses:
         assert device.log == ["synchronize"]
 
     def test_an_update_that_ends_early_waits_before_it_lets_go_of_its_source(
-        self, rank: Rank, device: BusyDevice, checkpoints: tuple[Path, Path], closed: list[bool]
+        self, rank: RealRank, device: BusyDevice, checkpoints: tuple[Path, Path], closed: list[bool]
     ) -> None:
         rank.apply(BeginWeightUpdateReqInput())
         before = rank.store.checksum()
@@ -406,7 +341,11 @@ class TestCopiesBesideForwardPasses:
         assert rank.store.checksum() == before
 
     def test_an_update_in_place_is_whole_before_a_forward_pass(
-        self, rank: Rank, device: BusyDevice, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+        self,
+        rank: RealRank,
+        device: BusyDevice,
+        checkpoints: tuple[Path, Path],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(rank.store.arena, "stage_by_chunks", no_room)
         call = rank.call(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1])))
@@ -425,7 +364,7 @@ class TestCopiesBesideForwardPasses:
     @pytest.mark.parametrize("num_read", [None, 0, 3])
     def test_a_sender_that_ends(
         self,
-        rank: Rank,
+        rank: RealRank,
         checkpoints: tuple[Path, Path],
         monkeypatch: pytest.MonkeyPatch,
         is_staged: bool,
@@ -447,7 +386,11 @@ class TestCopiesBesideForwardPasses:
         assert source.is_closed
 
     def test_every_tensor_may_end_a_turn(
-        self, rank: Rank, device: BusyDevice, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+        self,
+        rank: RealRank,
+        device: BusyDevice,
+        checkpoints: tuple[Path, Path],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(pace, "IDLE_TURN_S", 0.0)
         num_tensors = len(load_file(checkpoints[1] / "model.safetensors"))

@@ -32,18 +32,6 @@ TENSORS = {
 }
 
 
-@pytest.fixture
-def counters() -> Iterator[Counters]:
-    counters = Counters()
-    yield counters
-    counters.close()
-
-
-@pytest.fixture
-def gpu(counters: Counters) -> Gpu:
-    return Gpu(counters)
-
-
 class Sender:
     """The other end, as checkpoint-engine has it: it binds, and says something only when it has an answer."""
 

@@ -26,18 +26,6 @@ from ebbtide.srt.weight_sync.source import ONE_RANK, WeightSource
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 
 
-@pytest.fixture
-def counters() -> Iterator[Counters]:
-    counters = Counters()
-    yield counters
-    counters.close()
-
-
-@pytest.fixture
-def gpu(counters: Counters) -> Gpu:
-    return Gpu(counters)
-
-
 def open_payload(
     gpu: Gpu | None, value: object, load_format: str | None = None, place: ParallelConfig = ONE_RANK
 ) -> WeightSource:

@@ -1,0 +1,20 @@
+"""A GPU of which the tests keep the books."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fixtures.gpu_memory import Counters, Gpu
+
+
+@pytest.fixture
+def counters() -> Iterator[Counters]:
+    counters = Counters()
+    yield counters
+    counters.close()
+
+
+@pytest.fixture
+def gpu(counters: Counters) -> Gpu:
+    return Gpu(counters)
