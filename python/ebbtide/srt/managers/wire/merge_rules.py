@@ -96,3 +96,9 @@ def merge_rules(kind: type[Reply]) -> Mapping[str, Merge]:
     if missing:
         raise TypeError(f"{kind.__name__}: no rule says how to merge {', '.join(sorted(missing))}")
     return rules
+
+
+@functools.cache
+def share_names(kind: type[Reply]) -> tuple[str, ...]:
+    """The fields of which every rank has a part of its own."""
+    return tuple(name for name, merge in merge_rules(kind).items() if merge.is_share)

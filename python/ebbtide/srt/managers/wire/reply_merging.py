@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, TypeVar
 from msgspec import UNSET
 
 from ebbtide.srt.managers.wire.agreement import GivenUp
-from ebbtide.srt.managers.wire.merge_rules import Rule, agreed, first, merge_rules
+from ebbtide.srt.managers.wire.merge_rules import Rule, agreed, first, merge_rules, share_names
 from ebbtide.srt.managers.wire.message import Refusal, Reply, TotalsReply
 from ebbtide.srt.managers.wire.reports import StateReport
 
@@ -146,8 +146,7 @@ def _merged(replies: Sequence[R], noun: Literal["rank", "replica"], shares: list
 
 def _share(reply: Reply, tp_rank: int) -> dict[str, Any]:
     """What one rank adds to the totals."""
-    rules = merge_rules(type(reply))
-    own = {name: getattr(reply, name) for name, merge in rules.items() if merge.is_share}
+    own = {name: getattr(reply, name) for name in share_names(type(reply))}
     return {"dp_rank": 0, "tp_rank": tp_rank, **own}
 
 
