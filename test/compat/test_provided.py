@@ -31,8 +31,12 @@ from sglang.srt.model_executor.model_runner import LocalSerializedTensor
 from sglang.srt.model_executor.model_runner_components.weight_updater import _model_load_weights_direct
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs, prepare_server_args
-from sglang.srt.utils import MultiprocessingSerializer, assert_pkg_version, kill_process_tree
-from sglang.srt.utils import common as utils_common
+from sglang.srt.utils import (
+    MultiprocessingSerializer,
+    assert_pkg_version,
+    common as utils_common,
+    kill_process_tree,
+)
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from sglang.srt.utils.patch_torch import _reduce_tensor_modified, monkey_patch_torch_reductions
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata

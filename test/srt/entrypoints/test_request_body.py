@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ebbtide.srt.entrypoints import request_body
 from ebbtide.srt.entrypoints.request_body import LARGE_BODY_BYTES, decode_fields, read_fields

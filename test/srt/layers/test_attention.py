@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fixtures.paged_requests import Pool, Requests
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from ebbtide.srt import kernel_cache

@@ -1,6 +1,5 @@
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds

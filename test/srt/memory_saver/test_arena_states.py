@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ebbtide.srt.memory_saver.arena import Shadow

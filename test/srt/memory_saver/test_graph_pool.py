@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.memory_saver.graph_pool import ALIGNMENT_BYTES, Blocks, GraphPool

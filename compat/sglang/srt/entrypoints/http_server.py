@@ -33,11 +33,9 @@ from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EngineError, error_body
 from ebbtide.srt.server_args import bare_host
 from sglang._core import EngineCore
-from sglang.srt.entrypoints.engine import Engine as Engine
-from sglang.srt.entrypoints.engine import _launch_subprocesses as _launch_subprocesses
+from sglang.srt.entrypoints.engine import Engine as Engine, _launch_subprocesses as _launch_subprocesses
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
-from sglang.srt.server_args import PortArgs
-from sglang.srt.server_args import ServerArgs as ServerArgs
+from sglang.srt.server_args import PortArgs, ServerArgs as ServerArgs
 
 logger = logging.getLogger(__name__)
 

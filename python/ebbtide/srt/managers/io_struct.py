@@ -12,77 +12,65 @@ from enum import StrEnum
 from typing import Annotated, Final, Literal, get_args
 
 from ebbtide.srt.managers.wire import merge_rules as merge
-from ebbtide.srt.managers.wire.agreement import GivenUp as GivenUp
-from ebbtide.srt.managers.wire.agreement import Prepared as Prepared
-from ebbtide.srt.managers.wire.agreement import Verdict as Verdict
+from ebbtide.srt.managers.wire.agreement import GivenUp as GivenUp, Prepared as Prepared, Verdict as Verdict
 from ebbtide.srt.managers.wire.control_request import (
     POST_OR_GET,
+    ControlRequest as ControlRequest,
     ControlRow,
     Outcome,
     own_deadline,
     update_deadline,
 )
-from ebbtide.srt.managers.wire.control_request import ControlRequest as ControlRequest
-from ebbtide.srt.managers.wire.generation import AbortGeneration as AbortGeneration
-from ebbtide.srt.managers.wire.generation import FinishReason as FinishReason
-from ebbtide.srt.managers.wire.generation import RequestOutput as RequestOutput
-from ebbtide.srt.managers.wire.generation import RequestStart as RequestStart
-from ebbtide.srt.managers.wire.generation import TextOutput as TextOutput
-from ebbtide.srt.managers.wire.generation import TokenizedGenerateReqInput as TokenizedGenerateReqInput
-from ebbtide.srt.managers.wire.generation import TokenLogprobs as TokenLogprobs
-from ebbtide.srt.managers.wire.generation import TokenOutput as TokenOutput
+from ebbtide.srt.managers.wire.generation import (
+    AbortGeneration as AbortGeneration,
+    FinishReason as FinishReason,
+    RequestOutput as RequestOutput,
+    RequestStart as RequestStart,
+    TextOutput as TextOutput,
+    TokenizedGenerateReqInput as TokenizedGenerateReqInput,
+    TokenLogprobs as TokenLogprobs,
+    TokenOutput as TokenOutput,
+)
 from ebbtide.srt.managers.wire.load_report import Load as Load
-from ebbtide.srt.managers.wire.message import Message as Message
-from ebbtide.srt.managers.wire.message import Refusal as Refusal
-from ebbtide.srt.managers.wire.message import Reply as Reply
-from ebbtide.srt.managers.wire.message import TotalsReply as TotalsReply
-from ebbtide.srt.managers.wire.reports import PauseMode as PauseMode
-from ebbtide.srt.managers.wire.reports import RankChecksums as RankChecksums
-from ebbtide.srt.managers.wire.reports import RankReport as RankReport
-from ebbtide.srt.managers.wire.reports import SessionReport as SessionReport
-from ebbtide.srt.managers.wire.reports import StateReport as StateReport
-from ebbtide.srt.managers.wire.reports import TagReport as TagReport
-from ebbtide.srt.managers.wire.reports import WeightsContent as WeightsContent
-from ebbtide.srt.managers.wire.weight_requests import DEFAULT_GROUP as DEFAULT_GROUP
-from ebbtide.srt.managers.wire.weight_requests import AbortWeightUpdateReqInput as AbortWeightUpdateReqInput
-from ebbtide.srt.managers.wire.weight_requests import AnyWeightReply as AnyWeightReply
-from ebbtide.srt.managers.wire.weight_requests import AnyWeightRequest as AnyWeightRequest
-from ebbtide.srt.managers.wire.weight_requests import BeginWeightUpdateReqInput as BeginWeightUpdateReqInput
-from ebbtide.srt.managers.wire.weight_requests import CheckWeightsReqInput as CheckWeightsReqInput
-from ebbtide.srt.managers.wire.weight_requests import CheckWeightsReqOutput as CheckWeightsReqOutput
+from ebbtide.srt.managers.wire.message import (
+    Message as Message,
+    Refusal as Refusal,
+    Reply as Reply,
+    TotalsReply as TotalsReply,
+)
+from ebbtide.srt.managers.wire.reports import (
+    PauseMode as PauseMode,
+    RankChecksums as RankChecksums,
+    RankReport as RankReport,
+    SessionReport as SessionReport,
+    StateReport as StateReport,
+    TagReport as TagReport,
+    WeightsContent as WeightsContent,
+)
 from ebbtide.srt.managers.wire.weight_requests import (
+    DEFAULT_GROUP as DEFAULT_GROUP,
+    AbortWeightUpdateReqInput as AbortWeightUpdateReqInput,
+    AnyWeightReply as AnyWeightReply,
+    AnyWeightRequest as AnyWeightRequest,
+    BeginWeightUpdateReqInput as BeginWeightUpdateReqInput,
+    CheckWeightsReqInput as CheckWeightsReqInput,
+    CheckWeightsReqOutput as CheckWeightsReqOutput,
     DestroyWeightsUpdateGroupReqInput as DestroyWeightsUpdateGroupReqInput,
-)
-from ebbtide.srt.managers.wire.weight_requests import EndWeightUpdateReqInput as EndWeightUpdateReqInput
-from ebbtide.srt.managers.wire.weight_requests import GetWeightsByNameReqInput as GetWeightsByNameReqInput
-from ebbtide.srt.managers.wire.weight_requests import GetWeightsByNameReqOutput as GetWeightsByNameReqOutput
-from ebbtide.srt.managers.wire.weight_requests import (
+    EndWeightUpdateReqInput as EndWeightUpdateReqInput,
+    GetWeightsByNameReqInput as GetWeightsByNameReqInput,
+    GetWeightsByNameReqOutput as GetWeightsByNameReqOutput,
     InitWeightsUpdateGroupReqInput as InitWeightsUpdateGroupReqInput,
-)
-from ebbtide.srt.managers.wire.weight_requests import (
     UpdateWeightFromDiskReqInput as UpdateWeightFromDiskReqInput,
-)
-from ebbtide.srt.managers.wire.weight_requests import (
     UpdateWeightsFromDistributedReqInput as UpdateWeightsFromDistributedReqInput,
-)
-from ebbtide.srt.managers.wire.weight_requests import (
     UpdateWeightsFromIPCReqInput as UpdateWeightsFromIPCReqInput,
-)
-from ebbtide.srt.managers.wire.weight_requests import (
     UpdateWeightsFromTensorReqInput as UpdateWeightsFromTensorReqInput,
-)
-from ebbtide.srt.managers.wire.weight_requests import UpdateWeightsReqOutput as UpdateWeightsReqOutput
-from ebbtide.srt.managers.wire.weight_requests import (
+    UpdateWeightsReqOutput as UpdateWeightsReqOutput,
     UpdateWeightVersionReqInput as UpdateWeightVersionReqInput,
-)
-from ebbtide.srt.managers.wire.weight_requests import (
     UpdateWeightVersionReqOutput as UpdateWeightVersionReqOutput,
-)
-from ebbtide.srt.managers.wire.weight_requests import WeightSessionReqOutput as WeightSessionReqOutput
-from ebbtide.srt.managers.wire.weight_requests import (
+    WeightSessionReqOutput as WeightSessionReqOutput,
     WeightsUpdateGroupReqOutput as WeightsUpdateGroupReqOutput,
+    WeightUpdateRequest as WeightUpdateRequest,
 )
-from ebbtide.srt.managers.wire.weight_requests import WeightUpdateRequest as WeightUpdateRequest
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 # -------------------------------------------------------------------------------------------------- memory

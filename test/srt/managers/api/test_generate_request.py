@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from fixtures.checkpoints import make_checkpoint
 from fixtures.tokenizers import byte_level
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ebbtide import SamplingParams, ServerArgs
 from ebbtide.srt.config import resolve

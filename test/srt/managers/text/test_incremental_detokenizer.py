@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from fixtures.tokenizers import byte_fallback, byte_level
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer, StopTrimmer
 from ebbtide.srt.managers.text.tokenizer import Tokenizer

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import tokenizers
 from fixtures.tokenizers import SPECIAL, byte_fallback, byte_level
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from ebbtide.srt.managers.text.length_bound import LengthBound

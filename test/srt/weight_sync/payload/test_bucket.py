@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.bucket import (

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.multiprocessing import reductions
 from torch.storage import TypedStorage, UntypedStorage
 

@@ -7,8 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.pickle_reader import Global, Record, read_pickle
