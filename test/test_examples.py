@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures import compat
 from fixtures.servers import ENVIRONMENT, Server, running_server, url_of
 
 ROOT = Path(__file__).parent.parent
@@ -42,17 +44,7 @@ def server(shared_server: Server, checkpoints: tuple[Path, Path]) -> Server:
     return shared_server
 
 
-def run_example(name: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env=ENVIRONMENT,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+run_example = partial(compat.run_example, environment=ENVIRONMENT)
 
 
 def run_command(command: str, server: Server, checkpoints: tuple[Path, Path], folder: Path) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from fixtures.compat import COMPAT_ENVIRONMENT, ROOT
+from fixtures.compat import COMPAT_ENVIRONMENT, ROOT, run_example
 from fixtures.servers import free_port, wait_until
 
 EXAMPLES = ROOT / "examples"
@@ -28,7 +28,7 @@ RunExample = Callable[[str], str]
 
 
 @pytest.fixture(scope="module")
-def run_example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunExample]:
+def run_with_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunExample]:
     """Run an example against a server of two ranks, which all of them share."""
     model = tmp_path_factory.mktemp("model")
     subprocess.run([sys.executable, "-c", MAKE_MODEL, str(model)], check=True, env=ENVIRONMENT)
@@ -46,17 +46,8 @@ def run_example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunExample
             return False
 
     def run(name: str) -> str:
-        done = subprocess.run(
-            [sys.executable, str(EXAMPLES / name), "--url", url, "--model-path", str(model)],
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=False,
-            env=ENVIRONMENT,
-        )
         # Every fact that the example states, it has checked.
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return run_example(name, "--url", url, "--model-path", str(model), environment=ENVIRONMENT)
 
     try:
         wait_until(is_up, "the server answers", 120)
@@ -67,23 +58,23 @@ def run_example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunExample
         server.wait(60)
 
 
-def test_4_and_5_rollouts_in_flight(run_example: RunExample) -> None:
-    output = run_example("rollouts_in_flight.py")
+def test_4_and_5_rollouts_in_flight(run_with_server: RunExample) -> None:
+    output = run_with_server("rollouts_in_flight.py")
     assert output.count("all 8 rollouts have their 400 tokens") == 2
     assert "each has tokens by the weights 0, 1, 2, in this order" in output
     assert "each has tokens by the weights 2, 3, in this order" in output
     assert output.endswith("engine and trainer agree: True\n")
 
 
-def test_6_a_storm_of_retries(run_example: RunExample) -> None:
-    output = run_example("retry_storm.py")
+def test_6_a_storm_of_retries(run_with_server: RunExample) -> None:
+    output = run_with_server("retry_storm.py")
     assert "in_place and retract: retract is in force" in output
     assert "retract and abort: abort is in force" in output
     assert output.endswith("the same processes run\n  they give the same tokens\n")
 
 
-def test_7_updates_that_fail(run_example: RunExample) -> None:
-    output = run_example("failing_updates.py")
+def test_7_updates_that_fail(run_with_server: RunExample) -> None:
+    output = run_with_server("failing_updates.py")
     assert "expected shape [64, 96], got [63, 96]" in output
     assert "refused with 400: rank 1: shared memory" in output
     assert output.count("the old weights serve, bit for bit") == 3

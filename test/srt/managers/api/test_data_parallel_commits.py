@@ -173,7 +173,9 @@ class TestInBetween:
     """An update that is prepared on replica 0, and not yet on replica 1, when something else is asked for."""
 
     @pytest.mark.parametrize("mode", [None, *PauseMode])
-    @pytest.mark.parametrize("flush_cache", [True, False])
+    @pytest.mark.parametrize(
+        ("flush_cache", "was_paused"), [(True, None), (False, PauseMode.IN_PLACE), (True, PauseMode.RETRACT)]
+    )
     @pytest.mark.parametrize(
         "request_",
         [
@@ -188,7 +190,6 @@ class TestInBetween:
         ],
         ids=lambda request: getattr(request, "mode", type(request).__name__),
     )
-    @pytest.mark.parametrize("was_paused", [None, PauseMode.IN_PLACE, PauseMode.RETRACT])
     def test_all_commit_or_none(
         self,
         overlap: None,
