@@ -107,10 +107,17 @@ class MemoryConfig:
 
 @dataclass(frozen=True, slots=True)
 class UpdateConfig:
-    """Weight updates: seconds one may take, and the import paths that may be named as `load_format`."""
+    """Weight updates.
+
+    Attributes:
+        timeout_s: how long one may take.
+        custom_weight_loaders: import paths that may be named as `load_format`.
+        staging: "auto", "always" or "never": whether a second copy of the weights is written first.
+    """
 
     timeout_s: float
     custom_weight_loaders: tuple[str, ...]
+    staging: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +361,7 @@ def _resolve_memory(args: ServerArgs, device: str) -> MemoryConfig:
 def _resolve_update(args: ServerArgs) -> UpdateConfig:
     given = args.custom_weight_loader
     loaders = (given,) if isinstance(given, str) else tuple(given or ())
-    return UpdateConfig(float(args.weight_update_timeout_s), loaders)
+    return UpdateConfig(float(args.weight_update_timeout_s), loaders, args.update_staging)
 
 
 def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) -> RuntimeConfig:

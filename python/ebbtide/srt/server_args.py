@@ -182,6 +182,14 @@ class ServerArgs(SglangArguments):
     custom_weight_loader: Annotated[
         str | list[str] | None, Arg("Import paths that updates may name as load_format.")
     ] = None
+    update_staging: Annotated[
+        str,
+        Arg(
+            "Whether updates are written to a second copy of the weights: where there is memory for it and "
+            "somebody waits; always, or refused; or never.",
+            choices=("auto", "always", "never"),
+        ),
+    ] = "auto"
     weight_update_timeout_s: Annotated[float, Arg("Seconds a weight update or session may take.")] = 600.0
 
     watchdog_timeout: Annotated[float, Arg("Seconds one forward pass may take.")] = 300.0

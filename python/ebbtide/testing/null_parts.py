@@ -216,8 +216,8 @@ class NullWeights:
 
     An update is an `UpdateWeightFromDiskReqInput` whose `model_path` is the integer to write. Its `manifest`
     may hold `names` (parameters to write, all by default), `fail_after` (raise after so many of them),
-    `is_sent` (it arrives through a group), `needs_copy` (the integer is added to all parameters), and
-    `nonfinite` (of the names, those that hold NaN).
+    `is_sent` (it arrives through a group), `is_near` (it may be written in a burst), `needs_copy` (the
+    integer is added to all parameters), and `nonfinite` (of the names, those that hold NaN).
 
     An `UpdateWeightsFromIPCReqInput` may have any handles. What its sender says is put into `sender.says`.
 
@@ -295,11 +295,12 @@ class NullWeights:
         self.fail_at("open")
         return _NullConversation(self, self.sender)
 
-    def stage(self, *, in_place: bool) -> Slices[Staging]:
-        for _ in range(0 if in_place else self.num_staged):
+    def stage(self, *, in_place: bool, may_burst: bool = False) -> Slices[Staging]:
+        num_staged = 0 if in_place or may_burst else self.num_staged
+        for _ in range(num_staged):
             yield from self.slice()
             self.fail_at("stage")
-        return _NullStaging(self, is_staged=not in_place and self.num_staged > 0)
+        return _NullStaging(self, is_staged=num_staged > 0)
 
     @property
     def group_names(self) -> list[str]:
@@ -433,6 +434,7 @@ class _NullIncoming:
     def __init__(self, weights: NullWeights, value: int, manifest: Mapping[str, Any]) -> None:
         names: Sequence[str] = manifest.get("names", sorted(weights.names))
         self.is_sent: bool = manifest.get("is_sent", False)
+        self.is_near: bool = manifest.get("is_near", False)
         self.needs_copy: bool = manifest.get("needs_copy", False)
         self.names = weights.names if self.needs_copy and names else frozenset(names) & weights.names
         self.sent = frozenset(names)

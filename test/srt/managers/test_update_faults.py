@@ -179,6 +179,26 @@ def test_a_fault_over_stale_weights_leaves_them_stale(
     assert rank.store.checksum() == before
 
 
+@pytest.mark.parametrize("rule", ["auto", "always", "never"])
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_second_copy_is_made_as_update_staging_says(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, rule: str, has_room: bool
+) -> None:
+    rank = RealRank(checkpoints[0], update_staging=rule)
+    before = rank.store.checksum()
+    if not has_room:
+        monkeypatch.setattr(rank.store.arena, "stage_by_chunks", no_room)
+    reply = rank.apply(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1])))
+    if rule == "always" and not has_room:
+        assert isinstance(reply, Refusal)
+        assert (reply.status, reply.fields) == (409, {"needed_bytes": 2, "free_bytes": 1})
+        assert rank.store.checksum() == before
+    else:
+        assert reply.staged is (has_room and rule != "never")
+        assert rank.store.checksum() != before
+    rank.store.arena.close()
+
+
 def test_nan_and_inf_are_named(rank: RealRank, checkpoints: tuple[Path, Path]) -> None:
     tensors = load_file(checkpoints[1] / "model.safetensors")
     for name, value in (("model.norm.weight", math.inf), ("model.layers.0.mlp.up_proj.weight", math.nan)):

@@ -64,6 +64,11 @@ class WeightSource:
         self._read: Callable[[], Iterable[NamedTensor]] | None = read
         self._memory = memory
 
+    @property
+    def is_near(self) -> bool:
+        """Whether all of it lies in memory that this rank's device reads at its own bandwidth."""
+        return self._memory is not None and self._memory.is_on_device
+
     def open(self) -> Iterator[int]:
         """Bring the tensors within reach; yields the bytes of each piece of memory. Run it to its end.
 

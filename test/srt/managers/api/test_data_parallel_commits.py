@@ -109,21 +109,21 @@ class TestCommit:
         replicas.settle()
         assert replicas[0].outputs[rid].version_starts == [("default", 0)]
 
-    def test_in_place_what_was_written_is_stale_and_it_is_said(self, replicas: Replicas) -> None:
+    @pytest.mark.parametrize("is_near", [False, True])
+    def test_in_place_none_writes_before_all_are_ready(self, replicas: Replicas, is_near: bool) -> None:
         for rank in replicas[0].ranks:
-            rank.weights.num_staged = 0
-        replicas[1].weights.faults["release"] = RequestRejected("cannot be done here")
-        call = replicas.call(update(7))
+            rank.weights.num_staged = int(is_near)
+        replicas[1].ranks[-1].weights.faults["map"] = RequestRejected("cannot be done here")
+        request = update(7, manifest={"is_near": is_near})
+        call = replicas.call(request)
         replicas.turn(0, count=40)
+        assert replicas[0].values == {0}
         refusal = replicas.answer(call, Refusal)
-        assert refusal.status == 500
-        assert "replica 0: 4 parameters are stale: send the update again" in refusal.message
-        assert refusal.message.startswith("replica 1: ")
-        assert [replica.can_run for replica in replicas.replicas] == [False, True]
-        assert replicas[1].values == {0}
-        replicas.apply(update(8), UpdateWeightsReqOutput)
-        assert (replicas.values, replicas.versions) == ([{8}, {8}], ["8", "8"])
-        assert replicas[0].can_run
+        assert (refusal.status, refusal.message) == (400, refused_on(replicas, "cannot be done here"))
+        assert (replicas.values, replicas.versions) == ([{0}, {0}], ["default", "default"])
+        assert [replica.can_run for replica in replicas.replicas] == [True, True]
+        assert replicas.apply(request, UpdateWeightsReqOutput).staged is False
+        assert (replicas.values, replicas.versions) == ([{7}, {7}], ["7", "7"])
 
     def test_stale_weights_stay_so_on_all(self, replicas: Replicas) -> None:
         replicas.call(ReleaseMemoryOccupationReqInput(tags=WEIGHTS))

@@ -59,6 +59,7 @@ def test_tensors_are_opened_in_steps_awaited_when_read_and_freed_in_steps(
         ("c", (3,)),
     ]
     assert gpu.log == []
+    assert source.is_near
     assert len(list(source.open())) == 3
     assert gpu.log == ["open 0", "open 1", "open 2"]
     for name, tensor in read(source).items():

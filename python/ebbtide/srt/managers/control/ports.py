@@ -294,6 +294,7 @@ class IncomingWeights(Protocol):
     Attributes:
         names: the checkpoint names that are valid once everything is written.
         is_sent: whether it comes through a group, rather than out of memory of the sender.
+        is_near: whether it lies whole in memory that this device reads at its own bandwidth.
         needs_copy: whether it is written by changing what is there: it is given a copy that holds everything,
             and leaves it in an unknown state where it fails.
         problems: what stands against writing them, as `{"name", "reason"}`; empty if nothing does.
@@ -303,6 +304,7 @@ class IncomingWeights(Protocol):
     names: frozenset[str]
     sent: frozenset[str]
     is_sent: bool
+    is_near: bool
     needs_copy: bool
     num_tensors: int
     num_ignored: int
@@ -500,10 +502,17 @@ class Weights(Protocol):
         """
         ...
 
-    def stage(self, *, in_place: bool) -> Slices[Staging]:
-        """Room for an update: in place if asked for, or where there is no memory for a copy.
+    def stage(self, *, in_place: bool, may_burst: bool = False) -> Slices[Staging]:
+        """Room for an update, by the server argument `update_staging`: a copy, or in place.
 
         Ended early, it keeps nothing.
+
+        Args:
+            in_place: there is nothing to keep, or another rank has no copy.
+            may_burst: in place is sooner, and nobody waits meanwhile.
+
+        Raises:
+            RequestRejected: 409, there is no memory for a copy, and it must be one.
         """
         ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -71,12 +70,23 @@ class EngineWeights:
         conversation = open_conversation(zmq_handles, self._cuda)
         return _Conversation(conversation, self._store, self._device)
 
-    def stage(self, *, in_place: bool) -> Slices[Staging]:
-        if not in_place:
-            with suppress(OutOfDeviceMemory):
-                shadow = yield from self._store.arena.stage_by_chunks()
-                return _Staged(self._store, shadow, self._device)
-        return _InPlace(self._device)
+    def stage(self, *, in_place: bool, may_burst: bool = False) -> Slices[Staging]:
+        rule = self._config.update.staging
+        if in_place or rule == "never" or (may_burst and rule == "auto"):
+            return _InPlace(self._device)
+        try:
+            shadow = yield from self._store.arena.stage_by_chunks()
+        except OutOfDeviceMemory as error:
+            if rule == "always":
+                raise RequestRejected(
+                    "nothing was written: update_staging is 'always', and there is no room for a second copy "
+                    f"of the weights: {error}",
+                    409,
+                    needed_bytes=error.needed_bytes,
+                    free_bytes=error.free_bytes,
+                ) from error
+            return _InPlace(self._device)
+        return _Staged(self._store, shadow, self._device)
 
     @property
     def group_names(self) -> list[str]:
@@ -192,7 +202,7 @@ class _Incoming:
         device: Device,
         loader: CustomLoader | None = None,
     ) -> None:
-        self.is_sent = source.is_sent
+        self.is_sent, self.is_near = source.is_sent, source.is_near
         self.needs_copy = loader is not None
         self.num_ignored = 0
         self.num_tensors = len(source.entries)

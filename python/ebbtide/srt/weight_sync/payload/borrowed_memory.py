@@ -52,6 +52,11 @@ class BorrowedMemory:
                 self._cuda.check(ref.storage)
                 self._wanted.append(ref.storage)
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether all of it is on a device."""
+        return bool(self._wanted) and all(isinstance(ref, CudaStorageRef) for ref in self._noted)
+
     def open(self) -> Iterator[int]:
         """Map the device memory of the tensors that `want` was given; yields the bytes of each.
 

@@ -34,6 +34,7 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import NullWeights, SchedulerHarness
 
 PROMPT = range(1, 20)
+NEAR = {"is_near": True}
 
 
 def request_of(value: int | str, **fields: object) -> UpdateWeightFromDiskReqInput:
@@ -154,6 +155,51 @@ def test_without_room_for_a_copy_the_reply_says_so_and_a_failure_leaves_no_mixtu
     assert update(harness, 9).content == "valid"
     harness.run_until_idle()
     assert harness.outputs[rid].finish == FinishReason("length", length=3)
+
+
+class TestBurst:
+    """What the device reads at its own bandwidth is written in place where nobody waits."""
+
+    def test_while_nothing_runs(self, harness: SchedulerHarness) -> None:
+        reply = update(harness, 7, weight_version="7", manifest=NEAR)
+        assert (reply.staged, reply.committed, reply.weight_version) == (False, True, "7")
+        assert values(harness) == [7] * 4
+
+    def test_while_generation_is_paused(self, harness: SchedulerHarness) -> None:
+        rid = harness.generate(PROMPT, max_new_tokens=20)
+        harness.turn(4)
+        pause(harness, PauseMode.IN_PLACE)
+        assert update(harness, 7, flush_cache=False, manifest=NEAR).staged is False
+        proceed(harness)
+        harness.run_until_idle()
+        assert harness.outputs[rid].finish == FinishReason("length", length=20)
+
+    def test_beside_streams_there_is_a_copy(self, harness: SchedulerHarness) -> None:
+        harness.generate(PROMPT, max_new_tokens=60)
+        harness.turn(4)
+        terms: dict[str, object] = {"pause_mode": PauseMode.IN_PLACE, "flush_cache": False}
+        assert update(harness, 7, manifest=NEAR, **terms).staged is True
+
+    def test_neither_a_session_nor_a_custom_loader_bursts(self, harness: SchedulerHarness) -> None:
+        assert update(harness, 7, manifest={"needs_copy": True, **NEAR}).staged is True
+        harness.apply(BeginWeightUpdateReqInput(), WeightSessionReqOutput)
+        assert update(harness, 7, manifest=NEAR).staged is True
+
+    def test_a_failure_ahead_of_the_first_byte_leaves_the_old(self, harness: SchedulerHarness) -> None:
+        harness.weights.faults["map"] = RequestRejected("the sender has ended")
+        assert harness.refuse(request_of(7, manifest=NEAR)).status == 400
+        assert values(harness) == [0] * 4
+        assert harness.state is not None
+        assert harness.state.can_run
+
+    def test_a_failure_half_way_leaves_stale_weights_until_the_next_update(
+        self, harness: SchedulerHarness
+    ) -> None:
+        assert harness.refuse(request_of(7, manifest={"fail_after": 2, **NEAR})).status == 500
+        assert harness.state is not None
+        assert not harness.state.can_run
+        assert update(harness, 8, manifest=NEAR).content == "valid"
+        assert harness.state.can_run
 
 
 def test_in_place_the_whole_time_from_the_first_write_to_the_commit_is_a_stall(

@@ -32,6 +32,11 @@ class CommitConditions:
                 "retract or abort, or pass flush_cache=false"
             )
 
+    @property
+    def nobody_waits(self) -> bool:
+        """Whether a commit holds no forward pass up, however long it takes."""
+        return isinstance(self._generation.state, Paused) or self._requests.num_running == 0
+
     def draining(self, terms: CommitTerms) -> AbstractContextManager[None]:
         """Within, nothing is admitted, if running requests are to end first."""
         return self._generation.drain() if terms.mode is PauseMode.WAIT else nullcontext()

@@ -149,14 +149,31 @@ class WeightSession:
                 num_refusals=len(left),
             )
 
-    def make_room(self, incoming: IncomingWeights) -> Work[None]:
-        """Find a place for these tensors: a copy, or the live weights where these hold nothing to keep.
+    @property
+    def overwrites_what_serves(self) -> bool:
+        """Whether the next write goes into live weights that are whole."""
+        return not self.is_staged and isinstance(self._content.state, Valid)
+
+    def prepare(self, incoming: IncomingWeights, *, nobody_waits: bool = False) -> Work[None]:
+        """Find a place for these tensors, and get hold of them: ahead of each `write`.
+
+        Args:
+            nobody_waits: no forward pass runs, and nothing else is going to be written. What lies near is
+                then written in one burst, in place.
 
         Raises:
-            RequestRejected: they need a copy, and there is none.
+            RequestRejected: they need a copy, and there is none; or what the copy holds is unknown.
         """
+        self._require_sound()
+        may_burst = nobody_waits and incoming.is_near and not incoming.needs_copy
+        yield from self._make_room(incoming, may_burst=may_burst)
+        if not incoming.is_sent and self._staging is not None:
+            yield from self._do(incoming.open(), Activity.WORKING)
+
+    def _make_room(self, incoming: IncomingWeights, *, may_burst: bool = False) -> Work[None]:
+        """A copy, or the live weights where these hold nothing to keep."""
         if self._staging is None and incoming.num_tensors > 0:
-            yield from self._take_room()
+            yield from self._take_room(may_burst=may_burst)
         if incoming.needs_copy and not self.is_staged:
             raise RequestRejected(
                 "nothing was written: a custom weight loader changes a copy of the live weights, and there "
@@ -164,10 +181,10 @@ class WeightSession:
                 "where memory for a copy is missing, release kv_cache during the update"
             )
 
-    def _take_room(self) -> Work[None]:
+    def _take_room(self, *, may_burst: bool) -> Work[None]:
         is_whole = isinstance(self._content.state, Valid)
         try:
-            finding = self._find_room(in_place=not is_whole)
+            finding = self._find_room(in_place=not is_whole, may_burst=may_burst)
             staging, staged = yield from self._ranks.survey(
                 Activity.WORKING, finding, lambda staging: staging.is_staged
             )
@@ -180,8 +197,8 @@ class WeightSession:
             raise
         self.is_staged = all(staged)
 
-    def _find_room(self, *, in_place: bool) -> Work[Staging]:
-        room = self._weights.stage(in_place=in_place)
+    def _find_room(self, *, in_place: bool, may_burst: bool = False) -> Work[Staging]:
+        room = self._weights.stage(in_place=in_place, may_burst=may_burst)
         _, self._staging = yield from self._pace.turns(room, Activity.WORKING, self.stall)
         return self._staging
 
@@ -194,7 +211,7 @@ class WeightSession:
             RequestRejected: what the copy holds is unknown.
         """
         self._require_sound()
-        yield from self.make_room(incoming)
+        yield from self._make_room(incoming)
         is_hidden = self.is_staged or not isinstance(self._content.state, Valid)
         if self._staging is None or incoming.needs_copy or not is_hidden:
             return frozenset()
@@ -207,13 +224,10 @@ class WeightSession:
         return overwritten
 
     def write(self, incoming: IncomingWeights) -> Work[int]:
-        """Write one update's tensors; returns their bytes. If it fails, they count as not written.
+        """Write one update's tensors, which were prepared; returns their bytes.
 
-        Raises:
-            RequestRejected: there is no copy although they need one; or what the copy holds is unknown.
+        If it fails, they count as not written.
         """
-        self._require_sound()
-        yield from self.make_room(incoming)
         if incoming.needs_copy and self._staging is not None:
             yield from self._complete(self._staging)
         else:
@@ -231,8 +245,6 @@ class WeightSession:
         return num_bytes
 
     def _copy(self, incoming: IncomingWeights, staging: Staging) -> Work[int]:
-        if not incoming.is_sent:
-            yield from self._do(incoming.open(), Activity.WORKING)
         if not self.is_staged:
             yield from self._lose(incoming)
         self._is_spoilt = incoming.needs_copy  # Until it is written and let go of, on all ranks.
@@ -242,7 +254,7 @@ class WeightSession:
         self._note_nonfinite(incoming, frozenset[str]().union(*found))
         if incoming.is_sent:
             incoming.close()
-        else:
+        elif not self.stall.lasts:
             yield from self._do(incoming.release(), Activity.WORKING)
         return num_bytes
 
@@ -278,10 +290,12 @@ class WeightSession:
         self._content.note_written(self.names)
         self.stall.end()
 
-    def release(self) -> Work[None]:
-        """After the commit, give the copy's memory back."""
+    def release(self, incoming: IncomingWeights | None = None) -> Work[None]:
+        """After the commit, give the copy's memory back, or the sender's that was written in place."""
         if self._staging is not None and self.is_staged:
             yield from self._do(self._staging.release(), Activity.WORKING)
+        elif incoming is not None:
+            yield from self._do(incoming.release(), Activity.WORKING)
 
     def close(self) -> None:
         """Give the copy's memory back."""

@@ -249,14 +249,18 @@ class WeightUpdates:
                 return (yield from self._stage(self._session, request, incoming))
             session = opened.enter_context(closing(self._new_session()))
             yield from self._arrivals.receive(incoming, session)
+            session.folder = folder_of(request)
             with self._conditions.draining(terms):
-                yield from session.make_room(incoming)
-                if not session.is_staged:
-                    yield from self._conditions.ready(terms)
-                yield from session.write(incoming)
-                session.folder = folder_of(request)
-                reply = yield from self._finish(session, terms)
-                yield from self._breathe(session)
+                yield from session.prepare(incoming, nobody_waits=self._conditions.nobody_waits)
+                if session.overwrites_what_serves:
+                    # There is no way back from the first byte on: other replicas are waited for before it.
+                    mode = yield from self._agree(session, terms)
+                    yield from session.write(incoming)
+                else:
+                    yield from session.write(incoming)
+                    mode = yield from self._agree(session, terms)
+                reply = self._commit(session, terms, mode)
+                yield from self._breathe(session, incoming)
                 return reply
 
     def _update_from_senders(self, request: UpdateWeightsFromIPCReqInput) -> Operation:
@@ -281,7 +285,8 @@ class WeightUpdates:
 
             yield from self._take(pieces, session, ready_in_place)
             with self._conditions.draining(terms):
-                reply = yield from self._finish(session, terms)
+                mode = yield from self._agree(session, terms)
+                reply = self._commit(session, terms, mode)
                 pieces.finish()
                 yield from self._breathe(session)
                 return reply
@@ -293,7 +298,7 @@ class WeightUpdates:
         num_before = session.num_tensors
 
         def write(incoming: IncomingWeights) -> Work[None]:
-            yield from session.make_room(incoming)
+            yield from session.prepare(incoming)
             if not session.is_staged and session.num_tensors == num_before:
                 yield from ready_in_place()
             yield from session.write(incoming)
@@ -311,6 +316,7 @@ class WeightUpdates:
     ) -> Operation:
         """Take an update into the open session; nothing of it serves yet."""
         before = session.counts
+        yield from session.prepare(incoming)
         yield from session.write(incoming)
         return self._staged(session, request, before)
 
@@ -353,19 +359,27 @@ class WeightUpdates:
             terms = CommitTerms(mode_of(request), flush_cache, version_of(request))
             self._conditions.check(terms)
             with self._conditions.draining(terms):
-                reply = yield from self._finish(session, terms)
+                mode = yield from self._agree(session, terms)
+                reply = self._commit(session, terms, mode)
             self._session = None
             self._why_closed = "it was ended already"
             with closing(session):
                 yield from self._breathe(session)
             return reply
 
-    def _finish(self, session: WeightSession, terms: CommitTerms) -> Operation:
-        """Make the session whole, wait for the boundary, and commit: weights, version and cache together."""
+    def _agree(self, session: WeightSession, terms: CommitTerms) -> Work[PauseMode | None]:
+        """Make the session whole, wait for the boundary, and for the verdict of all replicas.
+
+        Returns what is to become of running requests.
+        """
         yield from session.complete()
         yield from self._conditions.ready(terms)
         mode = self._conditions.mode(terms)
         yield from self._verdict()
+        return mode
+
+    def _commit(self, session: WeightSession, terms: CommitTerms, mode: PauseMode | None) -> AnyReply:
+        """Commit at a boundary: weights, version and cache together."""
         version = terms.version if terms.version is not None else session.version
         with session.stall.measure():
             num_paused = self._requests.num_running
@@ -436,8 +450,8 @@ class WeightUpdates:
                 "a weight update session is open: end_weight_update or abort_weight_update first", 409
             )
 
-    def _breathe(self, session: WeightSession) -> Iterator[Activity]:
-        """Let forward passes in between the commit and giving the copy's memory back, piece by piece.
+    def _breathe(self, session: WeightSession, incoming: IncomingWeights | None = None) -> Work[None]:
+        """Let forward passes in between the commit and giving memory back, piece by piece.
 
         Where none is waited for it goes in one piece: requests that were retracted have prompts to compute
         first, and the reply would wait for a long step after each. What is committed stays so: no deadline,
@@ -446,9 +460,9 @@ class WeightUpdates:
         if not isinstance(self._generation.state, Paused) and self._requests.num_running > 0:
             try:
                 yield Activity.WORKING
-                yield from session.release()
+                yield from session.release(incoming)
             except (DeadlinePassed, RequestRejected, EngineError) as error:
-                logger.warning("the second copy of the weights is given back in one piece: %r", error)
+                logger.warning("memory of an update is given back in one piece: %r", error)
 
     @contextmanager
     def _turn(self) -> Iterator[Callable[[], bool]]:
