@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.stop_signals import Stopped, raising_signals
 from ebbtide.srt.errors import ConfigurationError, EbbtideError
 from ebbtide.srt.server_args import ServerArgs
 
@@ -26,11 +27,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m ebbtide.launc
     ServerArgs.add_cli_args(parser)
     args = ServerArgs.from_cli_args(parser.parse_args(argv))
     try:
-        with EarlyProcesses(args) as early:
+        with raising_signals(), EarlyProcesses(args) as early:
             # Seconds of imports: not for a usage error, and beside those of the ranks.
             from ebbtide.srt.entrypoints.http_server import launch_server
 
             launch_server(args, early)
+    except Stopped:
+        return 0
     except EbbtideError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1

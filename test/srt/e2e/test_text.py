@@ -188,7 +188,7 @@ def test_no_new_tokens_scores_the_prompt_only(engine: Engine) -> None:
     meta = output["meta_info"]
     assert (output["text"], output["output_ids"]) == ("", [])
     assert meta["finish_reason"] == {"type": "length", "length": 0}
-    assert (meta["completion_tokens"], meta["output_token_logprobs"], meta["weight_versions"]) == (0, [], [])
+    assert (meta["completion_tokens"], meta["output_token_logprobs"]) == (0, [])
     first, *rest = meta["input_token_logprobs"]
     assert first == (None, PROMPT, None)
     assert [triple[1] for triple in rest] == byte_level().encode("The quick")[1:]

@@ -1,10 +1,12 @@
 """How servers start, fail to start, die and stop: what is answered, said, and left behind."""
 
+import json
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +162,7 @@ def terminate(server: Server) -> None:
 def test_a_stop_answers_what_waits_and_leaves_nothing(
     checkpoint: Path, stop: Callable[[Server], None]
 ) -> None:
-    with running_server(checkpoint) as server, ThreadPoolExecutor(1) as pool:
+    with running_server(checkpoint) as server, ThreadPoolExecutor(1) as pool, unread_stream(server):
         children = server.children()
         server.post("/pause_generation", {"mode": "in_place"})
         waiting = pool.submit(server.post, "/generate", WAITING)
@@ -171,6 +173,39 @@ def test_a_stop_answers_what_waits_and_leaves_nothing(
         assert waiting.result().json()["message"] == "the server is shutting down"
         assert not any(is_alive(pid) for pid in children.values())
         assert not server.sockets
+        assert "Traceback" not in server.log
+        assert " ERROR " not in server.log
+
+
+@contextmanager
+def unread_stream(server: Server) -> Iterator[None]:
+    """Within, a client has asked for megabytes and does not read them."""
+    url = server.client.base_url
+    params = {"max_new_tokens": 400, "ignore_eos": True}
+    fields = {"text": "a", "stream": True, "return_logprob": True, "top_logprobs_num": 20}
+    body = json.dumps({**fields, "sampling_params": params})
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((url.host, url.port))
+        head = f"POST /generate HTTP/1.1\r\nHost: {url.host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(f"{head}{body}".encode())
+        assert client.recv(8) == b"HTTP/1.1"
+        wait_until(lambda: server.get("/get_load").json()[0]["num_reqs"] == 0, "all of it is there")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_stop_before_the_server_has_imported_anything_ends_the_ranks_too(
+    checkpoint: Path, number: int, status: int
+) -> None:
+    # Which are there by then, and import for many seconds.
+    with running_server(checkpoint, "--tp", "2", is_ready=False) as server:
+        wait_until(lambda: len(psutil.Process(server.process.pid).children()) == 2, "the ranks import")
+        ranks = psutil.Process(server.process.pid).children()
+        assert server.stop(number) == status
+        wait_until(lambda: not any(is_alive(rank.pid) for rank in ranks), "the ranks have gone", 5)
         assert "Traceback" not in server.log
 
 

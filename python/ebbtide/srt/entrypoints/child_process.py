@@ -137,9 +137,10 @@ def _spawn(
     whole["PYTHONPATH"] = os.pathsep.join(filter(None, [root, whole.get("PYTHONPATH")]))
     # Ctrl-C while the interpreter starts must not kill it with a traceback: the mask is inherited.
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    arguments = [str(os.getpid()), name, str(pipe.fileno())]
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "ebbtide.srt.entrypoints.process", name, str(pipe.fileno())],
+            [sys.executable, "-P", "-m", "ebbtide.srt.entrypoints.process", *arguments],
             stdin=subprocess.DEVNULL,
             pass_fds=[pipe.fileno()],
             env=whole,

@@ -7,11 +7,8 @@ import functools
 import logging
 import signal
 import socket
-import sys
-import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from types import FrameType
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import uvicorn
@@ -43,6 +40,7 @@ from ebbtide.srt.entrypoints.openapi import openapi_document
 from ebbtide.srt.entrypoints.process import configure_logging
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.entrypoints.stop_signals import Stopped, is_main_thread, raising_signals
 from ebbtide.srt.entrypoints.vllm.information import vllm_sections
 from ebbtide.srt.entrypoints.vllm.routes import VllmApi
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body
@@ -53,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 ALL_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 BACKLOG = 2048
-# What is still being answered when the server stops has that long.
+# What is still being answered when the server stops has that long; a client that has not read it is left.
 STOP_TIMEOUT_S = 2
 
 
@@ -208,10 +206,6 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
 # ---------------------------------------------------------------------------------------------- the server
 
 
-class _Stopped(BaseException):
-    """A signal has asked for the end while the engine was starting."""
-
-
 def launch_server(server_args: ServerArgs, early: EarlyProcesses | None = None) -> None:
     """Serve until SIGINT or SIGTERM; returns then, with no process left. Other nodes than 0 lend their ranks.
 
@@ -243,12 +237,12 @@ def serve(
     """
     service: EngineService | None = None
     try:
-        with _raising_signals():
+        with raising_signals():
             config = configure()
             read_chat_template(config.server_args.chat_template)  # refused now rather than at the first chat
             listener = _bind(config.http)
             service = EngineService(config, targets, early)
-    except _Stopped:
+    except Stopped:
         if service is not None:
             service.shutdown()
         return
@@ -271,7 +265,7 @@ async def _serve(
             lifespan="off",
             log_config=None,
             log_level=config.http.log_level,
-            timeout_graceful_shutdown=STOP_TIMEOUT_S,
+            timeout_graceful_shutdown=2 * STOP_TIMEOUT_S,
         )
     )
     deaths: list[str] = []
@@ -305,51 +299,25 @@ async def _serve(
 
 
 class _Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Their answers end as those of clients that have left; uvicorn would cancel them, and report that.
+        leaving = asyncio.get_running_loop().call_later(STOP_TIMEOUT_S, self._leave_clients)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            leaving.cancel()
+
+    def _leave_clients(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
     def capture_signals(self) -> Any:
         # uvicorn would raise a signal again once it has stopped: the exit status is to be 0.
         return nullcontext()
 
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-@contextmanager
-def _raising_signals() -> Iterator[None]:
-    """Make SIGINT and SIGTERM raise `_Stopped`, so that what has been started is ended on the way out.
-
-    It is raised at the end if it was lost: in a callback of the interpreter, as imports have them, it is.
-    """
-    if not _is_main_thread():
-        yield
-        return
-    is_asked = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal is_asked
-        is_asked = True
-        raise _Stopped
-
-    report = sys.unraisablehook
-
-    def report_others(lost: sys.UnraisableHookArgs) -> None:
-        if not isinstance(lost.exc_value, _Stopped):
-            report(lost)
-
-    sys.unraisablehook = report_others
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        sys.unraisablehook = report
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    if is_asked:
-        raise _Stopped
-
-
 def _on_signals(stop: Callable[[], None]) -> None:
-    if _is_main_thread():
+    if is_main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop)
 

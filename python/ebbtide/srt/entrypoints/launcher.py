@@ -156,7 +156,7 @@ class NodeProcesses:
         for name, target in targets.items():
             if name not in SCHEDULER:
                 if self._is_main_node:
-                    yield ProcessStart(name, target, config, self.replicas[0], self._owner_pid, self._folder)
+                    yield ProcessStart(name, target, config, self.replicas[0], self._folder)
                 continue
             for index, (dp_rank, tp_rank) in enumerate(local_ranks(config.parallel)):
                 mine = _config_of_rank(config, index, dp_rank, tp_rank)
@@ -165,7 +165,6 @@ class NodeProcesses:
                     target,
                     mine,
                     self.replicas[dp_rank],
-                    self._owner_pid,
                     self._folder,
                 )
 

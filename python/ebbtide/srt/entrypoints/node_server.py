@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import queue
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Mapping
 
 from ebbtide.srt.config import EngineConfig, resolve
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.launcher import NodeProcesses
 from ebbtide.srt.entrypoints.process import configure_logging
+from ebbtide.srt.entrypoints.stop_signals import Stopped, raising_signals
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.server_args import ServerArgs
 
@@ -43,7 +40,7 @@ def serve_node(
     ends: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     try:
         # In the queue too: what is raised in a callback of the interpreter is lost.
-        with _raising_signals(lambda: ends.put(None)):
+        with raising_signals(lambda: ends.put(None)):
             processes = NodeProcesses(configure(), targets, early)
             try:
                 processes.wait_ready()
@@ -52,37 +49,7 @@ def serve_node(
                 death = ends.get()
             finally:
                 processes.shutdown()
-    except _Stopped:
+    except Stopped:
         return
     if death is not None:
         raise EngineError(death)
-
-
-class _Stopped(BaseException):
-    """A signal has asked for the end."""
-
-
-@contextmanager
-def _raising_signals(note: Callable[[], None]) -> Iterator[None]:
-    """Make the first SIGINT or SIGTERM raise `_Stopped`; those behind it must not interrupt the way out.
-
-    Args:
-        note: called first.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for one in numbers:
-            signal.signal(one, signal.SIG_IGN)
-        note()
-        raise _Stopped
-
-    previous = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -43,7 +43,6 @@ class ProcessStart:
     target: str
     config: EngineConfig
     addresses: ChannelAddresses
-    parent_pid: int
     socket_folder: str
 
 
@@ -61,7 +60,6 @@ def child_main(start: ProcessStart, ready: Connection) -> int:
     multiprocessing.current_process().name = start.name
     # Which has room for 15 letters: a rank is "ebb-dp0-tp1".
     Path("/proc/self/comm").write_text(f"ebb-{start.name.removeprefix('scheduler-')}"[:15])
-    _end_with_parent(start.parent_pid, start.socket_folder)
     configure_logging(start.config.runtime.log_level, start.name)
 
     from ebbtide.srt.errors import EbbtideError
@@ -86,31 +84,39 @@ def _last_words(ready: Connection, status: str, message: str) -> None:
         logger.error("the parent has gone and will not read: %s", message)
 
 
-def _end_with_parent(parent_pid: int, socket_folder: str) -> None:
-    """Watch the parent from a thread: no engine outlives its owner, not even one that was killed."""
-    try:
-        descriptor = os.pidfd_open(parent_pid)
-    except ProcessLookupError:
-        _end(socket_folder)
-    # The id was the parent's when it was opened, if it is still: ids are used again.
-    if os.getppid() != parent_pid:
-        _end(socket_folder)
+class ParentWatch:
+    """Ends this process as soon as its parent has: no engine outlives its owner, not even a killed one.
 
-    def watch() -> None:
-        select.select([descriptor], [], [])
-        _end(socket_folder)
+    Attributes:
+        socket_folder: removed then, since the parent could not; None as long as there is none.
+    """
 
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    def __init__(self, parent_pid: int) -> None:
+        self.socket_folder: str | None = None
+        try:
+            self._parent = os.pidfd_open(parent_pid)
+        except ProcessLookupError:
+            self._end()
+        # The id was the parent's when it was opened, if it is still: ids are used again.
+        if os.getppid() != parent_pid:
+            self._end()
+        threading.Thread(target=self._wait, name="parent-watch", daemon=True).start()
 
+    def _wait(self) -> None:
+        select.select([self._parent], [], [])
+        self._end()
 
-def _end(socket_folder: str) -> None:
-    shutil.rmtree(socket_folder, ignore_errors=True)
-    os._exit(1)
+    def _end(self) -> None:
+        if self.socket_folder is not None:
+            shutil.rmtree(self.socket_folder, ignore_errors=True)
+        os._exit(1)
 
 
 def main() -> int:
-    """Take over from `launcher`: the arguments are a name for `ps`, and the descriptor of the pipe."""
-    descriptor = int(sys.argv[2])
+    """Take over from `launcher`: arguments are its process id, a name for `ps`, and the pipe's descriptor."""
+    # Imports take many seconds: the parent may end in the middle of them.
+    watch = ParentWatch(int(sys.argv[1]))
+    descriptor = int(sys.argv[3])
     os.set_inheritable(descriptor, False)
     # Ctrl-C goes to the whole terminal, but the parent decides. It was blocked until now.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -125,6 +131,7 @@ def main() -> int:
         start = pipe.recv()
     except EOFError:
         return 1
+    watch.socket_folder = start.socket_folder
     # As imported, not as `__main__`, so that classes and loggers exist once.
     return importlib.import_module("ebbtide.srt.entrypoints.process").child_main(start, pipe)  # type: ignore[no-any-return]
 

@@ -27,6 +27,7 @@ from ebbtide.srt.managers.api.generate_request import (
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState, ResponseStyle
 from ebbtide.srt.managers.api.live_outputs import LiveOutputs
 from ebbtide.srt.managers.api.request_limits import RequestLimits
+from ebbtide.srt.managers.api.wait_warning import WaitWarning
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,
@@ -104,6 +105,12 @@ class TokenizerManager:
         self._failure: str | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._token_texts: dict[int, str] = {}
+        self._wait_warning = WaitWarning(
+            can_run=lambda: all(report.can_run for report in self.reports.values()),
+            state=lambda: self.state,
+            num_waiting=lambda: self.num_live,
+            call_later=asyncio.get_running_loop().call_later,
+        )
 
     def start(self) -> None:
         """Begin to read what the engine sends. Needs a running event loop."""
@@ -126,6 +133,7 @@ class TokenizerManager:
             return
         self._failure = message
         self._failed.set_result(None)
+        self._wait_warning.cancel()
         self._control.fail(message)
         for generation in self._live.clear():
             generation.fail(EngineError(message))
@@ -171,6 +179,7 @@ class TokenizerManager:
             self._scheduler.send(output)
         for rid, message in aborted.items():
             self._abort([rid], message)
+        self._wait_warning.note()
         return generation
 
     async def generate(self, given: GenerateReqInput | Mapping[str, Any]) -> AsyncIterator[Any]:
@@ -310,6 +319,7 @@ class TokenizerManager:
             case StateReport():
                 self.reports[message.dp_rank] = message
                 self._state = None  # put together when it is asked for
+                self._wait_warning.note()
 
 
 def _pieces(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:

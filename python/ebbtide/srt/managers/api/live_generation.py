@@ -165,12 +165,14 @@ class OutputState:
         return meta
 
     def _version_spans(self) -> list[dict[str, Any]]:
+        """One for each run of tokens that the same weights sampled; without tokens, an empty one."""
         ends = [start for _, start in self._version_starts[1:]] + [self._num_tokens]
-        return [
+        spans = [
             {"version": version, "start": start, "end": end}
             for (version, start), end in zip(self._version_starts, ends, strict=False)
             if start < end
         ]
+        return spans or [{"version": self._weight_version, "start": 0, "end": 0}]
 
     def _latencies(self) -> dict[str, float]:
         """Seconds since arrival. What never came (a first run, a first token) counts up to the end."""

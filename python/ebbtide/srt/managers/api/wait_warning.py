@@ -1,0 +1,89 @@
+"""A word in the log when requests wait for the engine's owner: who forgets a pause hears of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final, Protocol, TypeAlias
+
+from ebbtide.srt.managers.io_struct import StateReport
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+logger = logging.getLogger(__name__)
+
+# Weight updates with everything around them take less.
+SILENT_S: Final = 5.0
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+CallLater: TypeAlias = Callable[[float, Callable[[], None]], Timer]
+
+
+class WaitWarning:
+    """Warns once if requests have waited for a while because nothing can run, until something can.
+
+    Args:
+        can_run: whether a forward pass may run, as far as is known.
+        state: the engine's state machines as last reported; None if not all of it is known.
+        num_waiting: how many outputs have not ended.
+        call_later: as an event loop's.
+    """
+
+    def __init__(
+        self,
+        can_run: Callable[[], bool],
+        state: Callable[[], StateReport | None],
+        num_waiting: Callable[[], int],
+        call_later: CallLater,
+    ) -> None:
+        self._can_run = can_run
+        self._state = state
+        self._num_waiting = num_waiting
+        self._call_later = call_later
+        self._timer: Timer | None = None
+        self._is_told = False
+
+    def note(self) -> None:
+        """A request has been sent, or a state reported."""
+        if self._can_run():
+            self.cancel()
+            self._is_told = False
+        elif self._timer is None and not self._is_told and self._num_waiting():
+            self._timer = self._call_later(SILENT_S, self._tell)
+
+    def cancel(self) -> None:
+        """Say nothing about what waits now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tell(self) -> None:
+        self._timer = None
+        state, num_waiting = self._state(), self._num_waiting()
+        if state is None or state.can_run or not num_waiting:
+            return
+        self._is_told = True
+        logger.warning(
+            "%d requests wait, for %g s or longer: %s. To go on: %s",
+            num_waiting,
+            SILENT_S,
+            state.reason,
+            ", ".join(_remedies(state)),
+        )
+
+
+def _remedies(state: StateReport) -> list[str]:
+    """The control requests after which something can run, in the order of need."""
+    tags = [rank.tags for rank in state.ranks]
+    needed = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
+    remedies: list[str] = []
+    if any(of_rank[tag].state == "released" for of_rank in tags for tag in needed):
+        remedies.append("/resume_memory_occupation")
+    if any(of_rank[MemoryTag.WEIGHTS].content == "stale" for of_rank in tags):
+        remedies.append("an update of all weights")
+    if state.paused is not None:
+        remedies.append("/continue_generation")
+    return remedies

@@ -1,0 +1,132 @@
+"""Requests that wait for the engine's owner: one warning an episode, by a clock of the test's own."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+import pytest
+from fixtures.scripted_engine import STATE
+
+from ebbtide.srt.managers.api.wait_warning import SILENT_S, WaitWarning
+from ebbtide.srt.managers.io_struct import PauseMode, RankReport, TagReport
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+
+class Clock:
+    """Stands in for an event loop's `call_later`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._calls: list[tuple[float, Callable[[], None]]] = []
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> Any:
+        entry = (self.now_s + delay_s, call)
+        self._calls.append(entry)
+        return type("Timer", (), {"cancel": lambda timer: self._calls.remove(entry)})()
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+        for entry in [entry for entry in self._calls if entry[0] <= self.now_s]:
+            self._calls.remove(entry)
+            entry[1]()
+
+
+class Engine:
+    """The watched engine."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.state = STATE
+        self.num_live = 0
+        self.warning = WaitWarning(
+            lambda: self.state.can_run, lambda: self.state, lambda: self.num_live, self.clock.call_later
+        )
+
+    def turn(self, **changes: Any) -> None:
+        self.state = msgspec.structs.replace(STATE, **changes)
+        self.warning.note()
+
+    def send(self) -> None:
+        self.num_live += 1
+        self.warning.note()
+
+
+PAUSED: dict[str, Any] = {"can_run": False, "reason": "paused(in_place)", "paused": PauseMode.IN_PLACE}
+
+
+@pytest.fixture
+def engine(caplog: pytest.LogCaptureFixture) -> Engine:
+    caplog.set_level(logging.WARNING)
+    return Engine()
+
+
+def test_one_warning_an_episode_with_the_reason_and_the_remedy(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        engine.send()
+        engine.turn(**PAUSED)
+        engine.send()
+        engine.clock.advance(SILENT_S - 0.1)
+        assert caplog.messages == []
+        engine.clock.advance(0.1)
+        [message] = caplog.messages
+        assert message.endswith(
+            "requests wait, for 5 s or longer: paused(in_place). To go on: /continue_generation"
+        )
+        engine.send()
+        engine.clock.advance(10 * SILENT_S)
+        assert len(caplog.messages) == 1
+        engine.turn()
+        caplog.clear()
+
+
+def test_a_pause_that_ends_in_time_or_that_nobody_waits_in_is_not_mentioned(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.turn(**PAUSED)
+    engine.clock.advance(100)
+    engine.send()
+    engine.clock.advance(SILENT_S - 1)
+    engine.turn()
+    engine.clock.advance(100)
+    engine.turn(**PAUSED)
+    # Its client has left.
+    engine.num_live = 0
+    engine.clock.advance(100)
+    assert caplog.messages == []
+
+
+def tag(state: Any, content: Any = None) -> TagReport:
+    return TagReport(state=state, virtual_bytes=1, resident_bytes=0, backup_bytes=0, content=content)
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv_cache", "paused", "remedies"),
+    [
+        (tag("released"), tag("released"), None, "/resume_memory_occupation"),
+        (tag("resident", "valid"), tag("released"), None, "/resume_memory_occupation"),
+        (tag("resident", "stale"), tag("resident"), None, "an update of all weights"),
+        (
+            tag("resident", "stale"),
+            tag("released"),
+            PauseMode.ABORT,
+            "/resume_memory_occupation, an update of all weights, /continue_generation",
+        ),
+    ],
+)
+def test_everything_that_is_missing_is_named(
+    engine: Engine,
+    caplog: pytest.LogCaptureFixture,
+    weights: TagReport,
+    kv_cache: TagReport,
+    paused: PauseMode | None,
+    remedies: str,
+) -> None:
+    tags = {MemoryTag.WEIGHTS: weights, MemoryTag.KV_CACHE: kv_cache, MemoryTag.CUDA_GRAPH: tag("released")}
+    rank = cast(RankReport, type("Rank", (), {"tags": tags}))
+    engine.send()
+    engine.turn(can_run=False, reason="asleep", paused=paused, ranks=[rank])
+    engine.clock.advance(SILENT_S)
+    assert caplog.messages[0].endswith(f"asleep. To go on: {remedies}")
