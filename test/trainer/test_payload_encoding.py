@@ -23,8 +23,8 @@ from ebbtide.srt.weight_sync.source import ONE_RANK
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 from ebbtide.trainer.payload_encoding import (
     LentTensors,
+    PayloadEncoder,
     SharedTensors,
-    TensorSender,
     serialize,
     serialize_bucket,
     serialize_tensors,
@@ -209,27 +209,27 @@ def test_ranks_that_close_at_the_same_time_drop_each_its_own_reference(left_behi
 
 
 @pytest.fixture
-def lending(monkeypatch: pytest.MonkeyPatch) -> TensorSender:
+def lending(monkeypatch: pytest.MonkeyPatch) -> PayloadEncoder:
     """A sender for which tensors of the host count as those of the engine's GPU."""
-    monkeypatch.setattr(TensorSender, "_can_lend", lambda *_: True)
-    return TensorSender("cuda:0")
+    monkeypatch.setattr(PayloadEncoder, "_can_lend", lambda *_: True)
+    return PayloadEncoder("cuda:0")
 
 
 def test_tensors_that_are_not_on_the_engines_gpu_are_copied() -> None:
     for device in ("cpu", "cuda:0"):
         tensors = named()
-        with TensorSender(device).send(iter(tensors)) as sent:
+        with PayloadEncoder(device).encode(iter(tensors)) as sent:
             assert isinstance(sent, SharedTensors)
             with torch.no_grad():
                 tensors[0][1].zero_()  # a copy has been made of it
             assert_received(received(sent.payload))
 
 
-def test_lent_tensors_arrive_and_stay_as_they_are(lending: TensorSender, left_behind: LeftBehind) -> None:
+def test_lent_tensors_arrive_and_stay_as_they_are(lending: PayloadEncoder, left_behind: LeftBehind) -> None:
     base = torch.arange(24).reshape(6, 4)
     tensors = [*named(), ("rows", base[2:4]), ("tied", base)]
     addresses = [tensor.data_ptr() for _, tensor in tensors]
-    with lending.send(iter(tensors)) as sent:
+    with lending.encode(iter(tensors)) as sent:
         assert isinstance(sent, LentTensors)
         arrived = received(sent.payload)
         assert torch.equal(arrived.pop("tied"), base)
@@ -240,12 +240,12 @@ def test_lent_tensors_arrive_and_stay_as_they_are(lending: TensorSender, left_be
     assert not any(tensor.is_shared() for _, tensor in tensors)
 
 
-def test_lent_tensors_can_be_freed_as_soon_as_the_update_is_answered(lending: TensorSender) -> None:
+def test_lent_tensors_can_be_freed_as_soon_as_the_update_is_answered(lending: PayloadEncoder) -> None:
     tensor = torch.ones(8)
     memory = StorageWeakRef(tensor.untyped_storage())
     gc.disable()  # what only the collector frees is freed too late
     try:
-        with lending.send([("w", tensor)]) as sent:
+        with lending.encode([("w", tensor)]) as sent:
             assert received(sent.payload)["w"].tolist() == [1] * 8
         del tensor
         assert memory.expired()
@@ -254,7 +254,7 @@ def test_lent_tensors_can_be_freed_as_soon_as_the_update_is_answered(lending: Te
 
 
 def test_memory_that_cannot_be_shared_is_copied_and_the_log_says_so_once(
-    lending: TensorSender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    lending: PayloadEncoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reduce = reductions.reduce_tensor
 
@@ -264,7 +264,7 @@ def test_memory_that_cannot_be_shared_is_copied_and_the_log_says_so_once(
 
     for _ in range(2):
         monkeypatch.setattr(reductions, "reduce_tensor", refuse_once)
-        with lending.send(named()) as sent:
+        with lending.encode(named()) as sent:
             assert isinstance(sent, SharedTensors)
             assert_received(received(sent.payload))
     [record] = caplog.records
@@ -311,22 +311,22 @@ def cuda_reductions(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], CudaRe
 
 
 def test_references_are_taken_back_where_the_engine_was_not_handed_them(
-    lending: TensorSender, cuda_reductions: Callable[[bytes], CudaReductions]
+    lending: PayloadEncoder, cuda_reductions: Callable[[bytes], CudaReductions]
 ) -> None:
     fake = cuda_reductions(b"c")
     tensors = [("a", torch.ones(3)), ("b", torch.ones(3))]
-    with lending.send(tensors):
+    with lending.encode(tensors):
         pass
-    with pytest.raises(TimeoutError), lending.send(tensors):
+    with pytest.raises(TimeoutError), lending.encode(tensors):
         raise TimeoutError  # the engine may be reading still
     assert fake.taken_back == []
-    with pytest.raises(RequestRejected), lending.send(tensors):
+    with pytest.raises(RequestRejected), lending.encode(tensors):
         raise RequestRejected("never sent")
     assert fake.taken_back == [(b"/torch_1_2", 4), (b"/torch_1_2", 5)]
 
 
 def test_expandable_segments_are_not_lent(
-    lending: TensorSender,
+    lending: PayloadEncoder,
     cuda_reductions: Callable[[bytes], CudaReductions],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -338,7 +338,7 @@ def test_expandable_segments_are_not_lent(
         return reduce(tensor) if fake.num_shared else fake.reduce(tensor)
 
     monkeypatch.setattr(reductions, "reduce_tensor", reduce_in_turn)
-    with lending.send(named()) as sent:
+    with lending.encode(named()) as sent:
         assert isinstance(sent, SharedTensors)
         assert_received(received(sent.payload))
     assert fake.taken_back == [(b"/torch_1_2", 0)]

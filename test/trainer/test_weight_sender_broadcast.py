@@ -13,7 +13,7 @@ import torch
 from fixtures.servers import Server, free_port, running_server, url_of, wait_until
 
 from ebbtide import Engine
-from ebbtide.srt.weight_sync.broadcast.weight_group import GroupAddress
+from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
 from ebbtide.trainer import WeightSender, WeightSendError
 from ebbtide.trainer.targets import EngineTarget
 

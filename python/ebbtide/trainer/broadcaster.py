@@ -19,18 +19,10 @@ from uuid import uuid4
 import torch
 
 from ebbtide.srt.errors import EbbtideError, EngineError
-from ebbtide.srt.weight_sync.broadcast.weight_group import (
-    FIRST_LOOK_S,
-    LOOK_S,
-    SOURCE_RANK,
-    GroupAddress,
-    InThread,
-    Reception,
-    WeightGroup,
-    connect,
-    host_store,
-)
-from ebbtide.srt.weight_sync.distributed_source import Announcement
+from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
+from ebbtide.srt.weight_sync.broadcast.background import InThread
+from ebbtide.srt.weight_sync.broadcast.rendezvous import SOURCE_RANK, GroupAddress, connect, host_store
+from ebbtide.srt.weight_sync.broadcast.weight_group import FIRST_LOOK_S, LOOK_S, Broadcasts, WeightGroup
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.trainer.targets import EngineSize, NamedTensors, Target
 
@@ -199,7 +191,7 @@ class Broadcaster:
         return {target.name: EngineError(what) for target in self._targets}
 
 
-def _all_succeed(calls: Mapping[str, Future[Any]], own: InThread[Any] | Reception) -> bool:
+def _all_succeed(calls: Mapping[str, Future[Any]], own: InThread[Any] | Broadcasts) -> bool:
     """Wait for all of it, or until something fails; both ends wait for each other."""
     pending = set(calls.values())
     while pending or not own.is_done:
@@ -214,7 +206,7 @@ def _all_succeed(calls: Mapping[str, Future[Any]], own: InThread[Any] | Receptio
     return not _has_failed(own)
 
 
-def _has_failed(own: InThread[Any] | Reception) -> bool:
+def _has_failed(own: InThread[Any] | Broadcasts) -> bool:
     try:
         own.result()
     except Exception as error:

@@ -146,8 +146,8 @@ class LentTensors(Payload):
         self.close()
 
 
-class TensorSender:
-    """Sends the ranks of an engine (name, tensor) pairs by the shorter way.
+class PayloadEncoder:
+    """Makes payloads of (name, tensor) pairs that reach the ranks of an engine by the shorter way.
 
     Tensors on a GPU that every rank reaches are read where they are. All others, and those whose memory torch
     cannot share, are copied into shared memory, once for all ranks; the first time that this is the longer
@@ -164,7 +164,7 @@ class TensorSender:
         self._tp_size = tp_size
         self._has_explained = False
 
-    def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Payload:
+    def encode(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Payload:
         """Makes a payload; close it once the update is answered. Until then the tensors must not change.
 
         Waits for all that was launched on their devices, on whatever stream. Raises `RequestRejected` for

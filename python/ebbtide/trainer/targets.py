@@ -26,9 +26,9 @@ import safetensors.torch
 import torch
 
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
-from ebbtide.srt.weight_sync.broadcast.weight_group import GroupAddress
-from ebbtide.srt.weight_sync.distributed_source import Announcement
-from ebbtide.trainer.payload_encoding import TensorSender
+from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
+from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
+from ebbtide.trainer.payload_encoding import PayloadEncoder
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 Transport = Literal["auto", "memory", "body", "broadcast"]
@@ -255,21 +255,21 @@ class ServerTarget:
             self._headers["Authorization"] = f"Bearer {api_key}"
         # Straight to it: what the environment names as a proxy is for other traffic.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._sender: TensorSender | None = None
+        self._encoder: PayloadEncoder | None = None
         self._session_id: str | None = None
 
     def begin(self, session_timeout_s: float | None) -> None:
-        self._sender = self._find_sender()
+        self._encoder = self._find_encoder()
         # What names a session is refused outside of it; without the name it would be served by itself.
         self._session_id = uuid4().hex
         fields = {"session_id": self._session_id, "timeout_s": session_timeout_s}
         self._call("/begin_weight_update", fields, STATE_TIMEOUT_S)
 
     def stage(self, tensors: NamedTensors, timeout_s: float) -> Mapping[str, Any]:
-        if self._sender is None:
+        if self._encoder is None:
             return self._update([_safetensors_image(tensors)], "safetensors", timeout_s)
-        with self._sender.send(tensors) as sent:
-            return self._update(sent.entries, None, timeout_s)
+        with self._encoder.encode(tensors) as payload:
+            return self._update(payload.entries, None, timeout_s)
 
     def end(
         self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
@@ -313,7 +313,7 @@ class ServerTarget:
         body: Mapping[str, Any] = self._call("/update_weights_from_distributed", fields, timeout_s + MARGIN_S)
         return body
 
-    def _find_sender(self) -> TensorSender | None:
+    def _find_encoder(self) -> PayloadEncoder | None:
         """What shares memory with all ranks of the server; None where it does not reach all of them."""
         is_elsewhere = self._transport == "auto" and not _is_this_host(self._host)
         if is_elsewhere or self._transport in ("body", "broadcast"):
@@ -325,7 +325,7 @@ class ServerTarget:
         ranks.sort(key=lambda rank: (rank["dp_rank"], rank["tp_rank"]))
         own = _own_devices()
         # A GPU that this process does not see is out of its reach, as the CPU is.
-        return TensorSender([own.get(_bare(rank["uuid"]), "cpu") for rank in ranks], info["tp_size"])
+        return PayloadEncoder([own.get(_bare(rank["uuid"]), "cpu") for rank in ranks], info["tp_size"])
 
     def _update(self, entries: Sequence[bytes], load_format: str | None, timeout_s: float) -> dict[str, Any]:
         fields = {

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.broadcast import weight_group
-from ebbtide.srt.weight_sync.broadcast.memberships import WeightGroups
-from ebbtide.srt.weight_sync.broadcast.weight_group import GroupAddress
+from ebbtide.srt.weight_sync.broadcast import background
+from ebbtide.srt.weight_sync.broadcast.memberships import Memberships
+from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
 from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
 
 ALL = 60.0
@@ -31,8 +31,8 @@ def trainer() -> Iterator[BroadcastingTrainer]:
 
 
 @pytest.fixture
-def groups() -> WeightGroups:
-    return WeightGroups(torch.device("cpu"))
+def groups() -> Memberships:
+    return Memberships(torch.device("cpu"))
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def address(fields: dict[str, Any]) -> GroupAddress:
     )
 
 
-def join(groups: WeightGroups, trainer: BroadcastingTrainer, name: str = "g") -> bool:
+def join(groups: Memberships, trainer: BroadcastingTrainer, name: str = "g") -> bool:
     """Join a group of two; whether it has replaced one."""
     joining = groups.join(address(trainer.join(name)), ALL)
     wait_for(joining.poll)
@@ -81,7 +81,7 @@ def join(groups: WeightGroups, trainer: BroadcastingTrainer, name: str = "g") ->
 
 
 def source_of(
-    groups: WeightGroups, file: Path, load_format: str | None = None, timeout_s: float = ALL
+    groups: Memberships, file: Path, load_format: str | None = None, timeout_s: float = ALL
 ) -> BroadcastSource:
     return open_broadcast(
         Announcement(**announcement(file), load_format=load_format), groups.get("g"), timeout_s
@@ -103,7 +103,7 @@ def assert_holds(source: BroadcastSource, file: Path) -> None:
     ("command", "load_format"), [("plain", None), ("async", None), ("bucket", "flattened_bucket")]
 )
 def test_what_a_trainer_broadcasts_arrives_again_and_again(
-    trainer: BroadcastingTrainer, groups: WeightGroups, tensors: Path, command: str, load_format: str | None
+    trainer: BroadcastingTrainer, groups: Memberships, tensors: Path, command: str, load_format: str | None
 ) -> None:
     join(groups, trainer)
     for _ in range(3):
@@ -115,10 +115,10 @@ def test_what_a_trainer_broadcasts_arrives_again_and_again(
 
 
 @pytest.fixture
-def ranks(trainer: BroadcastingTrainer) -> list[WeightGroups]:
+def ranks(trainer: BroadcastingTrainer) -> list[Memberships]:
     """Three ranks of an engine that have joined group "g"."""
     places = [ParallelConfig(tp_rank=rank, tp_size=3) for rank in range(3)]
-    ranks = [WeightGroups(torch.device("cpu"), place) for place in places]
+    ranks = [Memberships(torch.device("cpu"), place) for place in places]
     fields = trainer.join("g", world_size=4)
     all_joining = [
         groups.join(replace(address(fields), rank=1 + rank), ALL) for rank, groups in enumerate(ranks)
@@ -135,7 +135,7 @@ def ranks(trainer: BroadcastingTrainer) -> list[WeightGroups]:
 )
 def test_every_rank_receives_all_of_it(
     trainer: BroadcastingTrainer,
-    ranks: list[WeightGroups],
+    ranks: list[Memberships],
     tensors: Path,
     command: str,
     load_format: str | None,
@@ -150,7 +150,7 @@ def test_every_rank_receives_all_of_it(
 
 
 def test_no_rank_stays_where_the_trainer_or_one_of_them_is_gone(
-    trainer: BroadcastingTrainer, ranks: list[WeightGroups], tensors: Path
+    trainer: BroadcastingTrainer, ranks: list[Memberships], tensors: Path
 ) -> None:
     sources = [source_of(groups, tensors) for groups in ranks]
     assert not any(source.arrived() for source in sources)
@@ -176,7 +176,7 @@ def test_no_rank_stays_where_the_trainer_or_one_of_them_is_gone(
 
 
 def test_a_rank_that_has_everything_leaves_where_another_has_not(
-    trainer: BroadcastingTrainer, ranks: list[WeightGroups], tensors: Path
+    trainer: BroadcastingTrainer, ranks: list[Memberships], tensors: Path
 ) -> None:
     sources = [source_of(groups, tensors) for groups in ranks]
     trainer.tell("plain", "g", tensors)
@@ -196,19 +196,19 @@ def test_a_rank_that_has_everything_leaves_where_another_has_not(
 
 
 def test_a_group_counts_as_left_though_a_peer_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_group, "LEAVE_S", 0.1)
+    monkeypatch.setattr(background, "LEAVE_S", 0.1)
     never = threading.Event()
 
     def hang() -> None:
         never.wait()
 
-    leaving = weight_group.Leaving("g", hang)
+    leaving = background.Leaving("g", hang)
     assert not leaving.is_done
     wait_for(lambda: leaving.is_done)
     never.set()
 
 
-def test_two_groups_by_name(trainer: BroadcastingTrainer, groups: WeightGroups, tensors: Path) -> None:
+def test_two_groups_by_name(trainer: BroadcastingTrainer, groups: Memberships, tensors: Path) -> None:
     join(groups, trainer, "g")
     join(groups, trainer, "other")
     assert groups.names == ["g", "other"]
@@ -226,7 +226,7 @@ def test_two_groups_by_name(trainer: BroadcastingTrainer, groups: WeightGroups, 
 
 
 def test_a_group_of_the_same_name_replaces_the_first(
-    trainer: BroadcastingTrainer, groups: WeightGroups, tensors: Path
+    trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
 ) -> None:
     assert join(groups, trainer) is False
     late = source_of(groups, tensors)
@@ -240,7 +240,7 @@ def test_a_group_of_the_same_name_replaces_the_first(
 
 
 def test_a_trainer_that_ends_half_way(
-    trainer: BroadcastingTrainer, groups: WeightGroups, tensors: Path
+    trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
 ) -> None:
     join(groups, trainer)
     source = source_of(groups, tensors)
@@ -259,7 +259,7 @@ def test_a_trainer_that_ends_half_way(
 
 
 def test_an_update_that_is_given_up_leaves_its_group(
-    trainer: BroadcastingTrainer, groups: WeightGroups, tensors: Path
+    trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
 ) -> None:
     join(groups, trainer)
     source = source_of(groups, tensors)
@@ -271,14 +271,14 @@ def test_an_update_that_is_given_up_leaves_its_group(
 
 
 def test_an_update_that_has_not_begun_leaves_its_group_alone(
-    trainer: BroadcastingTrainer, groups: WeightGroups, tensors: Path
+    trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
 ) -> None:
     join(groups, trainer)
     source_of(groups, tensors).close()
     assert groups.names == ["g"]
 
 
-def test_nobody_at_the_address(groups: WeightGroups, trainer: BroadcastingTrainer) -> None:
+def test_nobody_at_the_address(groups: Memberships, trainer: BroadcastingTrainer) -> None:
     fields = trainer.join("elsewhere", world_size=3)  # One more than will come.
     joining = groups.join(address({**fields, "group_name": "g"}), 1.0)
     with pytest.raises(RequestRejected, match="was not joined as rank 1 of 3 within 1 s") as refusal:
@@ -288,7 +288,7 @@ def test_nobody_at_the_address(groups: WeightGroups, trainer: BroadcastingTraine
     assert groups.names == []
 
 
-def test_one_joining_at_a_time_under_a_name(groups: WeightGroups, trainer: BroadcastingTrainer) -> None:
+def test_one_joining_at_a_time_under_a_name(groups: Memberships, trainer: BroadcastingTrainer) -> None:
     fields = trainer.join("g", world_size=3)
     first = groups.join(address(fields), ALL)
     with pytest.raises(RequestRejected, match="just being joined") as refusal:
@@ -313,7 +313,7 @@ def test_one_joining_at_a_time_under_a_name(groups: WeightGroups, trainer: Broad
         ({"backend": "nccl"}, "this engine runs on the CPU"),
     ],
 )
-def test_an_address_that_cannot_be(groups: WeightGroups, changes: dict[str, Any], message: str) -> None:
+def test_an_address_that_cannot_be(groups: Memberships, changes: dict[str, Any], message: str) -> None:
     fields = {"name": "g", "host": "::1", "port": 1, "rank": 1, "world_size": 2, "backend": "gloo", **changes}
     with pytest.raises(RequestRejected, match=message) as refusal:
         groups.join(GroupAddress(**fields), ALL)
@@ -324,7 +324,7 @@ def test_an_address_that_cannot_be(groups: WeightGroups, changes: dict[str, Any]
 def test_a_group_without_room_for_all_ranks_is_refused_by_each_of_them(rank_offset: int) -> None:
     for rank in range(4):
         place = ParallelConfig(tp_size=2, dp_size=2, tp_rank=rank % 2, dp_rank=rank // 2)
-        groups = WeightGroups(torch.device("cpu"), place)
+        groups = Memberships(torch.device("cpu"), place)
         with pytest.raises(RequestRejected, match=rf"expected 1\.\.1 .* has 4, .*, got {rank_offset}"):
             groups.join(GroupAddress("g", "::1", 1, rank_offset + place.rank, 5, "gloo"), ALL)
 
@@ -346,7 +346,7 @@ def test_addresses_of_either_version(host: str) -> None:
     ],
 )
 def test_an_announcement_that_cannot_be(
-    groups: WeightGroups, trainer: BroadcastingTrainer, changes: dict[str, Any], message: str
+    groups: Memberships, trainer: BroadcastingTrainer, changes: dict[str, Any], message: str
 ) -> None:
     join(groups, trainer)
     fields = {"names": ["a"], "dtypes": ["torch.float32"], "shapes": [[2, 3]], **changes}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,9 @@ class FlattenedTensorBucket(bucket.FlattenedTensorBucket):
 
     def __init__(
         self,
-        named_tensors: Sequence[tuple[str, torch.Tensor]] | None = None,
+        named_tensors: Iterable[tuple[str, torch.Tensor]] | None = None,
         flattened_tensor: torch.Tensor | None = None,
         metadata: Sequence[bucket.FlattenedTensorMetadata] | None = None,
     ) -> None:
         super().__init__(named_tensors, flattened_tensor, metadata)
-        self._metadata = [FlattenedTensorMetadata(**vars(entry)) for entry in self._metadata]
+        self.metadata = [FlattenedTensorMetadata(**vars(entry)) for entry in self.metadata]

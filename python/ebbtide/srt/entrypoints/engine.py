@@ -17,7 +17,7 @@ from ebbtide.srt.managers import io_struct
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
-from ebbtide.trainer.payload_encoding import TensorSender
+from ebbtide.trainer.payload_encoding import PayloadEncoder
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class Engine:
             server_args = ServerArgs(**{"log_level": "error", **kwargs})
         self.server_args = server_args
         service = self._service = self._start(server_args)
-        self._sender = TensorSender(self._service.rank_devices, server_args.tp_size)
+        self._encoder = PayloadEncoder(self._service.rank_devices, server_args.tp_size)
         self._runner = LoopThread()
         # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
         self._finalizer = weakref.finalize(
@@ -192,7 +192,7 @@ class Engine:
                 entries: Any = named_tensors
             else:
                 # Gigabytes may be copied, and the loop of the caller is to go on meanwhile.
-                sent = await asyncio.to_thread(self._sender.send, named_tensors)  # type: ignore[arg-type]
+                sent = await asyncio.to_thread(self._encoder.encode, named_tensors)  # type: ignore[arg-type]
                 entries = shared.enter_context(sent).entries
                 load_format = None if load_format in _WHOLE_TENSOR_FORMATS else load_format
             return await self._control(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.model_executor.weight_store import Destination
-from ebbtide.srt.weight_sync.broadcast.weight_group import Reception, WeightGroup
+from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
+from ebbtide.srt.weight_sync.broadcast.receive_plan import receive_plan
+from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, Layout, WeightGroup
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from ebbtide.srt.weight_sync.source import NamedTensor, TensorHeader, WeightSource
 
@@ -18,26 +19,11 @@ from ebbtide.srt.weight_sync.source import NamedTensor, TensorHeader, WeightSour
 GRACE_S: Final = 5.0
 
 
-@dataclass(frozen=True)
-class Announcement:
-    """What the trainer says that it will broadcast: one entry per tensor in each list.
-
-    Attributes:
-        dtypes: as torch spells them, with or without "torch.".
-        load_format: None for one broadcast per tensor; "flattened_bucket" for one of all their bytes.
-    """
-
-    names: Sequence[str]
-    dtypes: Sequence[str]
-    shapes: Sequence[Sequence[int]]
-    load_format: str | None = None
-
-
 class BroadcastSource(WeightSource):
     """Tensors that a trainer broadcasts.
 
     Nothing is received before the first `arrived`; iterate once that has returned True, unless it was told to
-    `land`. Closed in between, it leaves the group: nobody could tell which broadcast is the next.
+    receive in place. Closed in between, it leaves the group: nobody could tell which broadcast is the next.
     """
 
     is_sent = True
@@ -49,19 +35,23 @@ class BroadcastSource(WeightSource):
         self._group = group
         self._as_bucket = as_bucket
         self._timeout_s = timeout_s
-        self._reception: Reception | None = None
+        self._broadcasts: Broadcasts | None = None
         self._destinations: Callable[[], Sequence[Destination | None]] | None = None
         self._tensors: list[torch.Tensor] | None = None
 
-    def can_land(self, device: torch.device) -> bool:
+    def can_receive_in_place(self, device: torch.device) -> bool:
         """Whether tensors can be received where they belong on this device, rather than be copied there."""
         names = {entry.name for entry in self.entries}
         # Of two tensors for one place the later one counts: copied in order they are.
         is_simple = len(names) == len(self.entries) > 0 and not self._as_bucket
         return is_simple and self._group.device.type == device.type
 
-    def land(self, destinations: Callable[[], Sequence[Destination | None]]) -> None:
-        """Before the first `arrived`: receive each tensor where it belongs, as the group's `receive_into`."""
+    def receive_in_place(self, destinations: Callable[[], Sequence[Destination | None]]) -> None:
+        """Before the first `arrived`: receive each tensor where it belongs.
+
+        Args:
+            destinations: makes, in another thread, where each goes; None for one that nobody needs.
+        """
         self._destinations = destinations
 
     def arrived(self) -> bool:
@@ -71,11 +61,11 @@ class BroadcastSource(WeightSource):
             RequestRejected: 400, the broadcast failed; the group has been left.
         """
         if self._tensors is None:
-            if self._reception is None:
-                self._reception = self._receive(self._timeout_s + GRACE_S)
-            if not self._reception.is_done:
+            if self._broadcasts is None:
+                self._broadcasts = self._receive(self._timeout_s + GRACE_S)
+            if not self._broadcasts.is_done:
                 return False
-            self._tensors = self._reception.result()
+            self._tensors = self._broadcasts.result()
         return True
 
     def _arrived_tensors(self) -> Iterable[NamedTensor]:
@@ -90,9 +80,9 @@ class BroadcastSource(WeightSource):
 
     def close(self) -> None:
         super().close()
-        if self._reception is not None and self._tensors is None:
+        if self._broadcasts is not None and self._tensors is None:
             self._group.close("an update ended before all of its broadcasts had arrived")
-        self._reception = None
+        self._broadcasts = None
         self._tensors = None
 
     def abandon(self) -> bool:
@@ -101,14 +91,17 @@ class BroadcastSource(WeightSource):
         Waits for what a device is doing, which ends with the group.
         """
         self._group.close("an update ended before all of its broadcasts had arrived")
-        return self._reception is None or self._reception.ends()
+        return self._broadcasts is None or self._broadcasts.ends()
 
-    def _receive(self, timeout_s: float) -> Reception:
-        if self._destinations is None:
-            return self._group.receive(self._layout(), timeout_s)
-        return self._group.receive_into(self._destinations, self._layout(), timeout_s)
+    def _receive(self, timeout_s: float) -> Broadcasts:
+        layout, destinations, device = self._layout(), self._destinations, self._group.device
+        if destinations is None:
+            return self._group.receive(layout, timeout_s)
+        return self._group.receive_by(
+            lambda num_beside: receive_plan(layout, destinations(), device, num_beside=num_beside), timeout_s
+        )
 
-    def _layout(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def _layout(self) -> Layout:
         if self._as_bucket and self.entries:
             return [((sum(entry.num_bytes for entry in self.entries),), torch.uint8)]
         return [(entry.shape, entry.dtype) for entry in self.entries]

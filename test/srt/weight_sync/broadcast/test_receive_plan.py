@@ -17,16 +17,19 @@ from torch import Tensor
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.models.sharding import Part
-from ebbtide.srt.weight_sync.broadcast import receive_plan as landing
-from ebbtide.srt.weight_sync.broadcast.receive_plan import Transfer, landings
-from ebbtide.srt.weight_sync.broadcast.weight_group import GroupAddress, Reception, WeightGroup, connect
+from ebbtide.srt.weight_sync.broadcast import receive_plan as plans
+from ebbtide.srt.weight_sync.broadcast import transfers as broadcast_transfers
+from ebbtide.srt.weight_sync.broadcast.receive_plan import receive_plan
+from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress, connect
+from ebbtide.srt.weight_sync.broadcast.transfers import Transfer
+from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, WeightGroup
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0
 
 
-def wait_for_end(reception: Reception) -> None:
-    wait_for(lambda: reception.is_done)
+def wait_for_end(broadcasts: Broadcasts) -> None:
+    wait_for(lambda: broadcasts.is_done)
 
 
 def wait_for(is_done: Callable[[], bool]) -> None:
@@ -43,7 +46,14 @@ def layout_of(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dt
 def arranged(
     tensors: Sequence[Tensor], destinations: Sequence[Destination | None], num_beside: int = 0
 ) -> list[Transfer]:
-    return list(landings(layout_of(tensors), destinations, CPU, num_beside=num_beside))
+    return list(receive_plan(layout_of(tensors), destinations, CPU, num_beside=num_beside))
+
+
+def receive_into(
+    group: WeightGroup, destinations: Sequence[Destination | None], tensors: Sequence[Tensor], limit_s: float
+) -> Broadcasts:
+    layout = layout_of(tensors)
+    return group.receive_by(lambda count: receive_plan(layout, destinations, CPU, num_beside=count), limit_s)
 
 
 def whole(region: Tensor) -> Destination:
@@ -54,7 +64,7 @@ def whole(region: Tensor) -> Destination:
 
 
 @pytest.mark.parametrize(
-    ("destination", "lands"),
+    ("destination", "is_in_place"),
     [
         (whole(torch.zeros(6, 4)), True),
         (whole(torch.zeros(9, 4).narrow(0, 3, 6)), True),  # rows of a fused parameter
@@ -66,13 +76,13 @@ def whole(region: Tensor) -> Destination:
     ],
 )
 def test_only_what_fits_as_it_is_goes_straight_where_it_belongs(
-    destination: Destination | None, lands: bool
+    destination: Destination | None, is_in_place: bool
 ) -> None:
     tensor = torch.ones(6, 4)
     (transfer,) = arranged([tensor], [destination])
-    assert transfer.lands is lands
+    assert transfer.is_in_place is is_in_place
     assert layout_of([transfer.tensor]) == layout_of([tensor])
-    if lands:
+    if is_in_place:
         assert destination is not None
         assert transfer.tensor.data_ptr() == destination.region.data_ptr()
 
@@ -80,14 +90,14 @@ def test_only_what_fits_as_it_is_goes_straight_where_it_belongs(
 def test_the_first_ones_can_be_held_aside() -> None:
     tensors = [torch.ones(3) for _ in range(3)]
     destinations = [whole(torch.zeros(3)) for _ in tensors]
-    assert [transfer.lands for transfer in arranged(tensors, destinations, 1)] == [False, True, True]
+    assert [transfer.is_in_place for transfer in arranged(tensors, destinations, 1)] == [False, True, True]
 
 
 @pytest.mark.parametrize("sizes", [[100] * 50, [1000, 10, 990, 2500, 10, 2500], [5000], [0, 3, 0], []])
 def test_memory_beside_is_used_again_but_never_of_two_rounds_that_follow_each_other(
     monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
-    monkeypatch.setattr(landing, "IN_FLIGHT_BYTES", 4096)
+    monkeypatch.setattr(plans, "IN_FLIGHT_BYTES", 4096)
     tensors = [torch.ones(size, dtype=torch.uint8) for size in sizes]
     transfers = arranged(tensors, [None] * len(tensors))
     ranges = [
@@ -105,7 +115,7 @@ def test_memory_beside_is_used_again_but_never_of_two_rounds_that_follow_each_ot
         for transfer in transfers
     }
     assert len(storages) <= 2
-    largest = max(sizes, default=0) + landing.ALIGNMENT_BYTES
+    largest = max(sizes, default=0) + plans.ALIGNMENT_BYTES
     assert sum(storages.values()) <= max(4096, 2 * largest)
 
 
@@ -152,8 +162,8 @@ def test_parts_fused_rows_and_other_types_arrive_through_little_memory(
     file: Path,
     max_under_way: int,
 ) -> None:
-    monkeypatch.setattr(landing, "IN_FLIGHT_BYTES", 10_000)  # Two of them at a time.
-    monkeypatch.setattr(landing, "MAX_UNDER_WAY", max_under_way)
+    monkeypatch.setattr(plans, "IN_FLIGHT_BYTES", 10_000)  # Two of them at a time.
+    monkeypatch.setattr(broadcast_transfers, "MAX_UNDER_WAY", max_under_way)
     sent = list(tensors.values())
     fused = torch.zeros(80, 30)
     regions = [fused[:40], fused[40:], *(torch.zeros(40, 30) for _ in range(6))]
@@ -168,10 +178,10 @@ def test_parts_fused_rows_and_other_types_arrive_through_little_memory(
         for destination in destinations:
             if destination is not None:
                 destination.region.zero_()
-        reception = group.receive_into(lambda: destinations, layout_of(sent), LIMIT_S)
+        broadcasts = receive_into(group, destinations, sent, LIMIT_S)
         trainer.tell("plain", "g", file)
-        wait_for_end(reception)
-        assert reception.result() == []
+        wait_for_end(broadcasts)
+        assert broadcasts.result() == []
         trainer.hear()
         expected = [*sent[:8], None, sent[9][20:30], sent[10][:, 15:], sent[11].to(torch.bfloat16)]
         for destination, tensor in zip(destinations, expected, strict=True):
@@ -191,13 +201,13 @@ def test_nothing_is_written_once_the_group_was_left(
     """Neither by a trainer that ends, nor by one that was stopped and goes on."""
     sent = list(tensors.values())
     regions = [torch.zeros(40, 30) for _ in sent]
-    reception = group.receive_into(lambda: [whole(region) for region in regions], layout_of(sent), LIMIT_S)
+    broadcasts = receive_into(group, [whole(region) for region in regions], sent, LIMIT_S)
     trainer.tell("half", "g", file)
     trainer.hear()
     wait_for(lambda: torch.equal(regions[5], sent[5]))
     trainer.freeze()
     group.close("the update is given up")
-    assert reception.ends()
+    assert broadcasts.ends()
     at_the_end = [region.clone() for region in regions]
     assert not torch.equal(regions[6], sent[6])
     if comes_back:
@@ -205,9 +215,9 @@ def test_nothing_is_written_once_the_group_was_left(
         trainer.tell("half", "g", file)
     else:
         trainer.kill()
-    wait_for_end(reception)
+    wait_for_end(broadcasts)
     with pytest.raises(RequestRejected, match=r"the group 'g' was left .*the update is given up"):
-        reception.result()
+        broadcasts.result()
     time.sleep(0.5)
     assert all(torch.equal(region, before) for region, before in zip(regions, at_the_end, strict=True))
 
@@ -216,9 +226,9 @@ def test_broadcasts_that_do_not_come_end_by_themselves(
     trainer: BroadcastingTrainer, group: WeightGroup
 ) -> None:
     region = torch.zeros(3)
-    reception = group.receive_into(lambda: [whole(region)], layout_of([region]), 0.5)
+    broadcasts = receive_into(group, [whole(region)], [region], 0.5)
     trainer.freeze()
-    wait_for_end(reception)
+    wait_for_end(broadcasts)
     with pytest.raises(RequestRejected, match="the group 'g' was left"):
-        reception.result()
+        broadcasts.result()
     assert group.is_closed

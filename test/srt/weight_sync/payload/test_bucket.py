@@ -90,6 +90,14 @@ def test_packing_reads_no_further_than_it_must() -> None:
     assert len(produced) <= 3
 
 
+def test_any_iterable_makes_a_bucket_and_no_tensors_do_too() -> None:
+    tensors = {"a": torch.arange(4.0), "b": torch.ones(2, 2, dtype=torch.int8)}
+    assert_same(FlattenedTensorBucket(tensors.items()).reconstruct_tensors(), list(tensors.items()))
+    assert_same(FlattenedTensorBucket(iter(tensors.items())).reconstruct_tensors(), list(tensors.items()))
+    empty = FlattenedTensorBucket.empty()
+    assert (empty.flattened_tensor.numel(), empty.metadata) == (0, [])
+
+
 def test_aligned_tensors_are_views() -> None:
     bucket = FlattenedTensorBucket([("a", torch.arange(4.0)), ("b", torch.arange(2.0))])
     bucket.get_flattened_tensor().zero_()

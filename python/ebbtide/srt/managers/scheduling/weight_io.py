@@ -23,11 +23,12 @@ from ebbtide.srt.managers.scheduling.parameter_checker import ParameterChecker
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.model_executor.weight_store import Destination, NonFinite, WeightStore
 from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.broadcast.memberships import Joining, WeightGroups
-from ebbtide.srt.weight_sync.broadcast.weight_group import GroupAddress
+from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
+from ebbtide.srt.weight_sync.broadcast.memberships import Joining, Memberships
+from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel, import_loaders
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
-from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
+from ebbtide.srt.weight_sync.distributed_source import BroadcastSource, open_broadcast
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.source import WeightSource
@@ -51,7 +52,7 @@ class EngineWeights:
         self._store = store
         self._config = config
         self._device = device
-        self._groups = WeightGroups(torch.device(device.name), config.parallel)
+        self._groups = Memberships(torch.device(device.name), config.parallel)
         self._cuda: CudaIpc | None = None
         if device.uuid is not None:
             _, _, index = device.name.partition(":")
@@ -212,8 +213,8 @@ class _Incoming:
         self._store = store
         self._device = device
         self._loader = loader
-        self._lands_in_place = False
-        self._landed: list[tuple[str, Tensor]] | None = None
+        self._is_received_in_place = False
+        self._received: list[tuple[str, Tensor]] | None = None
         self._nonfinite = NonFinite()
         self.problems: list[dict[str, str]] = []
 
@@ -242,18 +243,18 @@ class _Incoming:
     def receive_into(self, staging: Staging) -> bool:
         assert isinstance(staging, _InPlace | _Staged)
         source, store = self._source, self._store
-        if not isinstance(source, BroadcastSource) or not source.can_land(store.device):
+        if not isinstance(source, BroadcastSource) or not source.can_receive_in_place(store.device):
             return False
 
         def destinations() -> list[Destination | None]:
             made = [store.destination(entry.name, staging.shadow) for entry in source.entries]
             named = zip(source.entries, made, strict=True)
-            self._landed = [(entry.name, place.region) for entry, place in named if place is not None]
+            self._received = [(entry.name, place.region) for entry, place in named if place is not None]
             return made
 
-        self._lands_in_place = staging.shadow is None
-        self._note_landing()
-        source.land(destinations)
+        self._is_received_in_place = staging.shadow is None
+        self._note_write_in_place()
+        source.receive_in_place(destinations)
         return True
 
     def arrived(self) -> bool:
@@ -265,10 +266,10 @@ class _Incoming:
                 "the group of a weight update was left, and its broadcasts do not end: memory that they may "
                 "still write to cannot be given back"
             )
-        self._note_landing()
+        self._note_write_in_place()
 
-    def _note_landing(self) -> None:
-        if self._lands_in_place:
+    def _note_write_in_place(self) -> None:
+        if self._is_received_in_place:
             self._store.note_write()
 
     def open(self) -> Slices[None]:
@@ -277,9 +278,9 @@ class _Incoming:
     def write(self, staging: Staging) -> Slices[None]:
         """Launch the copies; what was received in its place is there."""
         assert isinstance(staging, _InPlace | _Staged)
-        if self._landed is not None:
-            self._note_landing()
-            yield from self._look_at(self._landed)
+        if self._received is not None:
+            self._note_write_in_place()
+            yield from self._look_at(self._received)
         elif self._loader is None:
             yield from self._copies(staging)
         else:

@@ -6,23 +6,16 @@ import torch
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.broadcast.weight_group import (
-    GroupAddress,
-    GroupLeft,
-    InThread,
-    Leaving,
-    Member,
-    WeightGroup,
-    abort,
-    connect,
-)
+from ebbtide.srt.weight_sync.broadcast.background import InThread, Leaving
+from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress, Member, abort, connect
+from ebbtide.srt.weight_sync.broadcast.weight_group import GroupLeft, WeightGroup
 from ebbtide.srt.weight_sync.source import ONE_RANK
 
 
 class Joining:
     """A group that is being joined; `poll` until it is true, and `close`."""
 
-    def __init__(self, groups: WeightGroups, address: GroupAddress, timeout_s: float, replaced: bool) -> None:
+    def __init__(self, groups: Memberships, address: GroupAddress, timeout_s: float, replaced: bool) -> None:
         self.replaced = replaced
         self.address = address
         self._groups = groups
@@ -69,8 +62,8 @@ class Joining:
         return member
 
 
-class WeightGroups:
-    """The groups of this rank, by name.
+class Memberships:
+    """The weight groups of this rank, by name.
 
     Args:
         device: of this rank. With NCCL what is received goes there, with gloo to host memory.

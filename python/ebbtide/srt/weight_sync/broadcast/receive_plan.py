@@ -2,96 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Final, TypeAlias
+from functools import partial
+from typing import Final
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from ebbtide.srt.model_executor.weight_store import Destination
-
-_dist: Any = torch.distributed  # not all of it is exported
+from ebbtide.srt.weight_sync.broadcast.transfers import Transfer
+from ebbtide.srt.weight_sync.broadcast.weight_group import Layout
 
 # Of what cannot be received where it belongs, this much is on its way at a time.
 IN_FLIGHT_BYTES: Final = 1 << 30
-# More would fill the driver's queue while the first waits for its source, and hold up other launches.
-MAX_UNDER_WAY: Final = 128
 # NCCL's kernels read and write aligned memory faster.
 ALIGNMENT_BYTES: Final = 256
-
-# Shape and dtype of each broadcast tensor, in the order of the broadcasts.
-Layout: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One broadcast.
-
-    Attributes:
-        tensor: what is sent, or where it is received.
-        destination: gets a copy of it afterwards; None: nothing does.
-        lands: whether `tensor` is the destination itself.
-        round: of the buffers. Before the first transfer of a round, those of the round before the last must
-            have been received and copied: their memory is used again.
-    """
-
-    tensor: Tensor
-    destination: Destination | None = None
-    lands: bool = False
-    round: int = 0
-
-
-class Passage:
-    """The broadcasts of one update.
-
-    Args:
-        backend: torch's.
-        timeout_s: how long all of them may take.
-        keeps: whether their tensors are to be kept.
-
-    Attributes:
-        under_way: those that were begun and not yet seen to their end, the oldest first.
-        kept: the tensors.
-        until_s: when they must have ended, of the monotonic clock.
-    """
-
-    def __init__(self, backend: Any, source_rank: int, timeout_s: float, *, keeps: bool) -> None:
-        self.under_way: deque[tuple[Transfer, Any]] = deque()
-        self.kept: list[Tensor] = []
-        self.until_s = time.monotonic() + timeout_s
-        self._backend = backend
-        self._keeps = keeps
-        self._options = _dist.BroadcastOptions()
-        self._options.rootRank, self._options.rootTensor = source_rank, 0
-        self._options.timeout = timedelta(seconds=timeout_s)
-
-    def begin(self, transfer: Transfer) -> None:
-        """Launch the next one. In a group whose members have not met this waits for them."""
-        self.under_way.append((transfer, self._backend.broadcast([transfer.tensor], self._options)))
-        if self._keeps:
-            self.kept.append(transfer.tensor)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the oldest must have ended before another one begins."""
-        return len(self.under_way) >= MAX_UNDER_WAY
-
-    def must_end_before(self, transfer: Transfer) -> bool:
-        """Whether the oldest uses memory that this one is received in."""
-        return bool(self.under_way) and self.under_way[0][0].round < transfer.round - 1
-
-    def wait_for_kernels(self) -> None:
-        """Have the current stream wait for all that was launched, however it ends."""
-        for _, work in self.under_way:
-            with suppress(Exception):
-                work.wait()
-        self.under_way.clear()
 
 
 class _Buffers:
@@ -120,7 +45,7 @@ class _Buffers:
         return piece[start : start + num_bytes].view(dtype).view(shape)
 
 
-def landings(
+def receive_plan(
     layout: Layout,
     destinations: Sequence[Destination | None],
     device: torch.device,
@@ -134,30 +59,34 @@ def landings(
     Args:
         num_beside: how many of the first tensors must be received beside their destinations.
     """
-    straight = [
+    in_place = [
         index >= num_beside and destination is not None and destination.is_like(*expected)
         for index, (expected, destination) in enumerate(zip(layout, destinations, strict=True))
     ]
     sizes = [_num_bytes(*expected) for expected in layout]
-    beside = [num_bytes for num_bytes, lands in zip(sizes, straight, strict=True) if not lands]
-    return _transfers(layout, destinations, straight, sizes, _Buffers(beside, device))
+    beside = [num_bytes for num_bytes, is_in_place in zip(sizes, in_place, strict=True) if not is_in_place]
+    return _transfers(layout, destinations, in_place, sizes, _Buffers(beside, device))
 
 
 def _transfers(
     layout: Layout,
     destinations: Sequence[Destination | None],
-    straight: Sequence[bool],
+    in_place: Sequence[bool],
     sizes: Sequence[int],
     buffers: _Buffers,
 ) -> Iterator[Transfer]:
-    rows = zip(layout, destinations, straight, sizes, strict=True)
-    for (shape, dtype), destination, lands, num_bytes in rows:
-        if lands:
-            assert destination is not None
-            yield Transfer(destination.region, lands=True, round=buffers.round)
-        else:
-            room = buffers.take(shape, dtype, num_bytes)
-            yield Transfer(room, destination, round=buffers.round)
+    rows = zip(layout, destinations, in_place, sizes, strict=True)
+    for (shape, dtype), destination, is_in_place, num_bytes in rows:
+        if destination is not None and is_in_place:
+            yield Transfer(destination.region, is_in_place=True, round=buffers.round)
+            continue
+        room = buffers.take(shape, dtype, num_bytes)
+        deliver = None if destination is None else partial(_deliver, destination, room)
+        yield Transfer(room, deliver=deliver, round=buffers.round)
+
+
+def _deliver(destination: Destination, received: Tensor) -> None:
+    destination.region.copy_(destination.part_of(received))
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -6,7 +6,7 @@ All positions are bytes, and nothing is padded. Source: wire_api section 4.1.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
@@ -29,37 +29,47 @@ class FlattenedTensorBucket:
     """A bucket, made from tensors (the trainer's side) or from the bytes and their index (the engine's side).
 
     Args:
-        named_tensors: (name, tensor) pairs on one device; they are copied.
+        named_tensors: (name, tensor) pairs on one device, any iterable of them; they are copied.
         flattened_tensor: 1-D uint8 or int8, not copied. Given with `metadata`, in place of `named_tensors`.
         metadata: where each tensor lies; checked against the bytes (`RequestRejected`).
+
+    Attributes:
+        flattened_tensor: the bytes, 1-D uint8.
+        metadata: the index, in the order of the tensors.
     """
 
     supports_multi_dtypes: ClassVar[bool] = True
 
     def __init__(
         self,
-        named_tensors: Sequence[tuple[str, torch.Tensor]] | None = None,
+        named_tensors: Iterable[tuple[str, torch.Tensor]] | None = None,
         flattened_tensor: torch.Tensor | None = None,
         metadata: Sequence[FlattenedTensorMetadata] | None = None,
     ) -> None:
         if named_tensors is not None:
             if flattened_tensor is not None or metadata is not None:
                 raise ValueError("give named_tensors, or flattened_tensor and metadata, not both")
-            self._metadata = _index(named_tensors)
-            self._flat = _flatten(named_tensors, self._metadata)
+            listed = list(named_tensors)
+            self.metadata = _index(listed)
+            self.flattened_tensor = _flatten(listed, self.metadata)
         elif flattened_tensor is not None and metadata is not None:
-            self._metadata = list(metadata)
-            self._flat = _checked(flattened_tensor, self._metadata)
+            self.metadata = list(metadata)
+            self.flattened_tensor = _checked(flattened_tensor, self.metadata)
         else:
             raise ValueError("give named_tensors, or both flattened_tensor and metadata")
 
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> Self:
+        """A bucket of no tensors."""
+        return cls(flattened_tensor=torch.empty(0, dtype=torch.uint8, device=device), metadata=[])
+
     def get_flattened_tensor(self) -> torch.Tensor:
         """The bytes: 1-D uint8."""
-        return self._flat
+        return self.flattened_tensor
 
     def get_metadata(self) -> list[FlattenedTensorMetadata]:
         """The index, in the order of the tensors."""
-        return self._metadata
+        return self.metadata
 
     def reconstruct_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """The (name, tensor) pairs; views of the bytes where alignment allows it, copies elsewhere."""
@@ -67,8 +77,8 @@ class FlattenedTensorBucket:
 
     def iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `reconstruct_tensors`, one by one, so that only one misaligned tensor is copied at a time."""
-        for entry in self._metadata:
-            piece = self._flat[entry.start_idx : entry.end_idx]
+        for entry in self.metadata:
+            piece = self.flattened_tensor[entry.start_idx : entry.end_idx]
             if piece.storage_offset() % entry.dtype.itemsize:
                 piece = piece.clone()
             yield entry.name, piece.view(entry.dtype).reshape(entry.shape)

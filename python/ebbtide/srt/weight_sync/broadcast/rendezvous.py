@@ -1,0 +1,117 @@
+"""How the members of a weight group meet: through a store that the trainer, rank 0, keeps.
+
+Source: wire_api section 3.3.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed
+
+_dist: Any = torch.distributed  # not all of it is exported
+
+# NCCL's own limit must never strike before that of the request, which tears down one group and no more.
+NCCL_TIMEOUT: Final = timedelta(days=1)
+# The trainer's rank.
+SOURCE_RANK: Final = 0
+
+
+@dataclass(frozen=True)
+class GroupAddress:
+    """Where and as whom to join.
+
+    Attributes:
+        rank: of this process: the engine's `rank_offset` and, of several ranks, which one it is.
+        world_size: trainer and all ranks of all engines.
+        backend: "gloo" or "nccl".
+    """
+
+    name: str
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+
+    @property
+    def bare_host(self) -> str:
+        return self.host.removeprefix("[").removesuffix("]")
+
+    @property
+    def url(self) -> str:
+        host = self.bare_host
+        return f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process's end of a group: torch's backend, and the store through which its members met."""
+
+    backend: Any
+    store: Any
+
+
+def connect(address: GroupAddress, timeout_s: float) -> Member:
+    """Meet the others; the same keys and the same steps as torch's helper takes for a named group.
+
+    The trainer, rank 0, keeps the store at the address: `host_store`. With gloo all have met when this
+    returns; NCCL meets in the first broadcast.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    # Not torch's `rendezvous`: of rank 0 that would make the store as well.
+    store = _dist.TCPStore(
+        address.bare_host, address.port, address.world_size, False, timedelta(seconds=timeout_s)
+    )
+    rank, world_size = address.rank, address.world_size
+    named = _dist.PrefixStore(f"{address.name}/", _dist.PrefixStore(address.name, store))
+    left = timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3))
+    named.set_timeout(left)
+    if address.backend == "gloo":
+        gloo = _dist.ProcessGroupGloo(_dist.PrefixStore("cpu/", named), rank, world_size, timeout=left)
+        return Member(gloo, named)
+    # What fails in a group is answered by leaving it. torch's watchdogs would end the process or the kernels;
+    # in the second case what was not received would look like what was.
+    settings = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    options = _dist.ProcessGroupNCCL.Options()
+    options._timeout = NCCL_TIMEOUT
+    options.is_high_priority_stream = False
+    options.group_name = address.name
+    try:
+        nccl = _dist.ProcessGroupNCCL(_dist.PrefixStore("cuda/", named), rank, world_size, options)
+    finally:
+        if rank == SOURCE_RANK:
+            _restore(before)  # The trainer's own groups keep torch's watchdogs.
+    return Member(nccl, named)
+
+
+def host_store(port: int) -> Any:
+    """The store through which a group's members meet, kept by this process while it is referred to.
+
+    Args:
+        port: 0 for a free one; `.port` of what is returned says which.
+    """
+    return _dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+
+
+def _restore(environment: Mapping[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def abort(members: list[Member]) -> None:
+    """End what is under way, with whatever the backend can do; the connections end with its last use."""
+    while members:
+        with suppress(Exception):
+            members.pop().backend.abort()
