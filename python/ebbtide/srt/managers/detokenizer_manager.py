@@ -56,7 +56,13 @@ class DetokenizerManager:
 
     def handle(self, message: TokenOutput) -> TextOutput:
         texts = [self._text(output) for output in message.outputs]
-        return TextOutput(weight_version=message.weight_version, outputs=message.outputs, texts=texts)
+        return TextOutput(
+            weight_version=message.weight_version,
+            outputs=message.outputs,
+            texts=texts,
+            dp_rank=message.dp_rank,
+            abort_number=message.abort_number,
+        )
 
     def _text(self, output: RequestOutput) -> str:
         if output.start is not None:

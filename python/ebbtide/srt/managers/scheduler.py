@@ -114,7 +114,7 @@ class Scheduler:
 
     def answer(self) -> None:
         """Send the state, if it has changed, and the replies that are due."""
-        self._inbox.answer(self._report())
+        self._inbox.answer(self._report(), self._processor.num_aborts)
 
     @property
     def demand(self) -> Demand:

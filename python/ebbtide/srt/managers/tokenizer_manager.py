@@ -26,6 +26,7 @@ from ebbtide.srt.managers.api.generate_request import (
 )
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState, ResponseStyle
 from ebbtide.srt.managers.api.live_outputs import LiveOutputs
+from ebbtide.srt.managers.api.ordered_inbox import OrderedInbox
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.api.wait_warning import WaitWarning
 from ebbtide.srt.managers.io_struct import (
@@ -94,7 +95,7 @@ class TokenizerManager:
         self._state: StateReport | None = None
         self._place = place
         self._scheduler = scheduler
-        self._inbox = inbox
+        self._inbox = OrderedInbox(inbox)
         self._is_incremental = config.schedule.incremental_streaming_output
         self._normalizer = RequestNormalizer(limits, tokenizer, random.Random(config.runtime.random_seed))
         self._control = ControlClient(scheduler)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ebbtide.srt.managers.api.ordered_inbox import OrderedInbox
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AnyControlRequest,
@@ -82,7 +83,7 @@ class DataParallelController:
         load_balance_method: str,
     ) -> None:
         self._replicas = replicas
-        self._inbox = inbox
+        self._inbox = OrderedInbox(inbox)
         self._tp_size = tp_size
         self._by_queue = load_balance_method == SHORTEST_QUEUE
         self._next = 0

@@ -106,7 +106,7 @@ def assemble_scheduler(
         config.page_size,
         cache_by_version=config.cache_by_version,
     )
-    processor = OutputProcessor(policy)
+    processor = OutputProcessor(policy, inbox.dp_rank)
     requests = LiveRequests(policy, processor, outputs)
     pace = Pace()
     control = _control_plane(config, parts, requests, inbox, processor.meter, pace)

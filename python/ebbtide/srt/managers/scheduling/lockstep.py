@@ -85,8 +85,12 @@ class RankInbox(Protocol):
         """Answer a control request, with the next `answer`."""
         ...
 
-    def answer(self, report: StateReport) -> None:
-        """Send the state, if it has changed, and behind it the replies: who has a reply finds it agrees."""
+    def answer(self, report: StateReport, num_aborts: int) -> None:
+        """Send the state, if it has changed, and behind it the replies: who has a reply finds it agrees.
+
+        Args:
+            num_aborts: see `ControlReply.aborts_before`.
+        """
         ...
 
     def set_deadline(self, call_id: str, timeout_s: float) -> None:
@@ -160,7 +164,7 @@ class Inbox:
         self._manager = manager
         self._timer = _Timer()
         self._deadlines = Alarms()
-        self._replies: list[ControlReply] = []
+        self._replies: list[tuple[str, AnyReply]] = []
         self._reported: StateReport | None = None
 
     def receive(self, demand: Demand) -> list[TurnInput]:
@@ -171,14 +175,16 @@ class Inbox:
         return messages
 
     def reply(self, call_id: str, reply: AnyReply) -> None:
-        self._replies.append(ControlReply(dp_rank=self.dp_rank, id=call_id, reply=reply))
+        self._replies.append((call_id, reply))
 
-    def answer(self, report: StateReport) -> None:
+    def answer(self, report: StateReport, num_aborts: int) -> None:
         if report != self._reported:
             self._reported = report
             self._manager.send(report)
-        for reply in self._replies:
-            self._manager.send(reply)
+        for call_id, reply in self._replies:
+            self._manager.send(
+                ControlReply(dp_rank=self.dp_rank, id=call_id, reply=reply, aborts_before=num_aborts)
+            )
         self._replies.clear()
 
     def set_deadline(self, call_id: str, timeout_s: float) -> None:
@@ -269,6 +275,7 @@ class LeaderInbox:
         self._replies: dict[str, dict[int, AnyReply]] = {}
         self._followers: dict[int, RankReport] = {}
         self._report: StateReport | None = None
+        self._num_aborts = 0
         self._reported: StateReport | None = None
         self._num_proposals = 0
         self._proposed: list[ControlCall] = []
@@ -302,8 +309,9 @@ class LeaderInbox:
     def reply(self, call_id: str, reply: AnyReply) -> None:
         self._collect(call_id, self.tp_rank, reply)
 
-    def answer(self, report: StateReport) -> None:
+    def answer(self, report: StateReport, num_aborts: int) -> None:
         self._report = report
+        self._num_aborts = num_aborts
         self._send_answers()
 
     def set_deadline(self, call_id: str, timeout_s: float) -> None:
@@ -356,7 +364,9 @@ class LeaderInbox:
 
     def _send(self, call_id: str, reply: AnyReply) -> None:
         if not call_id.startswith(PROPOSAL):
-            self._manager.send(ControlReply(dp_rank=self.dp_rank, id=call_id, reply=reply))
+            self._manager.send(
+                ControlReply(dp_rank=self.dp_rank, id=call_id, reply=reply, aborts_before=self._num_aborts)
+            )
 
     def _unanswered(self, replies: dict[int, AnyReply]) -> Refusal:
         missing = ", ".join(f"rank {rank}" for rank in range(self._num_ranks) if rank not in replies)
@@ -415,7 +425,7 @@ class FollowerInbox:
         if not isinstance(reply, Prepared):
             self._replies.append(RankReply(tp_rank=self.tp_rank, id=call_id, reply=reply))
 
-    def answer(self, report: StateReport) -> None:
+    def answer(self, report: StateReport, num_aborts: int) -> None:
         own = report.ranks[0]
         if own != self._reported:
             self._reported = own

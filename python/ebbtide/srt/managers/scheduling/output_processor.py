@@ -26,11 +26,14 @@ class OutputProcessor:
 
     Attributes:
         meter: counts both.
+        num_aborts: messages with aborted requests so far.
     """
 
-    def __init__(self, policy: SchedulePolicy) -> None:
+    def __init__(self, policy: SchedulePolicy, dp_rank: int = 0) -> None:
         self.meter = LoadMeter(policy)
+        self.num_aborts = 0
         self._policy = policy
+        self._dp_rank = dp_rank
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> TokenOutput | None:
         """Advance every request of the batch by the step that has run."""
@@ -61,7 +64,9 @@ class OutputProcessor:
                 outputs.append(self.output(req))
         if finished:
             self._policy.finish_running(finished)
-        return TokenOutput(weight_version=commit.version, outputs=outputs) if outputs else None
+        if not outputs:
+            return None
+        return TokenOutput(weight_version=commit.version, outputs=outputs, dp_rank=self._dp_rank)
 
     def abort(self, requests: Iterable[Req], reason: FinishReason) -> TokenOutput | None:
         """The last outputs of requests that have been ended from outside."""
@@ -69,7 +74,15 @@ class OutputProcessor:
         for req in requests:
             req.finish = reason
             outputs.append(self.output(req))
-        return TokenOutput(weight_version=self._policy.commit.version, outputs=outputs) if outputs else None
+        if not outputs:
+            return None
+        self.num_aborts += 1
+        return TokenOutput(
+            weight_version=self._policy.commit.version,
+            outputs=outputs,
+            dp_rank=self._dp_rank,
+            abort_number=self.num_aborts,
+        )
 
     def output(self, req: Req) -> RequestOutput:
         """What is new about a request since its last output."""

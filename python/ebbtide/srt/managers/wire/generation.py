@@ -119,10 +119,18 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class TokenOutput(Message, frozen=True, kw_only=True):
-    """The outputs of one step, for the detokenizer (or, without a tokenizer, for the TokenizerManager)."""
+    """The outputs of one step, for the detokenizer (or, without a tokenizer, for the TokenizerManager).
+
+    Attributes:
+        dp_rank: of the replica.
+        abort_number: counts, from 1, the messages of a replica with requests that were ended from outside;
+            None for all others. See `ControlReply.aborts_before`.
+    """
 
     weight_version: str
     outputs: list[RequestOutput]
+    dp_rank: int = 0
+    abort_number: int | None = None
 
 
 class TextOutput(Message, frozen=True, kw_only=True):
@@ -131,3 +139,5 @@ class TextOutput(Message, frozen=True, kw_only=True):
     weight_version: str
     outputs: list[RequestOutput]
     texts: list[str]
+    dp_rank: int = 0
+    abort_number: int | None = None
