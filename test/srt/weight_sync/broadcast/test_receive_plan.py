@@ -17,8 +17,7 @@ from torch import Tensor
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.models.sharding import Part
-from ebbtide.srt.weight_sync.broadcast import receive_plan as plans
-from ebbtide.srt.weight_sync.broadcast import transfers as broadcast_transfers
+from ebbtide.srt.weight_sync.broadcast import receive_plan as plans, transfers as broadcast_transfers
 from ebbtide.srt.weight_sync.broadcast.receive_plan import receive_plan
 from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress, connect
 from ebbtide.srt.weight_sync.broadcast.transfers import Transfer
