@@ -1,0 +1,223 @@
+"""One RL step as clients of vLLM make it, over HTTP only: wire_vllm section 3. Broadcasts go over gloo."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
+from fixtures.servers import Server, running_server, wait_until
+
+PROMPT = [5, 6, 7]
+GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: Any) -> Iterator[Server]:
+    with running_server(checkpoints.a) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def clean(server: Server, checkpoints: Any) -> Iterator[None]:
+    """The server is left as it was found."""
+    yield
+    server.post("/abort_requests")
+    server.post("/abort_weight_update")
+    server.post("/wake_up")
+    update = {"model_path": str(checkpoints.a), "weight_version": "default"}
+    assert server.post("/update_weights_from_disk", update).is_success
+
+
+@pytest.fixture
+def trainer() -> Iterator[BroadcastingTrainer]:
+    with BroadcastingTrainer() as trainer:
+        yield trainer
+        trainer.leave()
+
+
+def ok(response: httpx.Response) -> Any:
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def meet(server: Server, trainer: BroadcastingTrainer, **info: Any) -> None:
+    """The rendezvous, which the client makes in a thread beside its own part of it."""
+    address = trainer.join("vllm")
+    del address["group_name"]
+    ok(server.post("/init_weight_transfer_engine", {"init_info": {**address, **info}}))
+    trainer.hear()
+
+
+def update_info(folder: Path) -> dict[str, Any]:
+    told = announcement(folder / "model.safetensors")
+    return {"names": told["names"], "dtype_names": told["dtypes"], "shapes": told["shapes"]}
+
+
+def send(
+    server: Server, trainer: BroadcastingTrainer, folder: Path, path: str, body: Any, *, packed: bool = False
+) -> Any:
+    """The update's request in a thread, and the broadcasts meanwhile."""
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(server.post(path, body)))
+    asking.start()
+    trainer.tell("bucket" if packed else "send", "vllm", folder / "model.safetensors")
+    trainer.hear()
+    asking.join()
+    return ok(answers[0])
+
+
+def tokens(server: Server, **sampling_params: Any) -> list[int]:
+    body = {"token_ids": PROMPT, "sampling_params": {**GREEDY, **sampling_params}}
+    ids: list[int] = ok(server.post("/inference/v1/generate", body))["choices"][0]["token_ids"]
+    return ids
+
+
+def test_trl_in_step_with_its_server(server: Server, trainer: BroadcastingTrainer, checkpoints: Any) -> None:
+    config = ok(server.get("/server_info", params={"config_format": "json"}))["vllm_config"]
+    assert config["weight_transfer_config"] is not None
+    assert ok(server.get("/get_world_size/"))["world_size"] == 1
+    before = tokens(server)
+    meet(server, trainer, packed=True)
+    ok(server.post("/start_weight_update", {}))
+    body = {"update_info": update_info(checkpoints.b)}
+    updated = send(server, trainer, checkpoints.b, "/update_weights", body, packed=True)
+    assert (updated["committed"], updated["num_tensors"]) == (False, len(body["update_info"]["names"]))
+    # Nothing of it serves before the finish.
+    assert tokens(server) == before
+    assert ok(server.post("/finish_weight_update", {}))["committed"]
+    assert ok(server.post("/reset_prefix_cache"))["success"]
+    asked = {"model": "m", "prompt": [PROMPT, PROMPT], "n": 2, "top_k": 0, "logprobs": 0, **GREEDY}
+    asked |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    choices = ok(server.post("/v1/completions", asked))["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices[::2]] == [PROMPT, PROMPT]
+    assert choices[0]["token_ids"] == tokens(server) != before
+    assert len(choices[0]["logprobs"]["token_logprobs"]) == 6
+    assert choices[0]["logprobs"]["tokens"][0] == f"token_id:{choices[0]['token_ids'][0]}"
+
+
+def test_trl_beside_its_rollouts(server: Server, trainer: BroadcastingTrainer, checkpoints: Any) -> None:
+    meet(server, trainer)
+    rollouts: list[Any] = []
+    body = {"token_ids": PROMPT, "sampling_params": {**GREEDY, "max_tokens": 1500}}
+    rollout = threading.Thread(target=lambda: rollouts.append(server.post("/inference/v1/generate", body)))
+    rollout.start()
+    wait_until(lambda: ok(server.get("/load"))["server_load"] == 1, "it runs")
+    assert ok(server.post("/pause?mode=keep"))["num_retracted"] == 1
+    ok(server.post("/start_weight_update", {"is_checkpoint_format": True}))
+    info = update_info(checkpoints.b)
+    send(server, trainer, checkpoints.b, "/update_weights", {"update_info": info})
+    ok(server.client.post("/finish_weight_update", json={"weight_version": "1"}))
+    ok(server.post("/resume"))
+    rollout.join()
+    choice = ok(rollouts[0])["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert [span["version"] for span in choice["weight_versions"]] == ["default", "1"]
+    assert len(choice["token_ids"]) == 1500
+
+
+def test_a_failed_update_is_not_committed_by_trls_clean_up(
+    server: Server, trainer: BroadcastingTrainer, checkpoints: Any
+) -> None:
+    before = tokens(server)
+    meet(server, trainer)
+    ok(server.post("/start_weight_update"))
+    info = update_info(checkpoints.b)
+    info["names"][0] = "model.no_such.weight"
+    refused = server.post("/update_weights", {"update_info": info})
+    assert refused.status_code == 400
+    assert "model.no_such.weight" in refused.json()["error"]["message"]
+    finish = server.post("/finish_weight_update")
+    assert (finish.status_code, "nothing was committed" in finish.json()["message"]) == (409, True)
+    assert tokens(server) == before
+    ok(server.post("/start_weight_update"))
+    body = {"update_info": update_info(checkpoints.b)}
+    send(server, trainer, checkpoints.b, "/update_weights", body)
+    ok(server.post("/finish_weight_update"))
+    assert tokens(server) != before
+
+
+def test_prime_rl_by_folder(server: Server, checkpoints: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "step_12"
+    folder.symlink_to(checkpoints.b)
+    ok(server.post("/pause?mode=keep&clear_cache=false"))
+    assert ok(server.post("/update_weights", {"weight_dir": str(folder)}))["status"] == "ok"
+    ok(server.post("/resume"))
+    assert ok(server.get("/weight_info"))["weight_version"] == "12"
+    body = {
+        "model": "m",
+        "token_ids": PROMPT,
+        "sampling_params": {
+            "temperature": 1.0,
+            "top_k": -1,
+            "max_tokens": 4,
+            "logprobs": 1,
+            "skip_special_tokens": False,
+            "stop_token_ids": [],
+            "seed": 5,
+            "cache_salt": "12",
+            "routed_experts_prompt_start": 0,
+        },
+        "return_token_ids": True,
+        "priority": 3,
+    }
+    answer = ok(server.client.post("/inference/v1/generate", json=body, headers={"X-Request-Id": "r-1"}))
+    [choice] = answer["choices"]
+    assert (answer["request_id"], answer["prompt_token_ids"]) == ("generate-tokens-r-1", PROMPT)
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == 4
+    for entry, token_id in zip(choice["logprobs"]["content"], choice["token_ids"], strict=True):
+        assert (entry["token"], entry["token_id"]) == (f"token_id:{token_id}", token_id)
+        assert entry["top_logprobs"][0]["token_id"] == token_id
+        assert entry["logprob"] <= max(other["logprob"] for other in entry["top_logprobs"])
+    scored = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
+    first, *others = ok(server.post("/inference/v1/generate", scored))["prompt_logprobs"]
+    assert first is None
+    for position, of_position in enumerate(others, 1):
+        # The token of the prompt comes first.
+        own = next(iter(of_position.items()))
+        assert own[0] == str(PROMPT[position])
+        assert own[1]["logprob"] < 0
+
+
+def test_skyrl_on_the_trainers_own_devices(
+    server: Server, trainer: BroadcastingTrainer, checkpoints: Any
+) -> None:
+    before = tokens(server)
+    meet(server, trainer)
+    ok(server.post("/sleep?level=2"))
+    assert ok(server.get("/is_sleeping"))["is_sleeping"]
+    ok(server.post("/wake_up?tags=weights"))
+
+    def call(method: str, **kwargs: Any) -> Any:
+        return {"method": method, "kwargs": kwargs}
+
+    path = "/collective_rpc"
+    ok(server.post(path, call("skyrl_start_weight_update", is_checkpoint_format=True)))
+    info = {**update_info(checkpoints.b), "packed": True}
+    body = call("update_weights_nccl", update_info=info)
+    assert send(server, trainer, checkpoints.b, path, body, packed=True)["results"] == [None]
+    ok(server.post(path, call("skyrl_finish_weight_update")))
+    assert ok(server.post("/wake_up?tags=kv_cache"))["resumed"]
+    assert tokens(server) != before
+    assert ok(server.post("/detokenize", {"model": "m", "tokens": PROMPT}))["prompt"]
+    # vLLM's own way back to the weights of the start.
+    ok(server.post(path, call("reload_weights")))
+    assert tokens(server) == before
+
+
+def test_a_reset_makes_requests_wait_and_sums_can_be_compared(server: Server, checkpoints: Any) -> None:
+    sums = ok(server.post("/weight_checker", {"action": "checksum"}))["checksums"]
+    assert all(name.startswith("dp0:pp0:pcp0:tp0:") for name in sums)
+    compare = {"action": "compare", "baseline": sums}
+    assert ok(server.post("/weight_checker", compare))["match"] is True
+    name = next(iter(sums))
+    compare["baseline"] = {**sums, name: "0", "other": "1"}
+    assert ok(server.post("/weight_checker", compare))["mismatches"] == sorted([name, "other"])
+    assert ok(server.post("/weight_checker", {"action": "reset"}))["status"] == "reset"
+    assert server.get("/ready").status_code == 503
+    ok(server.post("/collective_rpc", {"method": "reload_weights"}))
+    assert ok(server.post("/weight_checker", {"action": "compare", "baseline": sums}))["match"] is True
