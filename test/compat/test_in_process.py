@@ -7,22 +7,29 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import httpx
 import pytest
 import sglang.srt.entrypoints.engine as entrypoint
+import torch
+import torch.distributed as dist
 from fixtures.servers import is_alive
 from safetensors.torch import load_file
 from sglang.srt.entrypoints.http_server import _GlobalState, app, health_generate, set_global_state
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
     GenerateReqInput,
+    InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
 )
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.utils import get_open_port, init_custom_process_group
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
 PROMPT = [5, 6, 7]
@@ -141,6 +148,42 @@ def test_engines_of_clients_answer_with_tuples(engine: AsyncEngine, checkpoints:
     assert engine.flush_cache().success
     assert engine.generate(input_ids=PROMPT, sampling_params=GREEDY)["meta_info"]["weight_version"] == "9"
     assert engine.destroy_weights_update_group()[0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    # The last is in the words of older senders, for one tensor.
+    [{"dtypes": [torch.float32]}, {"dtypes": ["torch.float32"]}, {"dtype": torch.float32}],
+    ids=["dtype", "text", "one"],
+)
+def test_a_trainer_of_this_process_broadcasts(
+    manager: TokenizerManager, checkpoints: tuple[Path, Path], fields: dict[str, Any]
+) -> None:
+    name, tensor = "model.norm.weight", load_file(checkpoints[1] / "model.safetensors")["model.norm.weight"]
+    shape = list(tensor.shape)
+    one = {"name": name, "shape": shape} if "dtype" in fields else {"names": [name], "shapes": [shape]}
+    port = get_open_port()
+    group = {"group_name": "policy", "backend": "gloo", "world_size": 2}
+
+    def broadcast() -> None:
+        made = init_custom_process_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, **group)
+        dist.broadcast(tensor, 0, group=made)
+        dist.destroy_process_group(made)
+
+    async def run() -> None:
+        address = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
+        joining = InitWeightsUpdateGroupReqInput(**address, **group)
+        assert await manager.init_weights_update_group(joining, None) == (True, ANY)
+        update = UpdateWeightsFromDistributedReqInput(group_name="policy", **one, **fields)
+        assert await manager.update_weights_from_distributed(update, None) == (True, ANY)
+        leaving = DestroyWeightsUpdateGroupReqInput(group_name="policy")
+        assert (await manager.destroy_weights_update_group(leaving, None))[0]
+
+    trainer = threading.Thread(target=broadcast)
+    trainer.start()
+    asyncio.run(run())
+    trainer.join()
+    assert manager.core.get_weights_by_name(name) == pytest.approx(tensor.tolist()[:100])
 
 
 def test_plain_methods_in_a_loop_name_the_coroutine(engine: AsyncEngine) -> None:
