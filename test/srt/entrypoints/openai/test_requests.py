@@ -199,7 +199,6 @@ def call_of(kind: str, **fields: Any) -> OpenAICall:
                 "kv_transfer_params": {"a": 1},
                 "logprob_token_ids": [1],
                 "prompt_embeds": "AAAA",
-                "prompt_logprobs": 0,
                 "response_format": {"type": "json_schema"},
                 "stop_regex": "a+",
                 "structural_tag": "{}",

@@ -319,7 +319,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (COMPLETIONS, {"prompt": [VOCAB_SIZE], "echo": True}, "not in the vocabulary"),
         (COMPLETIONS, {"suffix": "x"}, "suffix"),
         (COMPLETIONS, {"best_of": 2}, "best_of"),
-        (COMPLETIONS, {"logprobs": -1}, "top_logprobs_num"),
+        (COMPLETIONS, {"logprobs": -1}, "logprobs"),
         (COMPLETIONS, {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": None}, "messages"),

@@ -100,6 +100,42 @@ def test_trl_in_step_with_its_server(server: Server, trainer: BroadcastingTraine
     assert choices[0]["logprobs"]["tokens"][0] == f"token_id:{choices[0]['token_ids'][0]}"
 
 
+def test_a_teacher_scores_prompts(server: Server) -> None:
+    asked = {"prompt": [PROMPT, PROMPT], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 2}
+    choices = ok(server.post("/v1/completions", asked))["choices"]
+    scored = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    scored |= {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+    expected = ok(server.post("/generate", scored))["meta_info"]
+    for choice in choices:
+        assert choice["logprobs"] is None
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        for position, told in enumerate(others, 1):
+            own, top = expected["input_token_logprobs"][position], expected["input_top_logprobs"][position]
+            assert told[str(PROMPT[position])]["logprob"] == pytest.approx(own[0])
+            ranked = sorted(told.items(), key=lambda item: item[1]["rank"])
+            assert [int(token_id) for token_id, _ in ranked[:2]] == [token_id for _, token_id, _ in top]
+            assert [item["rank"] for _, item in ranked] == list(range(1, len(told) + 1))
+    refused = server.post("/v1/completions", {**asked, "stream": True})
+    assert (refused.status_code, refused.json()["message"]) == (400, "prompt_logprobs: not in a stream")
+
+
+def test_a_chat_has_ids_in_vllms_places(server: Server) -> None:
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "temperature": 0.0}
+    asked |= {"return_token_ids": True, "logprobs": True, "top_logprobs": 1, "chat_template_kwargs": {}}
+    answer = ok(server.client.post("/v1/chat/completions", json=asked, headers={"X-Request-Id": "7"}))
+    [choice] = answer["choices"]
+    assert answer["id"] == "chatcmpl-7"
+    assert answer["prompt_token_ids"] == choice["prompt_token_ids"]
+    assert choice["token_ids"] == choice["response_token_ids"]
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == 4
+    stopping = choice["token_ids"][1]
+    stopped = ok(server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "temperature": 0.0}))
+    assert stopped["choices"][0]["stop_reason"] is None
+    asked |= {"stop_token_ids": [stopping]}
+    assert ok(server.post("/v1/chat/completions", asked))["choices"][0]["stop_reason"] == stopping
+
+
 def test_trl_beside_its_rollouts(server: Server, trainer: BroadcastingTrainer, checkpoints: Any) -> None:
     meet(server, trainer)
     rollouts: list[Any] = []

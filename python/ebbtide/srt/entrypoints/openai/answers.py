@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from msgspec import UNSET, UnsetType, convert
 
+from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, Triple, floored, prompt_logprobs
 from ebbtide.srt.entrypoints.openai.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -28,7 +29,6 @@ from ebbtide.srt.entrypoints.openai.protocol import (
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 
-Triple = tuple[float | None, int, str | None]
 # What stands for a part of a character.
 REPLACEMENT = "\ufffd"
 
@@ -195,20 +195,23 @@ class CompletionWriter:
         return CompletionChoice(
             index=piece.index,
             text=text,
-            logprobs=self._logprobs(piece) if call.generate.get("return_logprob") else None,
+            logprobs=self._logprobs(piece) if call.num_logprobs is not None else None,
             finish_reason=piece.finish_reason,
             matched_stop=piece.matched_stop,
+            stop_reason=stop_reason(call, piece),
+            prompt_logprobs=_prompt_logprobs(call, piece),
             token_ids=piece.token_ids if call.return_token_ids else UNSET,
             prompt_token_ids=_prompt_token_ids(call, piece),
             weight_versions=_weight_versions(call, piece),
         )
 
     def _logprobs(self, piece: Piece) -> CompletionLogprobs:
-        positions = list(_zip(piece.logprobs, piece.top_logprobs))
+        num_top = self._call.num_logprobs
+        positions = list(_zip(piece.logprobs, piece.top_logprobs, num_top))
         if self._call.echo is not None and piece.is_first:
             meta = piece.meta
             prompt = meta.get("input_token_logprobs", ()), meta.get("input_top_logprobs", ())
-            positions = [*_zip(*prompt), *positions]
+            positions = [*_zip(*prompt, num_top), *positions]
         tokens = [token_text(triple) for triple, _ in positions]
         offset = self._offsets.get(piece.index, 0)
         offsets = []
@@ -218,17 +221,18 @@ class CompletionWriter:
         self._offsets[piece.index] = offset
         return CompletionLogprobs(
             tokens=tokens,
-            token_logprobs=[triple[0] for triple, _ in positions],
+            token_logprobs=[None if triple[0] is None else floored(triple[0]) for triple, _ in positions],
             top_logprobs=[_by_text(top) for _, top in positions],
             text_offset=offsets,
         )
 
 
 def _zip(
-    triples: Sequence[Triple], tops: Sequence[Sequence[Triple] | None]
+    triples: Sequence[Triple], tops: Sequence[Sequence[Triple] | None], num_top: int | None
 ) -> Iterator[tuple[Triple, Sequence[Triple] | None]]:
-    """Positions with their most likely tokens, if those were asked for."""
-    return zip(triples, tops if tops else [()] * len(triples), strict=True)
+    """Positions with so many of their most likely tokens, if those were asked for."""
+    fewest = [None if top is None else top[:num_top] for top in tops]
+    return zip(triples, fewest or [()] * len(triples), strict=True)
 
 
 def _by_text(top: Iterable[Triple] | None) -> dict[str, float] | None:
@@ -238,7 +242,7 @@ def _by_text(top: Iterable[Triple] | None) -> dict[str, float] | None:
     for triple in top:
         if triple[0] is not None:
             # Best first: of tokens of the same text, that one stays.
-            logprobs.setdefault(token_text(triple), triple[0])
+            logprobs.setdefault(token_text(triple), floored(triple[0]))
     return logprobs
 
 
@@ -251,6 +255,17 @@ def _prompt_token_ids(call: OpenAICall, piece: Piece) -> list[int] | UnsetType:
     if not (call.return_prompt_token_ids and piece.is_first) or piece.prompt_token_ids is None:
         return UNSET
     return piece.prompt_token_ids
+
+
+def _prompt_logprobs(call: OpenAICall, piece: Piece) -> PromptLogprobs | None:
+    wanted = call.num_prompt_logprobs
+    return None if wanted is None else prompt_logprobs(piece.meta, wanted)
+
+
+def stop_reason(call: OpenAICall, piece: Piece) -> int | str | None:
+    """The string or token of the request's own that ended an output; an end of sequence is none."""
+    matched = piece.matched_stop
+    return matched if isinstance(matched, str) or matched in call.stop_token_ids else None
 
 
 def _weight_versions(call: OpenAICall, piece: Piece) -> list[VersionSpan] | UnsetType:
@@ -276,7 +291,15 @@ class ChatWriter:
         metadata = pieces[0].metadata
         assert not isinstance(metadata, UnsetType), "an answer that is not streamed has ended"
         choices = [self._choice(piece) for piece in pieces]
-        return ChatCompletion(**_head(self._call), choices=choices, usage=usage, metadata=metadata)
+        prompt_ids = _prompt_token_ids(self._call, pieces[0])
+        return ChatCompletion(
+            **_head(self._call),
+            choices=choices,
+            usage=usage,
+            metadata=metadata,
+            prompt_logprobs=_prompt_logprobs(self._call, pieces[0]),
+            prompt_token_ids=None if prompt_ids is UNSET else prompt_ids,
+        )
 
     def chunk(self, piece: Piece) -> ChatCompletionChunk:
         call = self._call
@@ -286,7 +309,9 @@ class ChatWriter:
             logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
             matched_stop=piece.matched_stop,
+            stop_reason=stop_reason(call, piece),
             response_token_ids=piece.token_ids if call.return_token_ids else UNSET,
+            token_ids=piece.token_ids if call.return_token_ids else UNSET,
             prompt_token_ids=_prompt_token_ids(call, piece),
             weight_versions=_weight_versions(call, piece),
         )
@@ -304,34 +329,38 @@ class ChatWriter:
             logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
             matched_stop=piece.matched_stop,
+            stop_reason=stop_reason(call, piece),
             response_token_ids=piece.token_ids if call.return_token_ids else UNSET,
+            token_ids=piece.token_ids if call.return_token_ids else UNSET,
             prompt_token_ids=_prompt_token_ids(call, piece),
             weight_versions=_weight_versions(call, piece),
             meta_info=dict(piece.meta) if self._return_meta_info else UNSET,
         )
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        if not self._call.generate.get("return_logprob"):
+        num_top = self._call.num_logprobs
+        if num_top is None:
             return None
         return ChatLogprobs(
             content=[
                 TokenLogprob(
                     token=token_text(triple),
-                    logprob=_known(triple),
+                    logprob=known(triple),
                     bytes=_bytes(triple),
                     top_logprobs=[
-                        TopLogprob(token=token_text(other), logprob=_known(other), bytes=_bytes(other))
+                        TopLogprob(token=token_text(other), logprob=known(other), bytes=_bytes(other))
                         for other in top or ()
                     ],
                 )
-                for triple, top in _zip(piece.logprobs, piece.top_logprobs)
+                for triple, top in _zip(piece.logprobs, piece.top_logprobs, num_top)
             ]
         )
 
 
-def _known(triple: Triple) -> float:
+def known(triple: Triple) -> float:
+    """The logprob of a token that the output has."""
     assert triple[0] is not None, "only the first token of a prompt has no logprob"
-    return triple[0]
+    return floored(triple[0])
 
 
 def _bytes(triple: Triple) -> list[int] | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType, ValidationError, convert
 
+from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs
 from ebbtide.srt.errors import RequestRejected
 
 R = TypeVar("R", bound=Struct)
@@ -28,7 +29,9 @@ class OpenAIRequest(Struct, kw_only=True):
 
     `regex`, `ebnf` and `json_schema` are refused unless they are empty, `response_format` unless it is text.
     `include_stop_str_in_output` is another name of `no_stop_trim`. `return_tokens_as_token_ids`: logprobs
-    tell tokens as "token_id:5" instead of their texts.
+    tell tokens as "token_id:5" instead of their texts. `prompt_logprobs`: how many of the most likely tokens
+    are told at each position of the prompt. `request_id`: the answer's id ends with it; `rid` where there is
+    none.
     """
 
     model: str | None = None
@@ -70,6 +73,8 @@ class OpenAIRequest(Struct, kw_only=True):
     return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_weight_versions: bool | None = None
+    prompt_logprobs: int | None = None
+    request_id: str | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -181,8 +186,10 @@ class CompletionChoice(Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReasonName | None = None
     matched_stop: int | str | None = None
+    stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
     weight_versions: list[VersionSpan] | UnsetType = UNSET
 
 
@@ -227,7 +234,9 @@ class ChatChoice(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReasonName
     matched_stop: int | str | None = None
+    stop_reason: int | str | None = None
     response_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[VersionSpan] | UnsetType = UNSET
     meta_info: dict[str, Any] | UnsetType = UNSET
@@ -243,6 +252,8 @@ class ChatCompletion(Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     metadata: VersionMetadata
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatDelta(Struct, kw_only=True):
@@ -256,7 +267,9 @@ class ChatChunkChoice(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReasonName | None = None
     matched_stop: int | str | None = None
+    stop_reason: int | str | None = None
     response_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[VersionSpan] | UnsetType = UNSET
 

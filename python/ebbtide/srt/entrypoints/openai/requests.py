@@ -49,6 +49,8 @@ class OpenAICall:
         generate: the fields for `/generate`.
         render: makes the text of the prompt, where those do not hold one.
         num_samples: per prompt.
+        num_logprobs, num_prompt_logprobs: how many of the most likely tokens are told; None: no logprobs.
+        stop_token_ids: those that the request itself brought.
         echo: tells what is to be put in front of a prompt's samples; None if nothing is.
     """
 
@@ -61,6 +63,9 @@ class OpenAICall:
     return_token_ids: bool
     return_prompt_token_ids: bool
     return_weight_versions: bool
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    stop_token_ids: frozenset[int | None] = frozenset()
     render: Render | None = None
     echo: Echo | None = None
 
@@ -85,12 +90,11 @@ def completion_call(
     params = _sampling_params(request)
     params["max_new_tokens"] = request.max_tokens if request.max_tokens is not None else COMPLETION_MAX_TOKENS
     generate = _generate_fields(request, fields) | _prompt_fields(request.prompt)
-    if request.logprobs is not None:
-        generate |= {"return_logprob": True, "top_logprobs_num": request.logprobs}
-        generate["return_text_in_logprobs"] = _wants_texts(request) and template is not None
-        generate["logprob_start_len"] = 0 if request.echo else -1
+    generate |= _logprob_fields(request, request.logprobs, with_prompt=bool(request.echo))
+    generate["return_text_in_logprobs"] = generate["return_text_in_logprobs"] and template is not None
     generate["sampling_params"] = params
-    return _call(request, generate, default_model, echo=_echo(generate, template) if request.echo else None)
+    echo = _echo(generate, template) if request.echo else None
+    return _call(request, generate, default_model, "cmpl-", request.logprobs, echo=echo)
 
 
 def chat_call(
@@ -116,12 +120,12 @@ def chat_call(
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     params = {**defaults, **_sampling_params(request), "max_new_tokens": limit}
     generate = _generate_fields(request, fields)
-    if request.logprobs:
-        generate |= {"return_logprob": True, "top_logprobs_num": request.top_logprobs or 0}
-        generate["return_text_in_logprobs"] = _wants_texts(request)
+    num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    generate |= _logprob_fields(request, num_logprobs)
     generate["sampling_params"] = params
     if request.input_ids is not None:
-        return _call(request, {**generate, "input_ids": request.input_ids}, default_model)
+        generate["input_ids"] = request.input_ids
+        return _call(request, generate, default_model, "chatcmpl-", num_logprobs)
     # The template writes the special tokens.
     generate["add_special_tokens"] = bool(request.add_special_tokens)
     render = functools.partial(
@@ -132,21 +136,24 @@ def chat_call(
         continue_final_message=bool(request.continue_final_message),
         add_generation_prompt=request.add_generation_prompt,
     )
-    return _call(request, generate, default_model, render=render)
+    return _call(request, generate, default_model, "chatcmpl-", num_logprobs, render=render)
 
 
 def _call(
     request: OpenAIRequest,
     generate: Fields,
     default_model: str,
+    id_prefix: str,
+    num_logprobs: int | None,
     render: Render | None = None,
     echo: Echo | None = None,
 ) -> OpenAICall:
-    rid = request.rid if request.rid is not None else uuid.uuid4().hex
+    rid = request.rid if request.rid is not None else (request.request_id or uuid.uuid4().hex)
+    posted_id = None if request.request_id is None else id_prefix + request.request_id
     options = request.stream_options
     wants_prompt = bool(request.return_token_ids or request.return_prompt_token_ids)
     return OpenAICall(
-        id=rid if isinstance(rid, str) else next(iter(rid), ""),
+        id=posted_id or (rid if isinstance(rid, str) else next(iter(rid), "")),
         model=request.model if request.model is not None else default_model,
         created=int(time.time()),
         generate={**generate, "rid": rid, "return_prompt_token_ids": wants_prompt or echo is not None},
@@ -155,9 +162,30 @@ def _call(
         return_token_ids=bool(request.return_token_ids),
         return_prompt_token_ids=wants_prompt,
         return_weight_versions=bool(request.return_weight_versions),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=request.prompt_logprobs,
+        stop_token_ids=frozenset(request.stop_token_ids or ()),
         render=render,
         echo=echo,
     )
+
+
+def _logprob_fields(request: OpenAIRequest, num_logprobs: int | None, *, with_prompt: bool = False) -> Fields:
+    """What is asked of `/generate`: for the prompt as many of the most likely tokens as for the output."""
+    num_prompt = request.prompt_logprobs
+    for name, number in (("logprobs", num_logprobs), ("prompt_logprobs", num_prompt)):
+        if number is not None and number < 0:
+            raise RequestRejected(f"{name}: expected a number of tokens from 0, got {number}")
+    if num_prompt is not None and request.stream:
+        raise RequestRejected("prompt_logprobs: not in a stream")
+    is_wanted = num_logprobs is not None or num_prompt is not None
+    of_prompt = num_prompt is not None or (with_prompt and is_wanted)
+    return {
+        "return_logprob": is_wanted,
+        "top_logprobs_num": max(num_logprobs or 0, num_prompt or 0),
+        "return_text_in_logprobs": is_wanted and _wants_texts(request),
+        "logprob_start_len": 0 if of_prompt else -1,
+    }
 
 
 def _sampling_params(request: OpenAIRequest) -> Fields:

@@ -62,12 +62,12 @@ class OpenAIApi:
         return Json(card) if wanted == card.id else error_answer(f"there is no model {wanted!r}", 404)
 
     async def _completions(self, request: Request) -> Response:
-        fields = await read_fields(request.stream())
+        fields = await _fields_of(request)
         call = completion_call(fields, self._model_name, self._template)
         return await self._answer(request, call, CompletionWriter(call))
 
     async def _chat_completions(self, request: Request) -> Response:
-        fields = await read_fields(request.stream())
+        fields = await _fields_of(request)
         call = chat_call(fields, self._model_name, self._template, self._recommended)
         wants_meta = fields.get("return_meta_info") is True
         return await self._answer(request, call, ChatWriter(call, return_meta_info=wants_meta))
@@ -121,3 +121,10 @@ class OpenAIApi:
     @functools.cached_property
     def _recommended(self) -> Mapping[str, Any]:
         return recommended_sampling(self._service.config.model.path)
+
+
+async def _fields_of(request: Request) -> dict[str, Any]:
+    """The body; the request's id may be in the header too."""
+    fields = await read_fields(request.stream())
+    header = request.headers.get("x-request-id")
+    return fields if header is None else {**fields, "request_id": header}

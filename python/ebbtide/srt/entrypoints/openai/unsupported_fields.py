@@ -31,7 +31,6 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
     "logits_processors": _ONLY_BIAS,
     "logprob_token_ids": "/generate has token_ids_logprob",
     "prompt_embeds": "prompts are texts or token ids",
-    "prompt_logprobs": "completions have echo with logprobs, /generate has logprob_start_len",
     "repetition_detection": "there are stop strings, stop_token_ids and penalties",
     "stop_regex": "stop takes strings",
     "structural_tag": _NO_GRAMMARS,

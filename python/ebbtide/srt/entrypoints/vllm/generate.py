@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole
 from ebbtide.srt.entrypoints.metrics import Metrics
-from ebbtide.srt.entrypoints.openai.answers import Piece, Triple, write_answer, write_chunks
+from ebbtide.srt.entrypoints.openai.answers import Piece, known, stop_reason, write_answer, write_chunks
+from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, Triple, prompt_logprobs
 from ebbtide.srt.entrypoints.openai.protocol import Usage
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 from ebbtide.srt.entrypoints.request_body import read_fields
@@ -23,7 +24,6 @@ from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.sampling import Fields, count_of, refuse_unsupported, sampling_params
 from ebbtide.srt.entrypoints.vllm.tokens_protocol import (
     ChosenToken,
-    PromptLogprob,
     TokenChoice,
     TokensAnswer,
     TokensLogprobs,
@@ -32,8 +32,6 @@ from ebbtide.srt.entrypoints.vllm.tokens_protocol import (
 )
 from ebbtide.srt.errors import RequestRejected
 
-# What stands for a token that cannot be chosen.
-LOWEST_LOGPROB = -9999.0
 _UNSUPPORTED = ("features", "content_parts", "token_offsets", "kv_transfer_params")
 
 
@@ -42,15 +40,12 @@ class TokensCall:
     """A request as `/generate` takes it, and what its answer has to know of it.
 
     Attributes:
-        num_prompt_logprobs: for each position of the prompt; None: they are not wanted.
-        stop_token_ids: those that the request itself brought.
+        ignored: sampling parameters that nothing is known of.
     """
 
     request: TokensRequest
     common: OpenAICall
     ignored: list[str]
-    num_prompt_logprobs: int | None
-    stop_token_ids: frozenset[int]
 
 
 class TokensApi:
@@ -117,9 +112,11 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         return_token_ids=request.return_token_ids,
         return_prompt_token_ids=request.return_token_ids,
         return_weight_versions=True,
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        stop_token_ids=frozenset(params.get("stop_token_ids") or ()),
     )
-    own_stops = frozenset(params.get("stop_token_ids") or ())
-    return TokensCall(request, common, ignored, num_prompt_logprobs, own_stops)
+    return TokensCall(request, common, ignored)
 
 
 def _rank(header: str | None) -> int | None:
@@ -159,35 +156,27 @@ class _Writer:
 
     def _choice(self, piece: Piece) -> TokensOutput:
         metadata = piece.metadata
-        wants_logprobs = self._call.request.sampling_params.get("logprobs") is not None
         return TokensOutput(
             index=piece.index,
             token_ids=piece.token_ids,
             text=piece.text if self._call.request.output_mode == "text" else None,
             finish_reason=piece.finish_reason,
-            stop_reason=self._stop_reason(piece),
-            logprobs=TokensLogprobs(content=self._content(piece)) if wants_logprobs else None,
+            stop_reason=stop_reason(self._call.common, piece),
+            logprobs=self._logprobs(piece),
             weight_versions=None if metadata is UNSET else metadata.weight_versions,
         )
 
-    def _stop_reason(self, piece: Piece) -> int | str | None:
-        """The string or token of the request's own that ended it; an end of sequence is none."""
-        matched = piece.matched_stop
-        is_own = isinstance(matched, str) or matched in self._call.stop_token_ids
-        return matched if is_own else None
-
-    def _content(self, piece: Piece) -> list[ChosenToken]:
-        num_top = self._call.request.sampling_params["logprobs"]
-        tops = piece.top_logprobs or [()] * len(piece.logprobs)
-        return [_chosen(own, (top or ())[:num_top]) for own, top in zip(piece.logprobs, tops, strict=True)]
-
-    def _prompt_logprobs(self, piece: Piece) -> list[dict[str, PromptLogprob] | None] | None:
-        wanted = self._call.num_prompt_logprobs
-        if wanted is None:
+    def _logprobs(self, piece: Piece) -> TokensLogprobs | None:
+        num_top = self._call.common.num_logprobs
+        if num_top is None:
             return None
-        own = piece.meta["input_token_logprobs"]
-        tops = piece.meta.get("input_top_logprobs") or [()] * len(own)
-        return [_of_position(token, (top or ())[:wanted]) for token, top in zip(own, tops, strict=True)]
+        tops = piece.top_logprobs or [()] * len(piece.logprobs)
+        pairs = zip(piece.logprobs, tops, strict=True)
+        return TokensLogprobs(content=[_chosen(own, (top or ())[:num_top]) for own, top in pairs])
+
+    def _prompt_logprobs(self, piece: Piece) -> PromptLogprobs | None:
+        wanted = self._call.common.num_prompt_logprobs
+        return None if wanted is None else prompt_logprobs(piece.meta, wanted)
 
 
 def _chosen(own: Triple, top: Sequence[Triple]) -> ChosenToken:
@@ -198,27 +187,7 @@ def _chosen(own: Triple, top: Sequence[Triple]) -> ChosenToken:
 
 
 def _choice_of(triple: Triple, rank: int | None) -> TokenChoice:
-    return TokenChoice(
-        token=f"token_id:{triple[1]}", token_id=triple[1], logprob=_floored(triple[0]), rank=rank
-    )
-
-
-def _of_position(own: Triple, top: Sequence[Triple]) -> dict[str, PromptLogprob] | None:
-    """The token of the prompt first, then the most likely ones; None where nothing predicts it."""
-    if own[0] is None:
-        return None
-    ranks = {token_id: rank for rank, (_, token_id, _) in enumerate(top, 1)}
-    ranked = {own[1]: (own, ranks.get(own[1], len(top) + 1))}
-    ranked |= {triple[1]: (triple, ranks[triple[1]]) for triple in top if triple[1] != own[1]}
-    return {
-        str(token_id): PromptLogprob(logprob=_floored(triple[0]), rank=rank, decoded_token=triple[2])
-        for token_id, (triple, rank) in ranked.items()
-    }
-
-
-def _floored(logprob: float | None) -> float:
-    assert logprob is not None, "only the first token of a prompt has no logprob"
-    return max(logprob, LOWEST_LOGPROB)
+    return TokenChoice(token=f"token_id:{triple[1]}", token_id=triple[1], logprob=known(triple), rank=rank)
 
 
 def _without_nulls(choice: TokensOutput) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs
 from ebbtide.srt.entrypoints.openai.protocol import StreamOptions, Usage, VersionSpan
 
 
@@ -61,14 +62,6 @@ class TokensOutput(Struct, kw_only=True):
     weight_versions: list[VersionSpan] | None = None
 
 
-class PromptLogprob(Struct, kw_only=True):
-    """`rank`: of a token that is not among those asked for, the least that it can be."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-
-
 class TokensAnswer(Struct, kw_only=True):
     request_id: str
     model: str
@@ -76,5 +69,5 @@ class TokensAnswer(Struct, kw_only=True):
     output_mode: str
     choices: list[TokensOutput]
     usage: Usage | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
