@@ -25,7 +25,7 @@ LAYER_0, LAYER_1 = "model.layers.0.", "model.layers.1."
 DOUBLE = [(LAYER_0, torch.tensor(2.0))]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=lambda size: f"tp{size}")
+@pytest.fixture(scope="module", params=[1, 2] if DEVICE.is_cuda else [2], ids=lambda size: f"tp{size}")
 def shared_engine(request: pytest.FixtureRequest, checkpoint_a: Path) -> Iterator[Engine]:
     if DEVICE.is_cuda and torch.accelerator.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs")

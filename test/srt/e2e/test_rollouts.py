@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import ARCHITECTURES, EOS_ID, LLAMA3_ROPE, make_checkpoint
+from fixtures.checkpoints import EOS_ID, make_checkpoint
 from fixtures.engines import Engines
 from fixtures.references import Reference
 
@@ -19,12 +19,6 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos"
 # Between two implementations in float32, and between two ways to cut the same work.
 LOGPROB_TOLERANCE = 1e-4
 PROMPTS = [[(31 * index + 7 * position) % 250 for position in range(1 + 11 * index)] for index in range(6)]
-# Each architecture in another guise: files, rotary embedding, output projection.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"shards": 3, "rope_parameters": LLAMA3_ROPE},
-    "Qwen2ForCausalLM": {"tied": True},
-    "Qwen3ForCausalLM": {"shards": 2},
-}
 # Small enough that eight requests push one another out, and that every prompt above comes in pieces.
 TIGHT = {"max_total_tokens": 192, "page_size": 8, "chunked_prefill_size": 10, "disable_radix_cache": True}
 
@@ -36,22 +30,18 @@ def engines() -> Iterator[Engines]:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("architectures")
-    return {
-        architecture: make_checkpoint(folder / architecture, architecture, seed=5, **VARIANTS[architecture])
-        for architecture in ARCHITECTURES
-    }
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("sharded"), "Qwen3ForCausalLM", seed=5, shards=2)
 
 
 @pytest.fixture(scope="module")
-def engine(engines: Engines, checkpoints: dict[str, Path]) -> Engine:
-    return engines(checkpoints["Qwen3ForCausalLM"])
+def engine(engines: Engines, checkpoint: Path) -> Engine:
+    return engines(checkpoint)
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoints: dict[str, Path]) -> Reference:
-    return Reference(checkpoints["Qwen3ForCausalLM"])
+def reference(checkpoint: Path) -> Reference:
+    return Reference(checkpoint)
 
 
 def logprobs_of(triples: Sequence[Sequence[Any]]) -> torch.Tensor:
@@ -103,23 +93,17 @@ EVERY_LOGPROB: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_tokens_and_logprobs_are_those_of_transformers(
-    engines: Engines, checkpoints: dict[str, Path], architecture: str
-) -> None:
-    engine, reference = engines(checkpoints[architecture]), Reference(checkpoints[architecture])
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(engine: Engine, reference: Reference) -> None:
     outputs = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, **EVERY_LOGPROB)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output["output_ids"] == reference.greedy(prompt, 24)
         check_against_reference(output, prompt, reference)
 
 
-def test_the_prefix_cache_changes_no_output(
-    engines: Engines, engine: Engine, checkpoints: dict[str, Path]
-) -> None:
+def test_the_prefix_cache_changes_no_output(engines: Engines, engine: Engine, checkpoint: Path) -> None:
     prefix = [(13 * position) % 251 for position in range(80)]
     prompts = [prefix + [index] * index for index in range(8)]
-    uncached = engines(checkpoints["Qwen3ForCausalLM"], **TIGHT)
+    uncached = engines(checkpoint, **TIGHT)
     engine.flush_cache()
     for prompt in prompts:
         cold = uncached.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True)
@@ -170,9 +154,9 @@ def test_200_requests_at_once_give_what_each_gives_alone(engine: Engine) -> None
 
 
 def test_retraction_in_a_tiny_pool_changes_no_output(
-    engines: Engines, engine: Engine, checkpoints: dict[str, Path]
+    engines: Engines, engine: Engine, checkpoint: Path
 ) -> None:
-    tight = engines(checkpoints["Qwen3ForCausalLM"], **TIGHT)
+    tight = engines(checkpoint, **TIGHT)
     params = [
         {"temperature": index % 2, "max_new_tokens": 60, "ignore_eos": True, "sampling_seed": index}
         for index in range(8)
