@@ -20,7 +20,7 @@ class CountQueuedReqOutput(Reply, frozen=True, kw_only=True):
 class CountQueuedReqInput(ControlRequest, frozen=True):
     """Count what waits."""
 
-    row = ControlRow(CountQueuedReqOutput, "/count_queued", POST_OR_GET, op="count_queued")
+    row = ControlRow(CountQueuedReqOutput, "/count_queued", POST_OR_GET, is_admin=False, op="count_queued")
 
     at_least: int = 0
 
@@ -54,11 +54,12 @@ class Engine(NullEngine):
             return {
                 "posted": (await client.post("/count_queued", json={"at_least": 3})).json(),
                 "queried": (await client.get("/count_queued?at_least=4")).json(),
+                "paused": (await client.post("/pause_generation")).status_code,
                 "refused": (await client.post("/count_queued", json={"at_least": "many"})).json()["message"],
             }
 
 if __name__ == "__main__":
-    with Engine(tp_size=2, dp_size=2) as engine:
+    with Engine(tp_size=2, dp_size=2, admin_api_key="only for what changes something") as engine:
         answers = engine._wait(engine.over_http())
         answers["called"] = engine.count_queued(at_least=2)
         answers["step"] = engine.transition([{"op": "count_queued", "at_least": 5}])["steps"][0]["reply"]
@@ -115,5 +116,7 @@ def test_it_is_asked_described_and_merged_with_no_further_edit(tmp_path: Path) -
     assert answers["queried"] == counted(8)
     assert answers["called"] == counted(4)
     assert answers["step"] == counted(10)
+    # Without the admin key, which this one does not need.
+    assert answers["paused"] == 401
     assert "Expected `int`, got `str` - at `$.at_least`" in answers["refused"]
     assert answers["described"]["summary"] == "Count what waits."

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ebbtide.srt.entrypoints.http_answers import error_answer
+from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS
 from ebbtide.srt.server_args import ServerArgs
 
 
@@ -53,6 +54,7 @@ _NORMAL_PATHS = frozenset(
         "/load",
         "/get_weight_version",
         "/memory_occupation",
+        *(kind.row.path for kind in CONTROL_REQUESTS if not kind.row.is_admin),
     }
 )
 _NORMAL_FOLDERS = ("/v1/", "/inference/v1/", "/skyrl/v1/")
