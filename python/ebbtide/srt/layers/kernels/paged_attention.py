@@ -24,8 +24,11 @@ from torch import Tensor
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
 MAX_SPLITS = 16
-# The least that a product on tensor cores takes.
-_MIN_ROWS = 16
+# Parts of a batch begin anywhere: one kernel serves them all.
+_UNALIGNED = ["q_indptr", "kv_indptr", "kv_indices", "last_page_len"]
+# Rows of a tile: the least that a product on tensor cores takes, and what prompts take. There are no sizes
+# between: each would be compiled when a step first needs it.
+_FEW_ROWS, _MANY_ROWS = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ def attend(
     num_tokens, num_q_heads, head_dim = q_TNH.shape
     num_requests, num_kv_heads = len(pages.last_page_len_R), k_PSKH.shape[2]
     num_rows = pages.most_new * (num_q_heads // num_kv_heads)
-    block_rows = max(_MIN_ROWS, min(64, triton.next_power_of_2(num_rows)))
+    block_rows = _FEW_ROWS if num_rows <= _FEW_ROWS else _MANY_ROWS
     block_dims = max(16, triton.next_power_of_2(head_dim))
     splits = _num_splits(num_requests * num_kv_heads, q_TNH.device) if pages.most_new == 1 else 1
     parts_CTNH, sums_CTN = out_TNH, out_TNH
@@ -123,7 +126,7 @@ def _num_splits(num_programs: int, device: torch.device) -> int:
     return min(MAX_SPLITS, 1 << (wanted - 1).bit_length())
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_UNALIGNED)
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
@@ -211,7 +214,7 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + q_row[:, None] * HEAD_DIM + dim, out, mask=present[:, None] & in_head)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["q_indptr"])
 def _combine(  # type: ignore[no-untyped-def]
     part_ptr,
     sum_ptr,

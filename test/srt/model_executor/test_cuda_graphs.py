@@ -1,0 +1,116 @@
+"""On a GPU: models by every attention backend, their decode steps captured and not; the graphs' memory."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.checkpoints import GEMMA2, GEMMA3, make_checkpoint
+from fixtures.model_runs import Run, RunnerDriver
+from fixtures.references import Reference
+
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.model_executor import graph_runner
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+PROMPTS = [list(b"The tide turns twice a day, and the marsh knows it."), list(b"Ebb"), list(range(90, 140))]
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen3-groups-of-3": ("Qwen3ForCausalLM", {"num_attention_heads": 6, "hidden_size": 96}),
+    "gemma2": ("Gemma2ForCausalLM", GEMMA2),
+    "gemma3": ("Gemma3ForCausalLM", GEMMA3),
+}
+
+
+def run(path: Path, **server_args: Any) -> tuple[RunnerDriver, list[Run]]:
+    driver = RunnerDriver(path, device="cuda", max_total_tokens=4096, **server_args)
+    runs = [driver.start(prompt, logprobs=LogprobSpec(start=0)) for prompt in PROMPTS]
+    driver.generate(runs, 24, chunk=19)
+    return driver, runs
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize(
+    ("backend", "dtype", "head_dim", "tolerance"),
+    [
+        ("flashinfer", "bfloat16", 128, 0.1),
+        ("triton", "bfloat16", 128, 0.1),
+        ("triton", "float32", 80, 1e-3),
+    ],
+)
+def test_what_graphs_generate_is_what_transformers_expects(
+    name: str, backend: str, dtype: str, head_dim: int, tolerance: float, tmp_path: Path
+) -> None:
+    architecture, options = CHECKPOINTS[name]
+    path = make_checkpoint(tmp_path, architecture, dtype=dtype, **{**options, "head_dim": head_dim})
+    reference = Reference(path)
+
+    driver, runs = run(path, attention_backend=backend)
+    _, eager = run(path, attention_backend=backend, disable_cuda_graph=True)
+
+    assert driver.runner.graphs is not None
+    for captured, plain in zip(runs, eager, strict=True):
+        for one in (captured, plain):
+            expected = reference.logprobs(one.token_ids)
+            ours = torch.tensor([entry.token for entry in one.prompt_logprobs + one.logprobs])
+            rows = torch.arange(len(one.token_ids) - 1)
+            difference = (ours - expected[rows, torch.tensor(one.token_ids[1:])]).abs()
+            assert difference.mean() < tolerance
+    if dtype == "float32":
+        assert [one.output_ids for one in runs] == [one.output_ids for one in eager]
+
+
+def test_a_shape_that_flashinfer_does_not_take_is_served_with_graphs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint(tmp_path, "LlamaForCausalLM", dtype="bfloat16", head_dim=96)
+
+    driver, _ = run(path)
+
+    assert driver.runner.graphs is not None
+    assert "attention by TritonAttention instead" in caplog.text
+
+
+def test_scratch_memory_that_is_too_small_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = make_checkpoint(tmp_path, "LlamaForCausalLM", dtype="bfloat16", head_dim=128)
+    _, expected = run(path, cuda_graph_max_bs=512, max_running_requests=1024)
+    monkeypatch.setattr(graph_runner, "SCRATCH_MARGIN_BYTES", 0)
+    monkeypatch.setattr(graph_runner.DecodeGraphs, "_warm_up", smaller(graph_runner.DecodeGraphs._warm_up))
+
+    driver, runs = run(path, cuda_graph_max_bs=512, max_running_requests=1024)
+
+    assert "captured again" in caplog.text
+    assert driver.runner.graphs is not None
+    assert [one.output_ids for one in runs] == [one.output_ids for one in expected]
+
+
+def smaller(warm_up: Any) -> Any:
+    """The same warm-up, and next to none of the scratch that it measured."""
+
+    def run_and_forget(graphs: graph_runner.DecodeGraphs) -> int:
+        warm_up(graphs)
+        return 1 << 20
+
+    return run_and_forget
+
+
+def test_a_device_without_room_for_graphs_names_the_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, "LlamaForCausalLM", dtype="bfloat16", head_dim=128)
+    # More than any device has.
+    monkeypatch.setattr(graph_runner, "SCRATCH_MARGIN_BYTES", 1 << 40)
+
+    with pytest.raises(ConfigurationError, match=r"no room for CUDA graphs .* lower cuda_graph_max_bs"):
+        run(path)
