@@ -27,9 +27,9 @@ from torch import Tensor
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.kernel_cache import add_scripts_to_path
+from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
     DevicePages,
-    HeadShape,
     HostLens,
     PagedKernel,
     Workspace,
@@ -38,7 +38,7 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
     partial_bytes,
     prefill_kernel,
 )
-from ebbtide.srt.layers.rotary import Rope
+from ebbtide.srt.layers.heads import Rope
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 _cuda: Any = torch.cuda
@@ -329,7 +329,9 @@ def open_bench(args: Any, sizes: Sizes) -> Bench:
     if torch_device.type == "cpu":
         reference = ReferenceKernel(sizes)
         return Bench(sizes, device, torch_device, reference, reference, args.runs)
-    shape = HeadShape(sizes.num_q_heads, sizes.num_kv_heads, sizes.head_dim, sizes.page_size, torch.bfloat16)
+    kind, dtype = AttentionKind(sizes.head_dim**-0.5), torch.bfloat16
+    heads = (sizes.num_q_heads, sizes.num_kv_heads, sizes.head_dim)
+    shape = AttentionShape(*heads, sizes.page_size, dtype, dtype, (kind,))
     started = time.perf_counter()
     add_scripts_to_path()
     specs = [spec for spec in module_specs(shape, torch_device).values() if not spec.is_compiled]
@@ -337,7 +339,7 @@ def open_bench(args: Any, sizes: Sizes) -> Bench:
         list(threads.map(lambda spec: spec.build(verbose=False), specs))
     print(f"compiled {len(specs)} modules in {time.perf_counter() - started:.0f} s", flush=True)
     room = torch.zeros(partial_bytes(shape, torch_device), dtype=torch.uint8, device=torch_device)
-    decode, prefill = (make(shape, Workspace(room)) for make in (decode_kernel, prefill_kernel))
+    decode, prefill = (make(shape, kind, Workspace(room)) for make in (decode_kernel, prefill_kernel))
     return Bench(sizes, device, torch_device, decode, prefill, args.runs)
 
 

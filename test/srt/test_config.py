@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import pickle
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,30 @@ def test_the_gpus_of_all_ranks_of_a_node_must_be_there(folder: Path, monkeypatch
     assert "4 ranks on this node (tp_size=4" in refused(folder, tp_size=4, base_gpu_id=1)
     assert "need 5 visible GPUs, found 4" in refused(folder, tp_size=4, base_gpu_id=1)
     assert "need 7 visible GPUs, found 4" in refused(folder, tp_size=2, dp_size=2, gpu_id_step=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "largest"),
+    [
+        ({}, 512),
+        ({"max_running_requests": 37}, 37),
+        ({"max_running_requests": 1024}, 512),
+        ({"max_running_requests": 1024, "cuda_graph_max_bs": 1000}, 1000),
+    ],
+    ids=str,
+)
+def test_graphs_cover_what_may_run_and_lie_close_together(
+    arguments: dict[str, Any], largest: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+
+    sizes = resolved(folder, **arguments).runtime.cuda_graph_bs
+
+    assert (sizes[0], sizes[-1]) == (1, largest)
+    assert all(bigger - size <= max(8, size / 16) for size, bigger in pairwise(sizes))
 
 
 @pytest.mark.parametrize("name", ["api_key", "admin_api_key"])
