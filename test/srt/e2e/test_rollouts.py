@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import EOS_ID, make_checkpoint
+from fixtures.checkpoints import EOS_ID, GEMMA3, make_checkpoint
 from fixtures.engines import Engines
 from fixtures.references import Reference
 
@@ -31,7 +31,10 @@ def engines() -> Iterator[Engines]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("sharded"), "Qwen3ForCausalLM", seed=5, shards=2)
+    """Some layers see a window that is shorter than most prompts, the others everything."""
+    return make_checkpoint(
+        tmp_path_factory.mktemp("sharded"), "Gemma3ForCausalLM", seed=5, shards=2, **GEMMA3
+    )
 
 
 @pytest.fixture(scope="module")
