@@ -1,5 +1,6 @@
 """The error tree: the caller's fault (refused, nothing changed), the device's limit, and our own failures."""
 
+import traceback
 from typing import Any
 
 
@@ -77,3 +78,10 @@ def error_body(message: str, status: int, **fields: Any) -> dict[str, Any]:
         **fields,
         "error": {"message": message, "type": kind, "code": status},
     }
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Let an error go on without what it holds: the frames that failed may hold tensors of a sender."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

@@ -24,7 +24,7 @@ LOOKED_AT_ONCE = 64
 SLICE_BYTES = 64 << 20
 # At the speed of pageable memory, about what a forward pass can be kept waiting for.
 TRANSFER_BYTES = 16 << 20
-# Of what a message repeats of a sender's names and shapes.
+# So much of a sender's names and shapes is repeated in a message.
 MAX_TEXT = 200
 # Narrower floating types mean nothing without the scales that belong to them.
 CONVERTIBLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

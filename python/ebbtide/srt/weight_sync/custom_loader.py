@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,7 +15,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.errors import ConfigurationError, RequestRejected, drop_frames
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.model_executor.weight_store import WeightStore
 
@@ -94,7 +93,7 @@ class CustomLoader:
         except (Exception, SystemExit) as error:
             logger.error("the custom weight loader %s failed", self.path, exc_info=error)
             problem = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARS]
-            _let_go(error)
+            drop_frames(error)
         finally:
             named_tensors.clear()
         if problem is not None:
@@ -129,11 +128,3 @@ def _imported(path: str) -> Callable[[StagedModel, NamedTensors], object]:
         raise ConfigurationError(f"custom_weight_loader: {path} has to be a plain function: {function!r}")
     called: Callable[[StagedModel, NamedTensors], object] = function
     return called
-
-
-def _let_go(error: BaseException) -> None:
-    """Of the sender's memory: the frames that failed may hold tensors."""
-    failed: BaseException | None = error
-    while failed is not None:
-        traceback.clear_frames(failed.__traceback__)
-        failed = failed.__context__

@@ -42,7 +42,7 @@ class BroadcastSource(WeightSource):
     def can_receive_in_place(self, device: torch.device) -> bool:
         """Whether tensors can be received where they belong on this device, rather than be copied there."""
         names = {entry.name for entry in self.entries}
-        # Of two tensors for one place the later one counts: copied in order they are.
+        # The later one of two tensors for one place counts, and so it does if they are copied in order.
         is_simple = len(names) == len(self.entries) > 0 and not self._as_bucket
         return is_simple and self._group.device.type == device.type
 

@@ -104,7 +104,7 @@ def _decode_all(pickled: bytes, tp_rank: int, memory: BorrowedMemory) -> Generat
                 raise RequestRejected(
                     f"{item[0][:200]}: {len(values)} ranks' tensors were sent, this is rank {tp_rank}"
                 )
-            # Of the same budget: a short payload can name a long pickle any number of times.
+            # All of them share a budget: a short payload can name a long pickle any number of times.
             value = yield from decode_by_slices(raw_pickle(values[tp_rank]), memory.note, budget)
             decoded[index] = (item[0], value)
     return decoded

@@ -22,7 +22,7 @@ _HANDLE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 _COUNTER_FILE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+(?:_[0-9]+)?")
 NUM_COUNTERS: Final = 10_000
 _EVENT_BYTES: Final = 64
-# Of the arguments of rebuild_cuda_tensor.
+# These are arguments of rebuild_cuda_tensor.
 _DEVICE_SLOT: Final = 6
 # A handle of the driver, bare or behind two bytes that say so; or a longer list of an expandable segment.
 _DRIVER_HANDLE_BYTES: Final = 64

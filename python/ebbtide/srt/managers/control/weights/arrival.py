@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
+import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.errors import RequestRejected, drop_frames
 from ebbtide.srt.managers.control.pace import Pace, Wake, look_until
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import (
@@ -21,10 +21,12 @@ from ebbtide.srt.managers.control.ports import (
     Weights,
     Work,
 )
+from ebbtide.srt.managers.control.weights.commit_terms import check_fields
 from ebbtide.srt.managers.control.weights.session import WeightSession
-from ebbtide.srt.managers.control.weights.terms import check_fields, refuse_problems, summary_of
 from ebbtide.srt.managers.io_struct import Refusal, UpdateWeightsFromIPCReqInput, WeightUpdateRequest
 from ebbtide.srt.managers.wire.reply_merging import merge_refusals
+
+MAX_ERRORS: Final = 20
 
 
 class Arrivals:
@@ -64,7 +66,7 @@ class Arrivals:
             try:
                 check_fields(request)
                 self._check(request)
-                refuse_problems(incoming)
+                _refuse_problems(incoming)
             except RequestRejected as refusal:
                 return _Heard(incoming, refusal=refusal)
             return _Heard(incoming)
@@ -141,7 +143,7 @@ class _Heard:
 
     @property
     def fact(self) -> _Fact:
-        summary = "the end" if self.incoming is None else summary_of(self.incoming)
+        summary = "the end" if self.incoming is None else _summary_of(self.incoming)
         if self.refusal is None:
             return summary, None
         return summary, (self.refusal.message, self.refusal.status, self.refusal.fields)
@@ -205,7 +207,7 @@ class Pieces:
         self._heard = _Heard(incoming)
         if incoming is not None:
             try:
-                refuse_problems(incoming)
+                _refuse_problems(incoming)
             except RequestRejected as refusal:
                 self._heard = _Heard(incoming, refusal=refusal)
         return self._heard
@@ -229,6 +231,25 @@ class Pieces:
             while True:
                 yield from look_until(self._sender.poll, self._wake)
                 self._sender.answer(problem)
+
+
+def _summary_of(incoming: IncomingWeights) -> str:
+    """What must be the same on every rank."""
+    names = zlib.crc32("\n".join(sorted(incoming.names)).encode())
+    return f"{incoming.num_tensors} tensors ({incoming.num_ignored} ignored, names {names:08x})"
+
+
+def _refuse_problems(incoming: IncomingWeights) -> None:
+    """Refuse tensors that do not fit the model, and list them."""
+    problems = incoming.problems
+    if problems:
+        listed = "; ".join(f"{problem['name']}: {problem['reason']}" for problem in problems[:MAX_ERRORS])
+        raise RequestRejected(
+            f"{len(problems)} of {incoming.num_tensors + incoming.num_ignored} tensors do not fit the model, "
+            f"nothing was written: {listed}",
+            errors=problems[:MAX_ERRORS],
+            num_errors=len(problems),
+        )
 
 
 def _loss(overwritten: frozenset[str]) -> str:
@@ -275,13 +296,6 @@ def _failure_of(work: Work[None]) -> Work[Exception | None]:
             except OutOfStep:
                 raise
             except Exception as error:
-                _let_go(error)
+                drop_frames(error)
                 return error
             yield progress
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Of the sender's memory: the frames that failed may hold tensors, and the error is kept for a while."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__

@@ -247,7 +247,7 @@ class WeightSession:
     def _copy(self, incoming: IncomingWeights, staging: Staging) -> Work[int]:
         if not self.is_staged:
             yield from self._lose(incoming)
-        self._is_spoilt = incoming.needs_copy  # Until it is written and let go of, on all ranks.
+        self._is_spoilt = incoming.needs_copy  # Until it is written whole, on all ranks.
         kind = Activity.COPYING if self.is_staged else Activity.WORKING
         copying = self._pace.turns(incoming.write(staging), kind, self.stall, self._weights.copies)
         (num_bytes, _), found = yield from self._ranks.survey(kind, copying, lambda _: incoming.nonfinite())

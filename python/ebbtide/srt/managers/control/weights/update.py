@@ -11,6 +11,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Final
 
 from msgspec import structs
@@ -34,17 +35,18 @@ from ebbtide.srt.managers.control.ports import (
     Work,
 )
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces
-from ebbtide.srt.managers.control.weights.commit_conditions import CAUSE, CommitConditions
-from ebbtide.srt.managers.control.weights.groups import GroupRequests
-from ebbtide.srt.managers.control.weights.reading import WeightReading
-from ebbtide.srt.managers.control.weights.session import WeightSession
-from ebbtide.srt.managers.control.weights.terms import (
+from ebbtide.srt.managers.control.weights.commit_terms import (
+    CAUSE,
+    CommitConditions,
     CommitTerms,
     check_fields,
     folder_of,
     mode_of,
     version_of,
 )
+from ebbtide.srt.managers.control.weights.groups import GroupRequests
+from ebbtide.srt.managers.control.weights.reading import WeightReading
+from ebbtide.srt.managers.control.weights.session import WeightSession
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     AnyReply,
@@ -106,7 +108,7 @@ class WeightUpdates:
         self._requests = requests
         self._operations = operations
         self._ranks = ranks
-        self._pace = pace
+        self._new_session = partial(WeightSession, weights, memory.content, ranks, pace)
         self._set_deadline = set_deadline
         self._session: WeightSession | None = None
         self._why_closed = "none was begun"
@@ -327,8 +329,8 @@ class WeightUpdates:
         session.version = version_of(request) or session.version
         session.folder = folder_of(request) or session.folder
         num_tensors, num_ignored, num_bytes = map(operator.sub, session.counts, before)
-        counts = (num_tensors, num_ignored, num_bytes)
-        return session.reply(self.version, f"Staged {num_tensors} tensors.", counts, is_committed=False)
+        message, counts = f"Staged {num_tensors} tensors.", (num_tensors, num_ignored, num_bytes)
+        return session.reply(self.version, message, counts, is_committed=False)
 
     def _begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         try:
@@ -441,9 +443,6 @@ class WeightUpdates:
             why = self._why_closed if self._session is None else "another session is open"
             raise RequestRejected(f"the session {request.session_id[:200]!r} is not open ({why})", status)
 
-    def _new_session(self, deadline_id: str | None = None, session_id: str | None = None) -> WeightSession:
-        return WeightSession(self._weights, self._content, self._ranks, self._pace, deadline_id, session_id)
-
     def _refuse_second_session(self) -> None:
         if self._session is not None:
             raise RequestRejected(
@@ -488,8 +487,8 @@ class WeightUpdates:
         self._why_closed = why
         for kind in (WeightUpdateRequest, EndWeightUpdateReqInput):
             status = 409 if kind is EndWeightUpdateReqInput else 400
-            refusal = RequestRejected(f"the weight update session was discarded: {why}", status)
-            self._operations.cancel(kind, refusal)
+            message = f"the weight update session was discarded: {why}"
+            self._operations.cancel(kind, RequestRejected(message, status))
         session.close()
 
     def _end_for_release(self) -> None:

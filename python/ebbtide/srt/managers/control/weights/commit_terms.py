@@ -1,18 +1,67 @@
-"""Which state an update may be committed in, and what its commit does with the requests that run."""
+"""On what terms an update is committed, and what these ask of the engine's state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import Activity, Requests
-from ebbtide.srt.managers.control.weights.terms import CommitTerms
-from ebbtide.srt.managers.io_struct import PauseMode
+from ebbtide.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    PauseMode,
+    UpdateWeightFromDiskReqInput,
+    WeightUpdateRequest,
+)
 
 CAUSE = "a weight update"
+
+
+@dataclass(frozen=True)
+class CommitTerms:
+    """On what terms a session is committed.
+
+    Attributes:
+        mode: what becomes of running requests if nobody has paused them.
+        version: None keeps the one that serves.
+    """
+
+    mode: PauseMode
+    flush_cache: bool
+    version: str | None
+
+
+def check_fields(
+    request: WeightUpdateRequest | BeginWeightUpdateReqInput | EndWeightUpdateReqInput,
+) -> None:
+    """Refuse values that no state allows."""
+    if not isinstance(request, EndWeightUpdateReqInput) and request.selector == "draft":
+        raise RequestRejected("selector 'draft': there is one model, expected 'target' or 'all'")
+    if request.timeout_s is not None and not request.timeout_s >= 0:
+        raise RequestRejected(f"timeout_s: expected 0 or more seconds, got {request.timeout_s}")
+
+
+def mode_of(request: WeightUpdateRequest | EndWeightUpdateReqInput) -> PauseMode:
+    """What the request asks to do with running requests, if nobody has paused them."""
+    if isinstance(request, WeightUpdateRequest) and request.abort_all_requests:
+        return PauseMode.ABORT
+    return request.pause_mode if request.pause_mode is not None else PauseMode.WAIT
+
+
+def version_of(request: WeightUpdateRequest | EndWeightUpdateReqInput) -> str | None:
+    """The version that it gives the weights; None leaves it as it is."""
+    return None if request.weight_version is None else str(request.weight_version)
+
+
+def folder_of(request: WeightUpdateRequest) -> tuple[str, str] | None:
+    """(model_path, load_format) where the weights come from a folder."""
+    if isinstance(request, UpdateWeightFromDiskReqInput):
+        return request.model_path, request.load_format or "auto"
+    return None
 
 
 class CommitConditions:
