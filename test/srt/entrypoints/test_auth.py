@@ -15,12 +15,15 @@ from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENT
 from ebbtide.srt.entrypoints.http_server import create_app
 from ebbtide.srt.server_args import ServerArgs
 
-OPEN = ["/health", "/health_generate", "/ready", "/metrics"]
+OPEN = ["/health", "/liveness", "/health_generate", "/ready", "/metrics"]
 NORMAL = ["/generate", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/loads", "/get_load"]
 NORMAL += ["/model_info", "/get_model_info", "/server_info", "/get_server_info"]
 NORMAL += ["/get_weight_version", "/memory_occupation", "/tokenize", "/v1/tokenize", "/detokenize"]
+NORMAL += ["/is_paused", "/is_sleeping", "/weight_info", "/get_world_size", "/get_world_size/", "/version"]
+NORMAL += ["/load", "/inference/v1/generate", "/skyrl/v1/generate"]
 CONTROL = [*CONTROL_ROUTES, "/transition", "/", "/nowhere", "/weights_checker"]
-CONTROL += [path for path in NOT_IMPLEMENTED if "/v1/" not in path]
+CONTROL += ["/pause", "/sleep/", "/collective_rpc", "/inference/v1/abort_requests", "/update_weights"]
+CONTROL += [path for path in NOT_IMPLEMENTED if not path.startswith("/v1/")]
 
 
 class Service:

@@ -39,6 +39,8 @@ _OPEN_PATHS = frozenset(
 _NORMAL_PATHS = frozenset(
     {
         "/generate",
+        "/inference/v1/generate",
+        "/skyrl/v1/generate",
         "/tokenize",
         "/detokenize",
         "/model_info",
@@ -57,8 +59,6 @@ _NORMAL_PATHS = frozenset(
         *(kind.row.path for kind in CONTROL_REQUESTS if not kind.row.is_admin),
     }
 )
-_NORMAL_FOLDERS = ("/v1/", "/inference/v1/", "/skyrl/v1/")
-_CONTROL_PATHS = frozenset({"/inference/v1/abort_requests"})
 
 
 def access_of(path: str) -> Access:
@@ -66,8 +66,7 @@ def access_of(path: str) -> Access:
     path = path.rstrip("/")
     if path in _OPEN_PATHS:
         return Access.OPEN
-    is_normal = path in _NORMAL_PATHS or path.startswith(_NORMAL_FOLDERS)
-    return Access.NORMAL if is_normal and path not in _CONTROL_PATHS else Access.CONTROL
+    return Access.NORMAL if path in _NORMAL_PATHS or path.startswith("/v1/") else Access.CONTROL
 
 
 @dataclass(frozen=True)
