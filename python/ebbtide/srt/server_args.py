@@ -33,11 +33,8 @@ class Arg:
 
 
 _DTYPES = ("auto", "float32", "float", "float16", "half", "bfloat16", "bf16")
-OWN_SCHEDULE_POLICIES = ("fcfs", "lpm")
-_OTHER_SCHEDULE_POLICIES = (
-    *("random", "dfs-weight", "lof", "priority"),
-    *("routing-key", "hrrn", "shortest-prefill-first"),
-)
+OWN_SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "priority", "random")
+_OTHER_SCHEDULE_POLICIES = ("routing-key", "hrrn", "shortest-prefill-first")
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -145,7 +142,8 @@ class ServerArgs(SglangArguments):
     schedule_policy: Annotated[
         str,
         Arg(
-            "Order of waiting requests: arrival, or longest cached prefix (the other names are fcfs).",
+            "Order of waiting requests: arrival, longest cached prefix, prefixes shared by most, longest "
+            "output, the field priority, or random (the other names are fcfs).",
             choices=(*OWN_SCHEDULE_POLICIES, *_OTHER_SCHEDULE_POLICIES),
         ),
     ] = "fcfs"

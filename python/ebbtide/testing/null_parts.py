@@ -315,6 +315,9 @@ class NullWeights:
         self.groups.discard(name)
         return lambda: True
 
+    def stored_as(self, name: str) -> str:
+        return name
+
     def read(self, name: str, max_rows: int) -> list[Any]:
         if name not in self.names:
             raise RequestRejected(f"the model has no parameter {name!r}")

@@ -16,6 +16,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseGenerationReqOutput,
     PauseMode,
 )
+from ebbtide.srt.server_args import OWN_SCHEDULE_POLICIES
 from ebbtide.testing import NullRunner, SchedulerHarness, default_schedule
 
 
@@ -51,10 +52,11 @@ def test_requests_whose_next_token_depends_on_all_before_run_beside_others() -> 
     assert harness.outputs[plain].token_ids == expected_tokens(2, 20)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+@pytest.mark.parametrize("policy", OWN_SCHEDULE_POLICIES)
 @pytest.mark.parametrize("chunk", [None, 1, 5, 16])
 def test_chunking_and_policy_do_not_change_outputs(policy: str, chunk: int | None) -> None:
-    harness = SchedulerHarness(schedule=default_schedule(chunked_prefill_size=chunk, policy=policy))
+    schedule = default_schedule(chunked_prefill_size=chunk, policy=policy, max_running_requests=3)
+    harness = SchedulerHarness(schedule=schedule, num_ranks=2)
     rids = [harness.generate(prompt_of(30, index % 3), seed=index) for index in range(8)]
     harness.run_until_idle()
     assert [harness.outputs[rid].token_ids for rid in rids] == [expected_tokens(s, 16) for s in range(8)]

@@ -53,6 +53,13 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_an_output_layer_that_is_tied_reads_as_the_embedding(tmp_path: Path) -> None:
+    tied, _ = open_store(make_checkpoint(tmp_path, "Qwen3ForCausalLM", tied=True))
+    assert tied.stored_as("lm_head.weight") == EMBED
+    assert torch.equal(tied.read("lm_head.weight", 3), tied.read(EMBED, 3))
+    tied.arena.close()
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_tensor_of_a_checkpoint_reads_back_bit_for_bit(

@@ -226,4 +226,5 @@ class Scheduler:
             namespace=message.cache_namespace,
             arrival_s=message.arrival_s,
             stop_strings=stop_strings,
+            priority=message.priority,
         )

@@ -289,11 +289,16 @@ class WeightStore:
         self.arena.swap(shadow)
         self.generation += 1
 
+    def stored_as(self, name: str) -> str:
+        """The name under which a tensor is read: the embedding's for an output layer that is tied to it."""
+        return self._model.stored_as(name)
+
     def read(self, name: str, max_rows: int) -> Tensor:
         """The first rows of a whole tensor by its checkpoint name, as float32; RequestRejected if unknown.
 
         All ranks of the group call it in the same turn.
         """
+        name = self.stored_as(name)
         if name not in self._placements:
             raise RequestRejected(f"the model has no parameter {name!r}")
         mine, placement = self._region(name, None), self._placements[name]

@@ -122,6 +122,10 @@ class CausalLM(nn.Module, ABC):
     def checkpoint_map(self) -> WeightMap:
         """Every tensor that a checkpoint of this model must hold, and where it goes."""
 
+    def stored_as(self, name: str) -> str:
+        """The checkpoint name of the tensor that the model uses for `name`; another where two are tied."""
+        return name
+
     @abstractmethod
     def ignored(self, name: str) -> bool:
         """Whether a checkpoint may hold this name although the model has no parameter for it."""

@@ -306,6 +306,9 @@ class DenseCausalLM(CausalLM):
         """Shard/fuse map of one layer, names relative to it."""
         return dense_layer_map(self.config)
 
+    def stored_as(self, name: str) -> str:
+        return "model.embed_tokens.weight" if self.config.tied and name == "lm_head.weight" else name
+
     def ignored(self, name: str) -> bool:
         return name.endswith(".rotary_emb.inv_freq") or (self.config.tied and name == "lm_head.weight")
 

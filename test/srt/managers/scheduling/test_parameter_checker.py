@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterator
 from typing import Any, TypeVar
 
@@ -121,7 +122,10 @@ def test_a_copy_stays_what_it_was() -> None:
     store.tensors["a"][5] += 1
     [error] = finish(snapshot.differences(()))[0]
     assert error["name"] == "a"
-    assert error["reason"].endswith("of 2002 bytes are not those of the snapshot")
+    assert re.fullmatch(r"\d of 2002 bytes are not .* the snapshot: max_abs_err=[\d.e+-]+", error["reason"])
+    store.tensors["a"][5] = float("nan")
+    [error] = finish(snapshot.differences(()))[0]
+    assert error["reason"].endswith("max_abs_err=nan")
     assert finish(snapshot.differences(["a"]))[0] == []
 
 

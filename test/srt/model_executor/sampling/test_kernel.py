@@ -253,6 +253,22 @@ def many_specs() -> list[SampleSpec]:
     ]
 
 
+def test_the_chosen_token_is_the_first_of_those_that_are_as_likely() -> None:
+    scores = torch.full((2, VOCAB), -3.0)
+    scores[:, [2, 2100, 4000]] = 4.0
+    specs = [
+        spec(temperature=0.0, logprobs=LogprobSpec(top=2)),
+        spec(temperature=0.7, top_k=3, logprobs=LogprobSpec(top=2)),
+    ]
+    result = run(Sampler(VOCAB, DEVICE, KernelChooser), scores, specs, DEVICE)
+    assert result.logprobs is not None
+    for token_id, entry in zip(result.token_ids, result.logprobs, strict=True):
+        assert entry is not None
+        assert entry.top is not None
+        assert entry.top[0][1] == token_id
+        assert len({other for _, other in entry.top}) == 2
+
+
 def test_steps_of_a_changing_batch_are_those_of_the_host() -> None:
     on_device, on_host = many_specs(), many_specs()
     sampler = Sampler(VOCAB, DEVICE, KernelChooser)

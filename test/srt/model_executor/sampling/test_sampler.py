@@ -199,6 +199,23 @@ def test_equal_scores_at_the_cut_keep_the_lowest_ids_in_any_batch() -> None:
     assert together == alone
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top", [1, 2, 3, VOCAB])
+def test_the_chosen_token_is_the_first_of_those_that_are_as_likely(temperature: float, top: int) -> None:
+    scores = torch.full((1, VOCAB), -3.0)
+    scores[0, [2, 5, 7, 10]] = 4.0
+    for seed in range(20):
+        each = spec(seed=seed, temperature=temperature, top_k=4, logprobs=LogprobSpec(top=top))
+        result = step(new_sampler(), scores, [each])
+        assert result.logprobs is not None
+        [entry] = result.logprobs
+        assert entry is not None
+        assert entry.top is not None
+        assert entry.top[0] == (entry.token, result.token_ids[0])
+        assert len({token_id for _, token_id in entry.top}) == top
+        assert [value for value, _ in entry.top] == sorted((value for value, _ in entry.top), reverse=True)
+
+
 def test_top_k_beyond_the_vocabulary_is_off() -> None:
     scores = logits(1)
 

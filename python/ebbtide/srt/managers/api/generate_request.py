@@ -87,6 +87,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     extra_key: str | list[str | None] | None = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
+    priority: int | None = None
     timeout_s: float | None = None
 
 
@@ -317,6 +318,7 @@ class RequestNormalizer:
                 token_ids_logprob=own.token_ids_logprob if own.return_logprob else (),
                 cache_namespace=own.cache_namespace,
                 arrival_s=draft.arrival_s,
+                priority=request.priority or 0,
                 dp_rank=_pinned_to(request),
             )
 

@@ -533,6 +533,10 @@ class Weights(Protocol):
         """Begin to leave a group; what it returns tells whether it is left. None: there is none."""
         ...
 
+    def stored_as(self, name: str) -> str:
+        """The checkpoint name of the tensor that the model uses for this one; another where two are tied."""
+        ...
+
     def read(self, name: str, max_rows: int) -> list[Any]:
         """The first rows of a tensor by its checkpoint name.
 

@@ -125,15 +125,26 @@ class ParameterSnapshot:
         self._copies = copies
 
     def differences(self, skipped: Sequence[str]) -> Generator[int, None, list[dict[str, str]]]:
-        """The parameters that are not bit for bit as they were, as `{"name", "reason"}`."""
+        """The parameters that are not bit for bit as they were, as `{"name", "reason"}`.
+
+        A reason gives the largest difference of two elements, `max_abs_err`; NaN where one of them is.
+        """
         found: list[dict[str, str]] = []
         for name, parameter in _without(skipped, self._store):
-            num_different = 0
+            num_different, max_abs_err = 0, 0.0
             for piece, copy in zip(_pieces(parameter), self._copies[name], strict=True):
-                num_different += int((piece != copy.to(piece.device)).sum())
+                before = copy.to(piece.device)
+                num_here = int((piece != before).sum())
+                if num_here:
+                    error = (piece.view(parameter.dtype).float() - before.view(parameter.dtype).float()).abs()
+                    max_abs_err = float(torch.maximum(error.max().cpu(), torch.tensor(max_abs_err)))
+                num_different += num_here
                 yield len(piece)
             if num_different:
-                reason = f"{num_different} of {parameter.nbytes} bytes are not those of the snapshot"
+                reason = (
+                    f"{num_different} of {parameter.nbytes} bytes are not those of the snapshot: "
+                    f"max_abs_err={max_abs_err:g}"
+                )
                 found.append({"name": name, "reason": reason})
         return found
 

@@ -46,6 +46,7 @@ class Req:
     """A request from arrival to its last token.
 
     Attributes:
+        priority: with the policy of that name, higher ones are admitted first.
         arrival: position in the order of arrival; retracted requests come back in this order.
         namespace: the prefix cache's namespace of this request, without the weight version.
         cached_tokens: prompt tokens taken from the prefix cache at the first prefill; None before it.
@@ -65,6 +66,7 @@ class Req:
     namespace: Namespace
     arrival_s: float
     stop_strings: StopStringMatcher | None = None
+    priority: int = 0
 
     phase: Phase = Phase.WAITING
     kv: KVHold | None = None
@@ -95,6 +97,11 @@ class Req:
             self.input_logprobs += [
                 TokenLogprobs(token_id, None) for token_id in prompt_ids[logprobs.start : logprobs.start + 1]
             ]
+
+    @property
+    def num_to_come(self) -> int:
+        """Output tokens that it may still generate."""
+        return self.max_new_tokens - len(self.spec.output_ids)
 
     @property
     def num_tokens(self) -> int:

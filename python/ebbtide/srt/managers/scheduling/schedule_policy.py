@@ -16,6 +16,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.ports import ParkingPlan
 from ebbtide.srt.managers.scheduling.kv_versions import Commit, KVVersions
 from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
+from ebbtide.srt.managers.scheduling.waiting_order import WaitingOrder
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixCache
@@ -23,9 +24,6 @@ from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
-
-# Candidates that `lpm` compares per step: matching is the cost, and nobody waits on the order of the 200th.
-LPM_WINDOW = 128
 
 
 @dataclass(slots=True)
@@ -56,9 +54,9 @@ class GrowthReserve:
         self._page_size = page_size
         self._share = self.SHARE_AT_START
 
-    def pages(self, running: list[Req]) -> int:
-        remaining = sum(req.max_new_tokens - len(req.spec.output_ids) for req in running)
-        return int(self._share * remaining) // self._page_size
+    def pages(self, num_tokens: int) -> int:
+        """For so many tokens that running requests may still generate."""
+        return int(self._share * num_tokens) // self._page_size
 
     def note_step(self) -> None:
         self._share = max(self.SHARE_MIN, self._share * self.DECAY)
@@ -102,6 +100,7 @@ class SchedulePolicy:
         self._live: dict[str, Req] = {}
         self._num_in_flight = 0
         self._reserve = GrowthReserve(page_size)
+        self._order = WaitingOrder(config.policy)
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -282,10 +281,11 @@ class SchedulePolicy:
         if budget <= 0 or len(self.running) >= self.config.max_running_requests:
             return
         prefilling = {self._next_page_key(req) for req in self.running if not self._is_decoding(req)}
-        for req in self._candidates():
+        num_to_come = sum(req.num_to_come for req in self.running)
+        for req in self._order.candidates(self.waiting, self._matched):
             if budget <= 0 or len(self.running) >= self.config.max_running_requests:
                 return
-            hold = self._take_pages(req, prefilling)
+            hold = self._take_pages(req, prefilling, num_to_come)
             if hold is _DEFERRED:
                 continue
             if hold is None:
@@ -301,21 +301,19 @@ class SchedulePolicy:
             for version in self.kv_versions.versions(hold.lease.labels):
                 req.note_kv_used(version)
             prefilling.add(self._next_page_key(req))
+            num_to_come += req.num_to_come
             yield req
 
-    def _candidates(self) -> list[Req]:
-        if self.config.policy == "fcfs":
-            return list(self.waiting)
-        window = self.waiting[:LPM_WINDOW]
-        return sorted(window, key=lambda req: (req.num_retractions == 0, -self._num_matched(req)))
-
-    def _num_matched(self, req: Req) -> int:
+    def _matched(self, req: Req) -> list[int]:
+        """The cached pages that it could begin with."""
         tokens = req.tokens(0, req.num_tokens)
         lease = self.cache.match(self._namespace(req), tokens, req.reusable_tokens)
         lease.release()
-        return len(lease.pages)
+        return lease.pages
 
-    def _take_pages(self, req: Req, prefilling: set[tuple[object, ...]]) -> KVHold | _Deferred | None:
+    def _take_pages(
+        self, req: Req, prefilling: set[tuple[object, ...]], num_to_come: int
+    ) -> KVHold | _Deferred | None:
         """Pages for all tokens of a waiting request: cached ones first, then free ones. None: no room.
 
         A request whose next page is just being computed by another one waits for it: a group of samples of
@@ -331,7 +329,7 @@ class SchedulePolicy:
             return _DEFERRED
         num_needed = -(-len(tokens) // self.page_size) - len(lease.pages)
         num_free = self.allocator.num_free + self.cache.num_evictable_pages
-        if self.running and num_needed + self._reserve.pages(self.running) > num_free:
+        if self.running and num_needed + self._reserve.pages(num_to_come) > num_free:
             lease.release()
             return None
         pages = self._allocate(num_needed)

@@ -108,6 +108,9 @@ class EngineWeights:
         leaving = self._groups.leave(name, "destroy_weights_update_group")
         return None if leaving is None else lambda: leaving.is_done
 
+    def stored_as(self, name: str) -> str:
+        return self._store.stored_as(name)
+
     def read(self, name: str, max_rows: int) -> list[Any]:
         rows: list[Any] = self._store.read(name, max_rows).tolist()
         return rows

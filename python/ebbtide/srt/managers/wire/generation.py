@@ -17,6 +17,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
         logprob_start: first prompt position whose logprob is wanted; None for none of the prompt.
         cache_namespace: prefixes are shared only between requests with equal namespaces.
         max_new_tokens: how many tokens the context leaves room for, at most what was asked for.
+        priority: higher ones are admitted first, where the schedule policy is `priority`.
         arrival_s: when the request arrived, on the clock of `time.monotonic`.
         dp_rank: the replica that it is for; None as long as none has been chosen, or if there is only one.
     """
@@ -34,6 +35,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     token_ids_logprob: tuple[int, ...] = ()
     cache_namespace: tuple[str, ...] = ()
     arrival_s: float = 0.0
+    priority: int = 0
     dp_rank: int | None = None
 
 

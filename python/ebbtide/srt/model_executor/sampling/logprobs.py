@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,8 +29,15 @@ class LaunchedLogprobs:
     top: tuple[Tensor, Tensor] | None
     chosen: Tensor | None
 
-    def result(self, tokens_M: Sequence[float] | None = None) -> list[PositionLogprobs]:
-        """What was launched, once the device has run it."""
+    def result(
+        self, tokens_M: Sequence[float] | None = None, token_ids_M: Sequence[int] | None = None
+    ) -> list[PositionLogprobs]:
+        """What was launched, once the device has run it.
+
+        Args:
+            tokens_M: logprobs of the tokens at the positions, where they come separately.
+            token_ids_M: the tokens that were chosen there: each is the first among equals.
+        """
         if tokens_M is None:
             assert self.tokens_M is not None
             tokens_M = self.tokens_M.tolist()
@@ -38,6 +46,9 @@ class LaunchedLogprobs:
             values, ids = (each.tolist() for each in self.top)
             for result, spec, row_values, row_ids in zip(results, self.specs, values, ids, strict=True):
                 result.top = list(zip(row_values[: spec.top], row_ids[: spec.top], strict=True))
+            if token_ids_M is not None:
+                for result, token_id in zip(results, token_ids_M, strict=True):
+                    _put_first_among_equals(result, token_id)
         if self.chosen is not None:
             for result, spec, row_values in zip(results, self.specs, self.chosen.tolist(), strict=True):
                 result.chosen = row_values[: len(spec.token_ids)]
@@ -92,6 +103,17 @@ def alternatives(
         ids = upload(np.array(padded, dtype=np.int64), scores_MV.device)
         chosen = logprobs_of(scores_MV.gather(1, ids))
     return LaunchedLogprobs(specs, tokens_M, top, chosen)
+
+
+def _put_first_among_equals(logprobs: PositionLogprobs, token_id: int) -> None:
+    """Where scores are equal, `topk` and the choice may prefer different tokens. The others go by id."""
+    top = logprobs.top
+    if not top:
+        return
+    if top[-1][0] == logprobs.token and all(other != token_id for _, other in top):
+        top[-1] = (top[-1][0], token_id)
+    if any(value == following for (value, _), (following, _) in pairwise(top)):
+        top.sort(key=lambda entry: (-entry[0], entry[1] != token_id, entry[1]))
 
 
 def _finite(logprobs: Tensor) -> Tensor:

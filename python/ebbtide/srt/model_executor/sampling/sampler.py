@@ -48,6 +48,7 @@ class LaunchedSample:
     def result(self) -> Sampled:
         """Tokens and logprobs; to be called when what was launched up to `Sampler.launch` has run."""
         chosen = self._on_host
+        token_ids: list[int] = chosen.tokens_S.tolist()
         logprobs: list[PositionLogprobs | None] | None = None
         if self._logprobs is not None:
             logprobs = [None] * chosen.num_rows
@@ -55,9 +56,11 @@ class LaunchedSample:
             if chosen.has_logprobs:
                 tokens_S = chosen.logprobs_S.tolist()
                 tokens_M = [tokens_S[row] for row in self._logprob_rows]
-            for row, entry in zip(self._logprob_rows, self._logprobs.result(tokens_M), strict=True):
+            token_ids_M = [token_ids[row] for row in self._logprob_rows]
+            entries = self._logprobs.result(tokens_M, token_ids_M)
+            for row, entry in zip(self._logprob_rows, entries, strict=True):
                 logprobs[row] = entry
-        return Sampled(chosen.tokens_S.tolist(), logprobs)
+        return Sampled(token_ids, logprobs)
 
 
 class Sampler:

@@ -158,9 +158,9 @@ def _refusing(differences: Slices[list[dict[str, str]]]) -> Slices[None]:
     """Refused if there are any."""
     errors = yield from differences
     if errors:
-        names = ", ".join(error["name"] for error in errors[:MAX_NAMES])
+        told = ", ".join(f"{error['name']} ({error['reason']})" for error in errors[:MAX_NAMES])
         raise RequestRejected(
-            f"{len(errors)} parameters are not those of the snapshot: {names}",
+            f"{len(errors)} parameters are not those of the snapshot: {told}",
             400,
             errors=errors[:MAX_ERRORS],
             num_errors=len(errors),

@@ -15,6 +15,7 @@ from ebbtide.srt.managers.io_struct import (
     EndWeightUpdateReqInput,
     PauseMode,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
     WeightUpdateRequest,
 )
 
@@ -55,6 +56,14 @@ def mode_of(request: WeightUpdateRequest | EndWeightUpdateReqInput) -> PauseMode
 def version_of(request: WeightUpdateRequest | EndWeightUpdateReqInput) -> str | None:
     """The version that it gives the weights; None leaves it as it is."""
     return None if request.weight_version is None else str(request.weight_version)
+
+
+def announced_names(request: WeightUpdateRequest) -> frozenset[str] | None:
+    """What a request says that it is to write, whether that can be had or not."""
+    if not isinstance(request, UpdateWeightsFromDistributedReqInput):
+        return None
+    names = request.names if request.name is None else [request.name]
+    return None if names is None else frozenset(names)
 
 
 def folder_of(request: WeightUpdateRequest) -> tuple[str, str] | None:

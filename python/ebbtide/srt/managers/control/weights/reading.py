@@ -21,11 +21,12 @@ class WeightReading:
         """The first rows of a weight that serves."""
         if request.truncate_size < 0:
             raise RequestRejected(f"truncate_size: expected 0 or more rows, got {request.truncate_size}")
-        if request.name in self._weights.names:
+        name = self._weights.stored_as(request.name)
+        if name in self._weights.names:
             if MemoryTag.WEIGHTS in self._memory.released:
                 raise RequestRejected("the weights are released: resume them first", 409)
-            if request.name in self._memory.content.missing:
+            if name in self._memory.content.missing:
                 raise RequestRejected(
-                    f"{request.name} is stale: it was not written since the weights were resumed", 409
+                    f"{name} is stale: it was not written since the weights were resumed", 409
                 )
-        return GetWeightsByNameReqOutput(values=self._weights.read(request.name, request.truncate_size))
+        return GetWeightsByNameReqOutput(values=self._weights.read(name, request.truncate_size))

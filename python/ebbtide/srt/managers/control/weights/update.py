@@ -39,6 +39,7 @@ from ebbtide.srt.managers.control.weights.commit_terms import (
     CAUSE,
     CommitConditions,
     CommitTerms,
+    announced_names,
     check_fields,
     folder_of,
     mode_of,
@@ -136,7 +137,7 @@ class WeightUpdates:
 
     def update(self, request: WeightUpdateRequest) -> Operation:
         """One update: a session of its own, or a part of the open one."""
-        contents = Contents()
+        contents = Contents(announced_names(request))
         return self._noted(request, contents, self._guarded(self._update(request, contents)))
 
     def update_from_senders(self, request: UpdateWeightsFromIPCReqInput) -> Operation:
