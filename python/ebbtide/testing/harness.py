@@ -40,7 +40,9 @@ from ebbtide.srt.managers.scheduling.lockstep import (
 from ebbtide.srt.managers.scheduling.rank_messages import RankMessage, Tick
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
+from ebbtide.testing.null_chunks import NUM_WEIGHT_CHUNKS, PAGE_IDS, NullChunks
 from ebbtide.testing.null_parts import NullDevice, NullPageStore, NullRunner, NullWeights, null_memories
 
 Body = TypeVar("Body")
@@ -76,17 +78,24 @@ class NullRank:
         self.weights = NullWeights(self.runner)
         self.device = device
         self.table = PageTable(config.schedule.max_running_requests, -(-context_len // config.page_size))
+        memories = null_memories(device, self.weights, keeps_weights=keeps_weights)
+        self.chunks = NullChunks(memories[MemoryTag.KV_CACHE])
+        self.weights.take_chunks = self.chunks.take_spare
+        self.weights.return_chunks = self.chunks.return_spare
         parts = RankParts(
             runner=self.runner,
             num_pages=num_pages,
             table=self.table,
-            memories=null_memories(device, self.weights, keeps_weights=keeps_weights),
             page_store=NullPageStore(),
+            memories=memories,
             weights=self.weights,
             free_bytes=lambda: device.free_bytes,
             device="null",
             uuid=None,
             tokenizer=None,
+            page_ids=PAGE_IDS,
+            kv_memory=self.chunks,
+            num_weight_chunks=NUM_WEIGHT_CHUNKS,
         )
         self.scheduler = assemble_scheduler(config, parts, inbox, outputs)
 

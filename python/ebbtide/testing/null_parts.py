@@ -231,6 +231,7 @@ class NullWeights:
         nonfinite: what an update holds NaN in on this rank, where its manifest does not say.
         groups: that were joined.
         sender: of the updates that come piece by piece.
+        take_chunks, return_chunks: a copy takes what was lent for it, and returns that.
     """
 
     STEPS = (
@@ -250,6 +251,8 @@ class NullWeights:
     # More than a turn may launch beside any forward pass.
     BYTES_PER_PARAMETER = 1 << 40
 
+    requires_copy = False
+
     def __init__(self, runner: NullRunner, num_parameters: int = 4, num_staged: int = 1) -> None:
         self.names = frozenset(f"layer.{index}" for index in range(num_parameters))
         self.num_staged = num_staged
@@ -261,6 +264,8 @@ class NullWeights:
         self.nonfinite: list[str] = []
         self.groups: set[str] = set()
         self.sender = NullSender()
+        self.take_chunks: Callable[[], int] = lambda: 0
+        self.return_chunks: Callable[[int], None] = lambda num_chunks: None
         self.parameters = NullParameters(self)
 
     def fail_at(self, step: str) -> None:
@@ -295,12 +300,13 @@ class NullWeights:
         self.fail_at("open")
         return _NullConversation(self, self.sender)
 
-    def stage(self, *, in_place: bool, may_burst: bool = False) -> Slices[Staging]:
+    def stage(self, *, in_place: bool, may_burst: bool = False, is_last: bool = True) -> Slices[Staging]:
         num_staged = 0 if in_place or may_burst else self.num_staged
         for _ in range(num_staged):
             yield from self.slice()
             self.fail_at("stage")
-        return _NullStaging(self, is_staged=num_staged > 0)
+        is_staged = num_staged > 0
+        return _NullStaging(self, is_staged=is_staged, num_chunks=self.take_chunks() if is_staged else 0)
 
     @property
     def group_names(self) -> list[str]:
@@ -395,8 +401,9 @@ class _NullConversation:
 
 
 class _NullStaging:
-    def __init__(self, weights: NullWeights, *, is_staged: bool) -> None:
+    def __init__(self, weights: NullWeights, *, is_staged: bool, num_chunks: int) -> None:
         self.is_staged = is_staged
+        self._num_chunks = num_chunks
         self.values: dict[str, int | None] = {}
         self._weights = weights
 
@@ -425,12 +432,16 @@ class _NullStaging:
         self._weights.fail_at("commit")
         self._weights.write(self.values)
 
+    def repay(self) -> None:
+        self._weights.return_chunks(self._num_chunks)
+        self._num_chunks = 0
+
     def release(self) -> Slices[None]:
         yield from self._weights.slice()
         self._weights.fail_at("give_back")
 
     def close(self) -> None:
-        """Nothing is held."""
+        self.repay()
 
 
 class _NullIncoming:

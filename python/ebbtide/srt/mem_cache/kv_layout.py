@@ -23,6 +23,8 @@ CUDA_MIN_RUN_BYTES = 2 << 20
 # Each chunk costs a call to map and, where it is made accessible, 30 microseconds of the driver's
 # (bench/gpu_kv_layout.py, on an H200).
 CUDA_MIN_CHUNK_BYTES = 256 << 20
+# Between the last page of a chunk and its end there is less than a page: at most 1/32 of the pool.
+MIN_CHUNK_PAGES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class KVLayout:
         num_layers, num_kv_heads, head_dim, dtype: of keys and of values; heads are those of this rank.
         page_size: tokens of a page.
         granularity: bytes; a chunk is a multiple of it.
-        min_chunk_bytes, min_run_bytes: the least size of a chunk, and of its part in one plane.
+        min_chunk_bytes, min_chunk_pages: the least size of a chunk.
+        min_run_bytes: the least size of a chunk's part in one plane.
     """
 
     num_layers: int
@@ -43,6 +46,7 @@ class KVLayout:
     dtype: torch.dtype
     granularity: int = 1
     min_chunk_bytes: int = 1
+    min_chunk_pages: int = 1
     min_run_bytes: int = 1
 
     @property
@@ -63,7 +67,11 @@ class KVLayout:
     @property
     def chunk_blocks(self) -> int:
         """Blocks that a chunk has room for: the distance from a page's id to that of its like in the next."""
-        least_bytes = max(self.min_chunk_bytes, self.num_planes * self.min_run_bytes, self.page_bytes)
+        least_bytes = max(
+            self.min_chunk_bytes,
+            self.num_planes * self.min_run_bytes,
+            self.min_chunk_pages * self.page_bytes,
+        )
         step = self.granularity // gcd(self.granularity, self.block_bytes)
         return round_up(-(-least_bytes // self.block_bytes), step)
 

@@ -64,6 +64,11 @@ class PageAllocator:
         return self._num_free
 
     @property
+    def num_withdrawn(self) -> int:
+        """Pages that are in withdrawn chunks."""
+        return self._total - self.num_pages
+
+    @property
     def pages_per_chunk(self) -> int:
         return self._ids.per_chunk
 

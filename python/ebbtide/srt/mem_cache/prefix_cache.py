@@ -8,7 +8,7 @@ after `publish` the request's pages are `lease.pages + pages[len(lease.pages):]`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Protocol
 
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
@@ -85,6 +85,17 @@ class PrefixCache(Protocol):
         """Give everything that no lease keeps back to the allocator; returns the number of pages."""
         ...
 
+    def evictable_pages(self) -> Iterator[int]:
+        """The pages that no lease keeps."""
+        ...
+
+    def drop(self, pages: Set[int]) -> int:
+        """Give these evictable pages back to the allocator, and those behind them; returns how many.
+
+        A prefix ends before the first page that is dropped of it.
+        """
+        ...
+
 
 class NoPrefixCache:
     """The cache that keeps nothing: leases are empty, and requests keep all their pages.
@@ -115,5 +126,13 @@ class NoPrefixCache:
         return 0
 
     def flush(self) -> int:
+        """Nothing to free."""
+        return 0
+
+    def evictable_pages(self) -> Iterator[int]:
+        """There are none."""
+        return iter(())
+
+    def drop(self, pages: Set[int]) -> int:
         """Nothing to free."""
         return 0

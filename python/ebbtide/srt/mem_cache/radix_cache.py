@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
@@ -134,6 +134,31 @@ class RadixCache:
     def flush(self) -> int:
         """Give everything that no lease keeps back to the allocator; returns the number of pages."""
         return self.evict(self._num_evictable)
+
+    def evictable_pages(self) -> Iterator[int]:
+        """The pages that no lease keeps, the least recently used runs first."""
+        for node in self._idle:
+            yield from node.pages
+
+    def drop(self, pages: Set[int]) -> int:
+        """Give these evictable pages back to the allocator, and those behind them; see `PrefixCache.drop`."""
+        freed: list[int] = []
+        for node in list(self._idle):
+            first = next((index for index, page in enumerate(node.pages) if page in pages), None)
+            if first is None:  # also where it went with the run before it: it has no pages any more
+                continue
+            for follower in reversed(self._followers(node)):
+                freed += self._trim(follower, len(follower.pages))
+            freed += self._trim(node, len(node.pages) - first)
+        self._allocator.free(freed)
+        return len(freed)
+
+    def _followers(self, node: _Node) -> list[_Node]:
+        """Everything that continues a run, parents before their children."""
+        found = list(node.children.values())
+        for follower in found:
+            found.extend(follower.children.values())
+        return found
 
     def _descend(
         self,

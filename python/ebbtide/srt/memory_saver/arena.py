@@ -79,6 +79,10 @@ class Arena(ABC):
         """
 
     @abstractmethod
+    def repay(self) -> None:
+        """Of a shadow's memory, give up what was lent for it; of most arenas nothing ever is."""
+
+    @abstractmethod
     def shrink(self, num_bytes: int) -> int:
         """Give up for good the chunks that lie wholly behind `num_bytes`; later resumes do not take them.
 
@@ -243,6 +247,10 @@ class Shadow:
     def close(self) -> None:
         """Give memory and addresses back; no view may be touched again. Idempotent."""
         self.twin.close()
+
+    def repay(self) -> None:
+        """Give up as many chunks as were lent for the copy; after that it may only be closed."""
+        self.twin.repay()
 
     def close_by_chunks(self) -> Generator[int, None, None]:
         """As `close`, yielding the bytes of each chunk just given back. Copies must have run to their end."""

@@ -18,7 +18,7 @@ from ebbtide.srt.memory_saver.virtual_memory.base import Handle, VirtualMemory
 
 
 class ChunkPool:
-    """The chunks of a rank; a `MemorySaver` whose arenas consist of them.
+    """The chunks of a rank; an `ArenaSource` whose arenas consist of them.
 
     Args:
         vm: where addresses and memory come from.
@@ -55,12 +55,10 @@ class ChunkPool:
         self._spare.append(handle)
         self._num_owed += 1
 
-    def note_kept(self, handle: Handle) -> bool:
-        """A shadow is done with a chunk, and has unmapped it; False if nobody is owed one."""
-        if len(self._spare) == self._num_owed:
-            return False
+    def note_kept(self, handle: Handle) -> None:
+        """A shadow has unmapped a chunk and is done with it, and somebody is owed one."""
+        assert self.is_owed_more, "nobody is owed this chunk"
         self._spare.append(handle)
-        return True
 
     @property
     def is_owed_more(self) -> bool:
@@ -147,6 +145,13 @@ class ChunkArena(VirtualArena):
             self._make_accessible(slots)
         for slot in slots:
             slot.is_lent = False
+
+    def repay(self) -> None:
+        """As much as lenders wait for becomes spare again: the chunks themselves, or others for them."""
+        for slot in self._slots:
+            if not self._pool.is_owed_more:
+                return
+            self._discard(slot)
 
     def close(self) -> None:
         if not self._is_closed:

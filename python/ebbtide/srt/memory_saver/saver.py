@@ -12,7 +12,7 @@ from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
 
 
-class MemorySaver(Protocol):
+class ArenaSource(Protocol):
     """Makes arenas of one kind."""
 
     @property
@@ -27,6 +27,10 @@ class MemorySaver(Protocol):
             OutOfDeviceMemory: addresses, or memory that is taken from the start, could not be had.
         """
         ...
+
+
+class MemorySaver(ArenaSource, Protocol):
+    """Where all arenas of an engine come from."""
 
     def chunk_pool(self, chunk_bytes: int) -> ChunkPool | None:
         """What makes arenas that pass chunks on to one another; None where memory cannot change places."""

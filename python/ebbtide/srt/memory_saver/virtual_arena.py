@@ -87,6 +87,9 @@ class VirtualArena(Arena):
     def address(self) -> int:
         return self._reservation.address if self._reservation is not None else 0
 
+    def repay(self) -> None:
+        """Nothing was lent."""
+
     def shrink(self, num_bytes: int) -> int:
         num_kept = sum(slot.offset < num_bytes for slot in self._slots)
         given_up = self._slots[num_kept:]

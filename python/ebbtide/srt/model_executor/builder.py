@@ -17,11 +17,16 @@ from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionShape, kinds_of
 from ebbtide.srt.layers.attention.registry import choose_backend
-from ebbtide.srt.mem_cache.kv_layout import CUDA_MIN_CHUNK_BYTES, CUDA_MIN_RUN_BYTES, KVLayout
+from ebbtide.srt.mem_cache.kv_layout import (
+    CUDA_MIN_CHUNK_BYTES,
+    CUDA_MIN_RUN_BYTES,
+    MIN_CHUNK_PAGES,
+    KVLayout,
+)
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.arena import Arena
-from ebbtide.srt.memory_saver.saver import MemorySaver
+from ebbtide.srt.memory_saver.saver import ArenaSource, MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
 from ebbtide.srt.model_executor.loader import load_weights
@@ -37,11 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CPU_KV_FRACTION = 0.1
-# Touching host memory for the first time takes as long as copying it: what is staged is taken in such pieces,
-# between forward passes. On a GPU every piece costs a little when it is swapped, and a large one holds the
-# loop up for milliseconds when it is staged or given back: a few.
-HOST_WEIGHTS_CHUNK_BYTES = 64 << 20
-CUDA_WEIGHTS_CHUNK_BYTES = 4 << 30
 CUDA_GRAPH_CHUNK_BYTES = 16 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,23 +67,24 @@ def build_model_runner(
     model_config = of_rank(model_config, group)
     dtype, torch_device = DTYPES[model_config.dtype], torch.device(device.name)
     is_cuda = torch_device.type == "cuda"
+    layout = kv_layout(model_config, cache_config, saver, is_cuda=is_cuda)
+    pool = saver.chunk_pool(layout.chunk_bytes)
+    arenas: ArenaSource = saver if pool is None else pool
     model = build_model(model_config.architecture, model_config.hf_config, dtype, torch_device)
     shape = attention_shape(model, model_config, cache_config)
     make_attention = _attention_backend(runtime_config.attention_backend, shape, torch_device)
     try:
-        weight_store = WeightStore(
-            model, saver, CUDA_WEIGHTS_CHUNK_BYTES if is_cuda else HOST_WEIGHTS_CHUNK_BYTES, group
-        )
+        weight_store = WeightStore(model, arenas, layout.chunk_bytes, group)
     except OutOfDeviceMemory as error:
         raise ConfigurationError(f"the weights do not fit: {error}") from error
     load_weights(weight_store, model_config.path, model_config.load_format)
     logger.info("weights loaded: bytes=%d s=%.1f", weight_store.num_bytes, time.monotonic() - started)
     kv_pool = build_kv_pool(
-        kv_layout(model_config, cache_config, saver, is_cuda=is_cuda),
+        layout,
         model_config,
         cache_config,
         schedule_config,
-        saver,
+        arenas,
         group,
         free_bytes=device.free_bytes() // runtime_config.ranks_per_device,
         weight_bytes=weight_store.arena.resident_bytes,
@@ -94,6 +95,7 @@ def build_model_runner(
         kv_pool.page_size,
         kv_pool.arena.num_bytes,
     )
+    _log_staging(kv_pool, weight_store, can_lend=pool is not None)
     page_table = PageTable(
         schedule_config.max_running_requests, -(-model_config.context_len // cache_config.page_size)
     )
@@ -118,6 +120,19 @@ def build_model_runner(
                 runner, attention, saver, runtime_config.cuda_graph_bs, next_tokens
             )
     return runner
+
+
+def _log_staging(kv_pool: KVPool, weight_store: WeightStore, *, can_lend: bool) -> None:
+    """How updates will find room for a second copy of the weights."""
+    layout = kv_pool.layout
+    num_chunks = layout.num_chunks(kv_pool.num_pages)
+    if not can_lend:
+        source = "free device memory alone: this memory_saver_backend cannot move memory between tags"
+    elif weight_store.num_chunks < num_chunks:
+        source = f"{weight_store.num_chunks} of {num_chunks} chunks of the KV cache, or free device memory"
+    else:
+        source = f"free device memory: the KV cache has {num_chunks} chunks, too few to lend"
+    logger.info("a second copy of the weights for updates: bytes=%d from %s", weight_store.num_bytes, source)
 
 
 def of_rank(model_config: ModelConfig, group: ParallelGroup) -> ModelConfig:
@@ -222,7 +237,8 @@ def kv_layout(
         head_dim=model_config.head_dim,
         dtype=DTYPES[cache_config.dtype],
         granularity=saver.granularity,
-        min_chunk_bytes=CUDA_MIN_CHUNK_BYTES if is_cuda else saver.granularity,
+        min_chunk_bytes=CUDA_MIN_CHUNK_BYTES if is_cuda else 1,
+        min_chunk_pages=MIN_CHUNK_PAGES,
         min_run_bytes=CUDA_MIN_RUN_BYTES if is_cuda else 1,
     )
 
@@ -232,7 +248,7 @@ def build_kv_pool(
     model_config: ModelConfig,
     cache_config: CacheConfig,
     schedule_config: ScheduleConfig,
-    saver: MemorySaver,
+    arenas: ArenaSource,
     group: ParallelGroup,
     *,
     free_bytes: int,
@@ -250,7 +266,7 @@ def build_kv_pool(
     )
     num_pages = group.smallest(num_pages)
     try:
-        arena = saver.arena(MemoryTag.KV_CACHE, layout.arena_bytes(num_pages), layout.chunk_bytes)
+        arena = arenas.arena(MemoryTag.KV_CACHE, layout.arena_bytes(num_pages), layout.chunk_bytes)
         arena.resume()
     except OutOfDeviceMemory as error:
         raise ConfigurationError(f"the KV pool does not fit: {error}; lower max_total_tokens") from error

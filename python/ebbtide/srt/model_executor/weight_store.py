@@ -12,7 +12,8 @@ from torch import Tensor
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.memory_saver.arena import Shadow
-from ebbtide.srt.memory_saver.saver import MemorySaver
+from ebbtide.srt.memory_saver.chunk_pool import ChunkArena
+from ebbtide.srt.memory_saver.saver import ArenaSource
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.sharding import Part, replace_parameter, shard
@@ -132,13 +133,16 @@ class WeightStore:
         chunk_bytes: pieces in which it is taken, see `Arena`. A staged copy is taken piece by piece too.
         group: the ranks that divide the model among them.
 
+    Attributes:
+        num_chunks: of the arena, on the rank where it has most; 0 where it has none that change places.
+
     Raises ConfigurationError where the model cannot be divided among them.
     """
 
     def __init__(
         self,
         model: CausalLM,
-        saver: MemorySaver,
+        saver: ArenaSource,
         chunk_bytes: int | None = None,
         group: ParallelGroup | None = None,
     ) -> None:
@@ -156,6 +160,8 @@ class WeightStore:
             self._sources[placement.target.parameter].add(name)
         self.arena = saver.arena(MemoryTag.WEIGHTS, num_bytes, chunk_bytes)
         self.arena.resume()
+        num_chunks = self.arena.num_chunks if isinstance(self.arena, ChunkArena) else 0
+        self.num_chunks = -self._group.smallest(-num_chunks)
         self.generation = 0
         for name, slot in self._slots.items():
             replace_parameter(model, name, self.arena.view(slot.offset, slot.shape, slot.dtype))
@@ -285,8 +291,11 @@ class WeightStore:
         return {name: buffer.clone() for name, buffer in self._model.named_buffers()}
 
     def commit(self, shadow: Shadow) -> None:
-        """Make the staged copy live, at the same addresses; the shadow then holds the former weights."""
-        self.arena.swap(shadow)
+        """Make the staged copy live, at the same addresses.
+
+        The shadow then holds the former weights: not to be read, but to be made live again.
+        """
+        self.arena.swap(shadow, maps_former=False)
         self.generation += 1
 
     def stored_as(self, name: str) -> str:

@@ -191,7 +191,9 @@ class ControlMachine(RuleBasedStateMachine):
             for page in req.kv.pages[len(req.kv.lease.pages) :]
         ]
         assert len(held) == len(set(held))
-        assert policy.allocator.num_free + policy.cache.num_cached_pages + len(held) == self.harness.num_pages
+        allocator = policy.allocator
+        assert allocator.num_free + policy.cache.num_cached_pages + len(held) == allocator.num_pages
+        assert allocator.num_pages + allocator.num_withdrawn == self.harness.num_pages
 
     @invariant()
     def device_memory_adds_up(self) -> None:

@@ -275,7 +275,8 @@ class RanksMachine(RuleBasedStateMachine):
             ]
             assert len(held) == len(set(held))
             num_cached = policy.cache.num_cached_pages
-            assert policy.allocator.num_free + num_cached + len(held) == self.harness.num_pages
+            assert policy.allocator.num_free + num_cached + len(held) == policy.allocator.num_pages
+            assert policy.allocator.num_pages + policy.allocator.num_withdrawn == self.harness.num_pages
 
     @invariant()
     def ranks_that_run_are_whole(self) -> None:
@@ -298,6 +299,9 @@ class RanksMachine(RuleBasedStateMachine):
             self.turn_until_idle()
         self.forward_passes_are_the_same()
         assert len({len(plans) for plans in self.plans}) == 1
+        for rank in harness.ranks:
+            assert (rank.chunks.lent, rank.chunks.num_spare) == (set(), 0)
+            assert rank.scheduler.policy.allocator.num_withdrawn == 0
         assert set(harness.replies) == set(self.calls), "every call has its one reply"
         for rid, output in harness.outputs.items():
             assert output.finish is not None, f"{rid} was lost"

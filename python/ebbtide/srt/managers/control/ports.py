@@ -398,12 +398,41 @@ class Staging(Protocol):
         """Make what was written the live weights: all of it, between two forward passes."""
         ...
 
+    def repay(self) -> None:
+        """After a commit, give up as much memory as was lent for the copy."""
+        ...
+
     def release(self) -> Slices[None]:
-        """After a commit, give the copy's memory back."""
+        """After a commit, give the rest of the copy's memory back."""
         ...
 
     def close(self) -> None:
         """Give the copy's memory back. Before a commit, that is the rollback."""
+        ...
+
+
+class Lender(Protocol):
+    """Who lends memory for a second copy of the weights."""
+
+    def set_aside(self, *, hard: bool = False) -> bool:
+        """Choose what is lent next; returns whether it is all that a copy takes.
+
+        The same on all ranks, in the same turn, with no forward pass under way.
+
+        Args:
+            hard: also what is only kept in case it is wanted again; all that a copy takes, or nothing.
+        """
+        ...
+
+    def hand_over(self) -> None:
+        """Before a copy is taken, lend what was set aside. At its own speed on each rank."""
+        ...
+
+    def take_back(self) -> None:
+        """When the copy has given its memory back, have everything that was set aside again. Idempotent.
+
+        The same on all ranks, in the same turn.
+        """
         ...
 
 
@@ -472,9 +501,11 @@ class Weights(Protocol):
 
     Attributes:
         names: every checkpoint name that the model needs; tied parameters count once.
+        requires_copy: where there is none, an update is refused: the server argument `update_staging`.
     """
 
     names: frozenset[str]
+    requires_copy: bool
 
     @property
     def parameters(self) -> Parameters:
@@ -502,7 +533,7 @@ class Weights(Protocol):
         """
         ...
 
-    def stage(self, *, in_place: bool, may_burst: bool = False) -> Slices[Staging]:
+    def stage(self, *, in_place: bool, may_burst: bool = False, is_last: bool = True) -> Slices[Staging]:
         """Room for an update, by the server argument `update_staging`: a copy, or in place.
 
         Ended early, it keeps nothing.
@@ -510,6 +541,7 @@ class Weights(Protocol):
         Args:
             in_place: there is nothing to keep, or another rank has no copy.
             may_burst: in place is sooner, and nobody waits meanwhile.
+            is_last: False: where there is no memory for a copy, it will be tried again with more.
 
         Raises:
             RequestRejected: 409, there is no memory for a copy, and it must be one.

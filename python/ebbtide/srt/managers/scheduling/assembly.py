@@ -18,6 +18,7 @@ from ebbtide.srt.managers.control.weights.checks import WeightChecks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import DetokenizerInput, RankReport, StateReport
 from ebbtide.srt.managers.scheduler import Scheduler
+from ebbtide.srt.managers.scheduling.kv_lender import KVLender, LendableMemory
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports
 from ebbtide.srt.managers.scheduling.lockstep import RankInbox
@@ -77,6 +78,8 @@ class RankParts:
         free_bytes: device memory that is free right now.
         uuid: of the device; None for the CPU.
         tokenizer: None when the engine deals in token ids only.
+        kv_memory: the KV pool's, where it can be lent for a second copy of the weights.
+        num_weight_chunks: chunks that such a copy takes, on the rank where it takes most.
     """
 
     runner: Runner
@@ -90,6 +93,8 @@ class RankParts:
     uuid: str | None
     tokenizer: Tokenizer | None
     page_ids: PageIds | None = None
+    kv_memory: LendableMemory | None = None
+    num_weight_chunks: int = 0
 
 
 def assemble_scheduler(
@@ -109,7 +114,8 @@ def assemble_scheduler(
     processor = OutputProcessor(policy, inbox.dp_rank)
     requests = LiveRequests(policy, processor, outputs)
     pace = Pace()
-    control = _control_plane(config, parts, requests, inbox, processor.meter, pace)
+    lender = KVLender(policy, parts.kv_memory, parts.num_weight_chunks)
+    control = _control_plane(config, parts, requests, inbox, processor.meter, pace, lender)
     eos_token_ids = config.eos_token_ids
     if parts.tokenizer is not None:
         eos_token_ids |= parts.tokenizer.eos_token_ids
@@ -136,6 +142,7 @@ def _control_plane(
     inbox: RankInbox,
     meter: LoadMeter,
     pace: Pace,
+    lender: KVLender,
 ) -> ControlPlane:
     operations = Operations(inbox.reply)
     generation = Generation(requests, operations)
@@ -150,6 +157,7 @@ def _control_plane(
     )
     updates = WeightUpdates(
         parts.weights,
+        lender,
         memory,
         generation,
         requests,

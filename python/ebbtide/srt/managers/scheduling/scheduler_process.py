@@ -20,6 +20,7 @@ from ebbtide.srt.managers.scheduling.weight_io import EngineWeights
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.mem_cache.page_store import HostPageStore
+from ebbtide.srt.memory_saver.chunk_pool import ChunkArena
 from ebbtide.srt.memory_saver.saver import MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
@@ -87,6 +88,7 @@ def rank_parts(
     Args:
         park_bytes: host memory for KV that outlives a release of the pool.
     """
+    arena = runner.kv_pool.arena
     page_store = HostPageStore(runner.kv_pool, park_bytes, device.host_pinning())
     if config.memory.kv_park_bytes is not None:
         page_store.allocate()
@@ -94,6 +96,8 @@ def rank_parts(
         runner=runner,
         num_pages=runner.kv_pool.num_pages,
         page_ids=runner.kv_pool.layout.page_ids,
+        kv_memory=arena if isinstance(arena, ChunkArena) and config.update.staging != "never" else None,
+        num_weight_chunks=runner.weight_store.num_chunks,
         table=runner.page_table,
         memories=_memories(config, runner, device, saver),
         page_store=page_store,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from contextlib import closing
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices
 
+T = TypeVar("T")
+
 
 class EngineWeights:
     """Opens updates, and finds room for them.
@@ -48,6 +51,7 @@ class EngineWeights:
     def __init__(self, store: WeightStore, config: EngineConfig, device: Device) -> None:
         self.names = store.names
         self.parameters = ParameterChecker(store, device, config.parallel)
+        self.requires_copy = config.update.staging == "always"
         self._loaders = import_loaders(config.update.custom_weight_loaders)
         self._store = store
         self._config = config
@@ -71,14 +75,13 @@ class EngineWeights:
         conversation = open_conversation(zmq_handles, self._cuda)
         return _Conversation(conversation, self._store, self._device)
 
-    def stage(self, *, in_place: bool, may_burst: bool = False) -> Slices[Staging]:
-        rule = self._config.update.staging
-        if in_place or rule == "never" or (may_burst and rule == "auto"):
+    def stage(self, *, in_place: bool, may_burst: bool = False, is_last: bool = True) -> Slices[Staging]:
+        if in_place or may_burst or self._config.update.staging == "never":
             return _InPlace(self._device)
         try:
-            shadow = yield from self._store.arena.stage_by_chunks()
+            shadow = yield from _timed(self._store.arena.stage_by_chunks())
         except OutOfDeviceMemory as error:
-            if rule == "always":
+            if self.requires_copy and is_last:
                 raise RequestRejected(
                     "nothing was written: update_staging is 'always', and there is no room for a second copy "
                     f"of the weights: {error}",
@@ -154,6 +157,9 @@ class _InPlace:
         """There is no copy to complete."""
         yield from ()
 
+    def repay(self) -> None:
+        """There is no copy."""
+
     def release(self) -> Slices[None]:
         """There is no copy."""
         yield from ()
@@ -185,8 +191,11 @@ class _Staged:
         self._device.synchronize()
         self._store.commit(self.shadow)
 
+    def repay(self) -> None:
+        self.shadow.repay()
+
     def release(self) -> Slices[None]:
-        return self.shadow.close_by_chunks()
+        return _timed(self.shadow.close_by_chunks())
 
     def close(self) -> None:
         self.shadow.close()
@@ -361,6 +370,18 @@ def _checked(incoming: _Incoming) -> Slices[_Incoming]:
         incoming.close()
         raise
     return incoming
+
+
+def _timed(slices: Slices[T]) -> Slices[T]:
+    """Work that takes the time that it takes: its bytes are none that a device has to copy afterwards."""
+    with closing(slices):
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            yield 1
 
 
 def _announced(request: UpdateWeightsFromDistributedReqInput) -> Announcement:

@@ -14,6 +14,7 @@ from ebbtide.srt.managers.control.ports import (
     Activity,
     CopyStream,
     IncomingWeights,
+    Lender,
     Ranks,
     Slices,
     Staging,
@@ -68,6 +69,7 @@ class WeightSession:
     def __init__(
         self,
         weights: Weights,
+        lender: Lender,
         content: WeightContent,
         ranks: Ranks,
         pace: Pace,
@@ -90,6 +92,7 @@ class WeightSession:
         self._is_spoilt = False
         self._refused: list[_Refused] = []
         self._weights = weights
+        self._lender = lender
         self._content = content
         self._ranks = ranks
         self._pace = pace
@@ -182,24 +185,44 @@ class WeightSession:
             )
 
     def _take_room(self, *, may_burst: bool) -> Work[None]:
-        is_whole = isinstance(self._content.state, Valid)
+        """A copy, made of memory that is free or lent, then of more that is lent; or none."""
+        is_staged = False
+        may_burst = may_burst and not self._weights.requires_copy
         try:
-            finding = self._find_room(in_place=not is_whole, may_burst=may_burst)
-            staging, staged = yield from self._ranks.survey(
-                Activity.WORKING, finding, lambda staging: staging.is_staged
-            )
-            if staging.is_staged and not all(staged):
-                # Where one rank has no room for a copy, none can go back: all write in place.
-                staging.close()
+            if isinstance(self._content.state, Valid):
+                yield Activity.BOUNDARY
+                self._lender.set_aside()
+                is_staged, bursts = yield from self._stage(may_burst=may_burst)
+                if not is_staged and not bursts:
+                    yield Activity.BOUNDARY
+                    if self._lender.set_aside(hard=True) or self._weights.requires_copy:
+                        is_staged, _ = yield from self._stage(is_last=True)
+            if not is_staged:
                 yield from self._find_room(in_place=True)
         except BaseException:
             self.close()
             raise
-        self.is_staged = all(staged)
+        self.is_staged = is_staged
 
-    def _find_room(self, *, in_place: bool, may_burst: bool = False) -> Work[Staging]:
-        room = self._weights.stage(in_place=in_place, may_burst=may_burst)
-        _, self._staging = yield from self._pace.turns(room, Activity.WORKING, self.stall)
+    def _stage(self, *, may_burst: bool = False, is_last: bool = False) -> Work[tuple[bool, bool]]:
+        """Take a copy, on all ranks or on none; whether there is one, and whether a rank may burst."""
+        finding = self._find_room(in_place=False, may_burst=may_burst, is_last=is_last)
+        staging, found = yield from self._ranks.survey(
+            Activity.WORKING, finding, lambda staging: (staging.is_staged, may_burst)
+        )
+        is_staged, bursts = all(staged for staged, _ in found), any(burst for _, burst in found)
+        if not is_staged:
+            staging.close()
+            self._lender.take_back()
+        return is_staged, bursts
+
+    def _find_room(self, *, in_place: bool, may_burst: bool = False, is_last: bool = True) -> Work[Staging]:
+        def room() -> Slices[Staging]:
+            if not in_place and not may_burst:
+                self._lender.hand_over()
+            return (yield from self._weights.stage(in_place=in_place, may_burst=may_burst, is_last=is_last))
+
+        _, self._staging = yield from self._pace.turns(room(), Activity.WORKING, self.stall)
         return self._staging
 
     def expect(self, incoming: IncomingWeights) -> Work[frozenset[str]]:
@@ -291,8 +314,13 @@ class WeightSession:
         self.stall.end()
 
     def release(self, incoming: IncomingWeights | None = None) -> Work[None]:
-        """After the commit, give the copy's memory back, or the sender's that was written in place."""
+        """After the commit, give the copy's memory back, or the sender's that was written in place.
+
+        The copy's goes to whom it was borrowed from, and the rest to the system.
+        """
         if self._staging is not None and self.is_staged:
+            self._ranks.certainly(self._staging.repay)
+            self._ranks.certainly(self._lender.take_back)
             yield from self._do(self._staging.release(), Activity.WORKING)
         elif incoming is not None:
             yield from self._do(incoming.release(), Activity.WORKING)
@@ -302,6 +330,7 @@ class WeightSession:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
+        self._lender.take_back()
 
     def _require_sound(self) -> None:
         if self._is_spoilt:

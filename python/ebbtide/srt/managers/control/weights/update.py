@@ -26,6 +26,7 @@ from ebbtide.srt.managers.control.ports import (
     DeadlinePassed,
     HandlerTable,
     IncomingWeights,
+    Lender,
     Operation,
     OutOfStep,
     Overruled,
@@ -84,6 +85,7 @@ class WeightUpdates:
     def __init__(
         self,
         weights: Weights,
+        lender: Lender,
         memory: MemoryOccupation,
         generation: Generation,
         requests: Requests,
@@ -109,7 +111,7 @@ class WeightUpdates:
         self._requests = requests
         self._operations = operations
         self._ranks = ranks
-        self._new_session = partial(WeightSession, weights, memory.content, ranks, pace)
+        self._new_session = partial(WeightSession, weights, lender, memory.content, ranks, pace)
         self._set_deadline = set_deadline
         self._session: WeightSession | None = None
         self._why_closed = "none was begun"
