@@ -162,7 +162,8 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     q_at = q_ptr + token * (NUM_Q_HEADS * HEAD_DIM) + head * HEAD_DIM + pair
     _store(q_at, rotated_1, rotated_2, inside & is_q, HALF)
     row = slot * (NUM_KV_HEADS * HEAD_DIM) + pair
-    stored = inside & (slot >= 0)
+    # Not `inside & (slot >= 0)`: the interpreter of Triton 3.9 makes integers of that.
+    stored = tl.where(slot >= 0, inside, False)
     k_at = k_ptr + row + (head - NUM_Q_HEADS) * HEAD_DIM
     _store(k_at, rotated_1, rotated_2, stored & is_k, HALF)
     v_at = v_ptr + row + (head - NUM_Q_HEADS - NUM_KV_HEADS) * HEAD_DIM
