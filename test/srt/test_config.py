@@ -52,6 +52,16 @@ def refused(folder: Path | str, **arguments: Any) -> str:
     return str(refusal.value)
 
 
+def test_limits_of_requests_come_from_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolved(folder).schedule.waiting_timeout_s is None
+    monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "2.5")
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "-1")
+    schedule = resolved(folder).schedule
+    assert (schedule.waiting_timeout_s, schedule.running_timeout_s) == (2.5, None)
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "soon")
+    assert "SGLANG_REQ_RUNNING_TIMEOUT: expected a number of seconds, got 'soon'" in refused(folder)
+
+
 def test_the_model_is_read_from_its_folder(folder: Path) -> None:
     model = resolved(folder).model
     assert (model.architecture, model.model_type, model.dtype) == ("Qwen3ForCausalLM", "qwen3", "bfloat16")

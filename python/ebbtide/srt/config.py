@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
+import os
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -80,7 +82,8 @@ class CacheConfig:
 class ScheduleConfig:
     """What goes into a batch and how often it is streamed. `chunked_prefill_size` None: no chunking.
 
-    `overlap`: a step is planned and launched while the one before it runs.
+    `overlap`: a step is planned and launched while the one before it runs. `waiting_timeout_s` and
+    `running_timeout_s`: how long a request may wait for its first step, and run; None: as long as it takes.
     """
 
     max_running_requests: int
@@ -91,6 +94,8 @@ class ScheduleConfig:
     stream_interval: int
     incremental_streaming_output: bool
     overlap: bool
+    waiting_timeout_s: float | None = None
+    running_timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +353,21 @@ def _resolve_schedule(args: ServerArgs, device: str) -> ScheduleConfig:
         incremental_streaming_output=args.incremental_streaming_output,
         # On a CPU the host is the device: there is nothing to overlap with.
         overlap=is_cuda and not args.disable_overlap_schedule,
+        waiting_timeout_s=_seconds_from("SGLANG_REQ_WAITING_TIMEOUT"),
+        running_timeout_s=_seconds_from("SGLANG_REQ_RUNNING_TIMEOUT"),
     )
+
+
+def _seconds_from(variable: str) -> float | None:
+    """What an environment variable sets as a limit; None where it is not set, or not positive."""
+    given = os.environ.get(variable, "")
+    try:
+        seconds = float(given) if given else 0.0
+    except ValueError:
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise ConfigurationError(f"{variable}: expected a number of seconds, got {given!r}")
+    return seconds if 0 < seconds < math.inf else None
 
 
 def _resolve_memory(args: ServerArgs, device: str) -> MemoryConfig:

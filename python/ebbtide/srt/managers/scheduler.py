@@ -30,6 +30,7 @@ from ebbtide.srt.managers.scheduling.output_processor import PROMPT_TAIL, Output
 from ebbtide.srt.managers.scheduling.rank_messages import TurnInput
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import ScheduledBatch, SchedulePolicy
+from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
@@ -66,6 +67,7 @@ class Scheduler:
         policy: SchedulePolicy,
         processor: OutputProcessor,
         requests: LiveRequests,
+        limits: TimeLimits,
         runner: Runner,
         control: ControlPlane,
         pace: Pace,
@@ -80,6 +82,7 @@ class Scheduler:
         self.policy = policy
         self._processor = processor
         self._requests = requests
+        self._limits = limits
         self._runner = runner
         self.control = control
         self._report = report
@@ -145,7 +148,8 @@ class Scheduler:
                 self.answer()
             case Expire():
                 self._settle()
-                self.control.expire(message.id)
+                if not self._limits.expire(message.id):
+                    self.control.expire(message.id)
                 self.answer()
             case Decision():
                 self.control.ranks.decide(message)
@@ -164,7 +168,9 @@ class Scheduler:
             self.answer()
         now = time.monotonic()
         for req in batch.admitted:
-            req.started_s = now if req.started_s is None else req.started_s
+            if req.started_s is None:
+                req.started_s = now
+                self._limits.note_started(req)
         return _Launched(batch, self._runner.launch(batch.plan), now)
 
     def _settle(self) -> None:
@@ -187,6 +193,7 @@ class Scheduler:
         req = self._request(message)
         try:
             self.policy.admit(req)
+            self._limits.note_queued(req)
         except RequestRejected as error:
             reason = FinishReason("abort", message=error.message, status_code=error.status)
             output = self._processor.abort([req], reason)

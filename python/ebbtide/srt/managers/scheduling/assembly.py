@@ -24,6 +24,7 @@ from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports
 from ebbtide.srt.managers.scheduling.lockstep import RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
@@ -125,6 +126,7 @@ def assemble_scheduler(
         policy,
         processor,
         requests,
+        TimeLimits(config.schedule, policy, requests, inbox.set_deadline),
         parts.runner,
         control,
         pace,

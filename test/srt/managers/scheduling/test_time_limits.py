@@ -1,0 +1,72 @@
+"""Limits on how long requests wait and run: kept by the leader's clock, the same on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from ebbtide.srt.managers.io_struct import PauseGenerationReqInput, PauseGenerationReqOutput, PauseMode
+from ebbtide.srt.managers.scheduling import lockstep
+from ebbtide.testing import SchedulerHarness, default_schedule
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(lockstep, "time", clock)
+    return clock
+
+
+@pytest.fixture(params=[1, 2])
+def harness(request: pytest.FixtureRequest, clock: Clock) -> SchedulerHarness:
+    schedule = default_schedule(waiting_timeout_s=5.0, running_timeout_s=60.0)
+    return SchedulerHarness(num_pages=256, context_len=1024, schedule=schedule, num_ranks=request.param)
+
+
+def test_a_request_that_waits_too_long_is_aborted(harness: SchedulerHarness, clock: Clock) -> None:
+    harness.apply(PauseGenerationReqInput(mode=PauseMode.IN_PLACE), PauseGenerationReqOutput)
+    rid = harness.generate(range(1, 5))
+    harness.turn(4)
+    clock.now_s += 4.9
+    harness.turn(4)
+    assert harness.outputs[rid].finish is None
+    clock.now_s += 0.2
+    harness.turn(4)
+    finish = harness.outputs[rid].finish
+    assert finish is not None
+    assert (finish.kind, finish.message) == (
+        "abort",
+        "Aborted: it has waited 5 s (SGLANG_REQ_WAITING_TIMEOUT)",
+    )
+
+
+def test_a_request_that_runs_too_long_ends_with_what_it_has(harness: SchedulerHarness, clock: Clock) -> None:
+    rid = harness.generate(range(1, 5), max_new_tokens=900)
+    harness.turn(4)
+    clock.now_s += 59
+    harness.turn(4)
+    assert harness.outputs[rid].finish is None
+    clock.now_s += 2
+    harness.turn(4)
+    output = harness.outputs[rid]
+    assert output.finish is not None
+    assert output.finish.message == "Aborted: it has run 60 s (SGLANG_REQ_RUNNING_TIMEOUT)"
+    assert output.token_ids
+
+
+def test_a_limit_is_for_one_request_whatever_its_name(harness: SchedulerHarness, clock: Clock) -> None:
+    harness.generate(range(1, 5), rid="name", max_new_tokens=2)
+    harness.run_until_idle()
+    clock.now_s += 50
+    second = harness.generate(range(1, 5), rid="name", max_new_tokens=900)
+    harness.turn(4)
+    clock.now_s += 30
+    harness.turn(4)
+    assert harness.outputs[second].finish is None
