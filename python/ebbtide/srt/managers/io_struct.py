@@ -149,10 +149,10 @@ class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
             # What was resident before is not in the way: it mapped nothing.
             tags = tuple(tag for tag, num_bytes in reply.mapped_bytes.items() if num_bytes)
             if tags:
-                # What is whole now came out of a backup, and must be there for the next resume too.
-                is_whole = reply.weights.content == "valid"
+                # Weights that are whole now came out of a backup, and must be there for the next resume too.
+                backup = reply.weights.content == "valid" if MemoryTag.WEIGHTS in tags else None
                 undoing[dp_rank] = ReleaseMemoryOccupationReqInput(
-                    tags=tags, preserve=Preserve.LIVE, backup=is_whole
+                    tags=tags, preserve=Preserve.LIVE, backup=backup
                 )
         return undoing
 

@@ -377,6 +377,11 @@ def test_replies_to_calls_that_cross_find_their_callers() -> None:
             ReleaseMemoryOccupationReqInput(tags=(MemoryTag.KV_CACHE,), preserve=Preserve.LIVE),
         ),
         (
+            ResumeMemoryOccupationReqInput(),
+            resumed(weights=2000),  # and they are whole: they came out of a backup
+            ReleaseMemoryOccupationReqInput(tags=(MemoryTag.WEIGHTS,), preserve=Preserve.LIVE, backup=True),
+        ),
+        (
             InitWeightsUpdateGroupReqInput(
                 master_address="h", master_port=1, rank_offset=1, world_size=4, group_name="g"
             ),
