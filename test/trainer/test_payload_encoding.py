@@ -94,6 +94,11 @@ def test_a_payload_that_nobody_opened_leaves_nothing(left_behind: LeftBehind) ->
     assert left_behind() == set()
 
 
+def test_no_tensors_are_a_payload_too() -> None:
+    with serialize_tensors([]) as shared:
+        assert received(shared.payload) == {}
+
+
 def test_in_place_sharing_leaves_the_strategy_alone_and_lives_as_long_as_the_object(
     left_behind: LeftBehind,
 ) -> None:

@@ -372,3 +372,9 @@ def test_node_0_says_where_it_cannot_listen(nodes: Callable[..., Nodes]) -> None
     elsewhere = nodes("report_rank", tp_size=2, nnodes=2)
     with pytest.raises(ConfigurationError, match=r"dist_init_addr: node 0 cannot listen at 192\.0\.2\.1:5"):
         elsewhere.start(0, dist_init_addr="192.0.2.1:5").result(60)
+
+
+def test_requests_come_to_node_0() -> None:
+    config = config_of(tp_size=2, nnodes=2, node_rank=1, dist_init_addr="127.0.0.1:5")
+    with pytest.raises(ConfigurationError, match="node_rank=1: requests come to node 0"):
+        EngineProcesses(config)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ebbtide.srt.entrypoints.transition import MAX_RECORDED, Transitions
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.errors import EngineError, RequestRejected
 
 SLEEP = [{"op": "pause", "mode": "retract"}, {"op": "release", "tags": ["kv_cache"]}, {"op": "continue"}]
 
@@ -132,11 +132,22 @@ def test_an_op_id_cannot_be_reused_for_other_steps() -> None:
     asyncio.run(reuse())
 
 
+def test_an_engine_failure_is_one() -> None:
+    control = ScriptedControl(PauseGenerationReqInput=EngineError("rank 0 failed"))
+    with pytest.raises(EngineError, match="rank 0 failed"):
+        run(control, {"steps": SLEEP})
+
+
 def test_without_an_op_id_each_call_runs() -> None:
     control = ScriptedControl()
     first, second = run(control, {"steps": SLEEP[:1]}, {"steps": SLEEP[:1]})
     assert first["op_id"] != second["op_id"]
     assert len(control.calls) == 2
+
+
+def test_no_steps_are_done_at_once() -> None:
+    [outcome] = run(ScriptedControl(), {"steps": []})
+    assert (outcome["success"], outcome["num_done"]) == (True, 0)
 
 
 @pytest.mark.parametrize(

@@ -188,3 +188,12 @@ def test_a_write_that_fails_is_answered_and_the_old_weights_serve(
     assert "the copy failed" in sender.heard[-2]
     assert rank.store.checksum() == before
     assert counters.values == [0]
+
+
+def test_an_engine_on_the_cpu_says_what_to_use(checkpoints: tuple[Path, Path]) -> None:
+    rank = RealRank(checkpoints[0])
+    reply = rank.apply(UpdateWeightsFromIPCReqInput(zmq_handles={f"GPU-{UUID}": "ipc:///sender"}))
+    rank.store.arena.close()
+    assert isinstance(reply, Refusal)
+    assert reply.status == 400
+    assert "runs on the CPU: use update_weights_from_tensor" in reply.message

@@ -65,6 +65,17 @@ def test_an_unchanged_generation_is_not_copied_again_and_a_new_one_is(backup, co
     assert backup.generation == 8
 
 
+def test_generation_zero_is_a_generation(backup, contents):
+    assert backup.generation is None
+    contents.fill_(1)
+    backup.save(generation=0)
+    assert backup.generation == 0
+    contents.fill_(2)
+    backup.save(generation=0)
+    backup.restore()
+    assert contents.unique().tolist() == [1]
+
+
 def test_host_memory_is_taken_once_at_the_first_save(arena, backup, pss_bytes):
     assert backup.num_bytes == 0
     before = pss_bytes()

@@ -127,6 +127,15 @@ def test_states_are_those_of_any_arena(saver):
         arena.resume()
 
 
+def test_an_arena_of_no_bytes_has_both_states(saver):
+    arena = saver.arena(MemoryTag.CUDA_GRAPH, 0)
+    assert arena.resume() == 0
+    assert arena.is_resident
+    assert arena.release() == 0
+    assert not arena.is_resident
+    arena.resume()
+
+
 def test_plain_memory_is_not_released(machine):
     arena = PlainMemory(machine).arena(MemoryTag.WEIGHTS, SIZE)
     arena.resume()
@@ -182,6 +191,13 @@ def test_the_device_is_waited_for_before_memory_goes(machine, saved):
     before = machine.num_syncs
     arena.release()
     assert machine.num_syncs == before + 1
+
+
+def test_a_released_arena_closes_without_an_end_of_the_process(machine, saved):
+    arena = saved.arena(MemoryTag.WEIGHTS, SIZE)
+    arena.resume()
+    arena.release()
+    arena.close()
 
 
 @pytest.mark.parametrize(("preload", "mode"), [(None, "torch"), ("/x/other.so", "torch")])

@@ -210,6 +210,16 @@ def test_a_streamed_completion_with_echo_and_logprobs_adds_up(client: openai.Ope
         assert added == getattr(whole.logprobs, name)
 
 
+def test_a_prompt_can_be_scored_without_generating(client: openai.OpenAI) -> None:
+    answer = client.completions.create(prompt="tide", max_tokens=0, logprobs=0, echo=True, **GREEDY)
+    [choice] = answer.choices
+    assert choice.text == "tide"
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["t", "i", "d", "e"]
+    assert choice.logprobs.token_logprobs is not None
+    assert [logprob is None for logprob in choice.logprobs.token_logprobs] == [True, False, False, False]
+
+
 # --------------------------------------------------------------------------------------------------- chat
 
 
