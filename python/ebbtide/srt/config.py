@@ -133,6 +133,7 @@ class RuntimeConfig:
         device: as torch spells it, with its index: "cpu", "cuda:0".
         attention_backend: a name of the registry of backends; None: the best that serves the model here.
         cuda_graph_bs: batch sizes of decode steps to capture, ascending; empty for none.
+        logprobs_mode: what the logprobs of outputs are of; see `Sampler`.
         ranks_per_device: how many ranks share the memory of this one's device: on a CPU all of this machine.
     """
 
@@ -142,6 +143,7 @@ class RuntimeConfig:
     random_seed: int
     log_level: str
     ranks_per_device: int
+    logprobs_mode: str = "scaled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +397,7 @@ def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) ->
         random_seed=seed,
         log_level=args.log_level,
         ranks_per_device=1 if _is_cuda(device) else args.tp_size * args.dp_size // args.nnodes,
+        logprobs_mode=args.logprobs_mode,
     )
 
 

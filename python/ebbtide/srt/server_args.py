@@ -158,6 +158,14 @@ class ServerArgs(SglangArguments):
     attention_backend: Annotated[str | None, Arg("flashinfer, triton or torch_native (default: chosen).")] = (
         None
     )
+    logprobs_mode: Annotated[
+        str,
+        Arg(
+            "What the logprobs of outputs are of: scores after penalties and temperature; logits as they "
+            "came; or the former without what top-k, top-p and min-p drop.",
+            choices=("scaled", "raw_logprobs", "processed_logprobs"),
+        ),
+    ] = "scaled"
     stream_interval: Annotated[int, Arg("Tokens between chunks of a stream.", minimum=1)] = 1
     incremental_streaming_output: Annotated[bool, Arg("Chunks hold what is new, not everything so far.")] = (
         False

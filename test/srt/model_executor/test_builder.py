@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fixtures.checkpoints import edit_config, make_checkpoint
@@ -16,7 +17,9 @@ from ebbtide.srt.mem_cache.kv_layout import KVLayout
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor import graph_runner
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
 from ebbtide.srt.model_executor.builder import build_model_runner, capture_graphs, choose_num_pages
+from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
 
 SIZES: dict[str, Any] = {
@@ -85,6 +88,17 @@ def test_the_built_runner_is_resident_and_of_the_asked_size(tmp_path: Path) -> N
     assert runner.weight_store.arena.is_resident
     # A context of 256 tokens.
     assert runner.page_table.array.shape[1] == 32
+
+
+def test_the_built_runner_samples_as_it_was_configured(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "LlamaForCausalLM")
+    runner = RunnerDriver(checkpoint, max_total_tokens=64, logprobs_mode="processed_logprobs").runner
+    only = SampleSpec(SamplingParams(top_k=1), 0, frozenset(), [1], [], LogprobSpec())
+    vocab_size = resolve(ServerArgs(model_path=str(checkpoint))).model.vocab_size
+    sampled = runner.sampler.launch(torch.randn(1, vocab_size), [only], np.zeros(1, dtype=np.int64)).result()
+    assert sampled.logprobs is not None
+    assert sampled.logprobs[0] is not None
+    assert sampled.logprobs[0].token == 0.0
 
 
 def test_ranks_that_share_the_hosts_memory_take_a_part_each(

@@ -112,6 +112,7 @@ def build_model_runner(
         model_config.vocab_size,
         torch_device,
         next_tokens,
+        logprobs_mode=runtime_config.logprobs_mode,
     )
     if is_cuda:
         warm_up(runner, schedule_config.chunked_prefill_size or schedule_config.max_prefill_tokens, dtype)

@@ -78,6 +78,7 @@ class ModelRunner:
         device: where all of it is.
         next_tokens: int64, the token sampled last for each row of the page table, and one row more.
         graphs: decode steps that were captured; None to launch every kernel of every step.
+        logprobs_mode: what the logprobs of outputs are of; see `Sampler`.
     """
 
     def __init__(
@@ -91,13 +92,14 @@ class ModelRunner:
         device: torch.device,
         next_tokens: Tensor,
         graphs: DecodeGraphs | None = None,
+        logprobs_mode: str = "scaled",
     ) -> None:
         self.model = model
         self.weight_store = weight_store
         self.kv_pool = kv_pool
         self.page_table = page_table
         self.graphs = graphs
-        self.sampler = Sampler(vocab_size, device)
+        self.sampler = Sampler(vocab_size, device, logprobs_mode=logprobs_mode)
         self._attention = attention
         self._vocab_size = vocab_size
         self._device = device

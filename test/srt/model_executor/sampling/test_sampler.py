@@ -356,6 +356,41 @@ def test_each_request_gets_its_own_number_of_top_and_chosen_tokens() -> None:
     assert entries[2].chosen == pytest.approx([expected[2, 2].item()], abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.8}]
+)
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_logprobs_are_of_what_the_mode_says(mode: str, filters: dict[str, Any]) -> None:
+    scores = logits(3)
+    wanted = LogprobSpec(top=VOCAB)
+    # The second row asks for none, the third is greedy: nothing is dropped there.
+    rows = [
+        spec(temperature=1.7, repetition_penalty=1.3, seed=4, logprobs=wanted, **filters),
+        spec(top_k=2),
+        spec(temperature=0.0, logprobs=wanted, **filters),
+    ]
+    sampler = Sampler(VOCAB, torch.device("cpu"), logprobs_mode=mode)
+    result = step(sampler, scores, rows)
+    assert result.logprobs is not None
+    for row in (0, 2):
+        entry = result.logprobs[row]
+        assert entry is not None
+        assert entry.top is not None
+        if mode == "raw_logprobs":
+            expected = scores[row].log_softmax(-1)
+        else:
+            expected = torch.tensor(adjusted(scores[row], rows[row]))
+            if filters and row == 0:
+                kept = Filters([rows[row].params], VOCAB).apply(expected.exp().unsqueeze(0))[0]
+                expected = (kept / kept.sum()).log()
+        told = {token: value for value, token in entry.top}
+        for token in range(VOCAB):
+            assert told[token] == pytest.approx(max(expected[token].item(), LOWEST), abs=1e-5)
+        assert entry.token == pytest.approx(told[result.token_ids[row]])
+    # Tokens do not depend on it.
+    assert result.token_ids == step(new_sampler(), scores, rows).token_ids
+
+
 def test_logprobs_ignore_the_filters() -> None:
     scores = logits(1)
     wanted = LogprobSpec(token_ids=tuple(range(VOCAB)))

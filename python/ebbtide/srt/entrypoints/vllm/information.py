@@ -18,8 +18,7 @@ def vllm_sections(config: EngineConfig) -> dict[str, Any]:
                 "model": config.model.served_model_name,
                 "dtype": f"torch.{config.model.dtype}",
                 "max_model_len": config.model.context_len,
-                # After the temperature, before anything is cut off: `processed_logprobs` where nothing is.
-                "logprobs_mode": "scaled",
+                "logprobs_mode": config.runtime.logprobs_mode,
             },
             "parallel_config": {
                 "tensor_parallel_size": config.parallel.tp_size,

@@ -16,21 +16,23 @@ _LEADERS_GROWTH = 8
 
 
 class Filters:
-    """The filters of some requests on the host, applied in the order top-k, top-p, min-p.
+    """The filters of some requests, applied in the order top-k, top-p, min-p; on the host by default.
 
     Each of them keeps the first tokens by descending probability, so together they keep the fewest that
     any of them keeps. Top-p counts within what top-k left, renormalised; min-p is relative to the largest.
     Among equal probabilities at the cut the lower ids stay: a request's choice never depends on its batch.
     """
 
-    def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
+    def __init__(
+        self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | None = None
+    ) -> None:
         self._vocab_size = vocab_size
         top_k = [each.top_k if has_top_k(each, vocab_size) else vocab_size for each in params]
         # Infinity, not 1: rounding may carry the sum past 1 before the last token.
         top_p = [each.top_p if each.top_p < 1.0 else float("inf") for each in params]
-        self._top_k_G1 = torch.tensor(top_k).unsqueeze(1)
-        self._top_p_G1 = torch.tensor(top_p, dtype=torch.float64).unsqueeze(1)
-        self._min_p_G1 = torch.tensor([each.min_p for each in params]).unsqueeze(1)
+        self._top_k_G1 = torch.tensor(top_k, device=device).unsqueeze(1)
+        self._top_p_G1 = torch.tensor(top_p, dtype=torch.float64, device=device).unsqueeze(1)
+        self._min_p_G1 = torch.tensor([each.min_p for each in params], device=device).unsqueeze(1)
         self._has_top_k_G1 = self._top_k_G1 < vocab_size
 
     def apply(self, probs_GV: Tensor) -> Tensor:
@@ -43,6 +45,14 @@ class Filters:
             equal_GV = probs_GV == cut_G1
             keep_GV = above_GV | (equal_GV & (equal_GV.cumsum(-1) <= room_G1))
         return probs_GV.masked_fill(~keep_GV, 0.0)
+
+    def support(self, probs_GV: Tensor) -> Tensor:
+        """Which tokens are kept, as booleans. Sorts whole rows: the host waits for no device."""
+        sorted_GV, order_GV = probs_GV.sort(dim=-1, descending=True, stable=True)
+        places_V = torch.arange(self._vocab_size, device=probs_GV.device)
+        return torch.empty_like(probs_GV, dtype=torch.bool).scatter_(
+            1, order_GV, places_V < self._num_kept(sorted_GV)
+        )
 
     def _cut(self, probs_GV: Tensor) -> tuple[Tensor, Tensor]:
         """The smallest probability kept, and how many tokens are kept: never fewer than one."""
@@ -57,7 +67,8 @@ class Filters:
             num_leaders = min(num_leaders * _LEADERS_GROWTH, self._vocab_size)
 
     def _num_kept(self, leaders_GK: Tensor) -> Tensor:
-        in_top_k_GK = torch.arange(leaders_GK.shape[1]) < self._top_k_G1
+        places_K = torch.arange(leaders_GK.shape[1], device=leaders_GK.device)
+        in_top_k_GK = places_K < self._top_k_G1
         mass_GK = leaders_GK.double() * in_top_k_GK
         sum_GK = mass_GK.cumsum(-1)
         total_G1 = torch.where(self._has_top_k_G1, sum_GK[:, -1:], 1.0)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import PositionLogprobs, SampleSpec
 from ebbtide.srt.model_executor.sampling.choosing import Chosen, HostChooser, MakeChooser
+from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
 from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, alternatives, position_logprobs
 from ebbtide.srt.model_executor.sampling.noise import mixed_seeds, uniforms_at
 from ebbtide.srt.model_executor.sampling.penalties import Penalties
@@ -53,7 +54,7 @@ class LaunchedSample:
         if self._logprobs is not None:
             logprobs = [None] * chosen.num_rows
             tokens_M = None
-            if chosen.has_logprobs:
+            if chosen.has_logprobs and self._logprobs.tokens_M is None:
                 tokens_S = chosen.logprobs_S.tolist()
                 tokens_M = [tokens_S[row] for row in self._logprob_rows]
             token_ids_M = [token_ids[row] for row in self._logprob_rows]
@@ -73,11 +74,18 @@ class Sampler:
         vocab_size: V.
         device: where the logits are.
         make_chooser: what chooses; by default Triton's kernels on CUDA, and torch on the CPU.
+        logprobs_mode: what logprobs are of: "scaled", after penalties and temperature; "raw_logprobs", the
+            logits as they came; "processed_logprobs", scaled, and nothing of what the filters drop.
     """
 
     def __init__(
-        self, vocab_size: int, device: torch.device, make_chooser: MakeChooser | None = None
+        self,
+        vocab_size: int,
+        device: torch.device,
+        make_chooser: MakeChooser | None = None,
+        logprobs_mode: str = "scaled",
     ) -> None:
+        self._logprobs_mode = logprobs_mode
         self._vocab_size = vocab_size
         self._device = device
         self._make_chooser = _chooser_of(device) if make_chooser is None else make_chooser
@@ -98,9 +106,18 @@ class Sampler:
         if self._batch is None or self._batch.specs != specs:
             self._batch = _Batch(specs, self._vocab_size, self._device, self._make_chooser, self._batch)
         batch = self._batch
+        wants_raw = bool(batch.logprob_rows) and self._logprobs_mode == "raw_logprobs"
+        # Copied now: what follows works in the logits' memory.
+        raw_MV = batch.raw_scores(logits_SV) if wants_raw else None
         scores_SV = batch.adjusted(logits_SV, positions_S)
         chosen = batch.chooser.choose(scores_SV, batch.noise(positions_S))
-        logprobs = batch.logprobs(scores_SV, chosen) if batch.logprob_rows else None
+        logprobs = None
+        if raw_MV is not None:
+            logprobs = batch.logprobs_of(raw_MV, chosen)
+        elif batch.logprob_rows and self._logprobs_mode == "processed_logprobs" and batch.drops_tokens:
+            logprobs = batch.logprobs_of(batch.processed_scores(scores_SV, chosen), chosen)
+        elif batch.logprob_rows:
+            logprobs = batch.logprobs(scores_SV, chosen)
         on_host = Chosen(download(chosen.packed), chosen.num_rows)
         return LaunchedSample(chosen.tokens_S, on_host, batch.logprob_rows, logprobs)
 
@@ -146,6 +163,7 @@ class _Batch:
         self.chooser = make_chooser([spec.params for spec in specs], vocab_size, device)
         self.logprob_rows = [row for row, spec in enumerate(specs) if spec.logprobs is not None]
         self._logprob_specs = [spec.logprobs for spec in specs if spec.logprobs is not None]
+        self._dropping = _Dropping.of(self.logprob_rows, specs, vocab_size, device)
         self._has_alternatives = any(each.top or each.token_ids for each in self._logprob_specs)
         # None: all rows.
         self._logprob_rows_M = (
@@ -190,6 +208,28 @@ class _Batch:
             scale_M1=None if chosen.scale_S1 is None else self._wanted(chosen.scale_S1),
         )
 
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether a filter is on for any row whose logprobs are wanted."""
+        return self._dropping is not None
+
+    def raw_scores(self, logits_SV: Tensor) -> Tensor:
+        """A float32 copy of the logits whose logprobs are wanted."""
+        return self._wanted(logits_SV).to(torch.float32, copy=True)
+
+    def processed_scores(self, scores_SV: Tensor, chosen: Chosen) -> Tensor:
+        """The scores over the temperature, −∞ for what the filters drop; of the rows that are wanted."""
+        scores_MV = self._wanted(scores_SV).float()
+        if chosen.scale_S1 is not None:
+            scores_MV = scores_MV * self._wanted(chosen.scale_S1)
+        if self._dropping is None:
+            return scores_MV
+        return self._dropping.apply(scores_MV, self._wanted(chosen.tokens_S))
+
+    def logprobs_of(self, scores_MV: Tensor, chosen: Chosen) -> LaunchedLogprobs:
+        """What was asked for, of these scores of the rows that are wanted."""
+        return position_logprobs(scores_MV, self._wanted(chosen.tokens_S), self._logprob_specs)
+
     def _wanted(self, rows: Tensor) -> Tensor:
         return rows if self._logprob_rows_M is None else rows[self._logprob_rows_M]
 
@@ -203,6 +243,36 @@ class _Batch:
                 masked_rows, token_ids = zip(*entries, strict=True)
                 self._mask = (upload(list(masked_rows), self._device), upload(list(token_ids), self._device))
         return self._mask
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropping:
+    """The filters of those of M rows that have any."""
+
+    filters: Filters
+    rows_F: Tensor
+
+    @staticmethod
+    def of(
+        rows: list[int], specs: list[SampleSpec], vocab_size: int, device: torch.device
+    ) -> _Dropping | None:
+        """None: no row has any."""
+        params = [specs[row].params for row in rows]
+        places = [
+            place for place, each in enumerate(params) if not each.is_greedy and is_filtered(each, vocab_size)
+        ]
+        if not places:
+            return None
+        filters = Filters([params[place] for place in places], vocab_size, device)
+        return _Dropping(filters, upload(places, device))
+
+    def apply(self, scores_MV: Tensor, tokens_M: Tensor) -> Tensor:
+        """The scores, −∞ for what is dropped. The chosen token stays, whatever sums were rounded to."""
+        support_FV = self.filters.support(scores_MV[self.rows_F].softmax(-1))
+        support_FV.scatter_(1, tokens_M[self.rows_F].unsqueeze(1), value=True)
+        keeps_MV = torch.ones_like(scores_MV, dtype=torch.bool)
+        keeps_MV[self.rows_F] = support_FV
+        return scores_MV.masked_fill(~keeps_MV, float("-inf"))
 
 
 def _chooser_of(device: torch.device) -> MakeChooser:
