@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,9 +19,15 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from ebbtide.srt import kernel_cache
-from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.layers.attention import flashinfer
-from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionKind, AttentionShape, LayerAttention
+from ebbtide.srt.layers.attention.base import (
+    AttentionBackend,
+    AttentionKind,
+    AttentionShape,
+    DecodeBuffers,
+    LayerAttention,
+)
 from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, choose_backend
 from ebbtide.srt.layers.heads import HeadNorms
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rotate
@@ -164,6 +172,22 @@ def test_new_keys_and_values_lie_in_their_slots(name: str) -> None:
     torch.testing.assert_close(pool.k(0)[page, :3], keys)
     assert torch.equal(pool.v(0)[page, :3], values)
     assert int(pool.k(0).isnan().logical_not().sum()) == keys.numel()
+
+
+def test_a_plan_that_captured_kernels_do_not_fit_is_an_error() -> None:
+    """They would read and write where the first plan said: an error, also under `python -O`."""
+    plans = iter([[7, 1], [7, 1], [7, 2]])
+    kernel: Any = SimpleNamespace(plan=lambda lens, captured: next(plans))
+    layers: Any = None
+    empty = torch.zeros(3, dtype=torch.int32)
+    buffers = DecodeBuffers(empty.long(), empty, empty, empty)
+    step = flashinfer.GraphDecode(layers, {PLAIN: kernel}, PAGE_SIZE, 2, buffers)
+    lens = np.arange(3, dtype=np.int32), np.ones(2, dtype=np.int32)
+    step.plan(*lens)
+    step.plan(*lens)
+
+    with pytest.raises(EngineError, match="captured kernels do not fit"):
+        step.plan(*lens)
 
 
 SHAPE = AttentionShape(8, 2, 128, 16, torch.bfloat16, torch.bfloat16, (AttentionKind(0.1),))

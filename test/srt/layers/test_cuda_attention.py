@@ -11,7 +11,6 @@ import torch
 from fixtures.paged_requests import Batch, Pool, Requests
 from torch import Tensor
 
-from ebbtide.srt.errors import EngineError
 from ebbtide.srt.layers.attention.base import (
     AttentionBackend,
     AttentionKind,
@@ -235,13 +234,3 @@ def test_planning_does_not_wait_for_the_device(name: str, heads: Heads) -> None:
         prepare()
 
         assert not busy.query()
-
-
-def test_a_plan_that_the_captured_kernels_do_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = Requests(4, 100, PAGE_SIZE, device="cuda")
-    captured = CapturedStep(Both("flashinfer", (8, 2, 128), requests.num_pages), 4, requests.num_pages)
-    kernel = next(iter(captured.attention._kernels.values()))  # type: ignore[attr-defined]
-    monkeypatch.setattr(kernel, "plan", lambda lens, captured: [-1])
-
-    with pytest.raises(EngineError, match="do not fit"):
-        captured.attention.plan(np.arange(5, dtype=np.int32), np.ones(4, dtype=np.int32))
