@@ -42,6 +42,7 @@ class ModelConfig:
         dtype: float32, bfloat16 or float16.
         context_len: tokens of prompt and output together.
         eos_token_ids: of config.json and generation_config.json; the tokenizer's own may add to them.
+        fp32_lm_head: whether logits are computed in float32, whatever the dtype.
     """
 
     path: str
@@ -64,6 +65,7 @@ class ModelConfig:
     served_model_name: str
     weight_version: str
     skip_tokenizer_init: bool
+    fp32_lm_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +288,7 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
         served_model_name=args.served_model_name if args.served_model_name is not None else args.model_path,
         weight_version=args.weight_version,
         skip_tokenizer_init=args.skip_tokenizer_init,
+        fp32_lm_head=args.enable_fp32_lm_head,
     )
 
 

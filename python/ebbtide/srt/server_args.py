@@ -147,6 +147,7 @@ class ServerArgs(SglangArguments):
             choices=(*OWN_SCHEDULE_POLICIES, *_OTHER_SCHEDULE_POLICIES),
         ),
     ] = "fcfs"
+    enable_fp32_lm_head: Annotated[bool, Arg("Compute logits in float32.")] = False
     disable_radix_cache: Annotated[bool, Arg("No prefix cache.")] = False
     prefix_cache_scope: Annotated[
         str, Arg("Which weight versions may share cached prefixes.", choices=("any", "version"))

@@ -174,3 +174,22 @@ def test_an_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> Non
         match="'FalconForCausalLM' is not supported; supported are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3",
     ):
         RunnerDriver(path)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_logits_are_computed_in_float32_where_that_is_asked_for(
+    tmp_path: Path, is_tied: bool, in_float32: bool
+) -> None:
+    path = make_checkpoint(tmp_path, "LlamaForCausalLM", tied=is_tied)
+    runner = RunnerDriver(path, dtype="bfloat16", enable_fp32_lm_head=in_float32).runner
+    store = runner.weight_store
+    weight_VD = store.read("lm_head.weight", 10**6)
+    hidden_TD = torch.randn(5, weight_VD.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits_TV = runner.model.logits(hidden_TD)
+    expected_TV = hidden_TD.float() @ weight_VD.T
+    assert logits_TV.dtype == (torch.float32 if in_float32 else torch.bfloat16)
+    tolerance = 1e-5 if in_float32 else 2e-2
+    torch.testing.assert_close(logits_TV.float(), expected_TV, rtol=tolerance, atol=tolerance)
+    # Numbers of 16 bits are not what the products are rounded to.
+    assert torch.equal(logits_TV.bfloat16().float(), logits_TV.float()) is not in_float32

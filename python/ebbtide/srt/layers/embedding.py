@@ -8,18 +8,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ebbtide.srt.distributed.division import Division, part_of
-from ebbtide.srt.layers.linear import Linear
+from ebbtide.srt.layers.linear import Linear, linear
 
 
 class VocabEmbedding(Linear):
     """One row per token id; the same rows serve as the output projection of a tied model.
 
     Ranks divide the rows among them.
+
+    Attributes:
+        has_float32_logits: whether the products are rounded to float32 rather than to the parameters' dtype.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__(hidden_size, vocab_size, bias=False, dtype=dtype)
         self._vocab_size = vocab_size
+        self.has_float32_logits = False
 
     def forward(self, input_ids_T: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -32,9 +36,16 @@ class VocabEmbedding(Linear):
         return self.group.all_reduce_(x_TD.masked_fill_(others_T.unsqueeze(1), 0.0))
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Scores of every token of the vocabulary, [T, V] in the parameters' dtype."""
-        scores = self.project(x_TD)
+        """Scores of every token of the vocabulary, [T, V] in the parameters' dtype, or in float32."""
+        scores = self._float32_product(x_TD) if self.has_float32_logits else self.project(x_TD)
         return scores if self.group.size == 1 else self._gather(scores)
+
+    def _float32_product(self, x_TD: Tensor) -> Tensor:
+        if x_TD.is_cuda and self.weight.dtype != torch.float32:
+            # Products of 16-bit numbers are added up in float32 anyway: here they stay so. No copy of the
+            # weights is made for it.
+            return torch.mm(x_TD, self.weight.t(), out_dtype=torch.float32)
+        return linear(x_TD.float(), self.weight.float())
 
     def _gather(self, scores: Tensor) -> Tensor:
         """All ranks' columns. The ranks that hold one row less fill up: they send alike."""

@@ -71,6 +71,8 @@ def build_model_runner(
     pool = saver.chunk_pool(layout.chunk_bytes)
     arenas: ArenaSource = saver if pool is None else pool
     model = build_model(model_config.architecture, model_config.hf_config, dtype, torch_device)
+    if model_config.fp32_lm_head:
+        model.use_float32_logits()
     shape = attention_shape(model, model_config, cache_config)
     make_attention = _attention_backend(runtime_config.attention_backend, shape, torch_device)
     try:

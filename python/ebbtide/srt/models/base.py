@@ -116,7 +116,11 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Scores [T, V] of the next token, in the model's dtype."""
+        """Scores [T, V] of the next token, in the model's dtype, or in float32 after `use_float32_logits`."""
+
+    @abstractmethod
+    def use_float32_logits(self) -> None:
+        """Compute logits in float32 from now on."""
 
     @abstractmethod
     def checkpoint_map(self) -> WeightMap:

@@ -292,7 +292,14 @@ class DenseCausalLM(CausalLM):
         return [LayerAttention(layer, kind) for layer, kind in enumerate(self.config.kinds)]
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        return (self.model.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden_TD)
+        return self._output_layer.logits(hidden_TD)
+
+    def use_float32_logits(self) -> None:
+        self._output_layer.has_float32_logits = True
+
+    @property
+    def _output_layer(self) -> VocabEmbedding:
+        return self.model.embed_tokens if self.lm_head is None else self.lm_head
 
     def checkpoint_map(self) -> WeightMap:
         rows = outer_map(self.config)
