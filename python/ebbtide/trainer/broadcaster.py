@@ -29,10 +29,10 @@ from ebbtide.trainer.targets import EngineSize, NamedTensors, Target
 logger = logging.getLogger(__name__)
 
 Backend = Literal["gloo", "nccl"]
-# By target: the body of its reply, or why there is none.
+# The body of each target's reply, or why there is none, by the target's name.
 Outcomes = dict[str, Mapping[str, Any] | EbbtideError]
 
-# By then the engines have said what they make of it.
+# This end waits so much longer than the engines, so that they say first what they make of it.
 MARGIN_S: Final = 5.0
 
 
@@ -253,7 +253,7 @@ def _wait_for_devices(tensors: NamedTensors, current: torch.device) -> None:
 
 
 def _own_address(host: str, port: int) -> str:
-    """Of this host, on the way to that one; the loopback's where nothing leads there."""
+    """This host's address on the way to that one; the loopback's where nothing leads there."""
     with suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _ALIGNMENT: Final = 64
 _PICKLE_PROTOCOL: Final = 4
-# Of the arguments of rebuild_cuda_tensor.
+# These are places among the arguments of rebuild_cuda_tensor.
 _DEVICE_SLOT: Final = 6
 _HANDLE_SLOT: Final = 7
 _COUNTER_SLOTS: Final = slice(11, 13)
@@ -50,7 +50,7 @@ _EVENT_SYNC_SLOT: Final = 14
 # How torch begins the handle of an expandable segment: a version, and this.
 _EXPANDABLE: Final = b"e"
 
-# What rebuilds an object, and its arguments.
+# A function that rebuilds an object, and its arguments.
 _Reduced = tuple[object, tuple[Any, ...]]
 
 

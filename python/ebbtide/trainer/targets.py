@@ -35,7 +35,7 @@ Transport = Literal["auto", "memory", "body", "broadcast"]
 
 # How much longer than the server's own deadline an answer is awaited: the server's says more.
 MARGIN_S: Final = 30.0
-# What asks for a state is answered at once, also by a server that is busy.
+# A request for the state is answered at once, even by a busy server.
 STATE_TIMEOUT_S: Final = 60.0
 _ERROR_FIELDS: Final = ("success", "message", "error", "status")
 
@@ -105,7 +105,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class EngineSize:
-    """Of how many ranks an engine is, and on how many hosts these are."""
+    """How many ranks an engine has, and on how many hosts these are."""
 
     num_ranks: int
     num_nodes: int

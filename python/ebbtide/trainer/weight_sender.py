@@ -300,7 +300,7 @@ class _Update:
         if self._broadcaster is None:
             self._start(functools.partial(self._stage_at, bucket=bucket))
             return
-        # In this thread, whose GPU it may be about.
+        # It is done in this thread, whose current GPU it may be about.
         device = self._broadcaster.device_for(bucket.tensors[0][1])
         outcomes = self._pool.submit(self._broadcast, self._broadcaster, bucket, device)
         self._futures = [(target, outcome_at(target, outcomes)) for target in self._targets]

@@ -92,7 +92,7 @@ class IpcConversation:
         Raises:
             RequestRejected: 400, the sender gave up, or has ended, or said what it should not.
         """
-        # Ahead of the messages: the end comes behind the last of them.
+        # This is asked ahead of the messages, since the end comes behind the last of them.
         has_ended = bool(self._ends.poll(0))
         while not self._owes_answer and self._socket.poll(0):
             message = self._socket.recv()

@@ -187,14 +187,14 @@ class _Batch:
         return scores_SV
 
     def noise(self, positions_S: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of each row, as choosers take it: −1 for greedy ones."""
+        """The noise of each row, as choosers take it: −1 for greedy ones."""
         noise_S = np.full(len(self.specs), -1.0)
         if len(self._random_G):
             noise_S[self._random_G] = uniforms_at(self._seeds_G, positions_S[self._random_G])
         return noise_S
 
     def logprobs(self, scores_SV: Tensor, chosen: Chosen) -> LaunchedLogprobs:
-        """Of the chosen tokens, unless they come with them, and what else was asked for."""
+        """Logprobs of the chosen tokens, unless they come with them, and what else was asked for."""
         if chosen.norm_S1 is None:
             return position_logprobs(
                 self._wanted(scores_SV), self._wanted(chosen.tokens_S), self._logprob_specs

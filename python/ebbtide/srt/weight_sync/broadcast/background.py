@@ -37,8 +37,9 @@ class InThread(Generic[T]):
         try:
             result = call()
         except BaseException as error:
-            # Not with the frames: they hold a connection that is to end, and others wait for that. Whoever
-            # drops it last waits as long as a peer likes: neither this thread, nor who asks for the result.
+            # The frames are taken off it: they hold a connection that is to end, and others wait for that.
+            # Whoever drops it last waits as long as a peer likes: neither this thread, nor who asks for the
+            # result.
             held = [error.__traceback__]
             threading.Thread(target=_drop, args=(threading.current_thread(), held), daemon=True).start()
             self._future.set_exception(error.with_traceback(None))

@@ -13,7 +13,7 @@ from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.weight_sync.broadcast.transfers import Transfer
 from ebbtide.srt.weight_sync.broadcast.weight_group import Layout
 
-# Of what cannot be received where it belongs, this much is on its way at a time.
+# So much of what cannot be received where it belongs is on its way at a time.
 IN_FLIGHT_BYTES: Final = 1 << 30
 # NCCL's kernels read and write aligned memory faster.
 ALIGNMENT_BYTES: Final = 256

@@ -65,7 +65,7 @@ def connect(address: GroupAddress, timeout_s: float) -> Member:
     returns; NCCL meets in the first broadcast.
     """
     deadline_s = time.monotonic() + timeout_s
-    # Not torch's `rendezvous`: of rank 0 that would make the store as well.
+    # torch's own `rendezvous` would have rank 0 make the store as well.
     store = _dist.TCPStore(
         address.bare_host, address.port, address.world_size, False, timedelta(seconds=timeout_s)
     )

@@ -186,7 +186,7 @@ class WeightGroup:
                 # Whoever waits for the device, waits for these kernels too.
                 self.close("its broadcasts have not ended in time")
             look_s = min(2 * look_s, longest_look_s)
-        # Of a communicator that was aborted, work may end without an error.
+        # Work may end without an error where its communicator was aborted.
         self._require_open()
 
     def _require_open(self) -> None:
@@ -210,7 +210,7 @@ class Broadcasts:
         return self._thread.is_done
 
     def ends(self) -> bool:
-        """Of a group that was left: whether nothing is written any more to memory that is not the group's.
+        """Whether a group that was left writes no more to memory that is not its own.
 
         Waits for what the device is doing, which ends with the group.
         """
