@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from ebbtide.srt.entrypoints.http_server import create_app
 from ebbtide.testing.null_engine import NullEngine
@@ -22,13 +23,16 @@ class Client:
         self.engine = engine
         self._app = create_app(engine._service)
 
-    def ask(self, method: str, path: str, body: Any = None, status: int = 200) -> Any:
+    def send(self, method: str, path: str, body: Any = None) -> httpx.Response:
         async def send() -> httpx.Response:
             transport = httpx.ASGITransport(app=self._app)
             async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
                 return await client.request(method, path, json=body)
 
-        answer = self.engine._wait(send())
+        return self.engine._wait(send())
+
+    def ask(self, method: str, path: str, body: Any = None, status: int = 200) -> Any:
+        answer = self.send(method, path, body)
         assert answer.status_code == status, answer.text
         return answer.json()
 
@@ -51,15 +55,24 @@ def engine() -> Iterator[NullEngine]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def shared_client(engine: NullEngine) -> Client:
+    return Client(engine)
+
+
 @pytest.fixture
-def client(engine: NullEngine) -> Iterator[Client]:
+def client(shared_client: Client) -> Iterator[Client]:
     """The engine is left as it was found."""
-    yield Client(engine)
+    yield shared_client
+    shared_client.engine.abort_request(abort_all=True)
+    restore(shared_client.engine)
+
+
+def restore(engine: NullEngine) -> None:
     engine.abort_weight_update()
-    engine.abort_request(abort_all=True)
     engine.resume_memory_occupation()
+    engine.update_weights_from_disk("1", weight_version="default", pause_mode="in_place", flush_cache=False)
     engine.continue_generation()
-    engine.update_weights_from_disk("1", weight_version="default")
 
 
 @pytest.mark.parametrize(
@@ -244,6 +257,24 @@ class TestUpdates:
         client.post("/start_weight_update")
         assert client.post("/finish_weight_update")["success"]
 
+    def test_a_session_of_the_other_dialect_is_left_alone(self, client: Client) -> None:
+        client.post("/begin_weight_update")
+        client.post("/update_weights_from_disk", {"model_path": "7"})
+        info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]]}
+        for path, body in (
+            ("/start_weight_update", None),
+            ("/update_weights", {"update_info": info}),
+            ("/finish_weight_update", None),
+        ):
+            assert client.post(path, body, status=409)["success"] is False
+        assert client.post("/end_weight_update", {"weight_version": "7"})["num_tensors"] > 0
+
+    def test_what_the_other_dialect_sends_joins_the_session(self, client: Client) -> None:
+        client.post("/start_weight_update")
+        assert client.post("/update_weights_from_disk", {"model_path": "7"})["committed"] is False
+        finished = client.post("/finish_weight_update", {"weight_version": "8"})
+        assert (finished["committed"], finished["weight_version"]) == (True, "8")
+
     def test_released_weights_take_no_update(self, client: Client) -> None:
         client.post("/sleep?level=2")
         client.post("/start_weight_update")
@@ -302,3 +333,44 @@ class TestCollectiveRpc:
         assert client.get("/is_paused")["is_paused"]
         client.post("/resume")
         assert generation.result(60)["meta_info"]["num_retractions"] == num_retractions  # type: ignore[call-arg]
+
+
+CALLS: list[tuple[str, Any]] = [
+    *((f"/pause?mode={mode}", None) for mode in ("abort", "keep", "keep&clear_cache=false")),
+    *((f"/sleep?level={level}", None) for level in (0, 1, 2)),
+    *((f"/wake_up{query}", None) for query in ("", "?tags=weights", "?tags=kv_cache", "?tags=scheduling")),
+    *(
+        (path, None)
+        for path in ("/resume", "/reset_prefix_cache", "/abort_requests", "/finish_weight_update")
+    ),
+    *((path, None) for path in ("/start_weight_update", "/release_kv_cache_memory", "/is_sleeping")),
+    ("/update_weights", {"weight_dir": "3"}),
+    ("/update_weights", {"update_info": {"names": ["a"], "dtype_names": ["int8"], "shapes": [[1]]}}),
+    ("/weight_checker", {"action": "reset"}),
+    ("/collective_rpc", {"method": "skyrl_sleep_for_weight_sync"}),
+    ("/collective_rpc", {"method": "skyrl_wake_for_weight_sync"}),
+    # And the other dialect.
+    *((f"/{name}_generation", None) for name in ("pause", "continue")),
+    *((f"/{name}_memory_occupation", None) for name in ("release", "resume")),
+    *((f"/{name}_weight_update", None) for name in ("begin", "end", "abort")),
+    ("/update_weights_from_disk", {"model_path": "4", "pause_mode": "retract"}),
+    ("/flush_cache", {"retract_running": True}),
+]
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(calls=st.lists(st.sampled_from(CALLS), min_size=5, max_size=30))
+def test_two_dialects_in_any_order_are_carried_out_or_refused(
+    shared_client: Client, calls: list[tuple[str, Any]]
+) -> None:
+    client = shared_client
+    generations = [client.start(max_new_tokens=50) for _ in range(4)]
+    for path, body in calls:
+        answer = client.send("GET" if path == "/is_sleeping" else "POST", path, body)
+        assert answer.status_code in (200, 400, 409), answer.text
+        assert not (client.get("/memory_occupation")["can_run"] and client.get("/is_sleeping")["is_sleeping"])
+    restore(client.engine)
+    for generation in generations:
+        result = generation.result(60)  # type: ignore[call-arg]
+        assert result["meta_info"]["finish_reason"]["type"] in ("length", "abort")
+    assert len(client.post("/inference/v1/generate", PROMPT)["choices"][0]["token_ids"]) == 4

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any, Final, Literal
 
@@ -84,7 +85,8 @@ class VllmWeightTransfer:
         self._num_ranks = num_ranks
         self._init_info: InitInfo | None = None
         self._last: UpdateInfo | None = None
-        # Why the session that was started last has ended.
+        # Whether the open session, if there is one, was started here; and why the last one has ended.
+        self._is_started = False
         self._failure: str | None = None
 
     async def init(self, asked: InitParameters) -> Body:
@@ -114,7 +116,7 @@ class VllmWeightTransfer:
                 param="body.is_checkpoint_format",
             )
         reply: Body = await self._control(BeginWeightUpdateReqInput, {"session_id": SESSION})
-        self._failure = None
+        self._is_started, self._failure = True, None
         return {**reply, "message": "Weight update started"}
 
     async def update(self, asked: UpdateParameters) -> Body:
@@ -129,8 +131,10 @@ class VllmWeightTransfer:
             requests = list(self._requests(asked.update_info))
             replies = [await self._control(UpdateWeightsFromDistributedReqInput, each) for each in requests]
         except (RequestRejected, EngineError) as error:
-            await self._control(AbortWeightUpdateReqInput, {})
-            self._failure = str(error)
+            self._is_started, self._failure = False, str(error)
+            # An engine that has failed says so by the first error.
+            with suppress(EngineError):
+                await self._control(AbortWeightUpdateReqInput, {})
             raise
         totals = {
             name: sum(reply[name] for reply in replies)
@@ -148,6 +152,7 @@ class VllmWeightTransfer:
             "session_id": SESSION,
         }
         reply: Body = await self._control(EndWeightUpdateReqInput, fields)
+        self._is_started = False
         return {**reply, "message": "Weight update finished"}
 
     async def check(self, asked: CheckerParameters) -> Body:
@@ -254,6 +259,11 @@ class VllmWeightTransfer:
 
     def _require_session(self, what: str) -> None:
         session = self._state().session
+        if session is not None and not self._is_started:
+            raise RequestRejected(
+                "a weight update session is open that was not started by /start_weight_update: end it first",
+                409,
+            )
         if session is None and self._failure is not None:
             raise RequestRejected(f"the update failed; nothing was committed: {self._failure}", 409)
         if session is None:
