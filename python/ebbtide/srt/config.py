@@ -143,7 +143,6 @@ class RuntimeConfig:
     attention_backend: str | None
     cuda_graph_bs: tuple[int, ...]
     random_seed: int
-    log_level: str
     ranks_per_device: int
     logprobs_mode: str = "scaled"
 
@@ -398,7 +397,6 @@ def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) ->
         attention_backend=_attention_backend(args.attention_backend),
         cuda_graph_bs=_cuda_graph_bs(args, schedule) if _is_cuda(device) else (),
         random_seed=seed,
-        log_level=args.log_level,
         ranks_per_device=1 if _is_cuda(device) else args.tp_size * args.dp_size // args.nnodes,
         logprobs_mode=args.logprobs_mode,
     )

@@ -200,13 +200,19 @@ class ServerArgs(SglangArguments):
     weight_update_timeout_s: Annotated[float, Arg("Seconds a weight update or session may take.")] = 600.0
 
     watchdog_timeout: Annotated[float, Arg("Seconds one forward pass may take.")] = 300.0
+    drain_timeout_s: Annotated[
+        float, Arg("Seconds that requests have to end after SIGTERM (default: none).", minimum=0)
+    ] = 0.0
     skip_server_warmup: Annotated[bool, Arg("Do not generate a token before serving.")] = False
     log_level: Annotated[str, Arg("Log level.", choices=_LOG_LEVELS)] = "info"
     log_level_http: Annotated[
         str | None, Arg("Log level of HTTP (default: log level).", choices=_LOG_LEVELS)
     ] = None
-    log_requests: Annotated[bool, Arg("Log each request.")] = False
-    log_requests_level: Annotated[int, Arg("How much of a request is logged.", minimum=0)] = 2
+    log_format: Annotated[str, Arg("Lines of text, or JSON objects.", choices=("text", "json"))] = "text"
+    log_requests: Annotated[bool, Arg("Log each request as it comes and as it ends.")] = False
+    log_requests_level: Annotated[
+        int, Arg("0: counts and times; from 1 on sampling parameters, from 3 on prompts too.", minimum=0)
+    ] = 2
     decode_log_interval: Annotated[int, Arg("Decode steps between log lines.", minimum=1)] = 40
     enable_metrics: Annotated[bool, Arg("Serve Prometheus metrics.")] = False
 

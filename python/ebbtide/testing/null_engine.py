@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from ebbtide.srt.config import EngineConfig, ModelConfig, resolve_for
 from ebbtide.srt.entrypoints.engine import Engine
 from ebbtide.srt.entrypoints.http_server import serve
-from ebbtide.srt.entrypoints.process import configure_logging
+from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EbbtideError
 from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for action in parser._actions:
         action.required = False
     args = ServerArgs.from_cli_args(parser.parse_args(argv))
-    configure_logging(args.log_level, "server")
+    configure_logging(args, "server")
     try:
         serve(lambda: null_config(args), TARGETS)
     except EbbtideError as error:

@@ -20,9 +20,11 @@ from ebbtide.srt.entrypoints import launcher
 from ebbtide.srt.entrypoints.launcher import EngineProcesses
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.memory_saver import torch_memory_saver_adapter
+from ebbtide.srt.server_args import ServerArgs
 
-RUNTIME = SimpleNamespace(log_level="critical", random_seed=0)
-CONFIG: Any = SimpleNamespace(runtime=RUNTIME, parallel=ParallelConfig())
+RUNTIME = SimpleNamespace(random_seed=0)
+ARGS = ServerArgs(model_path="none", log_level="critical")
+CONFIG: Any = SimpleNamespace(runtime=RUNTIME, parallel=ParallelConfig(), server_args=ARGS)
 TEST_FOLDER = Path(__file__).parents[1]
 
 
@@ -200,9 +202,12 @@ import threading
 from types import SimpleNamespace
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.entrypoints.launcher import EngineProcesses
+from ebbtide.srt.server_args import ServerArgs
 
-runtime = SimpleNamespace(log_level="critical", random_seed=0)
-config = SimpleNamespace(runtime=runtime, parallel=ParallelConfig())
+args = ServerArgs(model_path="none", log_level="critical")
+config = SimpleNamespace(
+    runtime=SimpleNamespace(random_seed=0), parallel=ParallelConfig(), server_args=args
+)
 processes = EngineProcesses(config, {"scheduler": "fixtures.scripted_processes:report_size"})
 processes.wait_ready()
 print(processes.pids["scheduler"], flush=True)

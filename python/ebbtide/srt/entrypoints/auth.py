@@ -117,6 +117,6 @@ class KeyCheck:
 
 def _brings(headers: Headers, key: str) -> bool:
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    # In bytes: of text, the comparison takes only ASCII. Headers are decoded as latin-1.
+    # The comparison takes no text but ASCII, so it gets bytes. Headers are decoded as latin-1.
     is_same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
     return is_same and scheme.lower() == "bearer"

@@ -20,7 +20,7 @@ from ebbtide.srt.errors import ConfigurationError, EngineError
 
 logger = logging.getLogger(__name__)
 
-# What the libraries under torch read when they are loaded; the user's own settings win.
+# The libraries under torch read these when they are loaded; the user's own settings win.
 LIBRARY_DEFAULTS = {
     # Threads that spin while they wait for each other stand still where another process needs a core.
     "OMP_WAIT_POLICY": "passive",

@@ -28,16 +28,18 @@ from ebbtide.srt.entrypoints.control_routes import (
     Endpoint,
     control_endpoint,
 )
+from ebbtide.srt.entrypoints.drain import DrainRequest
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole, error_answer
 from ebbtide.srt.entrypoints.information import WeightVersion
 from ebbtide.srt.entrypoints.loads import load_summaries
+from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.entrypoints.metrics import Metrics
 from ebbtide.srt.entrypoints.node_server import launch_node
 from ebbtide.srt.entrypoints.openai.chat_template import read_chat_template
+from ebbtide.srt.entrypoints.openai.protocol import parse
 from ebbtide.srt.entrypoints.openai.routes import OpenAIApi
 from ebbtide.srt.entrypoints.openapi import openapi_document
-from ebbtide.srt.entrypoints.process import configure_logging
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.stop_signals import Stopped, is_main_thread, raising_signals
@@ -53,6 +55,8 @@ ALL_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 BACKLOG = 2048
 # What is still being answered when the server stops has that long; a client that has not read it is left.
 STOP_TIMEOUT_S = 2
+# A client that was refused for lack of room, or by a server that drains, is told to come back after so long.
+RETRY_AFTER_S = 1
 
 
 # ------------------------------------------------------------------------------------------- the application
@@ -61,7 +65,7 @@ STOP_TIMEOUT_S = 2
 def create_app(service: EngineService) -> FastAPI:
     """The application over an engine whose service is open by the time of the first request."""
     app = FastAPI(title="Ebbtide", redoc_url=None, swagger_ui_oauth2_redirect_url=None)
-    # In the place of FastAPI's own, which knows nothing of the messages.
+    # FastAPI's own document would know nothing of the messages.
     app.openapi = functools.cache(openapi_document)  # type: ignore[method-assign]
     metrics = Metrics()
     endpoints = _Endpoints(service, metrics)
@@ -76,6 +80,7 @@ def create_app(service: EngineService) -> FastAPI:
     for path, kind in CONTROL_ROUTES.items():
         app.add_route(path, control_endpoint(service, kind), methods=list(kind.row.methods))
     app.add_route("/transition", endpoints.transition, methods=["POST"])
+    app.add_route("/drain", endpoints.drain, methods=["POST"])
     for path in NOT_IMPLEMENTED:
         app.add_route(path, _not_implemented, methods=ALL_METHODS)
     app.add_exception_handler(RequestRejected, _answer_rejection)
@@ -126,6 +131,10 @@ class _Endpoints:
     async def transition(self, request: Request) -> Response:
         return Json(await self._service.transitions.run(await read_fields(request.stream())))
 
+    async def drain(self, request: Request) -> Response:
+        wanted = parse(DrainRequest, await read_fields(request.stream()))
+        return Json(self._service.drain(wanted.timeout_s))
+
     async def answer_failure(self, request: Request, error: Exception) -> Response:
         """500; 503 when the engine is down or going down."""
         fields = error.fields if isinstance(error, EngineError) else {}
@@ -138,8 +147,8 @@ class _Endpoints:
         return await _healthy(self._service.check_generation())
 
     async def _ready(self, request: Request) -> Response:
-        state = self._service.state
-        return Json(Reply()) if state.can_run else error_answer(state.reason, 503)
+        reason = self._service.not_ready
+        return error_answer(reason, 503) if reason else Json(Reply())
 
     async def _metrics_text(self, request: Request) -> Response:
         if not self._service.config.server_args.enable_metrics:
@@ -181,7 +190,10 @@ async def _not_implemented(request: Request) -> Response:
 
 async def _answer_rejection(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestRejected)
-    return Json(error.body, error.status)
+    answer = Json(error.body, error.status)
+    if error.status == 503:
+        answer.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return answer
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
@@ -219,7 +231,7 @@ def launch_server(server_args: ServerArgs, early: EarlyProcesses | None = None) 
     if server_args.node_rank > 0:
         launch_node(server_args, early)
         return
-    configure_logging(server_args.log_level, "server")
+    configure_logging(server_args, "server")
     serve(lambda: resolve(server_args), early=early)
 
 
@@ -279,9 +291,16 @@ async def _serve(
         service.fail("the server is shutting down")
         server.should_exit = True
 
+    def terminate() -> None:
+        timeout_s = config.server_args.drain_timeout_s
+        if timeout_s and server.started and not service.is_draining:
+            service.drain(timeout_s)
+        else:
+            stop()
+
     try:
-        _on_signals(stop)
-        await service.open(note_death)
+        _on_signals({signal.SIGINT: stop, signal.SIGTERM: terminate})
+        await service.open(note_death, stop)
         if not config.server_args.skip_server_warmup:
             await service.generate_one_token()
         freeze_heap()
@@ -316,10 +335,10 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-def _on_signals(stop: Callable[[], None]) -> None:
+def _on_signals(handlers: Mapping[int, Callable[[], None]]) -> None:
     if is_main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
+        for number, handler in handlers.items():
+            asyncio.get_running_loop().add_signal_handler(number, handler)
 
 
 def _bind(http: HttpConfig) -> socket.socket:
@@ -328,7 +347,7 @@ def _bind(http: HttpConfig) -> socket.socket:
         found = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ConfigurationError(f"host {http.host!r}: {error.strerror or error}") from None
-    # For a name such as localhost, rather the address that clients expect.
+    # A name such as localhost has several addresses: clients expect that of IPv4.
     family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

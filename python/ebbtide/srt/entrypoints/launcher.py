@@ -21,7 +21,7 @@ from ebbtide.srt.entrypoints.process import ProcessStart
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 
-# By name: this process need not import what only the others run.
+# They are named by strings: this process need not import what only the others run.
 SCHEDULER = {"scheduler": "ebbtide.srt.managers.scheduling.scheduler_process:run_scheduler_process"}
 DETOKENIZER = {"detokenizer": "ebbtide.srt.managers.detokenizer_manager:run_detokenizer_process"}
 

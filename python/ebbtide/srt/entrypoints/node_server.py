@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from ebbtide.srt.config import EngineConfig, resolve
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.launcher import NodeProcesses
-from ebbtide.srt.entrypoints.process import configure_logging
+from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.entrypoints.stop_signals import Stopped, raising_signals
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.server_args import ServerArgs
@@ -27,7 +27,7 @@ def launch_node(server_args: ServerArgs, early: EarlyProcesses | None = None) ->
         ConfigurationError: the engine cannot start so, or node 0 is not found.
         EngineError: a process, or another node, has ended by itself.
     """
-    configure_logging(server_args.log_level, f"node-{server_args.node_rank}")
+    configure_logging(server_args, f"node-{server_args.node_rank}")
     serve_node(lambda: resolve(server_args), early=early)
 
 
@@ -39,7 +39,7 @@ def serve_node(
     """As `launch_node`, for any configuration; `targets` are the processes, if not the usual ones."""
     ends: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     try:
-        # In the queue too: what is raised in a callback of the interpreter is lost.
+        # The queue hears of it too: what is raised in a callback of the interpreter is lost.
         with raising_signals(lambda: ends.put(None)):
             processes = NodeProcesses(configure(), targets, early)
             try:

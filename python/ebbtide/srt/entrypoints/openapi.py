@@ -12,6 +12,7 @@ from ebbtide import __version__
 from ebbtide.srt.entrypoints import bodies
 from ebbtide.srt.entrypoints.auth import Access, access_of
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES
+from ebbtide.srt.entrypoints.drain import DrainReply, DrainRequest
 from ebbtide.srt.entrypoints.information import ModelInfo, ServerInfo, WeightVersion
 from ebbtide.srt.entrypoints.loads import Loads, LoadSummary
 from ebbtide.srt.entrypoints.occupation import MemoryOccupation
@@ -110,6 +111,10 @@ _OPERATIONS = (
     Operation("/v1/loads", GET, "information", "What every replica has to do.", LoadsQuery, Loads),
     Operation("/get_load", GET, "information", "The same in short.", None, list[LoadSummary]),
     Operation("/get_weight_version", GET, "information", "The weights' version.", None, WeightVersion),
+    Operation(
+        *("/drain", POST, "control", "Serve what is in, refuse new generations with 503, then end."),
+        *(DrainRequest, DrainReply),
+    ),
     Operation(
         *("/transition", POST, "control", "Several control requests in order; may be sent again."),
         *(TransitionRequest, TransitionReply),

@@ -17,7 +17,7 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 
-# What the kernel takes as the path of a Unix socket.
+# The kernel takes no longer path of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 107
 
 

@@ -46,23 +46,15 @@ class ProcessStart:
     socket_folder: str
 
 
-def configure_logging(level: str, process_name: str) -> None:
-    """Log to stderr from this level on, each line with the name of the process."""
-    logging.basicConfig(
-        level=logging.getLevelNamesMapping().get(level.upper(), logging.INFO),
-        format=f"%(asctime)s %(levelname)s [{process_name}] %(name)s: %(message)s",
-        force=True,
-    )
-
-
 def child_main(start: ProcessStart, ready: Connection) -> int:
     """Run the target; returns the exit status. What it fails with goes to the parent over `ready`."""
     multiprocessing.current_process().name = start.name
-    # Which has room for 15 letters: a rank is "ebb-dp0-tp1".
+    # The kernel keeps 15 letters of a name: a rank is "ebb-dp0-tp1".
     Path("/proc/self/comm").write_text(f"ebb-{start.name.removeprefix('scheduler-')}"[:15])
-    configure_logging(start.config.runtime.log_level, start.name)
-
+    from ebbtide.srt.entrypoints.log_format import configure_logging
     from ebbtide.srt.errors import EbbtideError
+
+    configure_logging(start.config.server_args, start.name)
 
     try:
         module, function = start.target.split(":")

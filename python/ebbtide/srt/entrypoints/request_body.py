@@ -11,9 +11,9 @@ import msgspec
 
 from ebbtide.srt.errors import RequestRejected
 
-# What one body may hold, but for weights: a batch of prompts of tens of millions of tokens fits.
+# A body without weights may hold this much: a batch of prompts of tens of millions of tokens fits.
 MAX_BODY_BYTES = 1 << 28
-# From here on a thread decodes.
+# Bodies of this size and larger ones are decoded in a thread.
 LARGE_BODY_BYTES = 1 << 20
 # Decoding holds the interpreter's lock: base64 goes in pieces, between which the loop has its turn.
 PIECE_CHARACTERS = 1 << 22

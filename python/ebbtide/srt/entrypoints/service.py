@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ebbtide.srt.config import EngineConfig
+from ebbtide.srt.entrypoints.drain import DRAINING, Drain, DrainReply
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.information import StartupTime, model_info, server_info
 from ebbtide.srt.entrypoints.launcher import EngineProcesses
@@ -20,7 +22,7 @@ from ebbtide.srt.entrypoints.occupation import (
     memory_occupation,
 )
 from ebbtide.srt.entrypoints.transition import Transitions
-from ebbtide.srt.errors import EngineError
+from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.api.request_fields import build_request
 from ebbtide.srt.managers.api.request_limits import RequestLimits
@@ -67,6 +69,7 @@ class EngineService:
         self._scheduler_s = self._open_s = 0.0
         self._failure: str | None = None
         self._manager: TokenizerManager | None = None
+        self._drain = Drain()
         self.transitions = Transitions(self.control)
         self._processes = EngineProcesses(config, targets, early)
         try:
@@ -84,13 +87,17 @@ class EngineService:
 
     # -------------------------------------------------------------------------------------------- lifetime
 
-    async def open(self, on_death: Callable[[str], None] | None = None) -> None:
+    async def open(
+        self, on_death: Callable[[str], None] | None = None, on_drained: Callable[[], None] = lambda: None
+    ) -> None:
         """Connect to the processes and wait for their first report.
 
         Args:
             on_death: called in this loop, with the reason, when a process has ended by itself. By then
                 everything that waited has been told.
+            on_drained: called in this loop when a drain has come to its end.
         """
+        self._drain.on_end = on_drained
         self._manager = self._connect()
         self._manager.start()
         loop = asyncio.get_running_loop()
@@ -137,6 +144,30 @@ class EngineService:
     def shutdown(self) -> None:
         """End the processes; returns when they are gone. Idempotent."""
         self._processes.shutdown()
+
+    def drain(self, timeout_s: float | None = None) -> DrainReply:
+        """Serve what is in, refuse new generations with 503, and then end. A second drain sets a new limit.
+
+        Args:
+            timeout_s: how long; None without limit.
+        """
+        if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s >= 0):
+            raise RequestRejected(f"timeout_s: expected a number of seconds from 0 on, got {timeout_s}")
+        self._drain.begin(self.manager, timeout_s)
+        num_live = self.manager.num_live
+        return DrainReply(message=f"{num_live} requests are served to their end.", num_live=num_live)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new generations are refused."""
+        return self._drain.has_begun
+
+    @property
+    def not_ready(self) -> str:
+        """Why a request would not run now; empty when it would."""
+        if self.is_draining:
+            return DRAINING
+        return "" if self.state.can_run else self.state.reason
 
     @property
     def is_down(self) -> bool:
@@ -202,7 +233,7 @@ class EngineService:
     async def check_generation(self) -> None:
         """As `check_health`; an engine that is idle and may run also generates a token."""
         await self.check_health()
-        if self.state.can_run and self.manager.num_live == 0:
+        if not self.not_ready and self.manager.num_live == 0:
             await self.generate_one_token()
 
     async def generate_one_token(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
-from ebbtide.srt.errors import EngineError
+from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
 from ebbtide.srt.managers.api.generate_request import (
     GenerateReqInput,
@@ -28,6 +28,7 @@ from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState
 from ebbtide.srt.managers.api.live_outputs import LiveOutputs
 from ebbtide.srt.managers.api.ordered_inbox import OrderedInbox
 from ebbtide.srt.managers.api.request_limits import RequestLimits
+from ebbtide.srt.managers.api.request_log import RequestLog
 from ebbtide.srt.managers.api.wait_warning import WaitWarning
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
@@ -40,6 +41,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseGenerationReqOutput,
     PauseMode,
     Reply,
+    RequestOutput,
     SchedulerInput,
     StateReport,
     TextOutput,
@@ -98,12 +100,15 @@ class TokenizerManager:
         self._inbox = OrderedInbox(inbox)
         self._is_incremental = config.schedule.incremental_streaming_output
         self._normalizer = RequestNormalizer(limits, tokenizer, random.Random(config.runtime.random_seed))
+        args = config.server_args
+        self._request_log = RequestLog(args.log_requests_level) if args.log_requests else None
         self._control = ControlClient(scheduler)
         self._live = LiveOutputs()
         # The tokenizers library lets go of the interpreter's lock while it works.
         self._threads = ThreadPoolExecutor(NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")
         self._reader: asyncio.Task[None] | None = None
         self._failure: str | None = None
+        self._refusal: str | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._token_texts: dict[int, str] = {}
         self._wait_warning = WaitWarning(
@@ -157,10 +162,12 @@ class TokenizerManager:
             is_incremental: whether the chunks of a stream hold only what is new; None: as the server's do.
 
         Raises:
-            RequestRejected: 400; nothing runs.
+            RequestRejected: 400; nothing runs. 503: no more requests are taken.
             EngineError: the engine is gone.
         """
         self._check_alive()
+        if self._refusal is not None:
+            raise RequestRejected(self._refusal, 503)
         draft = self._normalizer.draft(given, render)
         self._live.claim(draft.all_rids, draft.groups)
         try:
@@ -181,6 +188,8 @@ class TokenizerManager:
         for rid, message in aborted.items():
             self._abort([rid], message)
         self._wait_warning.note()
+        if self._request_log is not None:
+            self._request_log.came(plan)
         return generation
 
     async def generate(self, given: GenerateReqInput | Mapping[str, Any]) -> AsyncIterator[Any]:
@@ -203,6 +212,11 @@ class TokenizerManager:
     def num_live(self) -> int:
         """Outputs that have not ended yet."""
         return len(self._live)
+
+    async def drain(self, message: str) -> None:
+        """Refuse new requests with this message from now on, and return once the others have ended."""
+        self._refusal = message
+        await self._live.none_left.wait()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run what would hold up the event loop in one of the threads that tokenize.
@@ -242,7 +256,11 @@ class TokenizerManager:
         )
 
     def _abandon(self, generation: LiveGeneration) -> None:
-        self._abort(self._live.abandon(generation), "Aborted: the client disconnected")
+        rids = self._live.abandon(generation)
+        self._abort(rids, "Aborted: the client disconnected")
+        if self._request_log is not None:
+            for rid in rids:
+                self._request_log.left(rid)
 
     def _abort_after(
         self, timeout_s: float, generation: LiveGeneration, arrival_s: float
@@ -288,7 +306,7 @@ class TokenizerManager:
                 message = "Aborted by pause_generation"
                 unsent = self._live.unsent
         reply = await self._control.call(request, timeout_s)
-        # What was being tokenized: the schedulers did not know it yet.
+        # The schedulers did not know yet what was being tokenized.
         self._abort(unsent, message)
         return _with_more_aborted(reply, len(unsent))
 
@@ -311,16 +329,21 @@ class TokenizerManager:
         match message:
             case TextOutput():
                 for output, text in zip(message.outputs, message.texts, strict=True):
-                    self._live.deliver(output, text, message.weight_version)
+                    self._deliver(output, text, message.weight_version)
             case TokenOutput():
                 for output in message.outputs:
-                    self._live.deliver(output, None, message.weight_version)
+                    self._deliver(output, None, message.weight_version)
             case ControlReply():
                 self._control.resolve(message)
             case StateReport():
                 self.reports[message.dp_rank] = message
                 self._state = None  # put together when it is asked for
                 self._wait_warning.note()
+
+    def _deliver(self, output: RequestOutput, text: str | None, weight_version: str) -> None:
+        ended = self._live.deliver(output, text, weight_version)
+        if ended is not None and self._request_log is not None:
+            self._request_log.ended(ended)
 
 
 def _pieces(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:

@@ -29,7 +29,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 
-# What stands for a part of a character.
+# This character stands for a part of one.
 REPLACEMENT = "\ufffd"
 
 

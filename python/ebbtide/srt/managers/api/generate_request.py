@@ -20,9 +20,9 @@ from ebbtide.srt.sampling_params import SamplingParams
 
 V = TypeVar("V")
 
-# What makes a text that becomes a prompt.
+# Makes a text that becomes a prompt.
 Render: TypeAlias = Callable[[], str]
-# Its token ids, or what they are to be made of.
+# The token ids of a prompt, or what they are to be made of.
 Prompt: TypeAlias = list[int] | str | Render
 
 MAX_RID_LENGTH = 256

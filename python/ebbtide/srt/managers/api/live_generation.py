@@ -128,7 +128,7 @@ class OutputState:
         body["output_ids"] = self._handed_out(self._output_ids)
         if self._style.return_prompt_token_ids:
             body["prompt_token_ids"] = self.request.input_ids
-        body["meta_info"] = self._meta()
+        body["meta_info"] = self.meta_info()
         if self._style.is_incremental:
             self._output_ids = []
             self._logprobs.columns = {name: [] for name in self._logprobs.columns}
@@ -140,7 +140,8 @@ class OutputState:
         is_ours_no_more = self._style.is_incremental or self.finish is not None
         return values if is_ours_no_more else values.copy()
 
-    def _meta(self) -> dict[str, Any]:
+    def meta_info(self) -> dict[str, Any]:
+        """What the answer tells beside the output itself, as it stands."""
         request, start = self.request, self._start
         meta: dict[str, Any] = {
             "id": request.rid,

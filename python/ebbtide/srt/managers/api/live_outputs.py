@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.live_generation import LiveGeneration
+from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState
 from ebbtide.srt.managers.io_struct import RequestOutput
 
 
@@ -34,9 +35,14 @@ class LiveOutputs:
 
     A rid stays taken until its last output arrives, read or not: so what is still on its way for a request
     that was abandoned never reaches a new one of the same name.
+
+    Attributes:
+        none_left: set while there are none.
     """
 
     def __init__(self) -> None:
+        self.none_left = asyncio.Event()
+        self.none_left.set()
         self._entries: dict[str, _Entry] = {}
         self._groups: dict[str, set[str]] = {}
 
@@ -63,6 +69,7 @@ class LiveOutputs:
             self._entries[rid] = _Entry(index, group_of.get(rid))
         for group, members in groups.items():
             self._groups[group] = set(members)
+        self.none_left.clear()
 
     def release(self, rids: Iterable[str]) -> None:
         """Give back what was claimed for a request that will not be sent."""
@@ -97,16 +104,19 @@ class LiveOutputs:
                 sent.append(rid)
         return sent
 
-    def deliver(self, output: RequestOutput, text: str | None, weight_version: str) -> None:
-        """Hand an output to whoever waits for it."""
+    def deliver(self, output: RequestOutput, text: str | None, weight_version: str) -> OutputState | None:
+        """Hand an output to whoever waits for it. Returns it if it has ended."""
         entry = self._entries.get(output.rid)
         if entry is None:
-            return
+            return None
         if output.finish is not None:
             self._remove(output.rid, entry)
-        if entry.generation is not None:
-            entry.generation.outputs[entry.index].apply(output, text, weight_version)
-            entry.generation.note(entry.index)
+        if entry.generation is None:
+            return None
+        state = entry.generation.outputs[entry.index]
+        state.apply(output, text, weight_version)
+        entry.generation.note(entry.index)
+        return state if output.finish is not None else None
 
     def rids_of(self, generation: LiveGeneration) -> list[str]:
         """Outputs of a request that are still to come."""
@@ -129,6 +139,7 @@ class LiveOutputs:
         generations = {id(entry.generation): entry.generation for entry in self._entries.values()}
         self._entries.clear()
         self._groups.clear()
+        self.none_left.set()
         return [generation for generation in generations.values() if generation is not None]
 
     def _remove(self, rid: str, entry: _Entry) -> None:
@@ -138,3 +149,5 @@ class LiveOutputs:
             members.discard(rid)
             if not members:
                 del self._groups[entry.group]
+        if not self._entries:
+            self.none_left.set()

@@ -1,0 +1,81 @@
+"""A server that is to end serves what is in first: by a request, or by a signal. Without a model."""
+
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from fixtures.servers import Server, running_server, wait_until
+
+PROMPT = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
+
+
+@contextmanager
+def server_with_a_request(*arguments: str) -> Iterator[tuple[Server, Callable[[], httpx.Response]]]:
+    """A server in which a request waits; the second is what gets its answer."""
+    module = "ebbtide.testing.null_engine"
+    with running_server("null", *arguments, module=module) as server, ThreadPoolExecutor(1) as pool:
+        server.post("/pause_generation", {"mode": "in_place"})
+        waiting = pool.submit(server.post, "/generate", PROMPT)
+        wait_until(lambda: server.get("/get_load").json()[0]["num_reqs"] == 1, "the request waits")
+        yield server, waiting.result
+
+
+def by_request(server: Server) -> None:
+    reply = server.post("/drain", {"timeout_s": 60})
+    assert reply.json() == {"success": True, "message": "1 requests are served to their end.", "num_live": 1}
+
+
+def by_signal(server: Server) -> None:
+    server.process.terminate()
+    wait_until(
+        lambda: server.get("/ready").json()["message"].startswith("the server is draining"), "it drains"
+    )
+
+
+@pytest.mark.parametrize("drain", [by_request, by_signal])
+def test_what_is_in_is_served_and_nothing_else(drain: Callable[[Server], None]) -> None:
+    with server_with_a_request("--drain-timeout-s", "60") as (server, answer):
+        drain(server)
+        for path, body in (("/generate", PROMPT), ("/v1/completions", {"prompt": [1]})):
+            refused = server.post(path, body)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            assert "the server is draining" in refused.json()["message"]
+        assert server.get("/ready").status_code == 503
+        assert server.get("/health").status_code == server.get("/health_generate").status_code == 200
+        server.post("/continue_generation")
+        assert len(answer().json()["output_ids"]) == 4
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in server.log
+
+
+def by_its_limit(server: Server) -> None:
+    server.post("/drain", {"timeout_s": 0.1})
+
+
+def by_a_second_signal(server: Server) -> None:
+    by_signal(server)
+    server.process.terminate()
+
+
+def by_interrupt(server: Server) -> None:
+    server.process.send_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("end", [by_its_limit, by_a_second_signal, by_interrupt])
+def test_what_cannot_end_is_answered_all_the_same(end: Callable[[Server], None]) -> None:
+    with server_with_a_request("--drain-timeout-s", "60") as (server, answer):
+        end(server)
+        assert answer().status_code == 503
+        assert server.process.wait(30) == 0
+
+
+def test_a_limit_is_a_number_of_seconds() -> None:
+    with running_server("null", module="ebbtide.testing.null_engine") as server:
+        for timeout_s in ("-1", '"soon"', "true"):
+            refused = server.client.post("/drain", content=f'{{"timeout_s": {timeout_s}}}')
+            assert refused.status_code == 400
+            assert "timeout_s" in refused.json()["message"]
+        assert server.get("/ready").status_code == 200
