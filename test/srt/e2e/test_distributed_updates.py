@@ -272,7 +272,7 @@ def test_what_a_failed_update_took_from_its_session_is_the_old_again(
         with pytest.raises(RequestRejected, match=r"\b1 of its parameters had been written in this session"):
             updating.result(timeout=60)
     assert_holds(engine, checkpoint_a)
-    assert engine.end_weight_update("mixed")["committed"] is True
+    assert engine.end_weight_update("mixed", allow_incomplete=True)["committed"] is True
     assert {name: engine.get_weights_by_name(name, ALL_ROWS) for name in old} == {
         name: (new if name == last else old)[name].tolist() for name in old
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,17 @@ from ebbtide.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
 )
-from ebbtide.srt.managers.scheduling import weight_io as engine_weights
+from ebbtide.srt.managers.scheduling import weight_io
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
-from ebbtide.srt.weight_sync.source import WeightSource
+from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
+from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
 
 
 class Fault(Exception):
@@ -212,6 +215,45 @@ def test_nan_and_inf_are_named(rank: RealRank, checkpoints: tuple[Path, Path]) -
     assert rank.apply(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[0]))).num_nonfinite == 0
 
 
+def test_a_broadcast_that_is_refused_unopened_is_known_by_name(rank: RealRank) -> None:
+    rank.apply(BeginWeightUpdateReqInput())
+    rank.apply(
+        UpdateWeightsFromDistributedReqInput(names=["b", "a"], dtypes=[], shapes=[], group_name="none")
+    )
+    assert rank.apply(EndWeightUpdateReqInput()).fields["refusals"][0]["names"] == ["a", "b"]
+
+
+class ReceivedInPlace(BroadcastSource):
+    """A broadcast of tensors of NaN, received where they belong."""
+
+    def __init__(self, entries: list[TensorHeader]) -> None:
+        super().__init__(entries, None, as_bucket=False, timeout_s=1.0)  # type: ignore[arg-type]
+
+    def receive_in_place(self, destinations: Callable[[], Sequence[Destination | None]]) -> None:
+        for destination in destinations():
+            assert destination is not None
+            destination.region.fill_(math.nan)
+
+    def can_receive_in_place(self, device: torch.device) -> bool:
+        return True
+
+    def arrived(self) -> bool:
+        return True
+
+
+def test_so_are_those_of_a_broadcast_that_is_received_where_it_belongs(
+    rank: RealRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "model.norm.weight"
+    header = TensorHeader(name, rank.store.shape(name), torch.float32)
+    monkeypatch.setattr(weight_io, "open_broadcast", lambda *args: ReceivedInPlace([header]))
+    monkeypatch.setattr(weight_io.Memberships, "get", lambda groups, name: None)
+    request = UpdateWeightsFromDistributedReqInput(
+        names=[name], dtypes=["float32"], shapes=[[1]], group_name="g"
+    )
+    assert f"1 tensors hold NaN or Inf: {name}." in rank.apply(request).message
+
+
 class BusyDevice(CpuDevice):
     """Host memory that is treated as a CUDA device's: its copies are done when the test says so.
 
@@ -302,7 +344,7 @@ class TestCopiesBesideForwardPasses:
             source.close = watched_close  # type: ignore[method-assign]
             return source
 
-        monkeypatch.setattr(engine_weights, "open_checkpoint", open_watched)
+        monkeypatch.setattr(weight_io, "open_checkpoint", open_watched)
         return closed
 
     @pytest.mark.parametrize("num_tensors", [None, 3])
@@ -392,7 +434,7 @@ class TestCopiesBesideForwardPasses:
     ) -> None:
         """Tensors are opened before the first byte is overwritten; after it there is no way back in place."""
         source = EndingSource(checkpoints[1], num_read)
-        monkeypatch.setattr(engine_weights, "open_checkpoint", lambda *args, **kwargs: source)
+        monkeypatch.setattr(weight_io, "open_checkpoint", lambda *args, **kwargs: source)
         if not is_staged:
             monkeypatch.setattr(rank.store.arena, "stage_by_chunks", no_room)
         before = rank.store.checksum()

@@ -163,7 +163,7 @@ def test_direct_writes_name_the_engines_own_parameters(store: WeightStore) -> No
 def test_a_staged_update_is_invisible_until_it_is_committed(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_store, "SLICE_BYTES", 1000)
+    monkeypatch.setattr(weight_store, "LOCAL_SLICE_BYTES", 1000)
     before, checksum, generation = snapshot(store), store.checksum(), store.generation
     addresses = store.arena.address
     new = {Q: torch.randn(64, 64), NORM: torch.randn(64)}

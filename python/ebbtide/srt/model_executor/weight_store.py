@@ -22,7 +22,7 @@ from ebbtide.srt.stored_tensor import StoredTensor, copy_into
 ALIGNMENT_BYTES = 256
 # Tensors that are looked at for NaN and Inf by one call.
 LOOKED_AT_ONCE = 64
-SLICE_BYTES = 64 << 20
+LOCAL_SLICE_BYTES = 64 << 20
 # At the speed of pageable memory, about what a forward pass can be kept waiting for.
 TRANSFER_BYTES = 16 << 20
 # So much of a sender's names and shapes is repeated in a message.
@@ -277,7 +277,7 @@ class WeightStore:
         """
         for name in sorted(self.names - frozenset(written)):
             source, destination = self._region(name, None), self._region(name, shadow)
-            for piece, room in _row_slices(source, destination, SLICE_BYTES):
+            for piece, room in _row_slices(source, destination, LOCAL_SLICE_BYTES):
                 copy_into(room, piece)
                 yield room.nbytes
 
@@ -328,7 +328,7 @@ class WeightStore:
         digest = hashlib.blake2b(digest_size=16)
         for slot in self._slots.values():
             live = self.arena.view(slot.offset, (slot.num_bytes,), torch.uint8)
-            for piece in torch.split(live, SLICE_BYTES):
+            for piece in torch.split(live, LOCAL_SLICE_BYTES):
                 digest.update(piece.cpu().numpy().data)
         return digest.hexdigest()
 
