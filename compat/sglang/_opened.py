@@ -16,7 +16,7 @@ from ebbtide.srt.weight_sync.payload.envelope import (
     as_local_serialized,
     as_metadata,
     decode_payload,
-    raw_pickle,
+    raw_payload,
 )
 from ebbtide.srt.weight_sync.payload.pickle_reader import Record
 from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
@@ -31,7 +31,7 @@ def deserialize(data: bytes | str) -> Any:
     refs: list[AnyStorageRef] = []
     memory = BorrowedMemory()
     try:
-        described = decode_payload(raw_pickle(data), refs.append)
+        described = decode_payload(raw_payload(data), refs.append)
         memory = BorrowedMemory(_ipc_of(refs))
         # All that can be refused is, before the first tensor is made.
         _rebuild(described, memory.want)

@@ -26,7 +26,7 @@ import io
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any, Final, Self
@@ -37,6 +37,12 @@ from torch.multiprocessing import reductions
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
+from ebbtide.srt.weight_sync.payload.tensor_list import (
+    DeviceStorage,
+    HostStorage,
+    SharedTensor,
+    encode_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +50,6 @@ _ALIGNMENT: Final = 64
 _PICKLE_PROTOCOL: Final = 4
 # These are places among the arguments of rebuild_cuda_tensor.
 _DEVICE_SLOT: Final = 6
-_HANDLE_SLOT: Final = 7
-_COUNTER_SLOTS: Final = slice(11, 13)
-_EVENT_SYNC_SLOT: Final = 14
 # How torch begins the handle of an expandable segment: a version, and this.
 _EXPANDABLE: Final = b"e"
 
@@ -62,7 +65,9 @@ def serialize(obj: object) -> bytes:
     them. Keep `obj` alive until the update is answered, and send each result once. The sharing strategy of
     the process is neither used nor changed. Raises `RequestRejected` when shared memory is short.
     """
-    return _pickle(obj, {})
+    buffer = io.BytesIO()
+    _Pickler(buffer, _PICKLE_PROTOCOL).dump(obj)
+    return buffer.getvalue()
 
 
 def serialize_bucket(bucket: FlattenedTensorBucket) -> bytes:
@@ -203,33 +208,54 @@ def _reaches(reader: torch.device, device: torch.device) -> bool:
 
 
 def _lend(tensors: Sequence[tuple[str, torch.Tensor]], num_readers: int) -> LentTensors:
+    """Entries that refer to these tensors, which lie in torch's memory of one GPU or several.
+
+    Raises RuntimeError for memory that torch cannot share, or only with those who may trace this process.
+    """
     # What is shared collects an event and a counter each time until it is freed. The weights of a trainer
     # never are: so they are shared through storages of their own, which are freed after the update.
-    storages: dict[int, torch.UntypedStorage] = {}
-    lent = []
+    numbers: dict[int, int] = {}
+    storages: list[torch.UntypedStorage] = []
+    listed = []
     for name, tensor in tensors:
         original = tensor.untyped_storage()
-        if original._cdata not in storages:
-            storages[original._cdata] = _second_storage(original)
-        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        view.set_(storages[original._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
-        lent.append((name, view))
+        number = numbers.setdefault(original._cdata, len(storages))
+        if number == len(storages):
+            storages.append(_second_storage(original))
+        listed.append(_listed(name, tensor, int(tensor.storage_offset()), number))
     counters: list[tuple[bytes, int]] = []
     try:
         # Each reader has counters of its own: a reference is opened, and given back, once.
-        entries = [_pickle(lent, {torch.Tensor: _counting(counters)}) for _ in range(num_readers)]
+        entries = [
+            encode_tensors([_lent_storage(storage, counters) for storage in storages], listed)
+            for _ in range(num_readers)
+        ]
     except BaseException:
         _take_back(counters)
         raise
-    return LentTensors(entries, lent, counters)
+    return LentTensors(entries, storages, counters)
 
 
-def _pickle(obj: object, own_reductions: Mapping[type, Callable[[Any], _Reduced]]) -> bytes:
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer, _PICKLE_PROTOCOL)
-    pickler.dispatch_table.update(own_reductions)
-    pickler.dump(obj)
-    return buffer.getvalue()
+def _listed(name: str, tensor: torch.Tensor, offset: int, storage: int) -> SharedTensor:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return SharedTensor(name, dtype, tuple(tensor.shape), tuple(tensor.stride()), offset, storage)
+
+
+def _lent_storage(storage: torch.UntypedStorage, counters: list[tuple[bytes, int]]) -> DeviceStorage:
+    """Shares a storage once more, noting the file and the index of the counter of this reference."""
+    if storage.nbytes() == 0:
+        return DeviceStorage(_uuid(storage.device), b"", 0, 0, b"", 0)
+    # All work is done: a reader on another GPU need not open the event of this one.
+    shared = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    _, handle, num_bytes, offset_bytes, file, index, _, _ = shared
+    counters.append((file, index))
+    if handle[1:2] == _EXPANDABLE:
+        raise RuntimeError("it lies in an expandable segment (PYTORCH_CUDA_ALLOC_CONF)")
+    return DeviceStorage(_uuid(storage.device), handle, num_bytes, offset_bytes, file, index)
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _second_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -278,14 +304,21 @@ def serialize_tensors(
     sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for _, tensor in tensors]
     storage, handle = _allocate(max(sum(sizes), _ALIGNMENT))
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    shared, start = [], 0
+    listed, start = [], 0
     for (name, tensor), size in zip(tensors, sizes, strict=True):
         used = tensor.numel() * tensor.element_size()
         view = flat[start : start + used].view(tensor.dtype).view(tensor.shape)
         view.copy_(tensor.detach())
-        shared.append((name, view))
+        listed.append(_listed(name, view, start // tensor.element_size(), 0))
         start += size
-    return SharedTensors([serialize(shared) for _ in range(num_entries)], storage, handle)
+    entries = [encode_tensors([_shared_storage(storage)], listed) for _ in range(num_entries)]
+    return SharedTensors(entries, storage, handle)
+
+
+def _shared_storage(storage: torch.UntypedStorage) -> HostStorage:
+    """Shares a storage in shared memory once more."""
+    _, (_, manager, handle, num_bytes) = _reduce_storage(storage)
+    return HostStorage(manager, handle, num_bytes)
 
 
 def _check_named_tensor(item: object) -> None:
@@ -359,28 +392,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> _Reduced:
     return rebuild, arguments
 
 
-def _counting(counters: list[tuple[bytes, int]]) -> Callable[[torch.Tensor], _Reduced]:
-    """`_reduce_tensor`, noting the file and the index of each counter of a reference.
-
-    It raises `RuntimeError` for an expandable segment: only those open it who may trace this process.
-    """
-
-    def reduce(tensor: torch.Tensor) -> _Reduced:
-        rebuild, arguments = _reduce_tensor(tensor)
-        # An empty storage has no handle, and nothing counts it.
-        if rebuild is reductions.rebuild_cuda_tensor and arguments[_HANDLE_SLOT] is not None:
-            file, index = arguments[_COUNTER_SLOTS]
-            counters.append((file, index))
-            if arguments[_HANDLE_SLOT][1:2] == _EXPANDABLE:
-                raise RuntimeError("it lies in an expandable segment (PYTORCH_CUDA_ALLOC_CONF)")
-            # All work is done: a reader on another GPU need not open the event of this one.
-            arguments = (*arguments[:_EVENT_SYNC_SLOT], False)
-        return rebuild, arguments
-
-    return reduce
-
-
-def _reduce_storage(storage: torch.UntypedStorage) -> tuple[object, tuple[object, ...]]:
+def _reduce_storage(storage: torch.UntypedStorage) -> _Reduced:
     if not storage.is_shared():
         _require_room(storage.nbytes())
     manager, handle, num_bytes = storage._share_filename_cpu_()

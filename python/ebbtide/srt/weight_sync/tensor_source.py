@@ -23,7 +23,7 @@ from ebbtide.srt.weight_sync.payload.envelope import (
     as_metadata,
     decode_by_slices,
     raw_base64,
-    raw_pickle,
+    raw_payload,
 )
 from ebbtide.srt.weight_sync.payload.pickle_reader import Budget, Record, finish
 from ebbtide.srt.weight_sync.source import ONE_RANK, NamedTensor, TensorHeader, WeightSource
@@ -69,7 +69,7 @@ def open_by_slices(
     if load_format == SAFETENSORS:
         return _open_safetensors(entry)
     try:
-        decoded = yield from _decode(raw_pickle(entry), place.tp_rank, memory)
+        decoded = yield from _decode(raw_payload(entry), place.tp_rank, memory)
         return _OPENERS[load_format](decoded, memory)
     except BaseException:
         memory.close()
@@ -105,7 +105,7 @@ def _decode_all(pickled: bytes, tp_rank: int, memory: BorrowedMemory) -> Generat
                     f"{item[0][:200]}: {len(values)} ranks' tensors were sent, this is rank {tp_rank}"
                 )
             # All of them share a budget: a short payload can name a long pickle any number of times.
-            value = yield from decode_by_slices(raw_pickle(values[tp_rank]), memory.note, budget)
+            value = yield from decode_by_slices(raw_payload(values[tp_rank]), memory.note, budget)
             decoded[index] = (item[0], value)
     return decoded
 

@@ -155,6 +155,11 @@ def _storage_filename(arguments: tuple[object, ...]) -> StorageRef:
     _expect(arguments, 4, where)
     cls, manager, handle, num_bytes = arguments
     _expect_symbol(cls, _UNTYPED, f"{where}: class")
+    return host_storage(where, manager, handle, num_bytes)
+
+
+def host_storage(where: str, manager: object, handle: object, num_bytes: object) -> StorageRef:
+    """A checked reference to shared memory."""
     if not isinstance(manager, bytes) or not _MANAGER.fullmatch(manager) or b"/../" in manager:
         raise RequestRejected(f"{where}: manager: expected the path of a torch-shm-dir-*/manager.sock")
     if not isinstance(handle, bytes) or not _HANDLE.fullmatch(handle):
@@ -189,11 +194,23 @@ def _tensor(arguments: tuple[object, ...]) -> TensorRef:
     offset, shape, stride, requires_grad = metadata
     if type(requires_grad) is not bool:
         raise RequestRejected(f"{where}: requires_grad: expected a bool, got {kind_of(requires_grad)}")
+    return tensor_within(where, storage.storage, storage.dtype, offset, shape, stride)
+
+
+def tensor_within(
+    where: str,
+    storage: AnyStorageRef | None,
+    dtype: torch.dtype,
+    offset: object,
+    shape: object,
+    stride: object,
+) -> TensorRef:
+    """A reference to a tensor, checked to lie within its storage."""
     ref = TensorRef(
-        storage.storage,
-        storage.dtype,
+        storage,
+        dtype,
         natural(offset, f"{where}: offset"),
-        tensor_shape(shape, f"{where}: shape"),
+        tensor_shape(shape, f"{where}: size"),
         sizes(stride, f"{where}: stride"),
     )
     _check_bounds(ref, where)
@@ -265,20 +282,22 @@ def _cuda_tensor(name: str, arguments: tuple[object, ...]) -> TensorRef:
         if not accepts(value):
             raise RequestRejected(f"{name}: {slot}: unexpected {kind_of(value)}")
     _, shape, stride, offset, _, dtype = arguments[:6]
-    ref = TensorRef(
-        _cuda_storage(name, arguments),
-        tensor_dtype(dtype, f"{name}: dtype"),
-        natural(offset, f"{name}: offset"),
-        tensor_shape(shape, f"{name}: size"),
-        sizes(stride, f"{name}: stride"),
-    )
-    _check_bounds(ref, name)
-    return ref
+    storage = device_storage(name, *arguments[6:10], *arguments[11:])
+    return tensor_within(name, storage, tensor_dtype(dtype, f"{name}: dtype"), offset, shape, stride)
 
 
-def _cuda_storage(name: str, arguments: tuple[object, ...]) -> CudaStorageRef | None:
-    device, handle, num_bytes, offset_bytes = arguments[6:10]
-    counter_file, counter_index, event, must_wait = arguments[11:]
+def device_storage(
+    name: str,
+    device: object,
+    handle: object,
+    num_bytes: object,
+    offset_bytes: object,
+    counter_file: object,
+    counter_index: object,
+    event: object,
+    must_wait: object,
+) -> CudaStorageRef | None:
+    """A checked reference to device memory; None where there is no memory."""
     size = natural(num_bytes, f"{name}: storage size")
     if handle is None or size == 0:
         return None
@@ -290,7 +309,8 @@ def _cuda_storage(name: str, arguments: tuple[object, ...]) -> CudaStorageRef | 
         raise RequestRejected(f"{name}: reference counter index: expected 0 to {NUM_COUNTERS - 1}")
     if must_wait and (not isinstance(event, bytes) or len(event) != _EVENT_BYTES):
         raise RequestRejected(f"{name}: event handle: expected {_EVENT_BYTES} bytes")
-    assert isinstance(device, int | str)
+    if not isinstance(device, int | str) or not _is_device(device):
+        raise RequestRejected(f"{name}: device: expected an index or a UUID")
     assert isinstance(handle, bytes)
     return CudaStorageRef(
         device,
@@ -385,6 +405,13 @@ _INTEGER: Final = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int3
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
     name: getattr(torch, name) for name in (*_FLOATING, *_NARROW, *_INTEGER)
 }
+
+
+def dtype_named(name: str, where: str) -> torch.dtype:
+    """The dtype of this name, if payloads may use it."""
+    if name not in _DTYPES:
+        raise RequestRejected(f"{where}: dtype: expected one of {', '.join(_DTYPES)}, got {name[:40]!r}")
+    return _DTYPES[name]
 
 
 def resolve_global(module: str, name: str) -> object:

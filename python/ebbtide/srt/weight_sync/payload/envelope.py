@@ -23,8 +23,9 @@ from ebbtide.srt.weight_sync.payload.allowed_globals import (
 )
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorMetadata
 from ebbtide.srt.weight_sync.payload.pickle_reader import Budget, Record, read_by_slices, read_pickle
+from ebbtide.srt.weight_sync.payload.tensor_list import MAGIC, decode_tensors
 
-_PICKLE_START: Final = b"\x80"
+_STARTS: Final = (b"\x80", MAGIC)
 _METADATA_FIELDS: Final = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
 
 
@@ -35,9 +36,12 @@ class LocalSerializedTensor:
     values: list[bytes]
 
 
-def raw_pickle(entry: bytes | str) -> bytes:
-    """Returns the pickle inside an entry: base64 text, or (bytes that begin 0x80) the pickle itself."""
-    if isinstance(entry, bytes) and entry.startswith(_PICKLE_START):
+def raw_payload(entry: bytes | str) -> bytes:
+    """Returns the pickle inside an entry: base64 text, or (bytes that begin 0x80) the pickle itself.
+
+    Or a tensor list, which begins with `tensor_list.MAGIC`.
+    """
+    if isinstance(entry, bytes) and entry.startswith(_STARTS):
         return entry
     try:
         data = raw_base64(entry)
@@ -47,7 +51,7 @@ def raw_pickle(entry: bytes | str) -> bytes:
         raise RequestRejected(
             "the payload is neither a pickle of protocol 2 or later (its first byte is not 0x80) nor base64"
         ) from error
-    if not data.startswith(_PICKLE_START):
+    if not data.startswith(_STARTS):
         raise RequestRejected(
             "the payload is not a pickle of protocol 2 or later: its first byte is not 0x80"
         )
@@ -70,14 +74,16 @@ def decode_payload(data: bytes, note: Callable[[AnyStorageRef], None]) -> object
     `Record`s and are checked by `as_metadata` and `as_local_serialized`. Raises `RequestRejected`, which
     names the global, for anything outside wire_api section 4.4.
     """
-    return read_pickle(data, recording(note))
+    return decode_tensors(data, note) if data.startswith(MAGIC) else read_pickle(data, recording(note))
 
 
 def decode_by_slices(
     data: bytes, note: Callable[[AnyStorageRef], None], budget: Budget
 ) -> Generator[int, None, object]:
     """As `decode_payload`, yielding the bytes of each slice: hundreds of tensors take long."""
-    return read_by_slices(data, recording(note), budget)
+    if data.startswith(MAGIC):
+        return decode_tensors(data, note)
+    return (yield from read_by_slices(data, recording(note), budget))
 
 
 def as_metadata(value: object) -> FlattenedTensorMetadata:
