@@ -6,21 +6,21 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import NoReturn
 
 import pytest
 import torch
 import torch.multiprocessing
-from torch.multiprocessing import reductions
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.storage import TypedStorage
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
+from ebbtide.srt.weight_sync.payload.tensor_list import HostStorage
 from ebbtide.srt.weight_sync.source import ONE_RANK
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
+from ebbtide.trainer import payload_encoding
 from ebbtide.trainer.payload_encoding import (
     LentTensors,
     PayloadEncoder,
@@ -213,10 +213,19 @@ def test_ranks_that_close_at_the_same_time_drop_each_its_own_reference(left_behi
 # ------------------------------------------------------------------------------------ the shorter of two ways
 
 
+lent_storage = payload_encoding._lent_storage
+
+
+def in_shared_memory(storage: torch.UntypedStorage, counters: object) -> HostStorage:
+    """Stands in for sharing memory of a GPU."""
+    return payload_encoding._shared_storage(storage)
+
+
 @pytest.fixture
 def lending(monkeypatch: pytest.MonkeyPatch) -> PayloadEncoder:
     """A sender for which tensors of the host count as those of the engine's GPU."""
     monkeypatch.setattr(PayloadEncoder, "_can_lend", lambda *_: True)
+    monkeypatch.setattr(payload_encoding, "_lent_storage", in_shared_memory)
     return PayloadEncoder("cuda:0")
 
 
@@ -261,14 +270,11 @@ def test_lent_tensors_can_be_freed_as_soon_as_the_update_is_answered(lending: Pa
 def test_memory_that_cannot_be_shared_is_copied_and_the_log_says_so_once(
     lending: PayloadEncoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reduce = reductions.reduce_tensor
-
-    def refuse_once(tensor: torch.Tensor) -> Any:
-        monkeypatch.setattr(reductions, "reduce_tensor", reduce)
+    def refuse(storage: torch.UntypedStorage, counters: object) -> NoReturn:
         raise RuntimeError("invalid device pointer\nand a trace")
 
+    monkeypatch.setattr(payload_encoding, "_lent_storage", refuse)
     for _ in range(2):
-        monkeypatch.setattr(reductions, "reduce_tensor", refuse_once)
         with lending.encode(named()) as sent:
             assert isinstance(sent, SharedTensors)
             assert_received(received(sent.payload))
@@ -289,14 +295,10 @@ class CudaReductions:
         self.num_shared = 0
         self.taken_back: list[tuple[bytes, int]] = []
 
-    def reduce(self, tensor: torch.Tensor) -> tuple[object, tuple[object, ...]]:
-        handle = b"\x02" + self._kind + bytes(64)
+    def share(self, storage: torch.UntypedStorage) -> tuple[object, ...]:
         counter = (b"/torch_1_2", self.num_shared)
         self.num_shared += 1
-        where = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        memory = (0, handle, tensor.nbytes, 0, False)
-        arguments = (torch.Tensor, *where, TypedStorage, tensor.dtype, *memory, *counter, bytes(64), True)
-        return reductions.rebuild_cuda_tensor, arguments
+        return (0, b"\x02" + self._kind + bytes(64), storage.nbytes(), 0, *counter, bytes(64), True)
 
     def take_back(self, file: bytes, index: int) -> None:
         self.taken_back.append((file, index))
@@ -309,7 +311,8 @@ def cuda_reductions(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], CudaRe
         properties = SimpleNamespace(uuid="3c1f9e0a-0000-4000-8000-0123456789ab")
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", fake.take_back)
-        monkeypatch.setattr(reductions, "reduce_tensor", fake.reduce)
+        monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: fake.share(storage))
+        monkeypatch.setattr(payload_encoding, "_lent_storage", lent_storage)
         return fake
 
     return install
@@ -333,16 +336,9 @@ def test_references_are_taken_back_where_the_engine_was_not_handed_them(
 def test_expandable_segments_are_not_lent(
     lending: PayloadEncoder,
     cuda_reductions: Callable[[bytes], CudaReductions],
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    reduce = reductions.reduce_tensor
     fake = cuda_reductions(b"e")
-
-    def reduce_in_turn(tensor: torch.Tensor) -> Any:
-        return reduce(tensor) if fake.num_shared else fake.reduce(tensor)
-
-    monkeypatch.setattr(reductions, "reduce_tensor", reduce_in_turn)
     with lending.encode(named()) as sent:
         assert isinstance(sent, SharedTensors)
         assert_received(received(sent.payload))

@@ -210,7 +210,7 @@ def tensor_within(
         storage,
         dtype,
         natural(offset, f"{where}: offset"),
-        tensor_shape(shape, f"{where}: size"),
+        tensor_shape(shape, f"{where}: shape"),
         sizes(stride, f"{where}: stride"),
     )
     _check_bounds(ref, where)
