@@ -13,7 +13,7 @@ import pytest
 from fixtures.gpu_device import DEVICE
 from fixtures.layouts import FOUR_RANKS, TWO_RANKS, Layout
 from fixtures.references import Reference
-from fixtures.servers import address_space_exhausted, free_port, is_alive, wait_until
+from fixtures.servers import free_port, is_alive, memory_of_process_exhausted, wait_until
 
 from ebbtide import Engine
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -93,7 +93,7 @@ def test_where_one_rank_has_no_memory_no_replica_resumes(engine: Engine, referen
 
     engine.release_memory_occupation(["kv_cache"])
     last = list(pids_of(engine).values())[-1]
-    with address_space_exhausted(last, SCANT_BYTES):
+    with memory_of_process_exhausted(last, SCANT_BYTES):
         refusal = r"^replica 1: rank 1: not enough device memory to resume kv_cache.*Nothing was resumed"
         with pytest.raises(RequestRejected, match=refusal) as refused:
             engine.resume_memory_occupation(["kv_cache"])
