@@ -27,9 +27,10 @@ from ebbtide.srt.errors import RequestRejected
 
 MIB = 1 << 20
 # On a GPU a tag is to stand out from the steps in which a process takes memory there.
-INTERMEDIATE_SIZE = 16_384 if DEVICE.is_cuda else 3072
+# On a GPU the weights nearly fill chunks of 256 MiB, and the KV cache has more of those than the weights.
+INTERMEDIATE_SIZE = 42_656 if DEVICE.is_cuda else 3072
 WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": INTERMEDIATE_SIZE}
-KV_TOKENS = 1 << 19
+KV_TOKENS = 1 << (22 if DEVICE.is_cuda else 19)
 HEAD_DIM = DEVICE.shape.get("head_dim", 16)
 NUM_WEIGHTS = 2 * 1024 * (258 + 2 * 6 * HEAD_DIM + 3 * INTERMEDIATE_SIZE)  # but for the norms
 # 2 layers, keys and values of 2 heads. In float32, by heads of 16: 512 bytes per token, 76 MiB of weights.
@@ -37,7 +38,7 @@ TAG_BYTES = {
     "weights": NUM_WEIGHTS * DEVICE.dtype.itemsize,
     "kv_cache": KV_TOKENS * 2 * 2 * 2 * HEAD_DIM * DEVICE.dtype.itemsize,
 }
-# Tags are rounded up to whole pages, of 2 MiB on a GPU.
+# Tags are rounded up to whole chunks.
 SIZE_MARGIN = 0.03 if DEVICE.is_cuda else 0.01
 # What a cycle may leave behind in a heap that grows in steps, far below the least that a tag would leak.
 NOISE_BYTES = (40 if DEVICE.is_cuda else 3) * MIB

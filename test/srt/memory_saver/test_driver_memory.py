@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
+from ebbtide.srt.memory_saver.chunk_pool import ChunkPool
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning, CudaVirtualMemory
@@ -67,6 +68,7 @@ class BookkeepingDriver:
         return (Status.CUDA_SUCCESS,)
 
     def cuMemCreate(self, size, properties, flags):
+        self.calls.append("cuMemCreate")
         if size > self.free_bytes:
             return Status.CUDA_ERROR_OUT_OF_MEMORY, None
         self.free_bytes -= size
@@ -75,6 +77,7 @@ class BookkeepingDriver:
         return Status.CUDA_SUCCESS, key
 
     def cuMemMap(self, address, size, offset, key, flags):
+        self.calls.append("cuMemMap")
         if self.sizes.get(key) != size or address in self.mapped:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         self.mapped[address] = key
@@ -241,6 +244,77 @@ def test_giving_a_shadow_back_is_one_driver_call_at_a_time_and_all_of_them_if_it
     if steps_taken == 0:
         shadow.close()
     assert machine.driver.free_bytes == 6 * GRANULE
+
+
+def test_a_copy_of_lent_chunks_takes_no_memory_and_few_calls():
+    machine = Machine(9 * GRANULE)
+    pool = ChunkPool(machine.vm, GRANULE)
+    kv, weights = pool.arena(MemoryTag.KV_CACHE, 6 * GRANULE), pool.arena(MemoryTag.WEIGHTS, 3 * GRANULE)
+    kv.resume()
+    weights.resume()
+    places = set(machine.driver.mapped)
+    assert machine.driver.free_bytes == 0
+    for _ in range(2):
+        formerly = dict(machine.driver.mapped)
+        machine.driver.calls.clear()
+        kv.lend([3, 4, 5])
+        assert machine.driver.calls == ["synchronize", "cuMemUnmap"]
+        shadow = weights.stage()
+        machine.driver.calls.clear()
+        weights.swap(shadow, maps_former=False)
+        # Two ranges are unmapped, three chunks are mapped, and one range is made accessible.
+        assert machine.driver.calls == [
+            "synchronize",
+            *["cuMemUnmap"] * 2,
+            *["cuMemMap"] * 3,
+            "cuMemSetAccess",
+        ]
+        machine.driver.calls.clear()
+        shadow.repay()
+        kv.take_back([3, 4, 5])
+        assert machine.driver.calls == [*["cuMemMap"] * 3, "cuMemSetAccess"]
+        shadow.close()
+        # What was mapped under either of them is mapped under the other.
+        lent = [kv.address + index * GRANULE for index in (3, 4, 5)]
+        live = [weights.address + index * GRANULE for index in range(3)]
+        now = machine.driver.mapped
+        assert {now[place] for place in lent} == {formerly[place] for place in live}
+        assert {now[place] for place in live} == {formerly[place] for place in lent}
+        assert machine.driver.accessible == set(now) == places
+        assert machine.driver.released == set()
+    kv.close()
+    weights.close()
+    assert (machine.driver.free_bytes, machine.vm.held_bytes) == (9 * GRANULE, 0)
+
+
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_a_swap_that_the_driver_breaks_off_is_undone_with_lent_chunks_too(number, monkeypatch):
+    machine = Machine(9 * GRANULE)
+    pool = ChunkPool(machine.vm, GRANULE)
+    kv, weights = pool.arena(MemoryTag.KV_CACHE, 6 * GRANULE), pool.arena(MemoryTag.WEIGHTS, 3 * GRANULE)
+    kv.resume()
+    weights.resume()
+    kv.lend([3, 4, 5])
+    shadow = weights.stage()
+    before = dict(machine.driver.mapped)
+    maps, num_maps = machine.driver.cuMemMap, count(1)
+    failing = lambda *args: (Status.CUDA_ERROR_INVALID_VALUE,) if next(num_maps) == number else maps(*args)  # noqa: E731
+    monkeypatch.setattr(machine.driver, "cuMemMap", failing)
+    if number <= 3:
+        with pytest.raises(EngineError, match="cuMemMap"):
+            weights.swap(shadow, maps_former=False)
+        assert machine.driver.mapped == before
+        assert machine.driver.accessible == set(before)
+    else:
+        weights.swap(shadow, maps_former=False)
+        shadow.repay()
+        with pytest.raises(EngineError, match="cuMemMap"):
+            kv.take_back([3, 4, 5])
+        kv.take_back([3, 4, 5])
+        assert len(machine.driver.accessible) == 9
+    shadow.close()
+    kv.take_back([3, 4, 5])
+    assert (kv.resident_bytes, weights.resident_bytes) == (6 * GRANULE, 3 * GRANULE)
 
 
 def test_what_torch_keeps_for_reuse_is_given_back_before_memory_is_said_to_be_out():
