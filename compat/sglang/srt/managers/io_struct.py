@@ -24,7 +24,6 @@ _IGNORED_FIELDS = (
     "background",
     "require_reasoning",
     "modalities",
-    "priority",
     "external_trace_header",
     "received_time",
     "use_audio_in_video",
