@@ -246,8 +246,11 @@ def _runs(pid: int) -> bool:
 def test_buckets_local_tensors_and_the_serializer() -> None:
     tensors = [("a", torch.arange(3, dtype=torch.float32)), ("b", torch.ones(2, 2, dtype=torch.bfloat16))]
     assert FlattenedTensorBucket.supports_multi_dtypes is True
-    bucket = FlattenedTensorBucket(named_tensors=tensors)
+    bucket = FlattenedTensorBucket(named_tensors=dict(tensors).items())
     metadata = bucket.get_metadata()
+    room = FlattenedTensorBucket.empty(["a", "b"], [torch.float32, torch.bfloat16], [[3], [2, 2]], "cpu")
+    assert room.metadata == metadata == bucket.metadata
+    assert room.flattened_tensor.shape == bucket.flattened_tensor.shape
     assert {type(entry).__module__ for entry in metadata} == {"sglang.srt.weight_sync.tensor_bucket"}
     assert [(entry.start_idx, entry.end_idx, entry.numel) for entry in metadata] == [(0, 12, 12), (12, 20, 8)]
     assert all(isinstance(entry, FlattenedTensorMetadata) for entry in metadata)

@@ -94,8 +94,16 @@ def test_any_iterable_makes_a_bucket_and_no_tensors_do_too() -> None:
     tensors = {"a": torch.arange(4.0), "b": torch.ones(2, 2, dtype=torch.int8)}
     assert_same(FlattenedTensorBucket(tensors.items()).reconstruct_tensors(), list(tensors.items()))
     assert_same(FlattenedTensorBucket(iter(tensors.items())).reconstruct_tensors(), list(tensors.items()))
-    empty = FlattenedTensorBucket.empty()
+    empty = FlattenedTensorBucket([])
     assert (empty.flattened_tensor.numel(), empty.metadata) == (0, [])
+
+
+def test_room_for_tensors_to_be_received_has_their_index() -> None:
+    sent = FlattenedTensorBucket([("a", torch.arange(4.0)), ("b", torch.ones(2, 2, dtype=torch.bfloat16))])
+    room = FlattenedTensorBucket.empty(["a", "b"], [torch.float32, "bfloat16"], [[4], [2, 2]])
+    assert room.metadata == sent.metadata
+    room.flattened_tensor.copy_(sent.flattened_tensor)
+    assert_same(room.reconstruct_tensors(), sent.reconstruct_tensors())
 
 
 def test_aligned_tensors_are_views() -> None:

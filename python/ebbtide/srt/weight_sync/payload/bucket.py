@@ -59,9 +59,21 @@ class FlattenedTensorBucket:
             raise ValueError("give named_tensors, or both flattened_tensor and metadata")
 
     @classmethod
-    def empty(cls, device: torch.device | str = "cpu") -> Self:
-        """A bucket of no tensors."""
-        return cls(flattened_tensor=torch.empty(0, dtype=torch.uint8, device=device), metadata=[])
+    def empty(
+        cls,
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype | str],
+        shapes: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Room for tensors that are still to be received, with their index; what it holds is undefined."""
+        metadata, end = [], 0
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.removeprefix("torch."))
+            start, end = end, end + math.prod(shape) * kind.itemsize
+            entry = FlattenedTensorMetadata(name, torch.Size(shape), kind, start, end, end - start)
+            metadata.append(entry)
+        return cls(flattened_tensor=torch.empty(end, dtype=torch.uint8, device=device), metadata=metadata)
 
     def get_flattened_tensor(self) -> torch.Tensor:
         """The bytes: 1-D uint8."""
