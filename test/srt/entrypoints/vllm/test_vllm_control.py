@@ -8,9 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
+from fixtures.servers import wait_until
 from hypothesis import given, settings, strategies as st
 
 from ebbtide.srt.entrypoints.http_server import create_app
+from ebbtide.srt.entrypoints.vllm.weight_transfer import UpdateInfo, packed_chunks
 from ebbtide.testing.null_engine import NullEngine
 
 PROMPT = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4, "seed": 3}}
@@ -209,8 +211,7 @@ def test_requests_are_aborted_by_the_ids_that_they_were_posted_or_answered_with(
 
 def test_the_prefix_cache_is_reset_also_under_running_requests(client: Client) -> None:
     generation = client.start()
-    while client.engine.loads()["loads"][0]["num_running_reqs"] == 0:
-        pass
+    wait_until(lambda: client.engine.loads()["loads"][0]["num_running_reqs"] == 1, "it runs")
     assert client.post("/reset_prefix_cache")["success"] is False
     assert client.post("/reset_prefix_cache", {"reset_running_requests": True})["success"] is True
     assert generation.result(60)["meta_info"]["num_retractions"] == 1  # type: ignore[call-arg]
@@ -303,6 +304,22 @@ class TestUpdates:
             assert expected in client.post("/init_weight_transfer_engine", body, status=400)["message"]
 
 
+@pytest.mark.parametrize(
+    ("buffer_bytes", "chunks"),
+    # A chunk ends with the tensor by which it exceeds the buffer: as long as the buffer it goes on.
+    [(1 << 30, ["abcd"]), (31, ["a", "bcd"]), (32, ["ab", "cd"]), (47, ["ab", "cd"]), (48, ["abc", "d"])],
+)
+def test_packed_broadcasts_are_cut_as_vllm_cuts_them(buffer_bytes: int, chunks: list[str]) -> None:
+    info = UpdateInfo(
+        names=list("abcd"),
+        dtype_names=["float32", "bfloat16", "float8_e4m3fn", "bool"],
+        shapes=[[8], [4, 2], [3], []],
+    )
+    parts = list(packed_chunks(info, buffer_bytes))
+    assert ["".join(part.names) for part in parts] == chunks
+    assert [shape for part in parts for shape in part.shapes] == info.shapes
+
+
 class TestCollectiveRpc:
     def test_a_method_that_is_not_listed_is_refused_with_the_list(self, client: Client) -> None:
         refused = client.post("/collective_rpc", {"method": "load_weights"}, status=501)
@@ -320,8 +337,7 @@ class TestCollectiveRpc:
         self, client: Client, offload_kv: bool, num_retractions: int
     ) -> None:
         generation = client.start()
-        while client.engine.loads()["loads"][0]["num_running_reqs"] == 0:
-            pass
+        wait_until(lambda: client.engine.loads()["loads"][0]["num_running_reqs"] == 1, "it runs")
         client.post("/pause?mode=keep&clear_cache=false")
         sleep = {"method": "skyrl_sleep_for_weight_sync", "kwargs": {"offload_kv": offload_kv}}
         assert client.post("/collective_rpc", sleep)["results"] == [{"kv_offloaded": offload_kv}]

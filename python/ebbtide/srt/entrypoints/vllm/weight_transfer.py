@@ -223,7 +223,7 @@ class VllmWeightTransfer:
         packed = init.packed if info.packed is None else info.packed
         size = info.packed_buffer_size_bytes
         for part in (
-            _chunks(info, init.packed_buffer_size_bytes if size is None else size) if packed else [info]
+            packed_chunks(info, init.packed_buffer_size_bytes if size is None else size) if packed else [info]
         ):
             yield {
                 **common,
@@ -279,7 +279,7 @@ def _with_place(rank: Body) -> Body:
     return {**rank["parallelism_info"][0], "checksums": rank["checksums"]}
 
 
-def _chunks(info: UpdateInfo, buffer_bytes: int) -> Iterator[UpdateInfo]:
+def packed_chunks(info: UpdateInfo, buffer_bytes: int) -> Iterator[UpdateInfo]:
     """What each packed broadcast holds: whole tensors, up to the one with which they exceed the buffer."""
     first, num_bytes = 0, 0
     for index, (dtype_name, shape) in enumerate(zip(info.dtype_names, info.shapes, strict=True)):
