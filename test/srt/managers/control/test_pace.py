@@ -10,7 +10,7 @@ from ebbtide.srt.managers.control import pace as pace_module
 from ebbtide.srt.managers.control.pace import COPY_BYTES_PER_S, LONGEST_TURN_S, SHARE, Pace, Stall
 from ebbtide.srt.managers.control.ports import Activity, Slices
 
-STEP_S = 8e-3
+STEP_S = 6e-3
 
 
 @dataclass
