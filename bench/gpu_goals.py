@@ -127,12 +127,19 @@ def _default_goals() -> dict[str, Goal]:
         ("release_kv", "release KV", 30, "72-75"),
         ("resume_kv_first_token", "resume KV, just freed: first token", 30, ""),
         ("resume_kv_all", "resume KV, just freed: reply", None, "162-210"),
+        ("park_64x2k", "64 streams of 2,048 tokens parked: from resume to next token", None, ""),
+        ("park_64x2k_re_prefill", "the same streams retracted", None, "312-319"),
+        ("park_64x2k_release", "the same streams parked: release", None, ""),
     ]
-    for prefix, title, is_dense in (("", "Llama-3.1-8B", True), ("moe_", "Qwen3-30B-A3B", False)):
-        for name, what, goal, sglang in rows:
-            if not is_dense:
-                goal, sglang = {"reply_in_place_64": 1000, "stall_in_place_64": 25}.get(name), ""
-            goals[f"default.{prefix}{name}"] = Goal("default", f"{title}, {what}", "ms", goal, sglang=sglang)
+    for name, what, goal, sglang in rows:
+        goals[f"default.{name}"] = Goal("default", what, "ms", goal, sglang=sglang)
+    for name, what, goal in (
+        ("normal_64", "64 streams, no update: longest gap", None),
+        ("stall_in_place_64", "64 streams, in_place: longest gap", 25),
+        ("reply_in_place_64", "64 streams, in_place: reply", 1000),
+        ("reply_idle", "nothing running: reply", None),
+    ):
+        goals[f"default.moe_{name}"] = Goal("default", f"Qwen3-30B-A3B, {what}", "ms", goal)
     return goals
 
 

@@ -12,6 +12,9 @@ before).
 - `buckets_*`: a session of flattened buckets of 512 MB; the reply is that of the whole session.
 - `release_kv`, `resume_kv_*`: all of the pool, just freed; `resume_kv_first_token` counts from the call to
   the first token of a request that waited for it.
+- `park_64x2k`: 64 streams of 2,048 tokens in; the KV is released with `preserve=live`, and resumed at once.
+  From the resume to the next chunk, median over the streams; `park_64x2k_re_prefill` is the same with
+  `preserve=none`. The host memory for it is taken at the start (`kv_park_bytes`).
 
 The client keeps the time of each chunk, reads nothing and collects no garbage while it waits.
 """
@@ -40,7 +43,10 @@ PROMPT_LEN, OUTPUT_LEN, SEND_AFTER_S = 128, 400, 1.5
 BUCKET_BYTES = 512 << 20
 MODELS = {"llama8b": "", "qwen30b-a3b": "moe_"}
 """Shapes, and what their rows begin with."""
-PARTS = ("idle", "in_place", "retract", "buckets", "kv")
+PARTS = ("idle", "in_place", "retract", "buckets", "kv", "park")
+PARK_STREAMS, PARK_PROMPT_LEN = 64, 2048
+# What their KV takes, and room for what they generate.
+PARK_BYTES = 24 * GIB
 
 Update = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -93,14 +99,16 @@ class Bench:
         self._rng = np.random.default_rng(0)
         self.weights: list[tuple[str, torch.Tensor]] = []
 
-    async def stream(self, prompt: list[int], started: asyncio.Event) -> list[float]:
-        """When each chunk of a request came."""
+    async def stream(
+        self, prompt: list[int], started: asyncio.Event, times: list[float] | None = None
+    ) -> list[float]:
+        """When each chunk of a request came; `times` is extended as they come."""
         params = {
             "temperature": 0.0,
             "max_new_tokens": 40 if self._args.tiny else OUTPUT_LEN,
             "ignore_eos": True,
         }
-        times: list[float] = []
+        times = [] if times is None else times
         async for chunk in await self._engine.async_generate(
             input_ids=prompt, sampling_params=params, stream=True
         ):
@@ -169,6 +177,38 @@ class Bench:
         return {
             "reply_ms": (time.perf_counter() - sent) * 1e3,
             "reply": {k: reply.get(k) for k in ("staged",)},
+        }
+
+    async def park(self, preserve: str) -> dict[str, Any]:
+        """Release the KV under streams of long prompts, and resume it."""
+        count, length = (4, 64) if self._args.tiny else (PARK_STREAMS, PARK_PROMPT_LEN)
+        prompts = self._rng.integers(0, self._vocab_size, (count, length)).tolist()
+        begun = [asyncio.Event() for _ in prompts]
+        all_times: list[list[float]] = [[] for _ in prompts]
+        gc.collect()
+        gc.disable()
+        try:
+            streams = [
+                asyncio.ensure_future(self.stream(*one))
+                for one in zip(prompts, begun, all_times, strict=True)
+            ]
+            await asyncio.gather(*(event.wait() for event in begun))
+            sent = time.perf_counter()
+            release = await self._engine.async_release_memory_occupation(["kv_cache"], preserve=preserve)
+            released = time.perf_counter()
+            await self._engine.async_resume_memory_occupation(["kv_cache"])
+            resumed = time.perf_counter()
+            await asyncio.gather(*streams)
+        finally:
+            gc.enable()
+        firsts = [min(at for at in times if at > released) - released for times in all_times]
+        await self._engine.async_flush_cache()
+        return {
+            "first_token_ms": statistics.median(firsts) * 1e3,
+            "last_stream_ms": max(firsts) * 1e3,
+            "release_ms": (released - sent) * 1e3,
+            "resume_ms": (resumed - released) * 1e3,
+            "reply": {key: release.get(key) for key in ("num_parked", "parked_bytes", "num_retracted")},
         }
 
     async def kv_cycle(self) -> dict[str, Any]:
@@ -246,6 +286,13 @@ async def measure(
         runs = await repeated(args.runs, lambda: bench.in_flight(size, lambda: bench.session("in_place")))
         note(f"buckets_reply_{size}", runs, "reply_ms", **copy)
         note(f"buckets_stall_{size}", runs, "stall_ms", **normal[size])
+    if "park" in args.parts:
+        retracted = await repeated(args.runs, lambda: bench.park("none"))
+        note("park_64x2k_re_prefill", retracted, "first_token_ms")
+        parked = await repeated(args.runs, lambda: bench.park("live"))
+        half_ms = statistics.median(run["first_token_ms"] for run in retracted) / 2
+        note("park_64x2k", parked, "first_token_ms", goal_value=half_ms)
+        note("park_64x2k_release", parked, "release_ms")
     if "kv" in args.parts:
         runs = await repeated(args.runs, bench.kv_cycle)
         note("release_kv", runs, "release_ms")
@@ -276,6 +323,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with report.attempt(prefix + "reply_idle"), model_folder(args, args.model) as (_, folder):
         first = weights() if args.trainer == "first" else None
         given = {"max_total_tokens": 32_768} if args.tiny else {}
+        if "park" in args.parts:
+            given["kv_park_bytes"] = (64 << 20) if args.tiny else PARK_BYTES
         with Engine(**engine_args(args, folder, incremental_streaming_output=True, **given)) as engine:
             bench = Bench(args, engine, shape)
             bench.weights = weights() if first is None else first

@@ -32,7 +32,9 @@ HEADLINE = {
     "release.kv_cache": "release 64 GiB of KV",
     "backup.release_unchanged": "release weights kept in host memory, unchanged",
     "backup.resume": "resume them",
-    "update.in_place": "update all weights under 64 streams: longest gap in a stream",
+    "default.stall_in_place_64": "update all weights under 64 streams: longest gap in a stream",
+    "default.reply_in_place_64": "the same: from request to reply",
+    "default.reply_idle": "the same with nothing running: from request to reply",
 }
 
 Row = dict[str, Any]
