@@ -11,10 +11,11 @@ from ebbtide.testing.null_parts import NullMemory
 PAGE_IDS = PageIds(per_chunk=4, stride=5)
 # What a second copy of the weights takes.
 NUM_WEIGHT_CHUNKS = 2
+CHUNK_BYTES = 300
 
 
 class NullChunks:
-    """Chunks that are lent, and spare until a second copy has taken them."""
+    """Chunks that are lent, and spare until a second copy has taken them, or given up."""
 
     def __init__(self, memory: NullMemory) -> None:
         self.lent: set[int] = set()
@@ -36,6 +37,15 @@ class NullChunks:
         assert len(returned) <= self.num_spare, "a second copy still has what was lent for it"
         self.lent -= returned
         self.num_spare -= len(returned)
+
+    def remove(self, chunks: Sequence[int]) -> int:
+        assert self.is_resident, "memory that is not there was given up"
+        assert not self.lent & set(chunks), "memory that was lent was given up"
+        return len(chunks) * CHUNK_BYTES
+
+    def add(self, chunks: Sequence[int]) -> int:
+        assert self.is_resident, "a pool without memory grows"
+        return len(chunks) * CHUNK_BYTES
 
     def take_spare(self) -> int:
         """For a second copy; how many there were."""

@@ -11,125 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.budgeted_memory import BudgetedMemory
 from fixtures.checkpoints import make_checkpoint
+from fixtures.full_rank import CHUNK, KV, NUM_KV_CHUNKS, SHAPE, Rank, prompt
 
-from ebbtide.srt.config import resolve
-from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
-    ControlCall,
-    ControlReply,
     EndWeightUpdateReqInput,
     PauseMode,
     Refusal,
     ReleaseMemoryOccupationReqInput,
+    ResizeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsReqOutput,
 )
-from ebbtide.srt.managers.scheduling.assembly import SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.scheduling.lockstep import Inbox
-from ebbtide.srt.managers.scheduling.scheduler_process import rank_parts
-from ebbtide.srt.managers.wire.generation import TokenizedGenerateReqInput, TokenOutput
-from ebbtide.srt.memory_saver.chunk_pool import ChunkArena
-from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
-from ebbtide.srt.model_executor.builder import build_model_runner
-from ebbtide.srt.sampling_params import SamplingParams
-from ebbtide.srt.server_args import ServerArgs
-
-CHUNK = HostVirtualMemory.granularity
-# A page of 8 tokens takes 64 KiB, and a chunk holds 32 of them, a context of 256 tokens. The weights take
-# four chunks.
-SHAPE = {"head_dim": 128, "num_key_value_heads": 4, "intermediate_size": 3600}
-NUM_KV_CHUNKS, CHUNK_TOKENS = 8, 256
-KV = (MemoryTag.KV_CACHE,)
-
-
-class Rank:
-    """A scheduler over a real model runner, turned by hand, on a machine whose memory it has used up."""
-
-    def __init__(self, path: Path, **args: Any) -> None:
-        config = resolve(
-            ServerArgs(
-                model_path=str(path),
-                max_total_tokens=NUM_KV_CHUNKS * CHUNK_TOKENS,
-                page_size=8,
-                skip_tokenizer_init=True,
-                **args,
-            )
-        )
-        device = CpuDevice()
-        self.vm = BudgetedMemory(1 << 40, HostVirtualMemory())
-        saver = VirtualMemorySaver(self.vm)
-        runner = build_model_runner(
-            config.model, config.cache, config.schedule, config.runtime, device, saver
-        )
-        self.vm.budget_bytes = self.vm.taken_bytes
-        self.store = runner.weight_store
-        assert isinstance(runner.kv_pool.arena, ChunkArena)
-        self.kv = runner.kv_pool.arena
-        self.replies: dict[str, Any] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self._incoming: list[Any] = []
-        self._num_calls = 0
-        self.scheduler = assemble_scheduler(
-            SchedulerConfig.of(config), rank_parts(config, runner, device, saver), Inbox(self, self), self
-        )
-
-    def receive(self, timeout_s: float | None) -> list[Any]:
-        messages, self._incoming = self._incoming, []
-        return messages
-
-    def send(self, message: Any) -> None:
-        if isinstance(message, ControlReply):
-            self.replies[message.id] = message.reply
-        elif isinstance(message, TokenOutput):
-            for output in message.outputs:
-                self.tokens[output.rid].extend(output.token_ids)
-
-    def generate(self, prompt: list[int], num_tokens: int) -> str:
-        rid = f"request-{len(self.tokens)}"
-        self.tokens[rid] = []
-        params = SamplingParams(max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        self._incoming.append(
-            TokenizedGenerateReqInput(
-                rid=rid,
-                input_ids=prompt,
-                sampling_params=params,
-                max_new_tokens=num_tokens,
-                seed=0,
-                stream=True,
-            )
-        )
-        return rid
-
-    def turn(self, count: int) -> None:
-        for _ in range(count):
-            self.scheduler.turn()
-
-    def run(self) -> None:
-        while self.scheduler.is_runnable or self._incoming:
-            self.scheduler.turn()
-
-    def apply(self, request: Any) -> Any:
-        self._num_calls += 1
-        call_id = str(self._num_calls)
-        self._incoming.append(ControlCall(id=call_id, request=request))
-        for _ in range(200):
-            self.scheduler.turn()
-            if call_id in self.replies:
-                return self.replies[call_id]
-        raise AssertionError("no reply")
-
-    def assert_whole(self) -> None:
-        """The KV cache has all of its memory and all of its pages, and nothing more is held than before."""
-        assert self.kv.resident_bytes == NUM_KV_CHUNKS * CHUNK
-        assert self.scheduler.policy.allocator.num_withdrawn == 0
-        assert self.vm.taken_bytes == self.vm.budget_bytes
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +48,6 @@ def make_rank(path: Path) -> Iterator[Callable[..., Rank]]:
         rank.kv.close()
         rank.store.arena.close()
         assert rank.vm.taken_bytes == 0
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return [(seed * 37 + index * 11) % 256 for index in range(length)]
 
 
 def update(path: Path, **fields: Any) -> UpdateWeightFromDiskReqInput:
@@ -272,4 +165,86 @@ def test_the_kv_cache_may_be_released_while_its_memory_is_lent(
         }
     rank.run()
     assert len(rank.tokens[rid]) == 100
+    rank.assert_whole()
+
+
+# ------------------------------------------------------------------------------------------------ elastic KV
+
+
+def resize(**size: int) -> ResizeMemoryOccupationReqInput:
+    return ResizeMemoryOccupationReqInput(**size)
+
+
+def test_the_kv_cache_shrinks_and_grows_beside_streams(make_rank: Callable[..., Rank]) -> None:
+    rank, undisturbed = make_rank(), make_rank()
+    rids = [rank.generate(prompt(seed, 40), 120) for seed in range(2)]
+    expected = [undisturbed.generate(prompt(seed, 40), 120) for seed in range(2)]
+    undisturbed.run()
+    rank.turn(8)
+    before = rank.vm.taken_bytes
+    reply = rank.apply(resize(num_tokens=3 * 256))
+    assert (reply.changed, reply.num_tokens, reply.num_bytes, reply.moved_bytes, reply.num_retracted) == (
+        *(True, 3 * 256, 3 * CHUNK, -5 * CHUNK),
+        0,
+    )
+    assert rank.vm.taken_bytes == before - 5 * CHUNK
+    rank.turn(8)
+    again = rank.apply(resize(num_bytes=6 * CHUNK + 100))
+    assert (again.num_tokens, again.moved_bytes) == (6 * 256, 3 * CHUNK)
+    assert not rank.apply(resize(num_tokens=6 * 256)).changed
+    rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256))
+    rank.run()
+    assert [rank.tokens[rid] for rid in rids] == [undisturbed.tokens[rid] for rid in expected]
+    rank.assert_whole()
+
+
+def test_a_pool_that_is_full_gives_up_what_is_cached_and_then_the_youngest(
+    make_rank: Callable[..., Rank],
+) -> None:
+    rank, undisturbed = make_rank(), make_rank()
+    rids = [rank.generate(prompt(seed, 150), 90) for seed in range(7)]
+    expected = [undisturbed.generate(prompt(seed, 150), 90) for seed in range(7)]
+    undisturbed.run()
+    rank.turn(12)
+    reply = rank.apply(resize(num_tokens=2 * 256))
+    assert reply.num_retracted > 0
+    assert rank.kv.resident_bytes == 2 * CHUNK
+    rank.run()
+    assert [rank.tokens[rid] for rid in rids] == [undisturbed.tokens[rid] for rid in expected]
+    rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256))
+    rank.assert_whole()
+
+
+@pytest.mark.parametrize(
+    ("size", "status"),
+    [
+        ({}, 400),
+        ({"num_tokens": 1, "num_bytes": 1}, 400),
+        ({"num_tokens": 0}, 400),
+        ({"num_bytes": 1 << 60}, 400),
+    ],
+)
+def test_a_size_that_is_none_is_refused(
+    make_rank: Callable[..., Rank], size: dict[str, int], status: int
+) -> None:
+    rank = make_rank()
+    reply = rank.apply(resize(**size))
+    assert isinstance(reply, Refusal)
+    assert reply.status == status
+    rank.assert_whole()
+
+
+def test_a_pool_grows_where_there_is_memory_and_a_release_leaves_its_size(
+    make_rank: Callable[..., Rank],
+) -> None:
+    rank = make_rank()
+    rank.apply(resize(num_tokens=4 * 256))
+    budget_bytes, rank.vm.budget_bytes = rank.vm.budget_bytes, rank.vm.taken_bytes + CHUNK
+    reply = rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256))
+    assert (reply.status, rank.kv.resident_bytes) == (409, 4 * CHUNK)
+    rank.apply(ReleaseMemoryOccupationReqInput(tags=KV))
+    assert rank.apply(resize(num_tokens=5 * 256)).status == 409
+    assert rank.apply(ResumeMemoryOccupationReqInput(tags=KV)).mapped_bytes == {MemoryTag.KV_CACHE: 4 * CHUNK}
+    rank.vm.budget_bytes = budget_bytes
+    assert rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256)).moved_bytes == 4 * CHUNK
     rank.assert_whole()

@@ -145,6 +145,14 @@ class Engine:
         """Take the memory of these tags again, at the same addresses. wire_api section 3.1."""
         return await self._control(io_struct.ResumeMemoryOccupationReqInput, tags=tags)
 
+    async def async_resize_memory_occupation(
+        self, *, num_tokens: int | None = None, num_bytes: int | None = None
+    ) -> dict[str, Any]:
+        """Make the KV cache smaller or larger while it serves: by tokens, or by bytes of each rank."""
+        return await self._control(
+            io_struct.ResizeMemoryOccupationReqInput, num_tokens=num_tokens, num_bytes=num_bytes
+        )
+
     async def async_memory_occupation(self) -> dict[str, Any]:
         """What is resident, and why nothing can run if nothing can. Never waits for the engine."""
         return await self._in_loop(self._service.memory_occupation())
@@ -435,6 +443,7 @@ class Engine:
     generate = blocking(async_generate)
     release_memory_occupation = blocking(async_release_memory_occupation)
     resume_memory_occupation = blocking(async_resume_memory_occupation)
+    resize_memory_occupation = blocking(async_resize_memory_occupation)
     memory_occupation = blocking(async_memory_occupation)
     pause_generation = blocking(async_pause_generation)
     continue_generation = blocking(async_continue_generation)

@@ -157,6 +157,37 @@ class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
         return undoing
 
 
+class ResizeMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
+    """What the pool has now; `moved_bytes` below 0 have gone to the device."""
+
+    changed: Annotated[bool, merge.ANY]
+    num_tokens: Annotated[int, merge.PER_REPLICA]
+    num_bytes: Annotated[int, merge.SHARE]
+    moved_bytes: Annotated[int, merge.SHARE]
+    num_retracted: Annotated[int, merge.PER_REPLICA]
+    device_free_bytes_before: Annotated[int, merge.DEVICE_LEAST]
+    device_free_bytes_after: Annotated[int, merge.DEVICE_MOST]
+    duration_ms: Annotated[float, merge.LARGEST]
+
+
+class ResizeMemoryOccupationReqInput(ControlRequest, frozen=True):
+    """Make the KV cache smaller or larger while it serves, in whole chunks: by tokens or by bytes of a rank.
+
+    It is never larger than at the start, and never smaller than one whole context. Cached pages are dropped,
+    then the youngest requests are retracted, until there are enough chunks without a page in use.
+    """
+
+    row = ControlRow(
+        *(ResizeMemoryOccupationReqOutput, "/resize_memory_occupation"),
+        op="resize",
+        deadline=update_deadline,
+        subject="memory",
+    )
+
+    num_tokens: int | None = None
+    num_bytes: int | None = None
+
+
 # ---------------------------------------------------------------------------------------- generation state
 
 
@@ -269,6 +300,7 @@ class PingReqInput(ControlRequest, frozen=True):
 
 AnyControlRequest = (
     ReleaseMemoryOccupationReqInput
+    | ResizeMemoryOccupationReqInput
     | ResumeMemoryOccupationReqInput
     | PauseGenerationReqInput
     | ContinueGenerationReqInput
@@ -282,6 +314,7 @@ CONTROL_REQUESTS: Final[tuple[type[ControlRequest], ...]] = get_args(AnyControlR
 
 AnyReply = (
     ReleaseMemoryOccupationReqOutput
+    | ResizeMemoryOccupationReqOutput
     | ResumeMemoryOccupationReqOutput
     | PauseGenerationReqOutput
     | ContinueGenerationReqOutput

@@ -6,7 +6,7 @@ for something else, and be put back later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -68,6 +68,10 @@ class PageAllocator:
         """Pages that are in withdrawn chunks."""
         return self._total - self.num_pages
 
+    def num_pages_of(self, chunks: Iterable[int]) -> int:
+        """How many pages these chunks hold."""
+        return sum(map(self._size, chunks))
+
     @property
     def pages_per_chunk(self) -> int:
         return self._ids.per_chunk
@@ -106,12 +110,18 @@ class PageAllocator:
             self._free[chunk].append(page)
             self._lowest = min(self._lowest, chunk)
 
-    def held_by_chunk(self) -> list[int]:
-        """How many pages of each chunk are held."""
-        return [
-            0 if chunk in self._withdrawn else self._size(chunk) - len(stack)
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole pool."""
+        return len(self._free)
+
+    def held_by_chunk(self) -> dict[int, int]:
+        """How many pages are held of each chunk that is there."""
+        return {
+            chunk: self._size(chunk) - len(stack)
             for chunk, stack in enumerate(self._free)
-        ]
+            if chunk not in self._withdrawn
+        }
 
     def chunk_of(self, page: int) -> int:
         return self._ids.chunk_of(page)
@@ -121,12 +131,7 @@ class PageAllocator:
 
         The lowest chunk stays: steps that are padded to the size of a CUDA graph read its first page.
         """
-        held = self.held_by_chunk()
-        return [
-            chunk
-            for chunk in range(len(self._free) - 1, 0, -1)
-            if not held[chunk] and chunk not in self._withdrawn
-        ]
+        return [chunk for chunk, held in reversed(self.held_by_chunk().items()) if chunk > 0 and not held]
 
     def withdraw(self, chunk: int) -> None:
         """Take a chunk out of the pool: one of `withdrawable`, else AssertionError."""

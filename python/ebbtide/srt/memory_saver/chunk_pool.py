@@ -146,6 +146,37 @@ class ChunkArena(VirtualArena):
         for slot in slots:
             slot.is_lent = False
 
+    def remove(self, chunks: Sequence[int]) -> int:
+        """Give the memory of these chunks to the system, for good: a resume does not bring it back.
+
+        What was launched on a device is waited for first. Returns the bytes.
+        """
+        self.require_resident()
+        slots = [self._slots[chunk] for chunk in sorted(chunks)]
+        assert all(slot.is_mapped for slot in slots), "a chunk is removed that is not there"
+        self._discard_all(slots)
+        for slot in slots:
+            slot.is_removed = True
+        return len(slots) * self._pool.chunk_bytes
+
+    def add(self, chunks: Sequence[int]) -> int:
+        """Have memory again under chunks that were removed; returns the bytes.
+
+        Raises:
+            OutOfDeviceMemory: nothing was kept.
+        """
+        self.require_resident()
+        slots = [self._slots[chunk] for chunk in sorted(chunks)]
+        assert all(slot.is_removed for slot in slots), "a chunk is added that was not removed"
+        for slot in slots:
+            slot.is_removed = False
+        try:
+            return self.resume()
+        except BaseException:
+            for slot in slots:
+                slot.is_removed = True
+            raise
+
     def repay(self) -> None:
         """As much as lenders wait for becomes spare again: the chunks themselves, or others for them."""
         for slot in self._slots:

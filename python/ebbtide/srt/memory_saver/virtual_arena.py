@@ -23,6 +23,7 @@ class Slot:
         handle: the memory that is ours, which is given up before it is unmapped; None: there is none.
         is_mapped: whether something is still mapped here.
         is_lent: others have the memory that belongs here.
+        is_removed: there is to be no memory here.
     """
 
     offset: int
@@ -30,6 +31,12 @@ class Slot:
     handle: Handle | None = None
     is_mapped: bool = False
     is_lent: bool = False
+    is_removed: bool = False
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether a resume puts memory here."""
+        return not (self.is_mapped or self.is_lent or self.is_removed)
 
     @property
     def is_held(self) -> bool:
@@ -72,7 +79,7 @@ class VirtualArena(Arena):
     def state(self) -> ArenaState:
         if self._is_closed:
             return ArenaState.CLOSED
-        is_whole = self._is_resumed and all(slot.is_mapped or slot.is_lent for slot in self._slots)
+        is_whole = self._is_resumed and not any(slot.is_missing for slot in self._slots)
         return ArenaState.RESIDENT if is_whole else ArenaState.RELEASED
 
     @property
@@ -126,7 +133,7 @@ class VirtualArena(Arena):
 
     def _resume_by_chunks(self, *, at_once: bool) -> Generator[int, None, None]:
         """`at_once`: all of it is made accessible at the end, which is quicker, but takes milliseconds."""
-        missing = [slot for slot in self._slots if not (slot.is_mapped or slot.is_lent)]
+        missing = [slot for slot in self._slots if slot.is_missing]
         taken_bytes = 0
         try:
             with ExitStack() as undo:

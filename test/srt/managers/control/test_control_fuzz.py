@@ -25,6 +25,7 @@ from ebbtide.srt.managers.io_struct import (
     Preserve,
     Refusal,
     ReleaseMemoryOccupationReqInput,
+    ResizeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightVersionReqInput,
@@ -128,6 +129,10 @@ class ControlMachine(RuleBasedStateMachine):
     def session_expires(self, number: int) -> None:
         self.harness.deliver(Expire(id=f"weight-session-{number}"))
 
+    @rule(num_tokens=st.integers(60, 100))
+    def resize(self, num_tokens: int) -> None:
+        self.call(ResizeMemoryOccupationReqInput(num_tokens=num_tokens))
+
     @rule(timeout_s=st.sampled_from([0.0, 1000.0]))
     def flush(self, timeout_s: float) -> None:
         self.call(FlushCacheReqInput(timeout_s=timeout_s))
@@ -221,6 +226,7 @@ class ControlMachine(RuleBasedStateMachine):
         for _ in range(3):
             self.call(AbortWeightUpdateReqInput())
             self.call(ResumeMemoryOccupationReqInput())
+            self.call(ResizeMemoryOccupationReqInput(num_tokens=4 * harness.num_pages))
             self.call(UpdateWeightFromDiskReqInput(model_path="1", flush_cache=False))
             self.call(ContinueGenerationReqInput())
             harness.run_until_idle()

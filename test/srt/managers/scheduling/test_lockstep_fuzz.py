@@ -32,6 +32,7 @@ from ebbtide.srt.managers.io_struct import (
     PingReqInput,
     Refusal,
     ReleaseMemoryOccupationReqInput,
+    ResizeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightVersionReqInput,
@@ -158,6 +159,10 @@ class RanksMachine(RuleBasedStateMachine):
     def release_or_resume(self, tags: tuple[MemoryTag, ...], keeps: bool) -> None:
         kind = ResumeMemoryOccupationReqInput if keeps else ReleaseMemoryOccupationReqInput
         self.call(kind(tags=tags))
+
+    @rule(num_tokens=st.integers(60, 170))
+    def resize(self, num_tokens: int) -> None:
+        self.call(ResizeMemoryOccupationReqInput(num_tokens=num_tokens))
 
     @rule(
         value=st.integers(1, 9),
@@ -294,6 +299,7 @@ class RanksMachine(RuleBasedStateMachine):
         for _ in range(3):
             self.call(AbortWeightUpdateReqInput())
             self.call(ResumeMemoryOccupationReqInput())
+            self.call(ResizeMemoryOccupationReqInput(num_tokens=4 * harness.num_pages))
             self.call(UpdateWeightFromDiskReqInput(model_path="1", flush_cache=False))
             self.call(ContinueGenerationReqInput())
             self.turn_until_idle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from ebbtide.srt.config import EngineConfig, ScheduleConfig
 from ebbtide.srt.managers.control.control_plane import ControlPlane
@@ -14,11 +15,13 @@ from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import PageStore, TagMemory, Weights
+from ebbtide.srt.managers.control.resize import KVSize
 from ebbtide.srt.managers.control.weights.checks import WeightChecks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import DetokenizerInput, RankReport, StateReport
 from ebbtide.srt.managers.scheduler import Scheduler
 from ebbtide.srt.managers.scheduling.kv_lender import KVLender, LendableMemory
+from ebbtide.srt.managers.scheduling.kv_resizer import KVResizer, ResizableMemory
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports
 from ebbtide.srt.managers.scheduling.lockstep import RankInbox
@@ -66,6 +69,10 @@ class SchedulerConfig:
         )
 
 
+class KVMemory(LendableMemory, ResizableMemory, Protocol):
+    """The KV pool's memory, of which chunks can be lent and given up."""
+
+
 @dataclass(frozen=True)
 class RankParts:
     """What one rank brings along.
@@ -79,7 +86,8 @@ class RankParts:
         free_bytes: device memory that is free right now.
         uuid: of the device; None for the CPU.
         tokenizer: None when the engine deals in token ids only.
-        kv_memory: the KV pool's, where it can be lent for a second copy of the weights.
+        kv_memory: the KV pool's, where chunks of it can be lent and given up.
+        page_bytes: of a page of the KV pool.
         num_weight_chunks: chunks that such a copy takes, on the rank where it takes most.
     """
 
@@ -94,7 +102,8 @@ class RankParts:
     uuid: str | None
     tokenizer: Tokenizer | None
     page_ids: PageIds | None = None
-    kv_memory: LendableMemory | None = None
+    kv_memory: KVMemory | None = None
+    page_bytes: int = 1
     num_weight_chunks: int = 0
 
 
@@ -116,7 +125,8 @@ def assemble_scheduler(
     requests = LiveRequests(policy, processor, outputs)
     pace = Pace()
     lender = KVLender(policy, parts.kv_memory, parts.num_weight_chunks)
-    control = _control_plane(config, parts, requests, inbox, processor.meter, pace, lender)
+    resizer = KVResizer(policy, parts.kv_memory, parts.page_bytes)
+    control = _control_plane(config, parts, requests, inbox, processor.meter, pace, lender, resizer)
     eos_token_ids = config.eos_token_ids
     if parts.tokenizer is not None:
         eos_token_ids |= parts.tokenizer.eos_token_ids
@@ -145,6 +155,7 @@ def _control_plane(
     meter: LoadMeter,
     pace: Pace,
     lender: KVLender,
+    resizer: KVResizer,
 ) -> ControlPlane:
     operations = Operations(inbox.reply)
     generation = Generation(requests, operations)
@@ -174,6 +185,7 @@ def _control_plane(
         timeout_s=config.update_timeout_s,
     )
     checks = WeightChecks(parts.weights.parameters, memory, inbox.ranks, pace, lambda: updates.is_under_way)
+    size = KVSize(resizer, lambda: memory.is_kv_released, parts.free_bytes, inbox.ranks)
     loads = LoadReports(meter, inbox.dp_rank, lambda: isinstance(generation.state, Paused))
     return ControlPlane(
         generation,
@@ -181,7 +193,7 @@ def _control_plane(
         updates,
         operations,
         inbox.ranks,
-        [CacheFlush(requests).handlers, checks.handlers, loads.handlers],
+        [CacheFlush(requests).handlers, size.handlers, checks.handlers, loads.handlers],
         inbox.reply,
         inbox.set_deadline,
     )

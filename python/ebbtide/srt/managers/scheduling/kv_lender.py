@@ -63,10 +63,10 @@ class KVLender:
         num_wanted = min(self._num_wanted, self._num_lendable())
         chunks = allocator.withdrawable()[:num_wanted]
         if hard:
-            chunks = self._without_live_pages(num_wanted)
+            chunks = without_live_pages(self._policy)[:num_wanted]
             if len(chunks) < self._num_wanted:
                 return False
-            self._drop_cached(chunks)
+            drop_cached(self._policy, chunks)
         for chunk in chunks:
             allocator.withdraw(chunk)
         self._aside = chunks
@@ -99,16 +99,19 @@ class KVLender:
         num_tokens = min(req.max_new_tokens - len(req.spec.output_ids), GROWTH_TOKENS)
         return -(-num_tokens // self._policy.page_size) + 1
 
-    def _without_live_pages(self, num_chunks: int) -> list[int]:
-        """Chunks with nothing but cached pages or none, those with fewest first, of these the highest."""
-        allocator = self._policy.allocator
-        num_held = allocator.held_by_chunk()
-        num_live = list(num_held)
-        for page in self._policy.cache.evictable_pages():
-            num_live[allocator.chunk_of(page)] -= 1
-        chunks = [chunk for chunk in range(len(num_held) - 1, 0, -1) if not num_live[chunk]]
-        return sorted(chunks, key=lambda chunk: num_held[chunk])[:num_chunks]
 
-    def _drop_cached(self, chunks: Sequence[int]) -> None:
-        allocator, cache, lent = self._policy.allocator, self._policy.cache, set(chunks)
-        cache.drop({page for page in cache.evictable_pages() if allocator.chunk_of(page) in lent})
+def without_live_pages(policy: SchedulePolicy) -> list[int]:
+    """Chunks with nothing but cached pages or none, those with fewest first, of these the highest."""
+    allocator = policy.allocator
+    num_held = allocator.held_by_chunk()
+    num_live = dict(num_held)
+    for page in policy.cache.evictable_pages():
+        num_live[allocator.chunk_of(page)] -= 1
+    chunks = [chunk for chunk, live in reversed(num_live.items()) if chunk > 0 and not live]
+    return sorted(chunks, key=num_held.__getitem__)
+
+
+def drop_cached(policy: SchedulePolicy, chunks: Sequence[int]) -> None:
+    """Drop the cached pages of these chunks from the prefix cache."""
+    chunk_of, dropped = policy.allocator.chunk_of, set(chunks)
+    policy.cache.drop({page for page in policy.cache.evictable_pages() if chunk_of(page) in dropped})

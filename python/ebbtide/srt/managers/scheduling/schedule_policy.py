@@ -190,6 +190,10 @@ class SchedulePolicy:
             self.cache.flush()
         return len(retracted)
 
+    def retract_youngest(self) -> None:
+        """The request that runs and came last gives up its KV and waits again."""
+        self._retract(self.running[-1])
+
     def flush_cache(self) -> int:
         """Empty the prefix cache but for what running requests hold; returns the tokens freed."""
         return self.cache.flush() * self.page_size

@@ -1,0 +1,110 @@
+"""The size of the KV cache, while it serves. Source: control_semantics section 1.2, `resize`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
+from ebbtide.srt.managers.control.phases import at_once
+from ebbtide.srt.managers.control.ports import Activity, HandlerTable, Operation, Ranks, Work
+from ebbtide.srt.managers.io_struct import ResizeMemoryOccupationReqInput, ResizeMemoryOccupationReqOutput
+
+
+class Pool(Protocol):
+    """The pages of the KV cache and their memory: `KVResizer`. All but `add` comes out alike on all ranks."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def choose(self, num_tokens: int | None, num_bytes: int | None) -> int: ...
+
+    def withdraw(self, num_chunks: int) -> int: ...
+
+    def remove(self) -> int: ...
+
+    def add(self, num_chunks: int) -> int: ...
+
+    def unadd(self, num_chunks: int) -> None: ...
+
+    def restore(self, num_chunks: int) -> None: ...
+
+
+class KVSize:
+    """Makes the KV cache smaller and larger.
+
+    Args:
+        is_released: whether the KV cache has no memory now.
+        free_bytes: device memory that is free right now.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        is_released: Callable[[], bool],
+        free_bytes: Callable[[], int],
+        ranks: Ranks,
+    ) -> None:
+        self._pool = pool
+        self._is_released = is_released
+        self._free_bytes = free_bytes
+        self._ranks = ranks
+        self.handlers: HandlerTable = {ResizeMemoryOccupationReqInput: self.resize}
+
+    def resize(self, request: ResizeMemoryOccupationReqInput) -> Operation:
+        """Take the pool to the size that was asked for, in whole chunks."""
+        started = time.perf_counter()
+        if (request.num_tokens is None) == (request.num_bytes is None):
+            raise RequestRejected("expected either num_tokens or num_bytes", 400)
+        return self._resize(request, started)
+
+    def _resize(self, request: ResizeMemoryOccupationReqInput, started: float) -> Operation:
+        yield Activity.BOUNDARY
+        if self._is_released():
+            raise RequestRejected("kv_cache is released: resume it first", 409)
+        free_before = self._free_bytes()
+        num_added = self._pool.choose(request.num_tokens, request.num_bytes)
+        num_retracted, moved_bytes = 0, 0
+        if num_added < 0:
+            num_retracted = self._pool.withdraw(-num_added)
+            moved_bytes = -self._ranks.certainly(self._pool.remove)
+        elif num_added > 0:
+            moved_bytes = yield from self._grow(num_added)
+        return ResizeMemoryOccupationReqOutput(
+            changed=num_added != 0,
+            num_tokens=self._pool.num_tokens,
+            num_bytes=self._pool.num_bytes,
+            moved_bytes=moved_bytes,
+            num_retracted=num_retracted,
+            device_free_bytes_before=free_before,
+            device_free_bytes_after=self._free_bytes(),
+            duration_ms=(time.perf_counter() - started) * 1e3,
+            message=f"The KV cache holds {self._pool.num_tokens} tokens.",
+        )
+
+    def _grow(self, num_chunks: int) -> Work[int]:
+        added: list[int] = []
+
+        def add() -> None:
+            try:
+                added.append(self._pool.add(num_chunks))
+            except OutOfDeviceMemory as error:
+                raise RequestRejected(
+                    f"no memory for a larger KV cache: {error}. Nothing was changed",
+                    409,
+                    needed_bytes=error.needed_bytes,
+                    free_bytes=error.free_bytes,
+                ) from error
+
+        try:
+            yield from self._ranks.phase(Activity.ALONE, at_once(add))
+        except (RequestRejected, EngineError):
+            if added:
+                self._ranks.certainly(lambda: self._pool.unadd(num_chunks))
+            raise
+        self._pool.restore(num_chunks)
+        return added[0]

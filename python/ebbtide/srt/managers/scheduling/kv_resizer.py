@@ -1,0 +1,135 @@
+"""Makes the KV cache smaller and larger while it serves, in whole chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.scheduling.kv_lender import drop_cached, without_live_pages
+from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+
+
+class ResizableMemory(Protocol):
+    """The memory of the KV cache. A `ChunkArena` is one."""
+
+    def remove(self, chunks: Sequence[int]) -> int:
+        """Give chunks to the system for good; returns the bytes."""
+        ...
+
+    def add(self, chunks: Sequence[int]) -> int:
+        """Take such chunks again, all or none; returns the bytes. Raises OutOfDeviceMemory."""
+        ...
+
+
+class KVResizer:
+    """How many pages there are, and the memory under them.
+
+    What is chosen follows from the accounting of pages alone: it is the same on all ranks.
+
+    Args:
+        page_bytes: of a page on this rank.
+        memory: None: memory cannot be taken from the pool here.
+    """
+
+    def __init__(self, policy: SchedulePolicy, memory: ResizableMemory | None, page_bytes: int) -> None:
+        self._policy = policy
+        self._memory = memory
+        self._page_bytes = page_bytes
+        self._removed: list[int] = []
+        self._chosen: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """What the pool holds now."""
+        return self._num_pages * self._policy.page_size
+
+    @property
+    def num_bytes(self) -> int:
+        """What its pages take on this rank."""
+        return self._num_pages * self._page_bytes
+
+    def choose(self, num_tokens: int | None, num_bytes: int | None) -> int:
+        """Decide on a size; returns by how many chunks the pool grows (below 0: shrinks).
+
+        Raises:
+            RequestRejected: 409, memory cannot be moved here; 400, it is no size for this pool.
+        """
+        if self._memory is None:
+            raise RequestRejected(
+                "the KV cache keeps its size: this memory_saver_backend cannot take memory out of it", 409
+            )
+        policy, allocator = self._policy, self._policy.allocator
+        per_chunk, num_chunks = allocator.pages_per_chunk, allocator.num_chunks
+        if num_tokens is not None:
+            num_pages = -(-num_tokens // policy.page_size)
+        else:
+            assert num_bytes is not None
+            num_pages = num_bytes // self._page_bytes
+        wanted = -(-num_pages // per_chunk) if num_tokens is not None else num_pages // per_chunk
+        least = min(num_chunks, -(-int(policy.table.array.shape[1]) // per_chunk))
+        if not least <= wanted <= num_chunks:
+            token_range = [count * per_chunk * policy.page_size for count in (least, num_chunks)]
+            byte_range = [count * per_chunk * self._page_bytes for count in (least, num_chunks)]
+            raise RequestRejected(
+                f"the KV cache can have {token_range[0]} to {token_range[1]} tokens, {byte_range[0]} to "
+                f"{byte_range[1]} bytes on each rank: from one whole context to its size at the start",
+                400,
+                least_bytes=byte_range[0],
+                most_bytes=byte_range[1],
+            )
+        return wanted - (num_chunks - len(self._removed))
+
+    def withdraw(self, num_chunks: int) -> int:
+        """Empty so many chunks; returns how many requests were retracted for it, the youngest first.
+
+        No forward pass may be under way.
+
+        Raises:
+            RequestRejected: 409, an update has borrowed too many of them. Nothing was withdrawn.
+        """
+        policy = self._policy
+        if num_chunks >= len(policy.allocator.held_by_chunk()):  # the lowest stays
+            raise RequestRejected(
+                "a weight update has borrowed memory of the KV cache: end or abort it, and try again", 409
+            )
+        num_retracted = 0
+        while len(chunks := without_live_pages(policy)[:num_chunks]) < num_chunks and policy.running:
+            policy.retract_youngest()
+            num_retracted += 1
+        assert len(chunks) == num_chunks, "pages are in use although nothing runs"
+        drop_cached(policy, chunks)
+        for chunk in chunks:
+            policy.allocator.withdraw(chunk)
+        self._chosen = chunks
+        return num_retracted
+
+    def remove(self) -> int:
+        """Give the withdrawn chunks to the system; returns the bytes."""
+        assert self._memory is not None
+        chunks, self._chosen = self._chosen, []
+        self._removed += chunks
+        return self._memory.remove(chunks)
+
+    def add(self, num_chunks: int) -> int:
+        """Take memory for so many more chunks; returns the bytes. Raises OutOfDeviceMemory."""
+        assert self._memory is not None
+        return self._memory.add(sorted(self._removed)[:num_chunks])
+
+    def unadd(self, num_chunks: int) -> None:
+        """Undo `add`: another rank had no memory."""
+        assert self._memory is not None
+        self._memory.remove(sorted(self._removed)[:num_chunks])
+
+    def restore(self, num_chunks: int) -> None:
+        """Put the added chunks into the pool."""
+        added = sorted(self._removed)[:num_chunks]
+        for chunk in added:
+            self._policy.allocator.restore(chunk)
+        self._removed = [chunk for chunk in self._removed if chunk not in added]
+
+    @property
+    def _num_pages(self) -> int:
+        """With those that are lent for a while."""
+        allocator = self._policy.allocator
+        return allocator.num_pages + allocator.num_withdrawn - allocator.num_pages_of(self._removed)
