@@ -97,7 +97,7 @@ def run_null_scheduler(config: EngineConfig, addresses: ChannelAddresses, ready:
         num_pages=max_total_tokens // page_size,
         table=PageTable(config.schedule.max_running_requests, -(-config.model.context_len // page_size)),
         memories=null_memories(device, weights, keeps_weights=keeps_weights),
-        page_store=NullPageStore(),
+        page_store=NullPageStore(max_total_tokens // page_size),
         weights=weights,
         free_bytes=lambda: device.free_bytes,
         device="null",
