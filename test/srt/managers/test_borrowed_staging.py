@@ -122,6 +122,22 @@ def test_without_anything_to_borrow_updates_are_written_in_place(
     rank.assert_whole()
 
 
+def test_a_copy_that_must_be_takes_its_memory_from_the_youngest(
+    make_rank: Callable[..., Rank], path: Path
+) -> None:
+    rank, undisturbed = make_rank(update_staging="always"), make_rank()
+    rids = [rank.generate(prompt(seed, 200), 40) for seed in range(7)]
+    expected = [undisturbed.generate(prompt(seed, 200), 40) for seed in range(7)]
+    undisturbed.run()
+    rank.turn(15)
+    reply = rank.apply(update(path))
+    assert isinstance(reply, UpdateWeightsReqOutput), reply
+    assert reply.staged
+    rank.run()
+    assert [rank.tokens[rid] for rid in rids] == [undisturbed.tokens[rid] for rid in expected]
+    rank.assert_whole()
+
+
 def test_what_was_borrowed_comes_back_when_a_session_is_given_up(
     make_rank: Callable[..., Rank], path: Path, tmp_path: Path
 ) -> None:

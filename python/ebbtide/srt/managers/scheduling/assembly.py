@@ -52,6 +52,7 @@ class SchedulerConfig:
     load_format: str
     update_timeout_s: float
     eos_token_ids: frozenset[int]
+    retracts_for_copies: bool = False
 
     @staticmethod
     def of(config: EngineConfig) -> SchedulerConfig:
@@ -66,6 +67,7 @@ class SchedulerConfig:
             load_format=config.model.load_format,
             update_timeout_s=config.update.timeout_s,
             eos_token_ids=config.model.eos_token_ids,
+            retracts_for_copies=config.update.staging == "always",
         )
 
 
@@ -124,7 +126,9 @@ def assemble_scheduler(
     processor = OutputProcessor(policy, inbox.dp_rank)
     requests = LiveRequests(policy, processor, outputs)
     pace = Pace()
-    lender = KVLender(policy, parts.kv_memory, parts.num_weight_chunks)
+    lender = KVLender(
+        policy, parts.kv_memory, parts.num_weight_chunks, may_retract=config.retracts_for_copies
+    )
     resizer = KVResizer(policy, parts.kv_memory, parts.page_bytes)
     control = _control_plane(config, parts, requests, inbox, processor.meter, pace, lender, resizer)
     eos_token_ids = config.eos_token_ids

@@ -39,12 +39,21 @@ class KVLender:
         policy: whose pages they are.
         memory: None: memory cannot change places here, and nothing is ever lent.
         num_wanted: chunks that a copy takes, on the rank where it takes most.
+        may_retract: whether requests may be retracted for it, the youngest first.
     """
 
-    def __init__(self, policy: SchedulePolicy, memory: LendableMemory | None, num_wanted: int) -> None:
+    def __init__(
+        self,
+        policy: SchedulePolicy,
+        memory: LendableMemory | None,
+        num_wanted: int,
+        *,
+        may_retract: bool = False,
+    ) -> None:
         self._policy = policy
         self._memory = memory
         self._num_wanted = num_wanted
+        self._may_retract = may_retract
         self._aside: list[int] = []
 
     def set_aside(self, *, hard: bool = False) -> bool:
@@ -54,12 +63,14 @@ class KVLender:
 
         Args:
             hard: not only chunks without a page that is held, but those with cached pages too, which are
-                dropped; all that a copy takes, or none.
+                dropped, and those of requests that may be retracted; all that a copy takes, or none.
         """
         assert not self._aside, "chunks are set aside already"
         if self._memory is None or not self._memory.is_resident:
             return False
         allocator = self._policy.allocator
+        if hard and self._may_retract:
+            self._retract_youngest()
         num_wanted = min(self._num_wanted, self._num_lendable())
         chunks = allocator.withdrawable()[:num_wanted]
         if hard:
@@ -86,13 +97,28 @@ class KVLender:
             self._policy.allocator.restore(chunk)
         self._aside = []
 
+    def _retract_youngest(self) -> None:
+        """Retract requests until a whole copy can be lent; none of them if it never could."""
+        policy, allocator = self._policy, self._policy.allocator
+        num_spare = (allocator.num_pages - self._longest) // allocator.pages_per_chunk
+        if min(num_spare, len(allocator.held_by_chunk()) - 1) < self._num_wanted:
+            return
+        while policy.running and self._num_wanted > min(
+            self._num_lendable(), len(without_live_pages(policy))
+        ):
+            policy.retract_youngest()
+
+    @property
+    def _longest(self) -> int:
+        """Pages of the longest request that there can be."""
+        return int(self._policy.table.array.shape[1])
+
     def _num_lendable(self) -> int:
         """So many that running requests can grow, and that the longest one that may be waiting has room."""
         policy, allocator = self._policy, self._policy.allocator
         num_live = allocator.num_pages - allocator.num_free - policy.cache.num_evictable_pages
         growth = sum(self._num_growth_pages(req) for req in policy.running)
-        longest = int(policy.table.array.shape[1])
-        num_spare = allocator.num_pages - max(num_live + growth, longest)
+        num_spare = allocator.num_pages - max(num_live + growth, self._longest)
         return max(0, num_spare // allocator.pages_per_chunk)
 
     def _num_growth_pages(self, req: Req) -> int:
