@@ -22,6 +22,7 @@ What torch asks of those who share CUDA tensors:
 Source: wire_api sections 4.1 to 4.3.
 """
 
+import functools
 import io
 import logging
 import os
@@ -254,6 +255,7 @@ def _lent_storage(storage: torch.UntypedStorage, counters: list[tuple[bytes, int
     return DeviceStorage(_uuid(storage.device), handle, num_bytes, offset_bytes, file, index)
 
 
+@functools.cache
 def _uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 

@@ -8,14 +8,13 @@ until the receiver has taken every one off the count: torch does so when an open
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import stat
 import struct
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from importlib import import_module
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import torch
 
@@ -107,14 +106,15 @@ class CudaBlocks:
         """
         assert self._ipc is not None
         extents: dict[int, int] = {}
-        for ref in refs:
-            if ref in self._opened:
-                continue
-            if _count(ref, 0) == 0:
-                raise RequestRejected(f"{_name(ref)} was given back before: serialize the tensors anew")
-            self._opened[ref] = self._ipc.open(ref)
-            self._check_extent(ref, extents)
-            yield ref.num_bytes
+        with _Counters() as counters:
+            for ref in refs:
+                if ref in self._opened:
+                    continue
+                if counters.add(ref, 0) == 0:
+                    raise RequestRejected(f"{_name(ref)} was given back before: serialize the tensors anew")
+                self._opened[ref] = self._ipc.open(ref)
+                self._check_extent(ref, extents)
+                yield ref.num_bytes
 
     def storage(self, ref: CudaStorageRef) -> torch.UntypedStorage:
         """An opened storage, for work launched on torch's current stream."""
@@ -139,10 +139,11 @@ class CudaBlocks:
         for _ in self.release():
             pass
         if self._owns_references:
-            for ref in unread:
-                if ref not in self._given_back:
-                    self._given_back.add(ref)
-                    _count(ref, -1)
+            with _Counters() as counters:
+                for ref in unread:
+                    if ref not in self._given_back:
+                        self._given_back.add(ref)
+                        counters.add(ref, -1)
 
     def _check_extent(self, ref: CudaStorageRef, extents: dict[int, int]) -> None:
         """Refuse a storage that reaches beyond the mapping: reading there would end the engine's context.
@@ -237,21 +238,48 @@ def _name(ref: CudaStorageRef) -> str:
     return f"CUDA memory counted in {os.fsdecode(ref.counter_file)}[{ref.counter_index}]"
 
 
-def _count(ref: CudaStorageRef, change: int) -> int | None:
-    """Add to the sender's count of a reference; returns what it is then, None where there is none to see."""
+class _Counters:
+    """The sender's counts of references, each file of them opened once. A context manager.
+
+    They are read and written by position: a file that is mapped and then cut short would end the process.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[bytes, int | None] = {}
+
+    def add(self, ref: CudaStorageRef, change: int) -> int | None:
+        """Add to the count of a reference; returns what it is then, None where there is none to see."""
+        if ref.counter_file not in self._files:
+            self._files[ref.counter_file] = _opened(ref.counter_file)
+        descriptor = self._files[ref.counter_file]
+        if descriptor is None:
+            return None
+        at = HEADER_BYTES + ref.counter_index * _COUNTER.size
+        found = os.pread(descriptor, _COUNTER.size, at)
+        if len(found) < _COUNTER.size:
+            return None
+        [value] = _COUNTER.unpack(found)
+        if change:
+            os.pwrite(descriptor, _COUNTER.pack(value + change), at)
+        return int(value + change)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._files.values():
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _opened(counter_file: bytes) -> int | None:
+    """A file of counts; None where there is none, or not one that torch makes."""
     try:
-        descriptor = os.open(object_path(ref.counter_file), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(object_path(counter_file), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size < HEADER_BYTES + NUM_COUNTERS * _COUNTER.size:
-            return None
-        with mmap.mmap(descriptor, 0) as memory:
-            at = HEADER_BYTES + ref.counter_index * _COUNTER.size
-            [value] = _COUNTER.unpack_from(memory, at)
-            if change:
-                _COUNTER.pack_into(memory, at, value + change)
-            return int(value + change)
-    finally:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size < HEADER_BYTES + NUM_COUNTERS * _COUNTER.size:
         os.close(descriptor)
+        return None
+    return descriptor
