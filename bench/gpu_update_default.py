@@ -12,6 +12,8 @@ before).
 - `buckets_*`: a session of flattened buckets of 512 MB; the reply is that of the whole session.
 - `release_kv`, `resume_kv_*`: all of the pool, just freed; `resume_kv_first_token` counts from the call to
   the first token of a request that waited for it.
+- `resize_30gb_down`, `resize_30gb_up`: the cache gives 30 GB to the driver, or takes them again, under 64
+  streams.
 - `park_64x2k`: 64 streams of 2,048 tokens in; the KV is released with `preserve=live`, and resumed at once.
   From the resume to the next chunk, median over the streams; `park_64x2k_re_prefill` is the same with
   `preserve=none`. The host memory for it is taken at the start (`kv_park_bytes`).
@@ -43,9 +45,10 @@ PROMPT_LEN, OUTPUT_LEN, SEND_AFTER_S = 128, 400, 1.5
 BUCKET_BYTES = 512 << 20
 MODELS = {"llama8b": "", "qwen30b-a3b": "moe_"}
 """Shapes, and what their rows begin with."""
-PARTS = ("idle", "in_place", "retract", "buckets", "kv", "park")
+PARTS = ("idle", "in_place", "retract", "buckets", "kv", "park", "resize")
 PARK_STREAMS, PARK_PROMPT_LEN = 64, 2048
-# What their KV takes, and room for what they generate.
+RESIZE_BYTES = 30 * 10**9
+# What the KV of parked streams takes, and room for what they generate.
 PARK_BYTES = 24 * GIB
 
 Update = Callable[[], Awaitable[dict[str, Any]]]
@@ -211,6 +214,14 @@ class Bench:
             "reply": {key: release.get(key) for key in ("num_parked", "parked_bytes", "num_retracted")},
         }
 
+    async def resize(self, num_bytes: int) -> dict[str, Any]:
+        return await self._engine.async_resize_memory_occupation(num_bytes=num_bytes)
+
+    async def resized(
+        self, down: Callable[[], Awaitable[dict[str, Any]]], up: Callable[[], Awaitable[dict[str, Any]]]
+    ) -> dict[str, Any]:
+        return {"down": await down(), "up": await up()}
+
     async def kv_cycle(self) -> dict[str, Any]:
         """Release all of the KV, resume it at once; a request waits for it."""
         sent = time.perf_counter()
@@ -286,6 +297,19 @@ async def measure(
         runs = await repeated(args.runs, lambda: bench.in_flight(size, lambda: bench.session("in_place")))
         note(f"buckets_reply_{size}", runs, "reply_ms", **copy)
         note(f"buckets_stall_{size}", runs, "stall_ms", **normal[size])
+    if "resize" in args.parts:
+        size, whole_bytes = sizes[0], report.facts["memory"]["tags"]["kv_cache"]["resident_bytes"]
+        less_bytes = whole_bytes // 2 if args.tiny else whole_bytes - RESIZE_BYTES
+        runs = await repeated(
+            args.runs,
+            lambda: bench.resized(
+                lambda: bench.in_flight(size, lambda: bench.resize(less_bytes)),
+                lambda: bench.in_flight(size, lambda: bench.resize(whole_bytes)),
+            ),
+        )
+        for way in ("down", "up"):
+            note(f"resize_30gb_{way}", [run[way] for run in runs], "reply_ms")
+            note(f"resize_30gb_{way}_stall", [run[way] for run in runs], "stall_ms", **normal.get(size, {}))
     if "park" in args.parts:
         retracted = await repeated(args.runs, lambda: bench.park("none"))
         note("park_64x2k_re_prefill", retracted, "first_token_ms")

@@ -483,7 +483,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--park", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--resize", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--resize", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("server_flags", nargs="*", help="further flags of the server, after --")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="eb-") as name:
