@@ -353,3 +353,32 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestSingleTokenPages = SingleTokenPagesMachine.TestCase
 TestSingleTokenPages.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+
+
+def test_pages_that_are_dropped_go_with_everything_behind_them_and_nothing_else() -> None:
+    allocator = PageAllocator(16)
+    cache = RadixCache(allocator, 1)
+
+    def publish(tokens: list[int]) -> None:
+        lease = cache.match((), tokens)
+        pages = lease.pages + (allocator.allocate(len(tokens) - len(lease.pages)) or [])
+        cache.publish(lease, tokens, pages).release()
+
+    def num_matched(tokens: list[int]) -> int:
+        lease = cache.match((), tokens)
+        lease.release()
+        return len(lease.pages)
+
+    publish([1, 2, 3, 4])  # pages 0 to 3
+    publish([1, 2, 5, 6])  # pages 4 and 5 behind the first two
+    publish([7, 8])  # pages 6 and 7
+    held = cache.match((), [7, 8])
+    assert sorted(cache.evictable_pages()) == [0, 1, 2, 3, 4, 5]
+    assert cache.drop({3}) == 1
+    assert [num_matched(tokens) for tokens in ([1, 2, 3, 4], [1, 2, 5, 6])] == [3, 4]
+    assert cache.drop({1, 4}) == 4
+    assert [num_matched(tokens) for tokens in ([1, 2, 3, 4], [1, 2, 5, 6], [7, 8])] == [1, 1, 2]
+    assert (cache.num_cached_pages, cache.num_evictable_pages, allocator.num_free) == (3, 1, 13)
+    held.release()
+    assert cache.drop({6, 7, 0}) == 3
+    assert allocator.num_free == 16
