@@ -3,14 +3,19 @@
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
 from ebbtide.srt.entrypoints import request_body
-from ebbtide.srt.entrypoints.request_body import LARGE_BODY_BYTES, decode_fields, read_fields
+from ebbtide.srt.entrypoints.request_body import (
+    LARGE_BODY_BYTES,
+    decode_fields,
+    decode_in_pieces,
+    read_fields,
+)
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.request_fields import build_request
 from ebbtide.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -28,8 +33,7 @@ async def read(body: bytes) -> dict[str, Any]:
 
 
 def test_an_empty_body_has_no_fields() -> None:
-    assert decode_fields(bytearray(), ()) == {}
-    assert decode_fields(bytearray(b" \n"), {FIELD}) == {}
+    assert asyncio.run(read(b"")) == asyncio.run(read(b" \n" * LARGE_BODY_BYTES)) == {}
 
 
 @pytest.mark.parametrize(
@@ -42,15 +46,18 @@ def test_an_empty_body_has_no_fields() -> None:
         b"{1:2}",
         b'{"a": NaN}',
         b'{"a": "\xff"}',
+        b'{"a": [[1], [2}',
+        b'{"a": [[1], ["\xff"]]}',
+        b'{"a": [[1], [NaN]]}',
         b"\xff\xfe",
         b"[" * 100_000,
         b'{"a":' * 100_000,
     ],
 )
-@pytest.mark.parametrize("binary_fields", [(), {FIELD}])
-def test_what_is_no_json_object_is_refused(body: bytes, binary_fields: Any) -> None:
+@pytest.mark.parametrize("decode", [decode_fields, lambda body: decode_in_pieces(body, {FIELD})])
+def test_what_is_no_json_object_is_refused(body: bytes, decode: Callable[[bytearray], Any]) -> None:
     with pytest.raises(RequestRejected, match="expected a JSON object") as raised:
-        decode_fields(bytearray(body), binary_fields)
+        decode(bytearray(body))
     assert raised.value.status == 400
 
 
@@ -64,13 +71,16 @@ def outcome(fields: dict[str, Any]) -> Any:
 
 @given(
     entries=st.lists(st.binary(max_size=40)),
-    others=st.dictionaries(st.text(), st.integers() | st.text() | st.none() | st.lists(st.floats(0, 1))),
+    others=st.dictionaries(
+        st.text(),
+        st.integers() | st.text() | st.none() | st.lists(st.floats(0, 1) | st.lists(st.integers())),
+    ),
 )
 def test_large_and_small_bodies_make_the_same_request(entries: list[bytes], others: dict[str, Any]) -> None:
     texts = [base64.b64encode(entry).decode() for entry in entries]
     body = bytearray(json.dumps({**others, FIELD: texts}).encode())
-    assert decode_fields(body, {FIELD})[FIELD] == entries
-    assert outcome(decode_fields(body, {FIELD})) == outcome(decode_fields(body, ()))
+    assert decode_in_pieces(body, {FIELD}) == {**decode_fields(body), FIELD: entries}
+    assert outcome(decode_in_pieces(body, {FIELD})) == outcome(decode_fields(body))
 
 
 @given(text=st.text(alphabet="Ag+/=-\\ \n", max_size=24))
@@ -78,13 +88,13 @@ def test_base64_in_pieces_takes_and_refuses_what_base64_at_once_does(text: str) 
     body = bytearray(json.dumps({FIELD: [text]}).encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_body, "PIECE_CHARACTERS", 8)
-        fields = decode_fields(body, {FIELD})
-    assert outcome(fields) == outcome(decode_fields(body, ()))
+        fields = decode_in_pieces(body, {FIELD})
+    assert outcome(fields) == outcome(decode_fields(body))
 
 
 @pytest.mark.parametrize("entries", [5, "AAAA", {"a": 1}, [1], [None], [["AAAA"]], None])
 def test_entries_of_a_wrong_type_reach_the_check_of_types(entries: Any) -> None:
-    assert decode_fields(bytearray(json.dumps({FIELD: entries}).encode()), {FIELD}) == {FIELD: entries}
+    assert decode_in_pieces(bytearray(json.dumps({FIELD: entries}).encode()), {FIELD}) == {FIELD: entries}
 
 
 def test_a_large_body_arrives_whole() -> None:

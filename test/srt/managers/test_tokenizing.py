@@ -1,4 +1,5 @@
-"""Texts are tokenized beside the event loop: what else happens meanwhile, told by a tokenizer that waits."""
+"""Texts are tokenized beside the event loop, and the outputs of a long batch are sent in several turns of it:
+what else happens meanwhile, told by a tokenizer that waits, and by what has been sent so far."""
 
 import asyncio
 import threading
@@ -14,6 +15,7 @@ from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,
     AbortReqOutput,
+    ControlCall,
     ControlReply,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
@@ -22,7 +24,12 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
-from ebbtide.srt.managers.tokenizer_manager import NUM_TOKENIZING_THREADS, PIECE_CHARACTERS
+from ebbtide.srt.managers.tokenizer_manager import (
+    NUM_TOKENIZING_THREADS,
+    OVERHEAD_TOKENS,
+    PIECE_CHARACTERS,
+    PIECE_TOKENS,
+)
 
 
 class Waiting(Tokenizer):
@@ -231,3 +238,79 @@ def test_the_end_of_the_engine_waits_for_no_tokenizer() -> None:
         assert engine.nothing_sent()
 
     run(script, tokenizer=tokenizer)
+
+
+# Sent in six turns.
+NUM_OUTPUTS = 6 * PIECE_TOKENS // OVERHEAD_TOKENS
+BATCH = {"input_ids": [[5]] * NUM_OUTPUTS, "rid": "r"}
+RIDS = [f"r_{index}" for index in range(NUM_OUTPUTS)]
+
+
+def test_other_requests_are_sent_between_the_outputs_of_a_long_batch() -> None:
+    async def script(engine: Engine) -> None:
+        batch = asyncio.create_task(engine.manager.prepare(BATCH))
+        sent = await engine.some()
+        await engine.manager.prepare({"input_ids": [6], "rid": "fast"})
+        await batch
+        sent += await engine.received(NUM_OUTPUTS + 1 - len(sent))
+        rids = [message.rid for message in sent]
+        assert rids[-1] != "fast"
+        rids.remove("fast")
+        assert rids == RIDS
+
+    run(script)
+
+
+def test_a_client_that_leaves_while_its_batch_is_sent_has_the_sent_part_aborted() -> None:
+    async def script(engine: Engine) -> None:
+        batch = asyncio.create_task(engine.manager.prepare(BATCH))
+        messages = await engine.some()
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+        # The rids of the others are free.
+        await engine.manager.prepare({"input_ids": [6], "rid": RIDS[-1]})
+        while messages[-1].rid != RIDS[-1]:
+            messages += await engine.some()
+        sent = [message.rid for message in messages[:-1] if isinstance(message, TokenizedGenerateReqInput)]
+        aborted = [message.rid for message in messages if isinstance(message, AbortGeneration)]
+        assert 0 < len(sent) < NUM_OUTPUTS
+        assert aborted == sent == RIDS[: len(sent)]
+        assert engine.manager.num_live == len(sent) + 1
+
+    run(script)
+
+
+def test_an_abort_while_a_batch_is_sent_ends_all_of_it() -> None:
+    async def script(engine: Engine) -> None:
+        batch = asyncio.create_task(engine.manager.prepare(BATCH))
+        messages = await engine.some()
+        control = asyncio.create_task(engine.manager.control(AbortReq(rid="r")))
+        while not any(isinstance(message, ControlCall) for message in messages):
+            messages += await engine.some()
+        call = next(message for message in messages if isinstance(message, ControlCall))
+        await batch
+        await engine.send_message(ControlReply(id=call.id, reply=ABORTED))
+        answered: Any = await control
+        while len(messages) < NUM_OUTPUTS + 1 + answered.num_aborted:
+            messages += await engine.some()
+        # The scheduler ends what came before the call; the rest is ended by itself, once it has been sent.
+        sent = [message.rid for message in messages if isinstance(message, TokenizedGenerateReqInput)]
+        aborted = [message.rid for message in messages if isinstance(message, AbortGeneration)]
+        assert sent == RIDS
+        assert 0 < len(aborted) < NUM_OUTPUTS
+        assert aborted == RIDS[messages.index(call) :]
+
+    run(script)
+
+
+def test_the_end_of_the_engine_while_a_batch_is_sent_ends_it() -> None:
+    async def script(engine: Engine) -> None:
+        batch = asyncio.create_task(engine.manager.prepare(BATCH))
+        await engine.some()
+        engine.manager.fail("the scheduler died")
+        with pytest.raises(EngineError, match="the scheduler died"):
+            await batch
+        assert engine.manager.num_live == 0
+
+    run(script)

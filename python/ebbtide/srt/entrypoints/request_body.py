@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import binascii
-from collections.abc import AsyncIterator, Collection
+import re
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -15,8 +17,10 @@ from ebbtide.srt.errors import RequestRejected
 MAX_BODY_BYTES = 1 << 28
 # Bodies of this size and larger ones are decoded in a thread.
 LARGE_BODY_BYTES = 1 << 20
-# Decoding holds the interpreter's lock: base64 goes in pieces, between which the loop has its turn.
+# Decoding holds the interpreter's lock: base64 goes in pieces, between which the loop has its turn, and a
+# list of lists, such as the token ids of a batch, list by list.
 PIECE_CHARACTERS = 1 << 22
+LIST_OF_LISTS = re.compile(rb"\s*\[\s*\[")
 
 
 async def read_fields(
@@ -38,26 +42,43 @@ async def read_fields(
         if len(body) + len(chunk) > max_bytes:
             raise RequestRejected(f"the body: expected at most {max_bytes} bytes", 413)
         body += chunk
-    if len(body) < LARGE_BODY_BYTES:
-        return decode_fields(body, ())
-    return await asyncio.to_thread(decode_fields, body, binary_fields)
-
-
-def decode_fields(body: bytearray, binary_fields: Collection[str]) -> dict[str, Any]:
-    """The fields of a whole body; see `read_fields`."""
     if not body or body.isspace():
         return {}
-    try:
-        if not binary_fields:
-            return msgspec.json.decode(body, type=dict[str, Any])
+    if len(body) < LARGE_BODY_BYTES:
+        return decode_fields(body)
+    return await asyncio.to_thread(decode_in_pieces, body, binary_fields)
+
+
+def decode_fields(body: bytearray) -> dict[str, Any]:
+    """The fields of a whole body, decoded at once. Raises as `read_fields`."""
+    with _refused():
+        return msgspec.json.decode(body, type=dict[str, Any])
+
+
+def decode_in_pieces(body: bytearray, binary_fields: Collection[str]) -> dict[str, Any]:
+    """The fields of a large body, decoded in a thread; see `read_fields`."""
+    with _refused():
         # `Raw` marks where a value lies without decoding it.
         values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         return {
-            name: _binaries(value) if name in binary_fields else msgspec.json.decode(value)
+            name: _binaries(value) if name in binary_fields else _plain(value)
             for name, value in values.items()
         }
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """What cannot be decoded is the caller's fault."""
+    try:
+        yield
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RequestRejected(f"the body: expected a JSON object: {error}") from None
+
+
+def _plain(value: msgspec.Raw) -> Any:
+    if LIST_OF_LISTS.match(value) is None:
+        return msgspec.json.decode(value)
+    return [msgspec.json.decode(item) for item in msgspec.json.decode(value, type=list[msgspec.Raw])]
 
 
 def _binaries(value: msgspec.Raw) -> Any:

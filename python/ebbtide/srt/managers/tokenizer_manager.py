@@ -63,6 +63,10 @@ T = TypeVar("T")
 NUM_TOKENIZING_THREADS: Final = 4
 # Characters of a batch that are tokenized in one go.
 PIECE_CHARACTERS: Final = 1 << 16
+# Tokens of a batch that are checked, or sent, before the event loop goes on. A prompt or a message costs as
+# much as so many tokens besides its own.
+PIECE_TOKENS: Final = 1 << 16
+OVERHEAD_TOKENS: Final = 1 << 8
 
 # Chooses the replica of each output of a request.
 Placement: TypeAlias = Callable[[Sequence[TokenizedGenerateReqInput]], list[TokenizedGenerateReqInput]]
@@ -155,7 +159,8 @@ class TokenizerManager:
     ) -> LiveGeneration:
         """Check a request and start it. Read the returned `LiveGeneration` to its end, or `close()` it.
 
-        Texts are tokenized in a thread. Cancelled meanwhile, the request never runs.
+        Texts are tokenized in a thread, and the event loop goes on between the outputs of a long batch.
+        Cancelled meanwhile, the request never runs; what has been sent of it is aborted.
 
         Args:
             render: makes the text of the prompt; see `RequestNormalizer.draft`.
@@ -180,16 +185,13 @@ class TokenizerManager:
         if is_incremental is None:
             is_incremental = self._is_incremental
         generation = self._generation(plan, is_incremental=plan.stream and is_incremental)
-        aborted = self._live.start(generation)
+        self._live.attach(generation)
         if plan.timeout_s is not None:
             generation.timer = self._abort_after(plan.timeout_s, generation, plan.arrival_s)
-        for output in plan.outputs:
-            self._scheduler.send(output)
-        for rid, message in aborted.items():
-            self._abort([rid], message)
-        self._wait_warning.note()
         if self._request_log is not None:
             self._request_log.came(plan)
+        await self._send(generation)
+        self._wait_warning.note()
         return generation
 
     async def generate(self, given: GenerateReqInput | Mapping[str, Any]) -> AsyncIterator[Any]:
@@ -235,12 +237,45 @@ class TokenizerManager:
             running.cancel()
 
     async def _tokenize(self, draft: GenerationDraft) -> list[list[int]]:
-        if draft.is_tokenized:
-            return self._normalizer.tokenize(draft, draft.prompts)
         prompts: list[list[int]] = []
-        for piece in _pieces(draft.prompts):
-            prompts += await self.in_thread(partial(self._normalizer.tokenize, draft, piece))
+        if not draft.is_tokenized:
+            for piece in _pieces(draft.prompts, _num_characters, PIECE_CHARACTERS):
+                prompts += await self.in_thread(partial(self._normalizer.tokenize, draft, piece))
+            return prompts
+        # A thread would hold the interpreter's lock all the time.
+        for piece in _pieces(draft.prompts, _cost_of_ids, PIECE_TOKENS):
+            if prompts:
+                await self._next_turn()
+            prompts += self._normalizer.tokenize(draft, piece)
         return prompts
+
+    async def _send(self, generation: LiveGeneration) -> None:
+        """Send the outputs of a request, in their order."""
+        outputs = [output.request for output in generation.outputs]
+        num_sent = 0
+        try:
+            for piece in _pieces(outputs, _cost_of_message, PIECE_TOKENS):
+                if num_sent:
+                    await self._next_turn()
+                for output in piece:
+                    self._scheduler.send(output)
+                    num_sent += 1
+                    abort_message = self._live.note_sent(output.rid)
+                    if abort_message is not None:
+                        self._abort([output.rid], abort_message)
+        except BaseException:
+            self._live.release(output.rid for output in outputs[num_sent:])
+            generation.close()
+            raise
+
+    async def _next_turn(self) -> None:
+        """Let the event loop go on.
+
+        Raises:
+            EngineError: the engine has gone meanwhile.
+        """
+        await asyncio.sleep(0)
+        self._check_alive()
 
     def _generation(self, plan: GenerationPlan, *, is_incremental: bool) -> LiveGeneration:
         style = ResponseStyle(
@@ -346,14 +381,26 @@ class TokenizerManager:
             self._request_log.ended(ended)
 
 
-def _pieces(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
-    """The prompts in order, as many together as have `PIECE_CHARACTERS`."""
-    start = num_characters = 0
-    for end, prompt in enumerate(prompts, 1):
-        num_characters += len(prompt) if isinstance(prompt, str) else 0
-        if num_characters >= PIECE_CHARACTERS or end == len(prompts):
-            yield prompts[start:end]
-            start, num_characters = end, 0
+def _pieces(items: Sequence[T], cost: Callable[[T], int], piece_cost: int) -> Iterator[Sequence[T]]:
+    """The items in order, as many together as cost `piece_cost`."""
+    start = total = 0
+    for end, item in enumerate(items, 1):
+        total += cost(item)
+        if total >= piece_cost or end == len(items):
+            yield items[start:end]
+            start, total = end, 0
+
+
+def _num_characters(prompt: Prompt) -> int:
+    return len(prompt) if isinstance(prompt, str) else 0
+
+
+def _cost_of_ids(prompt: Prompt) -> int:
+    return OVERHEAD_TOKENS + (len(prompt) if isinstance(prompt, list) else 0)
+
+
+def _cost_of_message(output: TokenizedGenerateReqInput) -> int:
+    return OVERHEAD_TOKENS + len(output.input_ids)
 
 
 def _with_more_aborted(reply: Reply, num_more: int) -> Reply:

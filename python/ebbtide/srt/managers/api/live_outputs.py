@@ -17,8 +17,8 @@ class _Entry:
 
     Attributes:
         group: the rid that was posted for it and others.
-        generation: whose it is; None before it is sent, and once its reader has gone, when only its last
-            output is awaited.
+        generation: whose it is; None before it is about to be sent, and once its reader has gone, when only
+            its last output is awaited.
         is_sent: whether the scheduler knows it.
         abort_message: set of an output that is to be aborted as soon as it has been sent.
     """
@@ -72,21 +72,21 @@ class LiveOutputs:
         self.none_left.clear()
 
     def release(self, rids: Iterable[str]) -> None:
-        """Give back what was claimed for a request that will not be sent."""
+        """Give back what was claimed for outputs that will not be sent."""
         for rid in rids:
             if (entry := self._entries.get(rid)) is not None:
                 self._remove(rid, entry)
 
-    def start(self, generation: LiveGeneration) -> dict[str, str]:
-        """The outputs of this request are being sent. Returns those that are to be aborted then, and why."""
-        aborted: dict[str, str] = {}
+    def attach(self, generation: LiveGeneration) -> None:
+        """From now on this request waits for its outputs, which are about to be sent."""
         for output in generation.outputs:
-            rid = output.request.rid
-            entry = self._entries[rid]
-            entry.generation, entry.is_sent = generation, True
-            if entry.abort_message is not None:
-                aborted[rid] = entry.abort_message
-        return aborted
+            self._entries[output.request.rid].generation = generation
+
+    def note_sent(self, rid: str) -> str | None:
+        """The scheduler knows an output from now on. Returns why it is to be aborted, if it is."""
+        entry = self._entries[rid]
+        entry.is_sent = True
+        return entry.abort_message
 
     @property
     def unsent(self) -> list[str]:

@@ -27,7 +27,7 @@ class RequestLog:
         self._level = level
 
     def came(self, plan: GenerationPlan) -> None:
-        """A request has been sent to the scheduler: one line for each output."""
+        """A request has been taken: one line for each output."""
         for output in plan.outputs:
             facts: dict[str, Any] = {
                 "prompt_tokens": len(output.input_ids),
