@@ -71,7 +71,12 @@ def filled(page: str, folder: Path) -> str:
 def table(name: str, rows: dict[str, Row]) -> list[str]:
     if name not in TABLES:
         raise SystemExit(f"there is no table {name!r}, only {', '.join(TABLES)}, headline and sources")
-    mine = {key: goal for key, goal in GOALS.items() if goal.table == name}
+    # What was never tried and has no goal is no row.
+    mine = {
+        key: goal
+        for key, goal in GOALS.items()
+        if goal.table == name and (key in rows or goal.goal is not None)
+    }
     lines = [_line(HEAD), _line(["---"] * len(HEAD))]
     bases: list[str] = []
     for key, goal in mine.items():
