@@ -122,7 +122,7 @@ class Engine:
         }
         answer = await self._in_loop(self._start_or_finish(given))
         if isinstance(answer, LiveGeneration):
-            return self._runner.stream(answer.stream(), answer.close)
+            return self._runner.stream(self._service.metrics.noting(answer), answer.close)
         return answer
 
     # ----------------------------------------------------------------------------------- memory and pausing
@@ -396,7 +396,7 @@ class Engine:
             steps: objects with `op` (pause, release, resume, update_from_disk, flush, continue) and fields.
         """
         fields = {"steps": [dict(step) for step in steps], "op_id": op_id}
-        return await self._in_loop(self._service.transitions.run(fields))
+        return await self._in_loop(self._service.transition(fields))
 
     async def async_get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """The first rows of a weight under its checkpoint name, as float32 numbers."""
@@ -440,6 +440,10 @@ class Engine:
         """What every replica has to do. wire_api section 3.4, `/v1/loads`."""
         return await self._in_loop(self._service.loads_body([include], dp_rank))
 
+    async def async_metrics(self) -> dict[str, float]:
+        """Every sample of `GET /metrics`, whose keys are `name{label="value"}` as there."""
+        return await self._in_loop(self._service.metric_values())
+
     generate = blocking(async_generate)
     release_memory_occupation = blocking(async_release_memory_occupation)
     resume_memory_occupation = blocking(async_resume_memory_occupation)
@@ -465,6 +469,7 @@ class Engine:
     model_info = blocking(async_model_info)
     server_info = blocking(async_server_info)
     loads = blocking(async_loads)
+    metrics = blocking(async_metrics)
     # SGLang has other names for the same.
     async_get_model_info, get_model_info = async_model_info, model_info
     async_get_server_info, get_server_info = async_server_info, server_info
@@ -504,7 +509,11 @@ class Engine:
 
     async def _start_or_finish(self, given: Mapping[str, Any]) -> Any:
         generation = await self._service.manager.prepare(given)
-        return generation if generation.is_stream else await generation.result()
+        if generation.is_stream:
+            return generation
+        result = await generation.result()
+        self._service.metrics.note(result)
+        return result
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.wait(work)

@@ -67,15 +67,14 @@ def create_app(service: EngineService) -> FastAPI:
     app = FastAPI(title="Ebbtide", redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     # FastAPI's own document would know nothing of the messages.
     app.openapi = functools.cache(openapi_document)  # type: ignore[method-assign]
-    metrics = Metrics()
-    endpoints = _Endpoints(service, metrics)
+    endpoints = _Endpoints(service)
     app.add_route("/", endpoints.root, methods=["GET"])
     app.add_route("/generate", endpoints.generate, methods=["POST", "PUT"])
     for path, endpoint in endpoints.information().items():
         app.add_route(path, endpoint, methods=["GET"])
-    for method, path, endpoint in OpenAIApi(service, metrics).routes():
+    for method, path, endpoint in OpenAIApi(service).routes():
         app.add_route(path, endpoint, methods=[method])
-    for method, path, endpoint in VllmApi(service, metrics).routes():
+    for method, path, endpoint in VllmApi(service).routes():
         app.add_route(path, endpoint, methods=[method])
     for path, kind in CONTROL_ROUTES.items():
         app.add_route(path, control_endpoint(service, kind), methods=list(kind.row.methods))
@@ -95,9 +94,8 @@ def create_app(service: EngineService) -> FastAPI:
 class _Endpoints:
     """What is behind each path."""
 
-    def __init__(self, service: EngineService, metrics: Metrics) -> None:
+    def __init__(self, service: EngineService) -> None:
         self._service = service
-        self._metrics = metrics
 
     def information(self) -> dict[str, Endpoint]:
         """The paths that only tell something."""
@@ -123,13 +121,13 @@ class _Endpoints:
         fields = await read_fields(request.stream())
         starting = self._service.manager.prepare(fields)
         if fields.get("stream") is True:
-            return await answer_events(request.receive, starting, self._metrics.noting)
+            return await answer_events(request.receive, starting, self._service.metrics.noting)
         result = await answer_whole(request.receive, starting)
-        self._metrics.note(result)
+        self._service.metrics.note(result)
         return Json(result)
 
     async def transition(self, request: Request) -> Response:
-        return Json(await self._service.transitions.run(await read_fields(request.stream())))
+        return Json(await self._service.transition(await read_fields(request.stream())))
 
     async def drain(self, request: Request) -> Response:
         wanted = parse(DrainRequest, await read_fields(request.stream()))
@@ -153,8 +151,7 @@ class _Endpoints:
     async def _metrics_text(self, request: Request) -> Response:
         if not self._service.config.server_args.enable_metrics:
             return error_answer("there are no metrics: start the server with --enable-metrics", 404)
-        text = self._metrics.text(self._service.state, await self._service.loads())
-        return Response(text, media_type=self._metrics.content_type)
+        return Response(await self._service.metrics_text(), media_type=Metrics.content_type)
 
     async def _model_info(self, request: Request) -> Response:
         return Json(self._service.model_info())

@@ -8,6 +8,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from ebbtide.srt.entrypoints.control_metrics import PREFIX as CONTROL_PREFIX, ControlMetrics
+from ebbtide.srt.entrypoints.metric_collectors import GcPauses
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
 from ebbtide.srt.managers.io_struct import Load, StateReport
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -29,16 +31,24 @@ LOAD_GAUGES = {
 
 
 class Metrics:
-    """Counts what was answered over HTTP; the state is read when it is asked for.
+    """Counts what was answered, over HTTP and in Python; the state is read when it is asked for.
+
+    Args:
+        version: that of the weights at the start.
 
     Attributes:
         content_type: of the text.
+        control: of control operations and their effects.
+        gc_pauses: of this process, while they are installed.
     """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self) -> None:
+    def __init__(self, version: str) -> None:
         self._registry = CollectorRegistry()
+        self.control = ControlMetrics(self._registry, version)
+        self.gc_pauses = GcPauses(CONTROL_PREFIX + "gc_pause_seconds")
+        self._registry.register(self.gc_pauses)
         self._requests = self._counter("num_requests", "Outputs that have ended.", "finish_reason")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of outputs that have ended.")
         self._cached_tokens = self._counter("cached_tokens", "Those of them from the prefix cache.")
@@ -66,6 +76,22 @@ class Metrics:
 
     def text(self, state: StateReport, loads: Sequence[Load]) -> bytes:
         """All of them in Prometheus' text format."""
+        self._set(state, loads)
+        return generate_latest(self._registry)
+
+    def values(self, state: StateReport, loads: Sequence[Load]) -> dict[str, float]:
+        """The same samples, each under its name and labels as the text has them."""
+        self._set(state, loads)
+        return {
+            _sample_key(sample.name, sample.labels): float(sample.value)
+            for family in self._registry.collect()
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+
+    def _set(self, state: StateReport, loads: Sequence[Load]) -> None:
+        """Take over what is read rather than counted."""
+        self.control.set_state(state)
         for load in loads:
             for name, gauge in self._loads.items():
                 gauge.labels(str(load.dp_rank)).set(getattr(load, name))
@@ -74,7 +100,6 @@ class Metrics:
         for tag in MemoryTag:
             num_bytes = sum(rank.tags[tag].resident_bytes for rank in state.ranks)
             self._resident.labels(tag.value).set(num_bytes)
-        return generate_latest(self._registry)
 
     def _note(self, meta: Mapping[str, Any]) -> None:
         self._requests.labels(meta["finish_reason"]["type"]).inc()
@@ -85,6 +110,7 @@ class Metrics:
         self._e2e_s.observe(meta["e2e_latency"])
         self._first_s.observe(meta["first_token_latency"])
         self._queue_s.observe(meta["queue_time"])
+        self.control.note_spans(meta["weight_versions"])
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, help_text, labels, registry=self._registry)
@@ -94,3 +120,12 @@ class Metrics:
 
     def _histogram(self, name: str, help_text: str) -> Histogram:
         return Histogram(PREFIX + name, help_text, registry=self._registry, buckets=LATENCY_BUCKETS_S)
+
+
+def _sample_key(name: str, labels: Mapping[str, str]) -> str:
+    """`name{label="value"}`, with what the text format escapes escaped."""
+    if not labels:
+        return name
+    escapes = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+    pairs = (f'{label}="{value.translate(escapes)}"' for label, value in sorted(labels.items()))
+    return f"{name}{{{','.join(pairs)}}}"

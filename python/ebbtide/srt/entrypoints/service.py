@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 
 from ebbtide.srt.config import EngineConfig
+from ebbtide.srt.entrypoints.control_metrics import OPERATIONS, TRANSITION
 from ebbtide.srt.entrypoints.drain import DRAINING, Drain, DrainReply
 from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.information import StartupTime, model_info, server_info
 from ebbtide.srt.entrypoints.launcher import EngineProcesses
 from ebbtide.srt.entrypoints.loads import loads_body, loads_of_rank, wanted_sections
+from ebbtide.srt.entrypoints.metrics import Metrics
 from ebbtide.srt.entrypoints.occupation import (
     count_devices_once,
     engine_state,
@@ -32,6 +34,7 @@ from ebbtide.srt.managers.io_struct import (
     Load,
     ManagerInput,
     PingReqInput,
+    Reply,
     SchedulerInput,
     StateReport,
     TotalsReply,
@@ -53,6 +56,9 @@ class EngineService:
         targets: the processes, if not those that the config asks for; see `EngineProcesses`.
         early: those of them that are there already.
 
+    Attributes:
+        metrics: what was asked for through both doors, and how that went.
+
     Raises:
         ConfigurationError: the model, the tokenizer or the machine does not do.
         EngineError: a process died. In either case none is left.
@@ -70,7 +76,8 @@ class EngineService:
         self._failure: str | None = None
         self._manager: TokenizerManager | None = None
         self._drain = Drain()
-        self.transitions = Transitions(self.control)
+        self.metrics = Metrics(config.model.weight_version)
+        self._transitions = Transitions(self.control)
         self._processes = EngineProcesses(config, targets, early)
         try:
             # This runs while the scheduler loads the weights.
@@ -98,6 +105,7 @@ class EngineService:
             on_drained: called in this loop when a drain has come to its end.
         """
         self._drain.on_end = on_drained
+        self.metrics.gc_pauses.install()
         self._manager = self._connect()
         self._manager.start()
         loop = asyncio.get_running_loop()
@@ -138,6 +146,7 @@ class EngineService:
 
     async def close(self) -> None:
         """As `fail`, and close the channels. The processes are `shutdown`'s."""
+        self.metrics.gc_pauses.remove()
         if self._manager is not None:
             await self._manager.close()
 
@@ -212,8 +221,14 @@ class EngineService:
             RequestRejected: refused, nothing has changed.
             EngineError: the engine failed.
         """
-        request, ignored = build_request(kind, fields)
-        reply = await self.manager.control(request)
+        ignored: list[str] = []
+
+        async def carry_out() -> Reply:
+            request, unknown = build_request(kind, fields)
+            ignored.extend(unknown)
+            return await self.manager.control(request)
+
+        reply = await self.metrics.control.observed(OPERATIONS[kind], carry_out())
         if kind.row.body_field is not None:
             return getattr(reply, kind.row.body_field)
         if isinstance(reply, TotalsReply):
@@ -221,6 +236,10 @@ class EngineService:
         body = msgspec.to_builtins(reply)
         del body["type"]  # The tag with which it travelled is no part of the body.
         return {**body, "ignored_fields": ignored} if ignored else body
+
+    async def transition(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry out several control requests, given as loose fields; see `Transitions.run`."""
+        return await self.metrics.control.observed(TRANSITION, self._transitions.run(fields))
 
     async def check_health(self) -> None:
         """Return if the loop of every rank turns, paused and asleep included.
@@ -282,6 +301,14 @@ class EngineService:
         loads = loads_of_rank(await self.loads(), dp_rank)
         body: dict[str, Any] = msgspec.to_builtins(loads_body(loads, sections, self.config))
         return body
+
+    async def metrics_text(self) -> bytes:
+        """The body of `GET /metrics`."""
+        return self.metrics.text(self.state, await self.loads())
+
+    async def metric_values(self) -> dict[str, float]:
+        """The same samples by name and labels."""
+        return self.metrics.values(self.state, await self.loads())
 
     async def memory_occupation(self) -> dict[str, Any]:
         """The body of `GET /memory_occupation`. Never waits for the engine."""

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole, error_answer
-from ebbtide.srt.entrypoints.metrics import Metrics
 from ebbtide.srt.entrypoints.openai.answers import (
     ChatWriter,
     CompletionWriter,
@@ -37,9 +36,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class OpenAIApi:
     """What is behind `/v1/models`, the completions of both kinds, `/tokenize` and `/detokenize`."""
 
-    def __init__(self, service: EngineService, metrics: Metrics) -> None:
+    def __init__(self, service: EngineService) -> None:
         self._service = service
-        self._metrics = metrics
         self._created = int(time.time())
 
     def routes(self) -> list[tuple[str, str, Endpoint]]:
@@ -86,10 +84,10 @@ class OpenAIApi:
             return await answer_events(
                 request.receive,
                 starting,
-                lambda generation: write_chunks(writer, call, self._metrics.noting(generation)),
+                lambda generation: write_chunks(writer, call, self._service.metrics.noting(generation)),
             )
         result = await answer_whole(request.receive, starting)
-        self._metrics.note(result)
+        self._service.metrics.note(result)
         return Json(write_answer(writer, call, result))
 
     def _card(self) -> ModelCard:

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole
-from ebbtide.srt.entrypoints.metrics import Metrics
 from ebbtide.srt.entrypoints.openai.answers import Piece, known, stop_reason, write_answer, write_chunks
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, Triple, prompt_logprobs
 from ebbtide.srt.entrypoints.openai.protocol import Usage
@@ -51,9 +50,8 @@ class TokensCall:
 class TokensApi:
     """What is behind `/inference/v1/generate`."""
 
-    def __init__(self, service: EngineService, metrics: Metrics) -> None:
+    def __init__(self, service: EngineService) -> None:
         self._service = service
-        self._metrics = metrics
 
     async def generate(self, request: Request) -> Response:
         fields = await read_fields(request.stream())
@@ -64,10 +62,10 @@ class TokensApi:
             return await answer_events(
                 request.receive,
                 starting,
-                lambda generation: write_chunks(writer, common, self._metrics.noting(generation)),
+                lambda generation: write_chunks(writer, common, self._service.metrics.noting(generation)),
             )
         result = await answer_whole(request.receive, starting)
-        self._metrics.note(result)
+        self._service.metrics.note(result)
         return Json(write_answer(writer, common, result))
 
 

@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from ebbtide import __version__
 from ebbtide.srt.entrypoints.http_answers import Json
-from ebbtide.srt.entrypoints.metrics import Metrics
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.generate import TokensApi
 from ebbtide.srt.entrypoints.vllm.information import VLLM_VERSION
@@ -65,14 +64,14 @@ GENERATE_PATHS = ("/inference/v1/generate", "/skyrl/v1/generate")
 class VllmApi:
     """What is behind vLLM's routes."""
 
-    def __init__(self, service: EngineService, metrics: Metrics) -> None:
+    def __init__(self, service: EngineService) -> None:
         self._service = service
         self.occupation = VllmOccupation(self._control, lambda: service.state)
         self.weights = VllmWeightTransfer(self._control, lambda: service.state, self._num_ranks)
         self.calls = RemoteCalls(
             self._control, self.weights, lambda: service.config.model.path, self._num_ranks
         )
-        self._tokens = TokensApi(service, metrics)
+        self._tokens = TokensApi(service)
 
     def routes(self) -> list[tuple[str, str, Endpoint]]:
         """Method, path and endpoint of each; every path also with a slash at its end."""

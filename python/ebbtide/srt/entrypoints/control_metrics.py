@@ -1,0 +1,239 @@
+"""Metrics of what a trainer does with the engine: control operations, weight commits, and how old tokens are.
+
+Labels are names of operations, tags and states alone, so the number of series is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+
+from ebbtide.srt.entrypoints.metric_collectors import WeightedHistogram
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers import io_struct
+from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest, PauseMode, Reply, StateReport
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+T = TypeVar("T")
+
+# A colon is for rules of whoever scrapes; the metrics of `metrics` that have one are named as SGLang's are.
+PREFIX: Final = "ebbtide_"
+# Seconds: from a pause to an update that waits for its deadline.
+DURATION_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+# Seconds for which forward passes are held up.
+STALL_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+LAG_BUCKETS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+# So many commits back the versions are known: a rollout lives through a few.
+MAX_VERSIONS: Final = 4096
+
+TRANSITION: Final = "transition"
+# Named as their endpoints are.
+OPERATIONS: Final[Mapping[type[ControlRequest], str]] = {
+    kind: kind.row.path.removeprefix("/") for kind in CONTROL_REQUESTS if kind.row.path is not None
+}
+# Fields of replies → what happened to requests.
+EFFECTS: Final = {
+    "num_retracted": "retracted",
+    "num_parked": "parked",
+    "num_aborted": "aborted",
+    "num_paused_requests": "paused",
+}
+
+
+class VersionLag:
+    """How many commits ago a version of the weights was the newest."""
+
+    def __init__(self, version: str) -> None:
+        self._num_commits = 0
+        self._last_commit: OrderedDict[str, int] = OrderedDict({version: 0})
+
+    def commit(self, version: str) -> None:
+        """Other weights serve, as this version; if it is no new one, the two cannot be told apart."""
+        self._num_commits += 1
+        self.rename(version)
+
+    def rename(self, version: str) -> None:
+        """The weights that serve have this version from now on."""
+        self._last_commit[version] = self._num_commits
+        self._last_commit.move_to_end(version)
+        if len(self._last_commit) > MAX_VERSIONS:
+            self._last_commit.popitem(last=False)
+
+    def of(self, version: str) -> int:
+        """Commits since that version; 0 for one whose commit has not been told of yet."""
+        return self._num_commits - self._last_commit.get(version, self._num_commits)
+
+
+class ControlMetrics:
+    """Counts control operations as they end, and tokens by the age of their weights as outputs end.
+
+    Args:
+        version: that of the weights at the start.
+    """
+
+    def __init__(self, registry: CollectorRegistry, version: str) -> None:
+        self._registry = registry
+        self._version_lag = VersionLag(version)
+        self._operations(registry)
+        self._effects(registry)
+        self._states(registry)
+        self._lag = WeightedHistogram(
+            PREFIX + "output_token_lag_commits",
+            "Tokens of outputs that have ended, by the commits between their weights and the newest then.",
+            LAG_BUCKETS,
+        )
+        registry.register(self._lag)
+        self._mixed = self._counter("mixed_version_outputs", "Outputs that several versions sampled.")
+
+    def _operations(self, registry: CollectorRegistry) -> None:
+        self._duration_s = Histogram(
+            PREFIX + "control_operation_duration_seconds",
+            "From the request to its answer, refusals included.",
+            ["operation"],
+            registry=registry,
+            buckets=DURATION_BUCKETS_S,
+        )
+        self._ended = self._counter(
+            *("control_operations", "Control operations that have ended."),
+            *("operation", "outcome", "status"),
+        )
+        self._running = self._gauge("control_operations_in_progress", "Those that have not.", "operation")
+        for operation in (*OPERATIONS.values(), TRANSITION):
+            # An operation that never came is a 0 and no gap, so a rate over its first one is right.
+            self._duration_s.labels(operation)
+            self._running.labels(operation)
+            self._ended.labels(operation, "done", "200")
+
+    def _effects(self, registry: CollectorRegistry) -> None:
+        self._stall_s = Histogram(
+            PREFIX + "weight_update_stall_seconds",
+            "For how long a commit held forward passes up.",
+            ["operation"],
+            registry=registry,
+            buckets=STALL_BUCKETS_S,
+        )
+        self._update_bytes = self._counter(
+            "weight_update_bytes", "Bytes that updates wrote.", "operation", "placement"
+        )
+        self._commits = self._counter("weight_commits", "Times that other weights began to serve.")
+        self._released = self._counter("released_bytes", "Given to the device by releases.", "tag")
+        self._resumed = self._counter("resumed_bytes", "Taken from the device by resumes.", "tag")
+        self._resized = self._counter("resized_bytes", "Moved by resizes of the KV cache.", "direction")
+        self._parked = self._counter("parked_bytes", "KV that releases moved to host memory.")
+        self._requests = self._counter(
+            "control_affected_requests", "Requests that an operation interrupted.", "operation", "effect"
+        )
+        for tag in MemoryTag:
+            self._released.labels(tag.value)
+            self._resumed.labels(tag.value)
+
+    def _states(self, registry: CollectorRegistry) -> None:
+        self._blocked = self._gauge("not_running", "1 for each reason why no forward pass may run.", "reason")
+        self._backup = self._gauge("backup_bytes", "Host memory that keeps what was released.", "tag")
+        self._session = self._gauge("weight_session_open", "1 while a weight update session is open.")
+        self._version = Info(
+            PREFIX + "weight_version", "The version of the weights that serve.", registry=registry
+        )
+
+    # ------------------------------------------------------------------------------------------- operations
+
+    async def observed(self, operation: str, work: Awaitable[T]) -> T:
+        """Await an operation, and count how it ended. `operation`: of `OPERATIONS`, or `TRANSITION`.
+
+        Raises:
+            RequestRejected, EngineError: those of `work`.
+        """
+        started_s = time.perf_counter()
+        outcome, status = "failed", "500"
+        self._running.labels(operation).inc()
+        try:
+            result = await work
+            outcome, status = "done", "200"
+            if isinstance(result, Reply):
+                if not result.success:
+                    outcome, status = "incomplete", "400"
+                self._note(operation, result)
+            return result
+        except RequestRejected as error:
+            outcome, status = "refused", str(error.status)
+            raise
+        except asyncio.CancelledError:
+            # The operation goes on; it was only its caller that went, and nobody will hear how it ended.
+            outcome, status = "abandoned", "499"
+            raise
+        finally:
+            self._running.labels(operation).dec()
+            self._duration_s.labels(operation).observe(time.perf_counter() - started_s)
+            self._ended.labels(operation, outcome, status).inc()
+
+    def _note(self, operation: str, reply: Reply) -> None:
+        match reply:
+            case io_struct.UpdateWeightsReqOutput():
+                self._note_update(operation, reply)
+            case io_struct.UpdateWeightVersionReqOutput():
+                self._version_lag.rename(reply.new_version)
+            case io_struct.ReleaseMemoryOccupationReqOutput():
+                self._parked.inc(reply.parked_bytes)
+                for tag, num_bytes in reply.freed_bytes.items():
+                    self._released.labels(tag.value).inc(num_bytes)
+            case io_struct.ResumeMemoryOccupationReqOutput():
+                for tag, num_bytes in reply.mapped_bytes.items():
+                    self._resumed.labels(tag.value).inc(num_bytes)
+            case io_struct.ResizeMemoryOccupationReqOutput():
+                direction = "released" if reply.moved_bytes < 0 else "taken"
+                self._resized.labels(direction).inc(abs(reply.moved_bytes))
+        for name, effect in EFFECTS.items():
+            if num_requests := getattr(reply, name, 0):
+                self._requests.labels(operation, effect).inc(num_requests)
+
+    def _note_update(self, operation: str, reply: io_struct.UpdateWeightsReqOutput) -> None:
+        # The end of a session tells once more of what its updates have told.
+        if operation != OPERATIONS[io_struct.EndWeightUpdateReqInput]:
+            placement = "staged" if reply.staged else "in_place"
+            self._update_bytes.labels(operation, placement).inc(reply.num_bytes)
+        if reply.committed:
+            self._commits.inc()
+            self._stall_s.labels(operation).observe(reply.stall_ms / 1e3)
+            self._version_lag.commit(reply.weight_version)
+
+    # --------------------------------------------------------------------------------------- outputs, state
+
+    def note_spans(self, spans: Sequence[Mapping[str, Any]]) -> None:
+        """An output has ended: its `weight_versions`."""
+        for span in spans:
+            self._lag.observe(self._version_lag.of(span["version"]), span["end"] - span["start"])
+        if len({span["version"] for span in spans}) > 1:
+            self._mixed.inc()
+
+    def set_state(self, state: StateReport) -> None:
+        """Take over the state machines as they stand."""
+        for reason, holds in reasons(state).items():
+            self._blocked.labels(reason).set(holds)
+        for tag in MemoryTag:
+            self._backup.labels(tag.value).set(sum(rank.tags[tag].backup_bytes for rank in state.ranks))
+        self._session.set(state.session is not None)
+        self._version.info({"version": state.weight_version})
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, help_text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(PREFIX + name, help_text, labels, registry=self._registry)
+
+
+def reasons(state: StateReport) -> dict[str, bool]:
+    """Every reason why no forward pass may run, and whether it holds on any rank."""
+    tags = {tag: [rank.tags[tag] for rank in state.ranks] for tag in MemoryTag}
+    return {
+        **{f"paused_{mode.value}": state.paused is mode for mode in PauseMode},
+        **{
+            f"{tag.value}_released": any(report.state == "released" for report in reports)
+            for tag, reports in tags.items()
+        },
+        "weights_stale": any(report.content == "stale" for report in tags[MemoryTag.WEIGHTS]),
+    }

@@ -1,0 +1,242 @@
+"""Metrics of control operations: over HTTP by what was done, and the lag of tokens by what was committed."""
+
+import asyncio
+import gc
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fixtures.servers import Server, running_server
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from ebbtide.srt.entrypoints.control_metrics import ControlMetrics
+from ebbtide.srt.entrypoints.metric_collectors import GcPauses
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.io_struct import (
+    Reply,
+    UpdateWeightsReqOutput,
+    UpdateWeightVersionReqOutput,
+)
+from ebbtide.testing.null_engine import NullEngine
+
+# A null engine's tags; see `ebbtide.testing.NullDevice`.
+KV_BYTES, WEIGHT_BYTES = 5000, 2000
+# It goes on until it is aborted.
+LONG = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 500_000}, "stream": True}
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    flags = ["--enable-metrics", "--weight-version", "0", "--incremental-streaming-output"]
+    flags += ["--context-length", "600000", "--max-total-tokens", "600000"]
+    with running_server("null", *flags, module="ebbtide.testing.null_engine") as server:
+        yield server
+
+
+def scraped(server: Server) -> Callable[..., float | None]:
+    """One scrape, as a function from the name and labels of a sample to its value; None if there is none."""
+    samples: Samples = {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(server.get("/metrics").text)
+        for sample in family.samples
+    }
+    return lambda name, **labels: samples.get((f"ebbtide_{name}", frozenset(labels.items())))
+
+
+def test_each_operation_is_counted_by_its_outcome_and_effect(server: Server) -> None:
+    before = scraped(server)
+    assert (
+        before(
+            "control_operations_total", operation="release_memory_occupation", outcome="done", status="200"
+        )
+        == 0
+    )
+    with server.client.stream("POST", "/generate", json=LONG) as response:
+        events = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        next(events)
+        assert server.post("/pause_generation", {"mode": "retract"}).json()["num_retracted"] == 1
+        assert scraped(server)("not_running", reason="paused_retract") == 1
+        update = {"model_path": "5", "weight_version": "1"}
+        stall_ms = server.post("/update_weights_from_disk", update).json()["stall_ms"]
+        assert server.post("/end_weight_update").status_code == 409
+        assert server.post("/update_weights_from_disk", {}).status_code == 400
+        steps = [{"op": "release", "tags": ["kv_cache"]}, {"op": "resume"}, {"op": "continue"}]
+        assert server.post("/transition", {"steps": steps}).is_success
+        metas = (json.loads(event)["meta_info"] for event in events if event != "[DONE]")
+        next(meta for meta in metas if len(meta["weight_versions"]) == 2)
+        assert server.post("/abort_request", {"abort_all": True, "report": True}).json()["num_aborted"] == 1
+        *_, last = metas
+    after = scraped(server)
+
+    def ended(operation: str, outcome: str = "done", status: str = "200") -> float | None:
+        return after("control_operations_total", operation=operation, outcome=outcome, status=status)
+
+    done = [
+        "pause_generation",
+        "update_weights_from_disk",
+        "release_memory_occupation",
+        "resume_memory_occupation",
+        "continue_generation",
+        "abort_request",
+        "transition",
+    ]
+    assert [ended(operation) for operation in done] == [1] * len(done)
+    assert (
+        ended("end_weight_update", "refused", "409")
+        == ended("update_weights_from_disk", "refused", "400")
+        == 1
+    )
+    assert after("control_operation_duration_seconds_count", operation="update_weights_from_disk") == 2
+    assert after("control_operations_in_progress", operation="update_weights_from_disk") == 0
+    assert after("weight_update_stall_seconds_sum", operation="update_weights_from_disk") == stall_ms / 1e3
+    assert after("weight_commits_total") == 1
+    assert (
+        after("released_bytes_total", tag="kv_cache")
+        == after("resumed_bytes_total", tag="kv_cache")
+        == KV_BYTES
+    )
+    assert after("released_bytes_total", tag="weights") == 0
+    assert after("control_affected_requests_total", operation="pause_generation", effect="retracted") == 1
+    assert after("control_affected_requests_total", operation="abort_request", effect="aborted") == 1
+    assert (
+        after("not_running", reason="paused_retract") == after("not_running", reason="kv_cache_released") == 0
+    )
+    assert before("weight_version_info", version="0") == after("weight_version_info", version="1") == 1
+    # One version at a time: a run of weeks leaves no series for each of its commits.
+    assert after("weight_version_info", version="0") is None
+    old, new = last["weight_versions"]
+    assert after("output_token_lag_commits_bucket", le="0.0") == new["end"] - new["start"]
+    assert after("output_token_lag_commits_bucket", le="1.0") == new["end"]
+    assert after("output_token_lag_commits_sum") == old["end"]
+    assert after("mixed_version_outputs_total") == 1
+
+
+def test_bytes_of_a_session_are_counted_once_and_its_commit_at_its_end(server: Server) -> None:
+    before = scraped(server)
+    server.post("/begin_weight_update")
+    num_bytes = server.post("/update_weights_from_disk", {"model_path": "6"}).json()["num_bytes"]
+    assert scraped(server)("weight_session_open") == 1
+    assert server.post("/end_weight_update", {"weight_version": "2"}).json()["committed"]
+    after = scraped(server)
+    staged = {"operation": "update_weights_from_disk", "placement": "staged"}
+    assert (
+        after("weight_update_bytes_total", **staged) - before("weight_update_bytes_total", **staged)
+        == num_bytes
+    )
+    assert after("weight_commits_total") - before("weight_commits_total") == 1
+    assert after("weight_update_stall_seconds_count", operation="end_weight_update") == 1
+
+
+def test_an_engine_in_python_has_the_same_samples() -> None:
+    callbacks = list(gc.callbacks)
+    with NullEngine(weight_version='a "b"') as engine:
+        engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 3})
+        for chunk in engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 3}, stream=True):
+            assert chunk["output_ids"]
+        engine.release_memory_occupation(["weights"])
+        values = engine.metrics()
+        assert len(gc.callbacks) == len(callbacks) + 1
+    assert values['ebbtide:num_requests_total{finish_reason="length"}'] == 2
+    assert values['ebbtide_output_token_lag_commits_bucket{le="0.0"}'] == 6
+    assert values['ebbtide_released_bytes_total{tag="weights"}'] == WEIGHT_BYTES
+    assert values['ebbtide_not_running{reason="weights_released"}'] == 1
+    assert values[r'ebbtide_weight_version_info{version="a \"b\""}'] == 1
+    assert gc.callbacks == callbacks
+
+
+# ------------------------------------------------------------------------------------ without an engine
+
+
+def commit(version: str) -> UpdateWeightsReqOutput:
+    return UpdateWeightsReqOutput(
+        weight_version=version,
+        committed=True,
+        staged=True,
+        num_tensors=1,
+        num_ignored=0,
+        num_bytes=1,
+        stall_ms=1.0,
+        num_paused_requests=0,
+        content="valid",
+        num_missing=0,
+    )
+
+
+class Observed:
+    """Control metrics that are driven by hand, from version 0 on."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.metrics = ControlMetrics(self._registry, "0")
+
+    def end(self, operation: str, result: Reply | BaseException) -> None:
+        """The operation ends so."""
+
+        async def work() -> Reply:
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        asyncio.run(self.metrics.observed(operation, work()))
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self._registry.get_sample_value(f"ebbtide_{name}", labels)
+
+
+def spans(*lengths: tuple[str, int]) -> list[dict[str, Any]]:
+    ends = [sum(length for _, length in lengths[: place + 1]) for place in range(len(lengths))]
+    return [
+        {"version": version, "start": end - length, "end": end}
+        for (version, length), end in zip(lengths, ends, strict=True)
+    ]
+
+
+def test_the_lag_of_a_token_is_in_commits_since_its_version() -> None:
+    observed = Observed()
+    for version in ("1", "2", "3"):
+        observed.end("update_weights_from_disk", commit(version))
+    # The same weights under another name are no commit; and the last version is not known here yet.
+    observed.end("update_weight_version", UpdateWeightVersionReqOutput(new_version="3b"))
+    observed.metrics.note_spans(spans(("0", 5), ("2", 3), ("3b", 2), ("4", 1)))
+    observed.metrics.note_spans(spans(("3", 7)))
+    up_to = [observed.value("output_token_lag_commits_bucket", le=f"{lag}.0") for lag in range(4)]
+    assert up_to == [10, 13, 13, 18]
+    assert observed.value("output_token_lag_commits_sum") == 5 * 3 + 3 * 1
+    assert observed.value("mixed_version_outputs_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "status"),
+    [
+        (RequestRejected("no", 409), "refused", "409"),
+        (EngineError("it broke"), "failed", "500"),
+        (asyncio.CancelledError(), "abandoned", "499"),
+    ],
+)
+def test_what_does_not_succeed_is_raised_and_counted(error: BaseException, outcome: str, status: str) -> None:
+    observed = Observed()
+    with pytest.raises(type(error)):
+        observed.end("update_weights_from_tensor", error)
+    labels = {"operation": "update_weights_from_tensor", "outcome": outcome, "status": status}
+    assert observed.value("control_operations_total", **labels) == 1
+    assert observed.value("control_operations_in_progress", operation="update_weights_from_tensor") == 0
+    assert observed.value("weight_commits_total") == 0
+
+
+def test_pauses_for_garbage_collection_are_counted_while_they_are_watched() -> None:
+    registry, pauses = CollectorRegistry(), GcPauses("pauses")
+    registry.register(pauses)
+
+    def count() -> float | None:
+        return registry.get_sample_value("pauses_count", {"generation": "2"})
+
+    pauses.install()
+    gc.collect()
+    pauses.remove()
+    counted = count()
+    gc.collect()
+    assert counted == count() == 1
