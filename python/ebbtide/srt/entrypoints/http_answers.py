@@ -136,18 +136,29 @@ def _event(body: Any) -> bytes:
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await something for a client; if that leaves, the work is cancelled.
 
+    The caller goes on in the turn of the loop after the one in which the work ends, and no later: a reply
+    that is read from the engine after the end of a generation is then not sent before its answer.
+
     Raises:
         ClientDisconnect: it has left.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
+    has_left = False
+
+    def leave(_: asyncio.Future[None]) -> None:
+        nonlocal has_left
+        has_left = working.cancel()
+
+    leaving.add_done_callback(leave)
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        return await working
+    except asyncio.CancelledError:
+        if has_left:
+            raise ClientDisconnect from None
+        raise
     finally:
-        working.cancel()
+        leaving.remove_done_callback(leave)
         leaving.cancel()
 
 
