@@ -167,7 +167,7 @@ def _check_exposure(args: ServerArgs) -> None:
 
 
 # Ebbtide's own, whose part of the engine is still to come.
-_TO_COME = ("watchdog_timeout", "decode_log_interval")
+_TO_COME = ("watchdog_timeout",)
 
 
 def _warn_without_effect(args: ServerArgs) -> None:

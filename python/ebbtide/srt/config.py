@@ -86,6 +86,7 @@ class ScheduleConfig:
 
     `overlap`: a step is planned and launched while the one before it runs. `waiting_timeout_s` and
     `running_timeout_s`: how long a request may wait for its first step, and run; None: as long as it takes.
+    `decode_log_interval`: forward passes from one line in the log to the next; 0: never.
     """
 
     max_running_requests: int
@@ -98,6 +99,7 @@ class ScheduleConfig:
     overlap: bool
     waiting_timeout_s: float | None = None
     running_timeout_s: float | None = None
+    decode_log_interval: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +361,7 @@ def _resolve_schedule(args: ServerArgs, device: str) -> ScheduleConfig:
         overlap=is_cuda and not args.disable_overlap_schedule,
         waiting_timeout_s=_seconds_from("SGLANG_REQ_WAITING_TIMEOUT"),
         running_timeout_s=_seconds_from("SGLANG_REQ_RUNNING_TIMEOUT"),
+        decode_log_interval=args.decode_log_interval or 0,
     )
 
 

@@ -213,7 +213,9 @@ class ServerArgs(SglangArguments):
     log_requests_level: Annotated[
         int, Arg("0: counts and times; from 1 on sampling parameters, from 3 on prompts too.", minimum=0)
     ] = 2
-    decode_log_interval: Annotated[int, Arg("Decode steps between log lines.", minimum=1)] = 40
+    decode_log_interval: Annotated[
+        int | None, Arg("Forward passes between log lines; 0: none.", minimum=0)
+    ] = 40
     enable_metrics: Annotated[bool, Arg("Serve Prometheus metrics.")] = False
 
     def __post_init__(self) -> None:

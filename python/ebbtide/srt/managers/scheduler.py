@@ -30,6 +30,7 @@ from ebbtide.srt.managers.scheduling.output_processor import PROMPT_TAIL, Output
 from ebbtide.srt.managers.scheduling.rank_messages import TurnInput
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import ScheduledBatch, SchedulePolicy
+from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
@@ -57,6 +58,7 @@ class Scheduler:
         eos_token_ids: of the model and its tokenizer.
         overlap: whether a step is launched before the one before it is committed.
         pace: is told how long forward passes take.
+        step_log: is told when none may run.
         report: the state machines as they stand.
     """
 
@@ -71,6 +73,7 @@ class Scheduler:
         runner: Runner,
         control: ControlPlane,
         pace: Pace,
+        step_log: StepLog,
         report: Callable[[], StateReport],
         *,
         tokenizer: Tokenizer | None,
@@ -90,6 +93,7 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._overlap = overlap
         self._pace = pace
+        self._step_log = step_log
         self._in_flight: _Launched | None = None
         self._committed_s = 0.0
         self._num_arrived = 0
@@ -110,6 +114,8 @@ class Scheduler:
                 self._forward()
             else:
                 self._pace.note_idle()
+                if not self.control.can_run:
+                    self._step_log.note_blocked(self.control.reason)
             if self.control.any_pending:
                 self.control.advance(self._settle)
                 self.answer()

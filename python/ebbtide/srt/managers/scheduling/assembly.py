@@ -27,6 +27,7 @@ from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports
 from ebbtide.srt.managers.scheduling.lockstep import RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd
@@ -123,7 +124,9 @@ def assemble_scheduler(
         config.page_size,
         cache_by_version=config.cache_by_version,
     )
-    processor = OutputProcessor(policy, inbox.dp_rank)
+    # The ranks of a replica make the same passes: the first one speaks for all.
+    step_log = StepLog(policy, config.schedule.decode_log_interval if inbox.tp_rank == 0 else 0)
+    processor = OutputProcessor(policy, step_log, inbox.dp_rank)
     requests = LiveRequests(policy, processor, outputs)
     pace = Pace()
     lender = KVLender(
@@ -144,6 +147,7 @@ def assemble_scheduler(
         parts.runner,
         control,
         pace,
+        step_log,
         lambda: _report(control, parts, inbox),
         tokenizer=parts.tokenizer,
         eos_token_ids=eos_token_ids,

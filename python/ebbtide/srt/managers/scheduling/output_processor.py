@@ -15,6 +15,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import ScheduledBatch, SchedulePolicy
+from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.model_executor.batch_plan import PositionLogprobs, StepResult
 
 # How much of the prompt's end the detokenizer sees: enough to know whether the first token joins on to it.
@@ -24,15 +25,19 @@ PROMPT_TAIL = 8
 class OutputProcessor:
     """Applies step results to requests, and builds the outputs that the API process is owed.
 
+    Args:
+        step_log: told of every forward pass.
+
     Attributes:
         meter: counts both.
         num_aborts: messages with aborted requests so far.
     """
 
-    def __init__(self, policy: SchedulePolicy, dp_rank: int = 0) -> None:
+    def __init__(self, policy: SchedulePolicy, step_log: StepLog, dp_rank: int = 0) -> None:
         self.meter = LoadMeter(policy)
         self.num_aborts = 0
         self._policy = policy
+        self._step_log = step_log
         self._dp_rank = dp_rank
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> TokenOutput | None:
@@ -44,7 +49,8 @@ class OutputProcessor:
         num_new = plan.num_new_R.tolist()
         samples = plan.samples_R.tolist()
         self._policy.note_committed()
-        self.meter.note_step(sum(samples))
+        num_sampled = sum(samples)
+        self.meter.note_step(num_sampled)
         for index, (req, kv) in enumerate(zip(batch.requests, batch.holds, strict=True)):
             if req.kv is not kv:
                 continue
@@ -64,6 +70,7 @@ class OutputProcessor:
                 outputs.append(self.output(req))
         if finished:
             self._policy.finish_running(finished)
+        self._step_log.note_step(num_sampled)
         if not outputs:
             return None
         return TokenOutput(weight_version=commit.version, outputs=outputs, dp_rank=self._dp_rank)
