@@ -8,6 +8,7 @@ one policy and end by the next: each says which tokens are whose. Needs `request
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,16 @@ def update(engine: ServedEngine, trainer: tiny_rl.Trainer, version: int) -> dict
 
 
 def rl_step(engine: ServedEngine, trainer: tiny_rl.Trainer, step: int, pool: ThreadPoolExecutor) -> None:
-    """Learn from short rollouts, while long ones go on across the update."""
+    """Learn from short rollouts; long ones go on across the update."""
     seeds = range(step * tiny_rl.NUM_ROLLOUTS, (step + 1) * tiny_rl.NUM_ROLLOUTS)
-    in_flight: list[Future[dict[str, Any]]] = [
-        pool.submit(roll_out, engine, seed, LONG) for seed in seeds[:NUM_LONG]
-    ]
-    # First come, first served: when these are back, the long ones are under way.
     finished = list(pool.map(lambda seed: roll_out(engine, seed, tiny_rl.SAMPLING), seeds))
     reward = trainer.learn([output["output_ids"] for output in finished])
     print(f"step {step}: mean reward {reward:.3f}", flush=True)
+    in_flight: list[Future[dict[str, Any]]] = [
+        pool.submit(roll_out, engine, seed, LONG) for seed in seeds[:NUM_LONG]
+    ]
+    while engine.get("/v1/loads")["aggregate"]["total_running_reqs"] < NUM_LONG:
+        time.sleep(0.01)
     reply = update(engine, trainer, step + 1)
     print(f"  {reply['num_tensors']} tensors at once: weights {reply['weight_version']} serve", flush=True)
     outputs = [future.result() for future in in_flight]

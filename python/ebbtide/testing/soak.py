@@ -137,8 +137,9 @@ class Soak:
         self._tally = tally
         self._rng = random.Random(args.seed)
         self._until_s = 0.0
-        # Requests that were under way when it grew may come back as aborted.
-        self._num_aborts = 0
+        # Requests that were under way between the sending of an abort and its reply may come back as aborted.
+        self._num_aborts_sent = 0
+        self._num_aborts_answered = 0
         # Process ids of all that have lent tensors to the server.
         self.senders = [os.getpid()]
         self._version = 0
@@ -197,7 +198,7 @@ class Soak:
 
     async def _stream(self, index: int, length: int, hangs_up_after: int | None) -> None:
         body = self._body(self._prompts[index], length) | {"stream": True}
-        num_aborts = self._num_aborts
+        num_aborts = self._num_aborts_answered
         last: dict[str, Any] | None = None
         timeout = httpx.Timeout(None)
         async with self._client.stream("POST", "/generate", json=body, timeout=timeout) as response:
@@ -214,7 +215,7 @@ class Soak:
                     return
         if last is None:
             raise ValueError("the stream ended without a chunk")
-        self._check(last, index, length, may_be_aborted=self._num_aborts > num_aborts)
+        self._check(last, index, length, may_be_aborted=self._num_aborts_sent > num_aborts)
 
     def _check(self, last: dict[str, Any], index: int, length: int, *, may_be_aborted: bool) -> None:
         tokens, meta = last["output_ids"], last["meta_info"]
@@ -417,8 +418,9 @@ class Soak:
 
     async def _abort(self) -> None:
         """Every request comes back with what it has."""
-        self._num_aborts += 1
+        self._num_aborts_sent += 1
         await self._must("abort_request", "/abort_request", abort_all=True, report=True)
+        self._num_aborts_answered += 1
 
 
 def serve(args: argparse.Namespace, folder: Path, log_file: Path) -> tuple[subprocess.Popen[bytes], str]:
