@@ -224,6 +224,7 @@ def test_the_model_and_the_server_are_described(server: Server, checkpoints: Any
     assert described["api_key"] is None
     # Left open on the command line.
     assert (described["page_size"], described["device"], described["context_length"]) == (16, "cpu", 2048)
+    assert described["attention_backend"] == "torch_native"
     startup_time = described["startup_time"]
     assert 0 < startup_time["scheduler_e2e"] < startup_time["tokenizer_e2e"]
     state = server.get("/memory_occupation").json()

@@ -146,10 +146,10 @@ def server_info(
         state=occupation,
         weight_update=_weight_update(state),
     )
-    return {**arguments(config), **msgspec.to_builtins(info)}
+    return {**arguments(config, facts), **msgspec.to_builtins(info)}
 
 
-def arguments(config: EngineConfig) -> dict[str, Any]:
+def arguments(config: EngineConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Every argument of the server as given; those left open, as they were chosen."""
     given = dataclasses.asdict(config.server_args)
     schedule, cache, runtime = config.schedule, config.cache, config.runtime
@@ -164,7 +164,7 @@ def arguments(config: EngineConfig) -> dict[str, Any]:
         "chunked_prefill_size": -1 if chunk is None else chunk,
         "device": runtime.device.partition(":")[0],
         "random_seed": runtime.random_seed,
-        "attention_backend": runtime.attention_backend,
+        "attention_backend": facts.get("attention_backend"),
         "cuda_graph_bs": list(runtime.cuda_graph_bs) or None,
         "log_level_http": config.http.log_level,
         "dist_timeout": config.parallel.dist_timeout_s,

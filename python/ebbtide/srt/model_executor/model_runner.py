@@ -100,7 +100,7 @@ class ModelRunner:
         self.page_table = page_table
         self.graphs = graphs
         self.sampler = Sampler(vocab_size, device, logprobs_mode=logprobs_mode)
-        self._attention = attention
+        self.attention = attention
         self._vocab_size = vocab_size
         self._device = device
         self._next_tokens = next_tokens
@@ -126,12 +126,12 @@ class ModelRunner:
 
     def _run(self, plan: BatchPlan) -> LaunchedStep:
         batch = ForwardBatch.from_plan(plan, self.page_table.array, self.kv_pool.page_size, self._device)
-        self._attention.prepare(batch)
+        self.attention.prepare(batch)
         input_ids_T = resolve_tokens(batch.input_ids_T, batch.rows_T, self._next_tokens)
         # A prompt's last row alone is wanted, unless it asks for the logits of each row.
         wants_last = bool(batch.sampled_R) and not plan.is_decode and not batch.prompt_rows
         rows_S = batch.sampled_rows_S if wants_last else None
-        hidden_TD = self.model.forward(input_ids_T, batch.positions_T, self._attention, rows_S)
+        hidden_TD = self.model.forward(input_ids_T, batch.positions_T, self.attention, rows_S)
         step = LaunchedStep(len(plan.specs), batch.sampled_R)
         for rows in batch.prompt_rows:
             step.prompt_logprobs[rows.request] = self._prompt_logprobs(plan, rows, hidden_TD)

@@ -49,6 +49,11 @@ def backend_named(name: str) -> type[AttentionBackend]:
     return ATTENTION_BACKENDS[name]
 
 
+def name_of(backend: AttentionBackend) -> str:
+    """The name that its class has here."""
+    return next(name for name, kind in ATTENTION_BACKENDS.items() if type(backend) is kind)
+
+
 def _first_that_serves(
     shape: AttentionShape, device: torch.device
 ) -> tuple[type[AttentionBackend], list[str]]:

@@ -12,6 +12,7 @@ from ebbtide.srt.device.base import Device
 from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.distributed.parallel_group import join_parallel_group
 from ebbtide.srt.heap import freeze_heap
+from ebbtide.srt.layers.attention.registry import name_of
 from ebbtide.srt.managers.control.ports import TagMemory
 from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.scheduling.rank_channels import open_rank_channels
@@ -37,7 +38,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     Args:
         ready: gets one dictionary, `status: "ready"` and what the API process needs to know:
             `max_total_num_tokens`, the size of the KV pool, and `max_req_input_len`, the longest prompt that
-            leaves room for an output token.
+            leaves room for an output token; `attention_backend`, the name of the one that serves.
 
     Raises:
         ConfigurationError: the model, the checkpoint, a size or a custom weight loader does not do.
@@ -69,6 +70,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
             "status": "ready",
             "max_total_num_tokens": max_total_tokens,
             "max_req_input_len": min(config.model.context_len, max_total_tokens) - 1,
+            "attention_backend": name_of(runner.attention),
         }
     )
     scheduler.run()
