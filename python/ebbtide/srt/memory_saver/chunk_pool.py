@@ -93,6 +93,8 @@ class ChunkArena(VirtualArena):
         self.num_bytes = num_bytes
         self._pool = pool
         self._is_twin = is_twin
+        # Chunks that a twin has of lenders: so many it gives back to them, be they others by then.
+        self._num_borrowed = 0
 
     @property
     def num_chunks(self) -> int:
@@ -180,7 +182,7 @@ class ChunkArena(VirtualArena):
     def repay(self) -> None:
         """As much as lenders wait for becomes spare again: the chunks themselves, or others for them."""
         for slot in self._slots:
-            if not self._pool.is_owed_more:
+            if not self._is_owed_more:
                 return
             self._discard(slot)
 
@@ -194,13 +196,22 @@ class ChunkArena(VirtualArena):
 
     def _create(self, num_bytes: int) -> Handle:
         spare = self._pool.take_spare() if self._is_twin else None
-        return super()._create(num_bytes) if spare is None else spare
+        if spare is None:
+            return super()._create(num_bytes)
+        self._num_borrowed += 1
+        return spare
+
+    @property
+    def _is_owed_more(self) -> bool:
+        """Whether lenders wait for chunks of this twin."""
+        return self._num_borrowed > 0 and self._pool.is_owed_more
 
     def _discard(self, slot: Slot) -> None:
-        if self._is_twin and slot.handle is not None and self._pool.is_owed_more:
+        if slot.handle is not None and self._is_owed_more:
             if slot.is_mapped:
                 self._unmap(slot)
             self._pool.note_kept(slot.handle)
             slot.handle = None
+            self._num_borrowed -= 1
             return
         super()._discard(slot)
