@@ -22,7 +22,7 @@ class HostPageStore:
     """
 
     def __init__(self, pool: KVPool, max_bytes: int, pinning: HostPinning | None = None) -> None:
-        self.max_pages = max_bytes // pool.layout.page_bytes
+        self.max_pages = min(max_bytes // pool.layout.page_bytes, pool.num_pages)
         self._pool = pool
         self._pinning = pinning
         self._buffers: list[HostBuffer] = []
@@ -82,7 +82,7 @@ class HostPageStore:
 
     @property
     def _pages_per_buffer(self) -> int:
-        return max(1, PIECE_BYTES // self._pool.layout.page_bytes)
+        return max(1, min(PIECE_BYTES // self._pool.layout.page_bytes, self.max_pages))
 
     def _buffer(self, number: int) -> HostBuffer:
         if number == len(self._buffers):
