@@ -38,7 +38,7 @@ from common import RESULTS, write_result
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.api.request_limits import RequestLimits
-from ebbtide.srt.managers.control.ports import IncomingWeights
+from ebbtide.srt.managers.control.weight_ports import IncomingWeights
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AnyControlRequest,

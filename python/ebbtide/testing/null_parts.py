@@ -9,13 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.ports import (
-    Conversation,
-    GroupJoining,
-    IncomingWeights,
-    Slices,
-    Staging,
-)
+from ebbtide.srt.managers.control.ports import Slices
+from ebbtide.srt.managers.control.weight_ports import Conversation, GroupJoining, IncomingWeights, Staging
 from ebbtide.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
     UpdateWeightFromDiskReqInput,

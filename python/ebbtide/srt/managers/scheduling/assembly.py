@@ -14,8 +14,9 @@ from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Wei
 from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.pause import Generation, Paused
-from ebbtide.srt.managers.control.ports import PageStore, TagMemory, Weights
+from ebbtide.srt.managers.control.ports import PageStore, TagMemory
 from ebbtide.srt.managers.control.resize import KVSize
+from ebbtide.srt.managers.control.weight_ports import Weights
 from ebbtide.srt.managers.control.weights.checks import WeightChecks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import DetokenizerInput, RankReport, StateReport

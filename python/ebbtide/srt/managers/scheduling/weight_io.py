@@ -12,7 +12,8 @@ from torch import Tensor
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.ports import CopyStream, OutOfStep, Slices, Staging
+from ebbtide.srt.managers.control.ports import CopyStream, OutOfStep, Slices
+from ebbtide.srt.managers.control.weight_ports import Staging
 from ebbtide.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
     UpdateWeightFromDiskReqInput,

@@ -11,16 +11,8 @@ from typing import Any, Final, NoReturn, TypeAlias
 from ebbtide.srt.errors import RequestRejected, drop_frames
 from ebbtide.srt.managers.control.pace import Pace, Wake, look_until
 from ebbtide.srt.managers.control.phases import at_once
-from ebbtide.srt.managers.control.ports import (
-    Activity,
-    Conversation,
-    DeadlinePassed,
-    IncomingWeights,
-    OutOfStep,
-    Ranks,
-    Weights,
-    Work,
-)
+from ebbtide.srt.managers.control.ports import Activity, DeadlinePassed, OutOfStep, Ranks, Work
+from ebbtide.srt.managers.control.weight_ports import Conversation, IncomingWeights, Weights
 from ebbtide.srt.managers.control.weights.commit_terms import check_fields
 from ebbtide.srt.managers.control.weights.session import WeightSession
 from ebbtide.srt.managers.io_struct import Refusal, UpdateWeightsFromIPCReqInput, WeightUpdateRequest

@@ -16,16 +16,8 @@ import msgspec
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.pace import Pace
-from ebbtide.srt.managers.control.ports import (
-    Activity,
-    HandlerTable,
-    Operation,
-    Parameters,
-    Ranks,
-    Slices,
-    Snapshot,
-    Work,
-)
+from ebbtide.srt.managers.control.ports import Activity, HandlerTable, Operation, Ranks, Slices, Work
+from ebbtide.srt.managers.control.weight_ports import Parameters, Snapshot
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
     CheckWeightsReqInput,

@@ -9,15 +9,8 @@ from contextlib import ExitStack, closing
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.pace import Wake, look_until
-from ebbtide.srt.managers.control.ports import (
-    Activity,
-    DeadlinePassed,
-    HandlerTable,
-    Operation,
-    Ranks,
-    Weights,
-    Work,
-)
+from ebbtide.srt.managers.control.ports import Activity, DeadlinePassed, HandlerTable, Operation, Ranks, Work
+from ebbtide.srt.managers.control.weight_ports import Weights
 from ebbtide.srt.managers.io_struct import (
     DestroyWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqInput,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.ports import HandlerTable, Weights
+from ebbtide.srt.managers.control.ports import HandlerTable
+from ebbtide.srt.managers.control.weight_ports import Weights
 from ebbtide.srt.managers.io_struct import AnyReply, GetWeightsByNameReqInput, GetWeightsByNameReqOutput
 from ebbtide.srt.memory_saver.tags import MemoryTag
 

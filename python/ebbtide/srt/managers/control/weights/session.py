@@ -10,17 +10,8 @@ from typing import Any, Final
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
 from ebbtide.srt.managers.control.pace import Pace, Stall
-from ebbtide.srt.managers.control.ports import (
-    Activity,
-    CopyStream,
-    IncomingWeights,
-    Lender,
-    Ranks,
-    Slices,
-    Staging,
-    Weights,
-    Work,
-)
+from ebbtide.srt.managers.control.ports import Activity, CopyStream, Ranks, Slices, Work
+from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, Staging, Weights
 from ebbtide.srt.managers.io_struct import UpdateWeightsReqOutput
 
 logger = logging.getLogger(__name__)

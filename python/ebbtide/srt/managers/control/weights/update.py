@@ -25,16 +25,14 @@ from ebbtide.srt.managers.control.ports import (
     Activity,
     DeadlinePassed,
     HandlerTable,
-    IncomingWeights,
-    Lender,
     Operation,
     OutOfStep,
     Overruled,
     Ranks,
     Requests,
-    Weights,
     Work,
 )
+from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, Weights
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces
 from ebbtide.srt.managers.control.weights.commit_terms import (
     CAUSE,

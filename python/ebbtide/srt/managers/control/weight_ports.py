@@ -1,0 +1,299 @@
+"""What the control plane needs of the weights: where updates come from, and where they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ebbtide.srt.managers.control.ports import CopyStream, Slices
+from ebbtide.srt.managers.io_struct import InitWeightsUpdateGroupReqInput, RankChecksums, WeightUpdateRequest
+
+
+class IncomingWeights(Protocol):
+    """One update's tensors: announced and checked, not read yet.
+
+    Attributes:
+        names: the checkpoint names that are valid once everything is written.
+        is_sent: whether it comes through a group, rather than out of memory of the sender.
+        is_near: whether it lies whole in memory that this device reads at its own bandwidth.
+        needs_copy: whether it is written by changing what is there: it is given a copy that holds everything,
+            and leaves it in an unknown state where it fails.
+        problems: what stands against writing them, as `{"name", "reason"}`; empty if nothing does.
+        sent: the names of what is to be written; a name that the model does not know stands for itself.
+    """
+
+    names: frozenset[str]
+    sent: frozenset[str]
+    is_sent: bool
+    is_near: bool
+    needs_copy: bool
+    num_tensors: int
+    num_ignored: int
+    problems: list[dict[str, str]]
+
+    def receive_into(self, staging: Staging) -> bool:
+        """Before the first `arrived`: have what others send received where it will serve.
+
+        From there until `arrived`, or `abandon`, these parameters of the staging are a mixture. Returns
+        whether it is done so, on all ranks or on none; otherwise it is kept aside.
+        """
+        ...
+
+    def arrived(self) -> bool:
+        """Whether everything that others have to send is here; the first call begins to receive it.
+
+        Raises:
+            RequestRejected: it will not come.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Receive no more of it: whatever has arrived here, the group of its sender is left.
+
+        Returns when nothing is written to the staging any more.
+
+        Raises:
+            OutOfStep: it does not end.
+        """
+        ...
+
+    def open(self) -> Slices[None]:
+        """Get hold of the sender's memory. Nothing is written before its end."""
+        ...
+
+    def write(self, staging: Staging) -> Slices[None]:
+        """Launch the copies of the tensors."""
+        ...
+
+    def nonfinite(self) -> list[str]:
+        """Once the copies have run: which of the tensors hold NaN or Inf on this rank."""
+        ...
+
+    def release(self) -> Slices[None]:
+        """Every copy has run: give the sender's memory back."""
+        ...
+
+    def close(self) -> None:
+        """Give the sender's memory back, wherever the update has got to. Idempotent."""
+        ...
+
+
+class Conversation(Protocol):
+    """An update that its sender brings piece by piece; it wants each piece answered."""
+
+    def poll(self) -> bool:
+        """Whether the next piece has come, or all of them have.
+
+        Raises:
+            RequestRejected: its sender gave up, or a piece was refused and it has come to its end.
+        """
+        ...
+
+    def piece(self) -> Slices[IncomingWeights | None]:
+        """What has come, held against the model; None: everything has."""
+        ...
+
+    def answer(self, problem: str = "") -> None:
+        """What has become of it. A piece with a problem ends in a refusal of the whole, at its end."""
+        ...
+
+    def close(self) -> None:
+        """Leave the sender, wherever the update has got to. Idempotent."""
+        ...
+
+
+class Staging(Protocol):
+    """Where an update is written: a copy, while the live weights serve, or the live ones themselves.
+
+    Attributes:
+        is_staged: False where writes go straight into the live weights.
+    """
+
+    is_staged: bool
+
+    def complete(self, written: frozenset[str]) -> Slices[None]:
+        """Launch the copies that fill all but `written` with the live weights."""
+        ...
+
+    def commit(self) -> None:
+        """Make what was written the live weights: all of it, between two forward passes."""
+        ...
+
+    def repay(self) -> None:
+        """After a commit, give up as much memory as was lent for the copy."""
+        ...
+
+    def release(self) -> Slices[None]:
+        """After a commit, give the rest of the copy's memory back."""
+        ...
+
+    def close(self) -> None:
+        """Give the copy's memory back. Before a commit, that is the rollback."""
+        ...
+
+
+class Lender(Protocol):
+    """Who lends memory for a second copy of the weights."""
+
+    def set_aside(self, *, hard: bool = False) -> bool:
+        """Choose what is lent next; returns whether it is all that a copy takes.
+
+        The same on all ranks, in the same turn, with no forward pass under way.
+
+        Args:
+            hard: also what is only kept in case it is wanted again; all that a copy takes, or nothing.
+        """
+        ...
+
+    def hand_over(self) -> None:
+        """Before a copy is taken, lend what was set aside. At its own speed on each rank."""
+        ...
+
+    def take_back(self) -> None:
+        """When the copy has given its memory back, have everything that was set aside again. Idempotent.
+
+        The same on all ranks, in the same turn.
+        """
+        ...
+
+
+class GroupJoining(Protocol):
+    """A group of processes that is being joined.
+
+    Attributes:
+        replaced: a live group of that name was left for it.
+    """
+
+    replaced: bool
+
+    def poll(self) -> bool:
+        """Whether all of its processes are there.
+
+        Raises:
+            RequestRejected: 400, they have not met in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give it up, unless it has been joined. Idempotent."""
+        ...
+
+
+class Snapshot(Protocol):
+    """A copy of this rank's parameters in host memory."""
+
+    def differences(self, skipped: Sequence[str]) -> Slices[list[dict[str, str]]]:
+        """The live parameters that are not bit for bit those of the copy, as `{"name", "reason"}`."""
+        ...
+
+
+class Parameters(Protocol):
+    """What this rank holds of the model, parameter by parameter.
+
+    Parameters with any of `skipped` in their names are left out.
+    """
+
+    @property
+    def generation(self) -> int:
+        """Another number whenever something has been written to them."""
+        ...
+
+    def checksums(self, skipped: Sequence[str]) -> Slices[RankChecksums]: ...
+
+    def snapshot(self) -> Slices[Snapshot]:
+        """Copy all of them.
+
+        Raises:
+            RequestRejected: 409, there is no room for a copy.
+        """
+        ...
+
+    def sources(self, skipped: Sequence[str]) -> frozenset[str]:
+        """Their checkpoint names."""
+        ...
+
+    def fill(self, skipped: Sequence[str]) -> None:
+        """Write random values to them. These are there when it returns."""
+        ...
+
+
+class Weights(Protocol):
+    """The model's weights on this rank.
+
+    Attributes:
+        names: every checkpoint name that the model needs; tied parameters count once.
+        requires_copy: where there is none, an update is refused: the server argument `update_staging`.
+    """
+
+    names: frozenset[str]
+    requires_copy: bool
+
+    @property
+    def parameters(self) -> Parameters:
+        """The same as this rank holds them."""
+        ...
+
+    @property
+    def copies(self) -> CopyStream:
+        """Where `IncomingWeights.write` and `Staging.complete` launch their copies."""
+        ...
+
+    def open(self, request: WeightUpdateRequest) -> Slices[IncomingWeights]:
+        """Decode an update as far as its headers, and hold these against the model.
+
+        Raises:
+            RequestRejected: 400, the payload, the folder or a field is not what was expected.
+        """
+        ...
+
+    def converse(self, zmq_handles: Mapping[str, str]) -> Conversation:
+        """Meet the sender of this rank's device.
+
+        Raises:
+            RequestRejected: 400, there is none, or no address.
+        """
+        ...
+
+    def stage(self, *, in_place: bool, may_burst: bool = False, is_last: bool = True) -> Slices[Staging]:
+        """Room for an update, by the server argument `update_staging`: a copy, or in place.
+
+        Ended early, it keeps nothing.
+
+        Args:
+            in_place: there is nothing to keep, or another rank has no copy.
+            may_burst: in place is sooner, and nobody waits meanwhile.
+            is_last: False: where there is no memory for a copy, it will be tried again with more.
+
+        Raises:
+            RequestRejected: 409, there is no memory for a copy, and it must be one.
+        """
+        ...
+
+    @property
+    def group_names(self) -> list[str]:
+        """The groups that an update may be broadcast in."""
+        ...
+
+    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> GroupJoining:
+        """Begin to join a group that weights are broadcast in.
+
+        Raises:
+            RequestRejected: 400, a field is wrong; 409, one of that name is just being joined.
+        """
+        ...
+
+    def leave_group(self, name: str) -> Callable[[], bool] | None:
+        """Begin to leave a group; what it returns tells whether it is left. None: there is none."""
+        ...
+
+    def stored_as(self, name: str) -> str:
+        """The checkpoint name of the tensor that the model uses for this one; another where two are tied."""
+        ...
+
+    def read(self, name: str, max_rows: int) -> list[Any]:
+        """The first rows of a tensor by its checkpoint name.
+
+        Raises:
+            RequestRejected: 400, the model has no tensor of that name.
+        """
+        ...
