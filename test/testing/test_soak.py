@@ -11,7 +11,7 @@ from ebbtide.testing.soak import Soak, Tally
 
 
 def test_a_short_storm_loses_nothing() -> None:
-    command = [sys.executable, "-m", "ebbtide.testing.soak", "--minutes", "0.2", "--streams", "4"]
+    command = [sys.executable, "-m", "ebbtide.testing.soak", "--minutes", "0.1", "--streams", "4"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 

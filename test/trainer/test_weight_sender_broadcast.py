@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,16 @@ def serves(engine: Any, weights: Weights, version: str) -> bool:
     return all(are_equal) and engine.weight_version == version and not is_open
 
 
-def no_broadcast_is_left() -> bool:
-    return not any(thread.name.startswith(("broadcast-", "join-")) for thread in threading.enumerate())
+@pytest.fixture
+def no_broadcast_is_left() -> Callable[[], bool]:
+    """Whether the threads of this test's groups have ended. Peers of other modules may hang for a while."""
+    before = set(threading.enumerate())
+
+    def is_so() -> bool:
+        names = [thread.name for thread in threading.enumerate() if thread not in before]
+        return not any(name.startswith(("broadcast-", "join-")) for name in names)
+
+    return is_so
 
 
 @pytest.mark.parametrize("bucket_bytes", [BUCKET_BYTES, 1])
@@ -98,7 +106,7 @@ def test_a_closed_sender_makes_another_group_at_its_own_port(engine: Any, new: W
 
 
 def test_a_tensor_that_does_not_fit_leaves_the_old_weights_and_nobody_waiting(
-    engine: Any, old: Weights, new: Weights
+    engine: Any, old: Weights, new: Weights, no_broadcast_is_left: Callable[[], bool]
 ) -> None:
     bad = {**new, list(new)[9]: torch.zeros(3)}
     reading = iter(bad.items())
@@ -131,7 +139,7 @@ def test_a_group_that_breaks_is_made_again_and_the_bucket_sent_again(engine: Any
 
 
 def test_an_engine_that_does_not_join_keeps_nobody_waiting(
-    engine: Any, new: Weights, monkeypatch: pytest.MonkeyPatch
+    engine: Any, new: Weights, monkeypatch: pytest.MonkeyPatch, no_broadcast_is_left: Callable[[], bool]
 ) -> None:
     join = EngineTarget.join_group
 
@@ -148,7 +156,7 @@ def test_an_engine_that_does_not_join_keeps_nobody_waiting(
 
 
 def test_several_targets_until_one_dies_in_the_middle(
-    engine: Any, server: Server, old: Weights, new: Weights
+    engine: Any, server: Server, old: Weights, new: Weights, no_broadcast_is_left: Callable[[], bool]
 ) -> None:
 
     def gather() -> Iterator[tuple[str, torch.Tensor]]:
