@@ -389,8 +389,7 @@ class _Pickler(ForkingPickler):
 def _reduce_tensor(tensor: torch.Tensor) -> _Reduced:
     rebuild, arguments = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     if rebuild is reductions.rebuild_cuda_tensor:
-        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
-        arguments = (*arguments[:_DEVICE_SLOT], uuid, *arguments[_DEVICE_SLOT + 1 :])
+        arguments = (*arguments[:_DEVICE_SLOT], _uuid(tensor.device), *arguments[_DEVICE_SLOT + 1 :])
     return rebuild, arguments
 
 
