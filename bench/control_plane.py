@@ -36,7 +36,7 @@ from transformers import Qwen3Config
 
 from ebbtide import Engine, ServerArgs
 from ebbtide.srt.config import EngineConfig, resolve
-from ebbtide.srt.entrypoints.launcher import EngineProcesses
+from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AnyControlRequest,

@@ -9,8 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
-from ebbtide.srt.entrypoints.stop_signals import Stopped, raising_signals
+from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, raising_signals
 from ebbtide.srt.errors import ConfigurationError, EbbtideError
 from ebbtide.srt.server_args import ServerArgs
 

@@ -11,8 +11,8 @@ from fixtures.servers import Server, running_server
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from ebbtide.srt.entrypoints.control_metrics import ControlMetrics
-from ebbtide.srt.entrypoints.metric_collectors import GcPauses
+from ebbtide.srt.entrypoints.metrics.collectors import GcPauses
+from ebbtide.srt.entrypoints.metrics.operations import ControlMetrics
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import (
     Reply,

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
 from ebbtide.srt.server_args import ServerArgs
 
 

@@ -16,8 +16,8 @@ import pytest
 from fixtures.servers import ENVIRONMENT, is_alive, wait_until
 
 from ebbtide.srt.config import ParallelConfig
-from ebbtide.srt.entrypoints import launcher
-from ebbtide.srt.entrypoints.launcher import EngineProcesses
+from ebbtide.srt.entrypoints.launch import launcher
+from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.memory_saver import torch_memory_saver_adapter
 from ebbtide.srt.server_args import ServerArgs
@@ -201,7 +201,7 @@ SCRIPT = """
 import threading
 from types import SimpleNamespace
 from ebbtide.srt.config import ParallelConfig
-from ebbtide.srt.entrypoints.launcher import EngineProcesses
+from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
 from ebbtide.srt.server_args import ServerArgs
 
 args = ServerArgs(model_path="none", log_level="critical")

@@ -15,9 +15,9 @@ import pytest
 from fixtures.servers import free_port, is_alive, wait_until
 
 from ebbtide.srt.config import EngineConfig, ModelConfig, ParallelConfig, resolve_for
-from ebbtide.srt.entrypoints.launcher import EngineProcesses, NodeProcesses
-from ebbtide.srt.entrypoints.node_link import meet
-from ebbtide.srt.entrypoints.placement import Node, local_ranks, num_ports, place_replicas
+from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses, NodeProcesses
+from ebbtide.srt.entrypoints.launch.node_link import meet
+from ebbtide.srt.entrypoints.launch.placement import Node, local_ranks, num_ports, place_replicas
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver
 from ebbtide.srt.server_args import ServerArgs

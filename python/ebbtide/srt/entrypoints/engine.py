@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ebbtide.srt.config import resolve
-from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.managers import io_struct

@@ -29,20 +29,20 @@ from ebbtide.srt.entrypoints.control_routes import (
     control_endpoint,
 )
 from ebbtide.srt.entrypoints.drain import DrainRequest
-from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole, error_answer
 from ebbtide.srt.entrypoints.information import WeightVersion
+from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.node_server import launch_node
+from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, is_main_thread, raising_signals
 from ebbtide.srt.entrypoints.loads import load_summaries
 from ebbtide.srt.entrypoints.log_format import configure_logging
-from ebbtide.srt.entrypoints.metrics import Metrics
-from ebbtide.srt.entrypoints.node_server import launch_node
+from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.entrypoints.openai.chat_template import read_chat_template
 from ebbtide.srt.entrypoints.openai.protocol import parse
 from ebbtide.srt.entrypoints.openai.routes import OpenAIApi
 from ebbtide.srt.entrypoints.openapi import openapi_document
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.entrypoints.stop_signals import Stopped, is_main_thread, raising_signals
 from ebbtide.srt.entrypoints.vllm.information import vllm_sections
 from ebbtide.srt.entrypoints.vllm.routes import VllmApi
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body

@@ -17,7 +17,7 @@ from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.device.nvml import process_bytes
 from ebbtide.srt.device.nvml_memory import device_memory_bytes
 from ebbtide.srt.entrypoints.bodies import Reply
-from ebbtide.srt.entrypoints.placement import node_of
+from ebbtide.srt.entrypoints.launch.placement import node_of
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.io_struct import RankReport, StateReport, TagReport, TotalsReply
 from ebbtide.srt.managers.wire.merge_rules import merge_rules

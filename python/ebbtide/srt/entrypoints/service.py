@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from ebbtide.srt.config import EngineConfig
-from ebbtide.srt.entrypoints.control_metrics import OPERATIONS, TRANSITION
 from ebbtide.srt.entrypoints.drain import DRAINING, Drain, DrainReply
-from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.information import StartupTime, model_info, server_info
-from ebbtide.srt.entrypoints.launcher import EngineProcesses
+from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
 from ebbtide.srt.entrypoints.loads import loads_body, loads_of_rank, wanted_sections
-from ebbtide.srt.entrypoints.metrics import Metrics
+from ebbtide.srt.entrypoints.metrics.operations import OPERATIONS, TRANSITION
+from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.entrypoints.occupation import (
     count_devices_once,
     engine_state,

@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from ebbtide.srt.config import EngineConfig
-from ebbtide.srt.entrypoints.child_process import ChildProcess
-from ebbtide.srt.entrypoints.early_processes import EarlyProcesses, rank_name, thread_defaults
-from ebbtide.srt.entrypoints.node_link import Ended, NodeLinks, meet
-from ebbtide.srt.entrypoints.placement import local_ranks
-from ebbtide.srt.entrypoints.process import ProcessStart
+from ebbtide.srt.entrypoints.launch.child_process import ChildProcess
+from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses, rank_name, thread_defaults
+from ebbtide.srt.entrypoints.launch.node_link import Ended, NodeLinks, meet
+from ebbtide.srt.entrypoints.launch.placement import local_ranks
+from ebbtide.srt.entrypoints.launch.process import ProcessStart
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 

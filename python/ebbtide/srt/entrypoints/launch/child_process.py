@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ebbtide
-from ebbtide.srt.entrypoints.process import ProcessStart
+from ebbtide.srt.entrypoints.launch.process import ProcessStart
 from ebbtide.srt.errors import ConfigurationError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def _spawn(
     arguments = [str(os.getpid()), name, str(pipe.fileno())]
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "ebbtide.srt.entrypoints.process", *arguments],
+            [sys.executable, "-P", "-m", "ebbtide.srt.entrypoints.launch.process", *arguments],
             stdin=subprocess.DEVNULL,
             pass_fds=[pipe.fileno()],
             env=whole,

@@ -29,7 +29,7 @@ import msgspec
 from ebbtide import __version__
 from ebbtide.srt.argument_checks import split_address
 from ebbtide.srt.config import EngineConfig
-from ebbtide.srt.entrypoints.placement import Node, ReservedPorts, num_ports, place_replicas
+from ebbtide.srt.entrypoints.launch.placement import Node, ReservedPorts, num_ports, place_replicas
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 

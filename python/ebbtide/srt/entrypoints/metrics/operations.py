@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from ebbtide.srt.entrypoints.metric_collectors import WeightedHistogram
+from ebbtide.srt.entrypoints.metrics.collectors import WeightedHistogram
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers import io_struct
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest, PauseMode, Reply, StateReport

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Final, Self
 
 from ebbtide.srt.config import ParallelConfig
-from ebbtide.srt.entrypoints.child_process import ChildProcess
-from ebbtide.srt.entrypoints.placement import local_ranks
+from ebbtide.srt.entrypoints.launch.child_process import ChildProcess
+from ebbtide.srt.entrypoints.launch.placement import local_ranks
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import ServerArgs
 

@@ -125,7 +125,7 @@ def main() -> int:
         return 1
     watch.socket_folder = start.socket_folder
     # As imported, not as `__main__`, so that classes and loggers exist once.
-    return importlib.import_module("ebbtide.srt.entrypoints.process").child_main(start, pipe)  # type: ignore[no-any-return]
+    return importlib.import_module("ebbtide.srt.entrypoints.launch.process").child_main(start, pipe)  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

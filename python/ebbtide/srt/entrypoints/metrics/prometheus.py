@@ -8,8 +8,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from ebbtide.srt.entrypoints.control_metrics import PREFIX as CONTROL_PREFIX, ControlMetrics
-from ebbtide.srt.entrypoints.metric_collectors import GcPauses
+from ebbtide.srt.entrypoints.metrics.collectors import GcPauses
+from ebbtide.srt.entrypoints.metrics.operations import PREFIX as CONTROL_PREFIX, ControlMetrics
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
 from ebbtide.srt.managers.io_struct import Load, StateReport
 from ebbtide.srt.memory_saver.tags import MemoryTag

@@ -7,10 +7,10 @@ import queue
 from collections.abc import Callable, Mapping
 
 from ebbtide.srt.config import EngineConfig, resolve
-from ebbtide.srt.entrypoints.early_processes import EarlyProcesses
-from ebbtide.srt.entrypoints.launcher import NodeProcesses
+from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
+from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, raising_signals
 from ebbtide.srt.entrypoints.log_format import configure_logging
-from ebbtide.srt.entrypoints.stop_signals import Stopped, raising_signals
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.server_args import ServerArgs
 
