@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 from ebbtide.srt.config import resolve
+from ebbtide.srt.entrypoints.engine_weights import WeightMethods
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
 from ebbtide.srt.entrypoints.service import EngineService
@@ -19,17 +19,10 @@ from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.trainer.payload_encoding import PayloadEncoder
 
-if TYPE_CHECKING:
-    import torch
-
 T = TypeVar("T")
 
-# For (name, tensor) pairs the engine chooses how the bytes travel: these all mean whole tensors under their
-# checkpoint names.
-_WHOLE_TENSOR_FORMATS = (None, "flattened_bucket", "safetensors")
 
-
-class Engine:
+class Engine(WeightMethods):
     """An engine with processes of its own and no port. Returns when it is ready.
 
     Methods may be called from any thread. Each method `m` is the plain twin of the coroutine `async_m`, which
@@ -175,256 +168,6 @@ class Engine:
         """Empty the prefix cache; `fully_flushed` is false where running requests hold on to some of it."""
         return await self._control(io_struct.FlushCacheReqInput, timeout_s=timeout_s)
 
-    # ---------------------------------------------------------------------------------------------- weights
-
-    async def async_update_weights_from_tensor(
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]] | list[bytes] | list[str],
-        load_format: str | None = None,
-        flush_cache: bool = True,
-        weight_version: str | int | None = None,
-        pause_mode: str | None = None,
-        abort_all_requests: bool = False,
-        timeout_s: float | None = None,
-        session_id: str | None = None,
-    ) -> dict[str, Any]:
-        """Take new weights. wire_api section 3.3.
-
-        Args:
-            named_tensors: serialized entries, as over HTTP; or (checkpoint name, tensor) pairs, read where
-                they are on a GPU that all ranks reach, else copied once. They must not change until the
-                answer.
-        """
-        with ExitStack() as shared:
-            if isinstance(named_tensors, list) and all(isinstance(one, bytes | str) for one in named_tensors):
-                entries: Any = named_tensors
-            else:
-                # Gigabytes may be copied, and the loop of the caller is to go on meanwhile.
-                sent = await asyncio.to_thread(self._encoder.encode, named_tensors)  # type: ignore[arg-type]
-                entries = shared.enter_context(sent).entries
-                load_format = None if load_format in _WHOLE_TENSOR_FORMATS else load_format
-            return await self._control(
-                io_struct.UpdateWeightsFromTensorReqInput,
-                serialized_named_tensors=entries,
-                load_format=load_format,
-                flush_cache=flush_cache,
-                weight_version=weight_version,
-                pause_mode=pause_mode,
-                abort_all_requests=abort_all_requests,
-                timeout_s=timeout_s,
-                session_id=session_id,
-            )
-
-    async def async_update_weights_from_disk(
-        self,
-        model_path: str,
-        load_format: str | None = None,
-        flush_cache: bool = True,
-        weight_version: str | int | None = None,
-        pause_mode: str | None = None,
-        abort_all_requests: bool = False,
-        timeout_s: float | None = None,
-    ) -> dict[str, Any]:
-        """Take the weights of a Hugging Face folder of the same architecture. wire_api section 3.3."""
-        return await self._control(
-            io_struct.UpdateWeightFromDiskReqInput,
-            model_path=os.fspath(model_path),
-            load_format=load_format,
-            flush_cache=flush_cache,
-            weight_version=weight_version,
-            pause_mode=pause_mode,
-            abort_all_requests=abort_all_requests,
-            timeout_s=timeout_s,
-        )
-
-    async def async_update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str | torch.dtype],
-        shapes: Sequence[Sequence[int]],
-        group_name: str = io_struct.DEFAULT_GROUP,
-        load_format: str | None = None,
-        flush_cache: bool = True,
-        weight_version: str | int | None = None,
-        pause_mode: str | None = None,
-        abort_all_requests: bool = False,
-        timeout_s: float | None = None,
-        session_id: str | None = None,
-    ) -> dict[str, Any]:
-        """Take what the trainer broadcasts in a group; a refusal in mid-broadcast ends that. wire_api 3.3."""
-        return await self._control(
-            io_struct.UpdateWeightsFromDistributedReqInput,
-            names=list(names),
-            dtypes=list(dtypes),
-            shapes=[list(shape) for shape in shapes],
-            group_name=group_name,
-            load_format=load_format,
-            flush_cache=flush_cache,
-            weight_version=weight_version,
-            pause_mode=pause_mode,
-            abort_all_requests=abort_all_requests,
-            timeout_s=timeout_s,
-            session_id=session_id,
-        )
-
-    async def async_update_weights_from_ipc(
-        self,
-        zmq_handles: Mapping[str, str],
-        flush_cache: bool = True,
-        weight_version: str | int | None = None,
-        pause_mode: str | None = None,
-        abort_all_requests: bool = False,
-        timeout_s: float | None = None,
-        session_id: str | None = None,
-    ) -> dict[str, Any]:
-        """Take what checkpoint-engine's senders bring, on the engine's own GPUs. wire_api section 4.5.
-
-        Args:
-            zmq_handles: `GPU-<uuid>` of each device → the `ipc://` address where its sender listens.
-        """
-        return await self._control(
-            io_struct.UpdateWeightsFromIPCReqInput,
-            zmq_handles=dict(zmq_handles),
-            flush_cache=flush_cache,
-            weight_version=weight_version,
-            pause_mode=pause_mode,
-            abort_all_requests=abort_all_requests,
-            timeout_s=timeout_s,
-            session_id=session_id,
-        )
-
-    async def async_init_weights_update_group(
-        self,
-        master_address: str,
-        master_port: int | str,
-        rank_offset: int,
-        world_size: int,
-        group_name: str = io_struct.DEFAULT_GROUP,
-        backend: str = "nccl",
-        timeout_s: float = 300.0,
-    ) -> dict[str, Any]:
-        """Join a process group whose rank 0 is the trainer. Returns when all of its ranks are there."""
-        return await self._control(
-            io_struct.InitWeightsUpdateGroupReqInput,
-            master_address=master_address,
-            master_port=master_port,
-            rank_offset=rank_offset,
-            world_size=world_size,
-            group_name=group_name,
-            backend=backend,
-            timeout_s=timeout_s,
-        )
-
-    async def async_destroy_weights_update_group(
-        self, group_name: str = io_struct.DEFAULT_GROUP
-    ) -> dict[str, Any]:
-        """Leave a group; `changed` is false where there is none of that name."""
-        return await self._control(io_struct.DestroyWeightsUpdateGroupReqInput, group_name=group_name)
-
-    async def async_begin_weight_update(
-        self, selector: str = "all", timeout_s: float | None = None, session_id: str | None = None
-    ) -> dict[str, Any]:
-        """Open a session: updates are staged until `end_weight_update` commits them all at once.
-
-        Args:
-            session_id: a name for it; what gives that name is refused once the session is over.
-        """
-        return await self._control(
-            io_struct.BeginWeightUpdateReqInput, selector=selector, timeout_s=timeout_s, session_id=session_id
-        )
-
-    async def async_end_weight_update(
-        self,
-        weight_version: str | int | None = None,
-        flush_cache: bool | None = None,
-        pause_mode: str | None = None,
-        timeout_s: float | None = None,
-        session_id: str | None = None,
-        allow_incomplete: bool = False,
-    ) -> dict[str, Any]:
-        """Commit the open session. wire_api section 3.3.
-
-        Args:
-            allow_incomplete: also where an update of the session was refused and not made up for.
-        """
-        return await self._control(
-            io_struct.EndWeightUpdateReqInput,
-            weight_version=weight_version,
-            flush_cache=flush_cache,
-            pause_mode=pause_mode,
-            timeout_s=timeout_s,
-            session_id=session_id,
-            allow_incomplete=allow_incomplete,
-        )
-
-    async def async_abort_weight_update(self) -> dict[str, Any]:
-        """Discard the open session; the old weights serve."""
-        return await self._control(io_struct.AbortWeightUpdateReqInput)
-
-    @contextmanager
-    def weight_update(
-        self,
-        weight_version: str | int | None = None,
-        flush_cache: bool | None = None,
-        pause_mode: str | None = None,
-    ) -> Generator[None, None, None]:
-        """A session as a scope: committed at its end, discarded if it is left by an exception."""
-        self.begin_weight_update()
-        try:
-            yield
-        except BaseException:
-            self.abort_weight_update()
-            raise
-        self.end_weight_update(weight_version, flush_cache, pause_mode)
-
-    async def async_update_weight_version(
-        self, new_version: str, abort_all_requests: bool = False
-    ) -> dict[str, Any]:
-        """Give the weights another version; in a session it takes effect with the commit."""
-        return await self._control(
-            io_struct.UpdateWeightVersionReqInput,
-            new_version=new_version,
-            abort_all_requests=abort_all_requests,
-        )
-
-    async def async_transition(
-        self, steps: Sequence[Mapping[str, Any]], op_id: str | None = None
-    ) -> dict[str, Any]:
-        """Carry out control requests in order, up to the first refusal; safe to repeat with the same `op_id`.
-
-        Args:
-            steps: objects with `op` (pause, release, resume, update_from_disk, flush, continue) and fields.
-        """
-        fields = {"steps": [dict(step) for step in steps], "op_id": op_id}
-        return await self._in_loop(self._service.transition(fields))
-
-    async def async_get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        """The first rows of a weight under its checkpoint name, as float32 numbers."""
-        fields = {"name": name, "truncate_size": truncate_size}
-        rows: list[Any] = await self._in_loop(
-            self._service.control(io_struct.GetWeightsByNameReqInput, fields)
-        )
-        return rows
-
-    async def async_check_weights(
-        self, action: str = "checksum", skip_tensor_list: Sequence[str] | None = None
-    ) -> dict[str, Any]:
-        """Checksums of the parameters, or whether they are those of a snapshot. wire_api section 3.3.
-
-        Args:
-            action: checksum, snapshot, reset_tensors or compare.
-            skip_tensor_list: what is in the names of parameters to leave out.
-        """
-        return await self._control(
-            io_struct.CheckWeightsReqInput, action=action, skip_tensor_list=skip_tensor_list
-        )
-
-    @property
-    def weight_version(self) -> str:
-        """The version of the weights that serve."""
-        self._runner.check_open()
-        return self._service.state.weight_version
-
     # ------------------------------------------------------------------------------------------ information
 
     async def async_model_info(self) -> dict[str, Any]:
@@ -453,19 +196,6 @@ class Engine:
     continue_generation = blocking(async_continue_generation)
     abort_request = blocking(async_abort_request)
     flush_cache = blocking(async_flush_cache)
-    update_weights_from_tensor = blocking(async_update_weights_from_tensor)
-    update_weights_from_disk = blocking(async_update_weights_from_disk)
-    update_weights_from_distributed = blocking(async_update_weights_from_distributed)
-    update_weights_from_ipc = blocking(async_update_weights_from_ipc)
-    init_weights_update_group = blocking(async_init_weights_update_group)
-    destroy_weights_update_group = blocking(async_destroy_weights_update_group)
-    begin_weight_update = blocking(async_begin_weight_update)
-    end_weight_update = blocking(async_end_weight_update)
-    abort_weight_update = blocking(async_abort_weight_update)
-    update_weight_version = blocking(async_update_weight_version)
-    transition = blocking(async_transition)
-    get_weights_by_name = blocking(async_get_weights_by_name)
-    check_weights = blocking(async_check_weights)
     model_info = blocking(async_model_info)
     server_info = blocking(async_server_info)
     loads = blocking(async_loads)
@@ -503,10 +233,6 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------- internals
 
-    async def _control(self, kind: type[Any], **fields: Any) -> dict[str, Any]:
-        body: dict[str, Any] = await self._in_loop(self._service.control(kind, fields))
-        return body
-
     async def _start_or_finish(self, given: Mapping[str, Any]) -> Any:
         generation = await self._service.manager.prepare(given)
         if generation.is_stream:
@@ -517,6 +243,3 @@ class Engine:
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.wait(work)
-
-    async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return await self._runner.run(work)
