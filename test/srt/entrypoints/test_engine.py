@@ -126,7 +126,7 @@ def test_plain_calls_in_an_event_loop_name_their_twin(engine: EngineClass) -> No
 
 
 def test_every_method_has_a_twin_of_the_same_signature() -> None:
-    coroutines = {name for name in vars(EngineClass) if name.startswith("async_")}
+    coroutines = {name for name in dir(EngineClass) if name.startswith("async_")}
     assert len(coroutines) > 12
     for name in coroutines:
         plain = getattr(EngineClass, name.removeprefix("async_"))
