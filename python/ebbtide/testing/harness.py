@@ -27,6 +27,7 @@ from ebbtide.srt.managers.io_struct import (
     TextOutput,
     TokenizedGenerateReqInput,
     TokenOutput,
+    VersionContract,
 )
 from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.scheduling.lockstep import (
@@ -56,6 +57,7 @@ class Output:
     finish: FinishReason | None = None
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     kv_versions: list[str] = field(default_factory=list)
+    prefill_starts: list[tuple[str, int]] = field(default_factory=list)
     num_retractions: int = 0
     cached_tokens: int = 0
 
@@ -210,6 +212,8 @@ class SchedulerHarness:
         seed: int = 0,
         max_new_tokens: int = 16,
         namespace: tuple[str, ...] = (),
+        contract: VersionContract | None = None,
+        priority: int = 0,
         **params: Any,
     ) -> str:
         """Queue a request; returns its rid."""
@@ -224,6 +228,8 @@ class SchedulerHarness:
                 seed=seed,
                 stream=stream,
                 cache_namespace=namespace,
+                contract=contract if contract is not None else VersionContract(),
+                priority=priority,
             )
         )
         return rid
@@ -335,6 +341,8 @@ class SchedulerHarness:
             known.version_starts = output.version_starts
         if output.kv_versions is not None:
             known.kv_versions = output.kv_versions
+        if output.prefill_starts is not None:
+            known.prefill_starts = output.prefill_starts
 
 
 # Whether `default_schedule` overlaps steps; tests that must hold either way set it.

@@ -60,6 +60,7 @@ def test_the_answer_has_every_field() -> None:
             start=start(),
             version_starts=[("7", 0), ("8", 2)],
             kv_versions=["7", "8"],
+            prefill_starts=[("7", 0), ("8", 1)],
             num_retractions=1,
         )
         body = await answer(engine, {"input_ids": [5, 6], "rid": "r"}, output, texts=[" Paris."], version="8")
@@ -83,6 +84,10 @@ def test_the_answer_has_every_field() -> None:
                 {"version": "8", "start": 2, "end": 3},
             ],
             "kv_weight_versions": ["7", "8"],
+            "prefill_weight_versions": [
+                {"version": "7", "start": 0, "end": 1},
+                {"version": "8", "start": 1, "end": 2},
+            ],
         }
         assert set(body) == {"text", "output_ids", "meta_info"}
 

@@ -200,7 +200,7 @@ class CacheMachine(RuleBasedStateMachine):
     def check_lease(self, lease: PrefixLease, names: list[PageName]) -> None:
         assert lease.pages == [self.cached[name].page for name in names]
         assert [self.contents[page] for page in lease.pages] == names
-        assert lease.labels == tuple(sorted({self.cached[name].label for name in names}))
+        assert lease.labels == sorted({self.cached[name].label for name in names})
 
     def leased_names(self, request: Request) -> list[PageName]:
         return self.names(request.namespace, request.tokens)[: len(request.lease.pages)]

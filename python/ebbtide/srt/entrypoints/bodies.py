@@ -63,6 +63,7 @@ class MetaInfo(Struct, kw_only=True):
     weight_version: str
     weight_versions: list[VersionSpan]
     kv_weight_versions: list[str]
+    prefill_weight_versions: list[VersionSpan]
     output_token_logprobs: list[Triple] | UnsetType = UNSET
     output_token_logprobs_length: int | UnsetType = UNSET
     output_top_logprobs: Positions | UnsetType = UNSET

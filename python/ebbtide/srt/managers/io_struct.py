@@ -30,6 +30,7 @@ from ebbtide.srt.managers.wire.generation import (
     TokenizedGenerateReqInput as TokenizedGenerateReqInput,
     TokenLogprobs as TokenLogprobs,
     TokenOutput as TokenOutput,
+    VersionContract as VersionContract,
 )
 from ebbtide.srt.managers.wire.load_report import Load as Load
 from ebbtide.srt.managers.wire.message import (

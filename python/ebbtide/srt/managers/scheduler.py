@@ -202,7 +202,7 @@ class Scheduler:
             self._limits.note_queued(req)
         except RequestRejected as error:
             reason = FinishReason("abort", message=error.message, status_code=error.status)
-            output = self._processor.abort([req], reason)
+            output = self._processor.end([(req, reason)])
             assert output is not None
             self._outputs.send(output)
 
@@ -240,4 +240,5 @@ class Scheduler:
             arrival_s=message.arrival_s,
             stop_strings=stop_strings,
             priority=message.priority,
+            contract=message.contract,
         )

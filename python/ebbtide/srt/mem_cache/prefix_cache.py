@@ -15,6 +15,8 @@ from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 
 # Prefixes are shared within one namespace only, e.g. (cache_salt, extra_key) or with the weight version.
 Namespace = tuple[str, ...]
+# Pages in order: the label of each run of them, and where it ends.
+Runs = Sequence[tuple[int, int]]
 
 
 class PrefixLease:
@@ -23,15 +25,20 @@ class PrefixLease:
     Attributes:
         namespace: where the pages were found.
         pages: the cached pages, in token order. Read only; not to be used after `release`.
-        labels: the distinct labels under which those pages were published, ascending.
+        runs: (label, end page) per run of pages that were published under one label.
     """
 
-    __slots__ = ("labels", "namespace", "pages")
+    __slots__ = ("namespace", "pages", "runs")
 
-    def __init__(self, namespace: Namespace, pages: list[int], labels: tuple[int, ...]) -> None:
+    def __init__(self, namespace: Namespace, pages: list[int], runs: Runs) -> None:
         self.namespace = namespace
         self.pages = pages
-        self.labels = labels
+        self.runs = runs
+
+    @property
+    def labels(self) -> list[int]:
+        """The distinct labels of the pages, ascending."""
+        return sorted({label for label, _ in self.runs})
 
     def release(self) -> None:
         """Let go of the pages, which may be evicted once no lease holds them. Doing it again does nothing."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
-from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease
+from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease, Runs
 
 _BYTES_PER_TOKEN = array("i").itemsize
 
@@ -49,9 +49,9 @@ class _RadixLease(PrefixLease):
     __slots__ = ("cache", "node")
 
     def __init__(
-        self, cache: RadixCache, namespace: Namespace, node: _Node, pages: list[int], labels: set[int]
+        self, cache: RadixCache, namespace: Namespace, node: _Node, pages: list[int], runs: Runs
     ) -> None:
-        super().__init__(namespace, pages, tuple(sorted(labels)))
+        super().__init__(namespace, pages, runs)
         self.cache = cache
         self.node: _Node | None = node
 
@@ -93,9 +93,9 @@ class RadixCache:
         """Lease the longest cached prefix of `token_ids` in whole pages, of at most `max_tokens` tokens."""
         num_tokens = len(token_ids) if max_tokens is None else min(len(token_ids), max_tokens)
         pages: list[int] = []
-        labels: set[int] = set()
-        node = self._descend(self._root, namespace, token_ids, num_tokens // self._page_size, pages, labels)
-        return self._lease(namespace, node, pages, labels)
+        runs: list[tuple[int, int]] = []
+        node = self._descend(self._root, namespace, token_ids, num_tokens // self._page_size, pages, runs)
+        return self._lease(namespace, node, pages, runs)
 
     def publish(
         self, lease: PrefixLease, token_ids: Sequence[int], pages: Sequence[int], label: int = 0
@@ -108,8 +108,8 @@ class RadixCache:
         assert num_leased <= num_whole <= len(pages), "pages and tokens do not fit together"
         assert list(pages[:num_leased]) == lease.pages, "pages do not start with the leased ones"
 
-        cached, labels = lease.pages.copy(), set(lease.labels)
-        node = self._descend(lease.node, lease.namespace, token_ids, num_whole, cached, labels)
+        cached, runs = lease.pages.copy(), list(lease.runs)
+        node = self._descend(lease.node, lease.namespace, token_ids, num_whole, cached, runs)
         num_found = len(cached)
         self._allocator.free(pages[num_leased:num_found])
         if num_found < num_whole:
@@ -117,9 +117,9 @@ class RadixCache:
             own = list(pages[num_found:num_whole])
             node = self._append(node, lease.namespace, tokens, own, label)
             cached += own
-            labels.add(label)
+            _extend(runs, label, num_whole)
         # Pin before release: the pages in use must not pass for idle in between.
-        published = self._lease(lease.namespace, node, cached, labels)
+        published = self._lease(lease.namespace, node, cached, runs)
         lease.release()
         return published
 
@@ -167,11 +167,11 @@ class RadixCache:
         token_ids: Sequence[int],
         num_pages: int,
         pages: list[int],
-        labels: set[int],
+        runs: list[tuple[int, int]],
     ) -> _Node:
         """Follow the first `num_pages` pages of `token_ids` down from `node`, as far as they are cached.
 
-        `pages` holds the pages down to `node` and is extended, as `labels` is. Returns the node where the
+        `pages` holds the pages down to `node` and is extended, as `runs` is. Returns the node where the
         path ends; a run that only begins with the same pages is split there.
         """
         while (depth := len(pages)) < num_pages:
@@ -182,7 +182,7 @@ class RadixCache:
             num_common = self._count_common_pages(child.tokens, tokens)
             node = child if num_common == len(child.pages) else self._split(child, num_common)
             pages += node.pages
-            labels.add(node.label)
+            _extend(runs, node.label, len(pages))
         return node
 
     def _encode(self, token_ids: Sequence[int], first_page: int, end_page: int) -> bytes:
@@ -203,9 +203,9 @@ class RadixCache:
                 high = middle - 1
         return low
 
-    def _lease(self, namespace: Namespace, node: _Node, pages: list[int], labels: set[int]) -> PrefixLease:
+    def _lease(self, namespace: Namespace, node: _Node, pages: list[int], runs: Runs) -> PrefixLease:
         self._pin(node)
-        return _RadixLease(self, namespace, node, pages, labels)
+        return _RadixLease(self, namespace, node, pages, runs)
 
     def _pin(self, node: _Node) -> None:
         while node.parent is not None:
@@ -268,3 +268,10 @@ class RadixCache:
         self._num_cached -= len(freed)
         self._num_evictable -= len(freed)
         return freed
+
+
+def _extend(runs: list[tuple[int, int]], label: int, end: int) -> None:
+    """More pages, up to `end`, of this label."""
+    if runs and runs[-1][0] == label:
+        runs.pop()
+    runs.append((label, end))

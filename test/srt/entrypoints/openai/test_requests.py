@@ -136,6 +136,7 @@ def meta(ids: list[int], finish: Any = None) -> dict[str, Any]:
         "weight_version": "7",
         "weight_versions": [],
         "kv_weight_versions": ["7"],
+        "prefill_weight_versions": [],
         "output_token_logprobs": [(-float(token), token, None) for token in ids],
     }
 
@@ -229,7 +230,7 @@ def test_what_asks_for_nothing_passes(kind: str) -> None:
     names = ["allowed_token_ids", "bad_words", "structured_outputs", "use_beam_search", "stop_regex", "tools"]
     nothing = [None, [], {}, False, "", []]
     plain = call_of(kind, rid="r").generate
-    fields = dict(zip(names, nothing, strict=True)) | {"prompt_logprobs": None, "priority": 3, "echo": False}
+    fields = dict(zip(names, nothing, strict=True)) | {"prompt_logprobs": None, "echo": False}
     for tool_choice in (None, "none", "auto"):
         assert call_of(kind, rid="r", tool_choice=tool_choice, **fields).generate == plain
     assert call_of(kind, rid="r", response_format={"type": "text"}, truncation_side="left").generate == plain

@@ -55,7 +55,7 @@ def extra(answer: Any) -> dict[str, Any]:
 
 def whole_metadata(answer: Any) -> dict[str, Any]:
     """What OpenAI's endpoints call the versions in an answer of `/generate`."""
-    names = ("weight_version", "weight_versions", "kv_weight_versions")
+    names = ("weight_version", "weight_versions", "kv_weight_versions", "prefill_weight_versions")
     return {name: answer["meta_info"][name] for name in names}
 
 

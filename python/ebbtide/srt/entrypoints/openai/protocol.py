@@ -69,6 +69,11 @@ class OpenAIRequest(Struct, kw_only=True):
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
     timeout_s: float | None = None
+    priority: int | None = None
+    max_version_lag: int | None = None
+    min_weight_version: str | int | None = None
+    exact_weight_version: str | int | None = None
+    on_update: Literal["continue", "recompute", "abort"] | None = None
     return_token_ids: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -134,7 +139,7 @@ def parse(kind: type[R], fields: Mapping[str, Any]) -> R:
 
 # -------------------------------------------------------------------------------------------------- answers
 
-FinishReasonName = Literal["stop", "length", "abort"]
+FinishReasonName = Literal["stop", "length", "abort", "stale"]
 
 
 class PromptTokensDetails(Struct, kw_only=True):
@@ -164,6 +169,7 @@ class VersionMetadata(Struct, kw_only=True):
     weight_version: str
     weight_versions: list[VersionSpan]
     kv_weight_versions: list[str]
+    prefill_weight_versions: list[VersionSpan]
 
 
 class CompletionLogprobs(Struct, kw_only=True):

@@ -18,7 +18,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
 )
 from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.generate_request import UNSUPPORTED_FIELDS, Render
+from ebbtide.srt.managers.api.generate_request import PASSED_ON_FIELDS, UNSUPPORTED_FIELDS, Render
 
 Fields = dict[str, Any]
 # The text of a prompt, from its number and its ids.
@@ -38,6 +38,7 @@ _SAMPLING = {
 _PASSED_ON = (
     *("add_special_tokens", "truncate_prompt_tokens", "cache_salt", "extra_key"),
     *("routed_dp_rank", "data_parallel_rank", "timeout_s", "stream"),
+    *PASSED_ON_FIELDS,
 )
 
 

@@ -30,6 +30,7 @@ from ebbtide.srt.entrypoints.vllm.tokens_protocol import (
     TokensRequest,
 )
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.generate_request import PASSED_ON_FIELDS
 
 _UNSUPPORTED = ("features", "content_parts", "token_offsets", "kv_transfer_params")
 
@@ -98,6 +99,7 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         "logprob_start_len": -1 if num_prompt_logprobs is None else 0,
         "return_prompt_token_ids": request.return_token_ids,
         "routed_dp_rank": _rank(headers.get("x-data-parallel-rank")),
+        **{name: getattr(request, name) for name in PASSED_ON_FIELDS},
     }
     options = request.stream_options
     common = OpenAICall(

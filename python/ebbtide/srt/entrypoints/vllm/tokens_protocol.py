@@ -7,11 +7,14 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs
-from ebbtide.srt.entrypoints.openai.protocol import StreamOptions, Usage, VersionSpan
+from ebbtide.srt.entrypoints.openai.protocol import FinishReasonName, StreamOptions, Usage, VersionSpan
 
 
 class TokensRequest(Struct, kw_only=True):
-    """`cache_salt` may be among the sampling parameters too. `priority` is ignored."""
+    """`cache_salt` may be among the sampling parameters too.
+
+    `max_version_lag`, `min_weight_version`, `exact_weight_version`, `on_update` are those of `/generate`.
+    """
 
     token_ids: list[int]
     sampling_params: dict[str, Any]
@@ -21,6 +24,10 @@ class TokensRequest(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     priority: int = 0
+    max_version_lag: int | None = None
+    min_weight_version: str | int | None = None
+    exact_weight_version: str | int | None = None
+    on_update: Literal["continue", "recompute", "abort"] | None = None
     return_token_ids: bool = False
     output_mode: Literal["tokens", "text"] = "tokens"
 
@@ -54,7 +61,7 @@ class TokensOutput(Struct, kw_only=True):
     index: int
     token_ids: list[int]
     text: str | None = None
-    finish_reason: Literal["stop", "length", "abort"] | None = None
+    finish_reason: FinishReasonName | None = None
     stop_reason: int | str | None = None
     logprobs: TokensLogprobs | None = None
     routed_experts: None = None

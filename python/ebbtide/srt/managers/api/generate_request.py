@@ -8,13 +8,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.request_limits import RequestLimits
-from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput
+from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput, VersionContract
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.sampling_params import SamplingParams
 
@@ -62,12 +62,19 @@ UNSUPPORTED_FIELDS = frozenset(
     }
 )
 
+# Fields that have the same name in all dialects.
+PASSED_ON_FIELDS: Final = (
+    *("max_version_lag", "min_weight_version", "exact_weight_version", "on_update"),
+    "priority",
+)
+
 
 class GenerateReqInput(msgspec.Struct, kw_only=True):
     """The fields of `/generate`; None means "not given". In a batch, a list has one entry per prompt.
 
     `add_special_tokens`: false for a text that has them already. `truncate_prompt_tokens`: keep the last so
-    many tokens of a prompt, or, with -1, as many as fit; 0 is "not given".
+    many tokens of a prompt, or, with -1, as many as fit; 0 is "not given". `max_version_lag`,
+    `min_weight_version`, `exact_weight_version`, `on_update`: see `VersionContract`.
     """
 
     text: str | list[str] | None = None
@@ -88,6 +95,10 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
     priority: int | None = None
+    max_version_lag: int | None = None
+    min_weight_version: str | int | None = None
+    exact_weight_version: str | int | None = None
+    on_update: Literal["continue", "recompute", "abort"] | None = None
     timeout_s: float | None = None
 
 
@@ -225,6 +236,12 @@ class RequestNormalizer:
             raise RequestRejected(
                 f"truncate_prompt_tokens: expected a number of tokens, or -1 for as many as fit, got {kept}"
             )
+        if request.max_version_lag is not None and request.max_version_lag < 0:
+            raise RequestRejected(
+                f"max_version_lag: expected a number of updates from 0, got {request.max_version_lag}"
+            )
+        if request.min_weight_version is not None and request.exact_weight_version is not None:
+            raise RequestRejected("min_weight_version and exact_weight_version: expected one of them")
         rank = _pinned_to(request)
         if rank is not None and not 0 <= rank < self._limits.num_replicas:
             raise RequestRejected(
@@ -320,6 +337,7 @@ class RequestNormalizer:
                 arrival_s=draft.arrival_s,
                 priority=request.priority or 0,
                 dp_rank=_pinned_to(request),
+                contract=_contract(request),
             )
 
 
@@ -391,6 +409,18 @@ def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:
 def _pinned_to(request: GenerateReqInput) -> int | None:
     """The replica that a request asks for."""
     return request.routed_dp_rank if request.routed_dp_rank is not None else request.data_parallel_rank
+
+
+def _contract(request: GenerateReqInput) -> VersionContract:
+    def version(given: str | int | None) -> str | None:
+        return None if given is None else str(given)
+
+    return VersionContract(
+        max_lag=request.max_version_lag,
+        min_version=version(request.min_weight_version),
+        exact_version=version(request.exact_weight_version),
+        on_update=request.on_update if request.on_update is not None else "continue",
+    )
 
 
 def asks_for_nothing(value: Any) -> bool:

@@ -89,6 +89,7 @@ class OutputState:
         self._start: RequestStart | None = None
         self._version_starts: list[tuple[str, int]] = []
         self._kv_versions: list[str] = []
+        self._prefill_starts: list[tuple[str, int]] = []
         self._num_retractions = 0
         self._weight_version = ""
         self._first_token_s: float | None = None
@@ -113,6 +114,8 @@ class OutputState:
             self._version_starts = output.version_starts
         if output.kv_versions is not None:
             self._kv_versions = output.kv_versions
+        if output.prefill_starts is not None:
+            self._prefill_starts = output.prefill_starts
         self._num_retractions = output.num_retractions
         self._weight_version = weight_version
         if output.finish is not None:
@@ -153,8 +156,10 @@ class OutputState:
             "num_retractions": self._num_retractions,
             "dp_rank": request.dp_rank if request.dp_rank is not None else 0,
             "weight_version": self._weight_version,
-            "weight_versions": self._version_spans(),
+            "weight_versions": _spans(self._version_starts, self._num_tokens)
+            or [{"version": self._weight_version, "start": 0, "end": 0}],
             "kv_weight_versions": self._kv_versions,
+            "prefill_weight_versions": _spans(self._prefill_starts, len(request.input_ids)),
         }
         if request.return_logprob:
             for name, entries in self._logprobs.columns.items():
@@ -164,16 +169,6 @@ class OutputState:
         if self.finish is not None:
             meta.update(self._latencies())
         return meta
-
-    def _version_spans(self) -> list[dict[str, Any]]:
-        """One for each run of tokens that the same weights sampled; without tokens, an empty one."""
-        ends = [start for _, start in self._version_starts[1:]] + [self._num_tokens]
-        spans = [
-            {"version": version, "start": start, "end": end}
-            for (version, start), end in zip(self._version_starts, ends, strict=False)
-            if start < end
-        ]
-        return spans or [{"version": self._weight_version, "start": 0, "end": 0}]
 
     def _latencies(self) -> dict[str, float]:
         """Seconds since arrival. What never came (a first run, a first token) counts up to the end."""
@@ -188,6 +183,16 @@ class OutputState:
             "queue_time": start.queue_time_s if start is not None else e2e_s,
             "first_token_latency": first_token_s,
         }
+
+
+def _spans(starts: Sequence[tuple[str, int]], num_tokens: int) -> list[dict[str, Any]]:
+    """One for each run of tokens of the same weights, from where the runs start."""
+    ends = [start for _, start in starts[1:]] + [num_tokens]
+    return [
+        {"version": version, "start": start, "end": end}
+        for (version, start), end in zip(starts, ends, strict=False)
+        if start < end
+    ]
 
 
 class LiveGeneration:

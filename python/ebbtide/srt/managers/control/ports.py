@@ -206,8 +206,11 @@ class Requests(Protocol):
         """Empty the prefix cache but for what running requests hold; returns the tokens freed."""
         ...
 
-    def serve(self, version: str) -> None:
-        """The next forward pass is run by other weights, or by the same ones under this version."""
+    def serve(self, version: str, *, is_update: bool = True) -> None:
+        """The next forward pass is run by other weights, or by the same ones under this version.
+
+        Requests that ask for a version, or for no other, begin to run or end here.
+        """
         ...
 
 

@@ -34,6 +34,27 @@ class KVVersions:
         """The distinct versions behind these labels, oldest first."""
         return iter(dict.fromkeys(commit.version for label in labels for commit in self._commits_of[label]))
 
+    def prefill_starts(
+        self, cached: Sequence[tuple[int, int]], computed: Sequence[tuple[Commit, int]], page_size: int
+    ) -> list[tuple[str, int]]:
+        """(version, first token) per span of a prompt's KV. A page of two commits counts as the older one's.
+
+        Args:
+            cached: (label, end page) per run of pages that were in the cache.
+            computed: (commit, first token) per span behind them.
+        """
+        starts: list[tuple[str, int]] = []
+        page = 0
+        for label, end in cached:
+            starts.append((self._commits_of[label][0].version, page * page_size))
+            page = end
+        starts += [(commit.version, start) for commit, start in computed]
+        return [
+            (version, start)
+            for index, (version, start) in enumerate(starts)
+            if index == 0 or version != starts[index - 1][0]
+        ]
+
     def runs(
         self, starts: Sequence[tuple[Commit, int]], first_page: int, end_page: int, page_size: int
     ) -> Iterator[tuple[int, int]]:

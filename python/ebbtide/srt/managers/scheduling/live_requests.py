@@ -37,7 +37,7 @@ class LiveRequests:
 
     @property
     def num_queued(self) -> int:
-        return len(self._policy.waiting)
+        return len(self._policy.queued)
 
     def retract_all(self) -> int:
         return self._policy.retract_all()
@@ -60,11 +60,16 @@ class LiveRequests:
     def flush_cache(self) -> int:
         return self._policy.flush_cache()
 
-    def serve(self, version: str) -> None:
-        self._policy.commit = Commit(self._policy.commit.number + 1, version)
+    def serve(self, version: str, *, is_update: bool = True) -> None:
+        commit = Commit(self._policy.commit.number + 1, version)
+        self._send_ended(self._policy.serve(commit, is_update=is_update))
 
     def _send_aborted(self, requests: list[Req], message: str) -> int:
-        output = self._processor.abort(requests, FinishReason("abort", message=message))
+        reason = FinishReason("abort", message=message)
+        self._send_ended([(req, reason) for req in requests])
+        return len(requests)
+
+    def _send_ended(self, ended: list[tuple[Req, FinishReason]]) -> None:
+        output = self._processor.end(ended)
         if output is not None:
             self._outputs.send(output)
-        return len(requests)

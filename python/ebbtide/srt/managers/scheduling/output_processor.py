@@ -75,10 +75,10 @@ class OutputProcessor:
             return None
         return TokenOutput(weight_version=commit.version, outputs=outputs, dp_rank=self._dp_rank)
 
-    def abort(self, requests: Iterable[Req], reason: FinishReason) -> TokenOutput | None:
+    def end(self, ended: Iterable[tuple[Req, FinishReason]]) -> TokenOutput | None:
         """The last outputs of requests that have been ended from outside."""
         outputs = []
-        for req in requests:
+        for req, reason in ended:
             req.finish = reason
             outputs.append(self.output(req))
         if not outputs:
@@ -102,10 +102,11 @@ class OutputProcessor:
             kv_versions=list(req.kv_versions) if req.kv_versions_changed else None,
             num_retractions=req.num_retractions,
             logprobs=req.new_logprobs if req.spec.logprobs is not None else None,
+            prefill_starts=req.prefill_starts if req.prefill_changed else None,
         )
         req.num_emitted = len(req.spec.output_ids)
         req.has_started_output = True
-        req.versions_changed = req.kv_versions_changed = False
+        req.versions_changed = req.kv_versions_changed = req.prefill_changed = False
         req.new_logprobs = []
         return output
 

@@ -7,7 +7,9 @@ from enum import Enum, auto
 
 from ebbtide.srt.managers.io_struct import FinishReason, TokenLogprobs
 from ebbtide.srt.managers.scheduling.kv_versions import Commit
+from ebbtide.srt.managers.scheduling.version_contract import NO_CONTRACT
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
+from ebbtide.srt.managers.wire.generation import VersionContract
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease
 from ebbtide.srt.model_executor.batch_plan import SampleSpec
 
@@ -15,6 +17,7 @@ from ebbtide.srt.model_executor.batch_plan import SampleSpec
 class Phase(Enum):
     """Where a request stands. Only a RUNNING request holds KV."""
 
+    HELD = auto()  # It waits for a weight version.
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
@@ -30,6 +33,7 @@ class KVHold:
         row: the request's row in the page table.
         num_computed: tokens whose KV is in the pages.
         num_launched: the same, with those that a step in flight computes.
+        is_prefilled: whether all tokens that there were when it was taken are computed.
         commit_starts: (commit, first token) per span of KV that this request computed itself.
     """
 
@@ -38,6 +42,7 @@ class KVHold:
     row: int
     num_computed: int
     num_launched: int
+    is_prefilled: bool = False
     commit_starts: list[tuple[Commit, int]] = field(default_factory=list)
 
 
@@ -49,11 +54,14 @@ class Req:
         priority: with the policy of that name, higher ones are admitted first.
         arrival: position in the order of arrival; retracted requests come back in this order.
         namespace: the prefix cache's namespace of this request, without the weight version.
+        contract: what it asks of the weights.
+        first_update: updates that had been committed when it began to run; None before.
         cached_tokens: prompt tokens taken from the prefix cache at the first prefill; None before it.
         num_in_flight: output tokens that steps in flight are sampling.
         num_emitted: output tokens sent on so far.
         version_starts: (weight version, first output index) per span of the output.
         kv_versions: versions of the weights that computed the KV used so far, oldest first.
+        prefill_starts: (weight version, first token) per span of the prompt, as it was last prefilled.
         input_logprobs: of the prompt from `LogprobSpec.start` on; whole once the first prefill is done.
         new_logprobs: of the output tokens that were not sent on yet.
     """
@@ -67,11 +75,13 @@ class Req:
     arrival_s: float
     stop_strings: StopStringMatcher | None = None
     priority: int = 0
+    contract: VersionContract = NO_CONTRACT
 
     phase: Phase = Phase.WAITING
     kv: KVHold | None = None
     finish: FinishReason | None = None
     num_retractions: int = 0
+    first_update: int | None = None
     cached_tokens: int | None = None
     started_s: float | None = None
     first_token_s: float | None = None
@@ -82,6 +92,8 @@ class Req:
     versions_changed: bool = False
     kv_versions: list[str] = field(default_factory=list)
     kv_versions_changed: bool = False
+    prefill_starts: list[tuple[str, int]] = field(default_factory=list)
+    prefill_changed: bool = False
     input_logprobs: list[TokenLogprobs] = field(default_factory=list)
     new_logprobs: list[TokenLogprobs] = field(default_factory=list)
 

@@ -14,8 +14,10 @@ import numpy as np
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.ports import ParkingPlan
+from ebbtide.srt.managers.io_struct import FinishReason
 from ebbtide.srt.managers.scheduling.kv_versions import Commit, KVVersions
 from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
+from ebbtide.srt.managers.scheduling.version_contract import ServedVersions, Standing
 from ebbtide.srt.managers.scheduling.waiting_order import WaitingOrder
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
@@ -68,6 +70,8 @@ class GrowthReserve:
 class SchedulePolicy:
     """The waiting queue, the running requests, and the pages they share.
 
+    Apart from the queue stand the requests that are held back until another weight version serves.
+
     A batch counts as launched once it is handed out. The next one may be planned before it is committed: the
     tokens that it samples are then known by number, not by id. Pages that go back while a step in flight
     still writes to them may be handed out at once, since later steps write after it.
@@ -95,8 +99,11 @@ class SchedulePolicy:
         self.kv_versions = KVVersions()
         self.commit = Commit(0, "")
         self.holds_admission = False
+        self.held: list[Req] = []
         self.waiting: list[Req] = []
         self.running: list[Req] = []
+        self._versions = ServedVersions("")
+        self._num_updates = 0
         self._live: dict[str, Req] = {}
         self._num_in_flight = 0
         self._reserve = GrowthReserve(page_size)
@@ -108,6 +115,11 @@ class SchedulePolicy:
     def has_work(self) -> bool:
         return bool(self.running or (self.waiting and not self.holds_admission))
 
+    @property
+    def queued(self) -> list[Req]:
+        """The requests that do not run, those that are held back among them."""
+        return self.waiting + self.held
+
     def find(self, rid: str) -> Req | None:
         return self._live.get(rid)
 
@@ -115,34 +127,86 @@ class SchedulePolicy:
         """Queue a request.
 
         Raises:
-            RequestRejected: 503, the queue is full.
+            RequestRejected: 503, the queue is full; 409, the version that it asks for has passed.
         """
         limit = self.config.max_queued_requests
-        if limit is not None and len(self.waiting) >= limit:
+        if limit is not None and len(self.waiting) + len(self.held) >= limit:
             raise RequestRejected(
                 f"the queue is full: max_queued_requests is {limit}, and so many requests wait", status=503
             )
+        standing = self._versions.standing(req.contract)
+        if standing is Standing.PASSED:
+            raise RequestRejected(self._why_passed(req), status=409)
         self._live[req.rid] = req
-        self._enqueue(req)
+        if standing is Standing.NOT_YET:
+            req.phase = Phase.HELD
+            self.held.append(req)
+        else:
+            self._enqueue(req)
+
+    def serve(self, commit: Commit, *, is_update: bool) -> list[tuple[Req, FinishReason]]:
+        """Other weights serve, or the same ones under another version; returns the requests that this ends.
+
+        With an update, what still holds KV of the weights before keeps it, gives it up, or ends, as it asks.
+        """
+        self.commit = commit
+        self._versions.note(commit.version)
+        self._num_updates += is_update
+        ended: list[tuple[Req, FinishReason]] = []
+        for req in [*self.running, *self.waiting, *self.held]:
+            reason = self._why_ended(req, is_update=is_update)
+            if reason is not None:
+                self.finish(req)
+                ended.append((req, reason))
+            elif is_update and req.phase is Phase.RUNNING and req.contract.on_update == "recompute":
+                self._retract(req)
+        ready = [req for req in self.held if self._versions.standing(req.contract) is Standing.HOLDS]
+        for req in ready:
+            self.held.remove(req)
+            self._enqueue(req)
+        return ended
+
+    def _why_ended(self, req: Req, *, is_update: bool) -> FinishReason | None:
+        """Why a request ends with the weights that serve now; None: it goes on."""
+        contract = req.contract
+        has_passed = self._versions.standing(contract) is Standing.PASSED
+        if req.first_update is None:
+            reason = FinishReason("abort", message=self._why_passed(req), status_code=409)
+            return reason if has_passed else None
+        if has_passed:
+            return FinishReason("stale", message=self._why_passed(req))
+        if contract.max_lag is not None and self._num_updates - req.first_update > contract.max_lag:
+            message = f"more than {contract.max_lag} updates were committed while it ran (max_version_lag)"
+            return FinishReason("stale", message=message)
+        if is_update and req.phase is Phase.RUNNING and contract.on_update == "abort":
+            return FinishReason("abort", message="Aborted by a weight update (on_update)")
+        return None
+
+    def _why_passed(self, req: Req) -> str:
+        wanted, current = req.contract.exact_version, self.commit.version
+        return f"exact_weight_version: {wanted!r} has passed, {current!r} serves"
 
     def finish(self, req: Req) -> None:
         """A request ends, wherever it stands. Its KV goes to the prefix cache as far as that wants it."""
-        if req.phase is Phase.WAITING:
-            self.waiting.remove(req)
-        else:
-            self._release_kv(req, publish=True)
-            self.running.remove(req)
+        match req.phase:
+            case Phase.HELD:
+                self.held.remove(req)
+            case Phase.WAITING:
+                self.waiting.remove(req)
+            case _:
+                self._release_kv(req, publish=True)
+                self.running.remove(req)
         req.phase = Phase.FINISHED
         del self._live[req.rid]
 
     def finish_all(self) -> list[Req]:
         """Every running and waiting request ends; returns them."""
-        ended = self.running + self.waiting
-        self.waiting = []
-        for req in ended:
-            if req.phase is Phase.WAITING:
-                req.phase = Phase.FINISHED
-                del self._live[req.rid]
+        queued = self.queued
+        ended = self.running + queued
+        self.waiting, self.held = [], []
+        for req in queued:
+            req.phase = Phase.FINISHED
+            del self._live[req.rid]
         self.finish_running(list(self.running))
         return ended
 
@@ -243,10 +307,17 @@ class SchedulePolicy:
         """A step has computed the KV of `num_new` more tokens. A complete prompt is shared at once."""
         kv = req.kv
         assert kv is not None
-        was_prefill = num_new > 1 or not req.spec.output_ids
         kv.num_computed += num_new
-        if was_prefill and kv.num_computed == req.num_tokens:
+        if not kv.is_prefilled and kv.num_computed == req.num_tokens:
+            kv.is_prefilled = True
+            req.prefill_starts = self._prefill_starts(req)
+            req.prefill_changed = True
             self._publish(req)
+
+    def _prefill_starts(self, req: Req) -> list[tuple[str, int]]:
+        assert req.kv is not None
+        starts = self.kv_versions.prefill_starts(req.kv.lease.runs, req.kv.commit_starts, self.page_size)
+        return [(version, start) for version, start in starts if start < len(req.spec.prompt_ids)]
 
     def _must_commit_first(self) -> bool:
         """Whether a request's next token depends on the ids of those in flight."""
@@ -302,6 +373,7 @@ class SchedulePolicy:
             self.table.write(hold.row, 0, hold.pages)
             if req.cached_tokens is None:
                 req.cached_tokens = hold.num_computed
+                req.first_update = self._num_updates
             for version in self.kv_versions.versions(hold.lease.labels):
                 req.note_kv_used(version)
             prefilling.add(self._next_page_key(req))
@@ -401,7 +473,11 @@ class SchedulePolicy:
         return self.allocator.allocate(num_pages)
 
     def _namespace(self, req: Req) -> Namespace:
-        return (*req.namespace, str(self.commit.number)) if self.cache_by_version else req.namespace
+        return (*req.namespace, str(self.commit.number)) if self._is_by_version(req) else req.namespace
+
+    def _is_by_version(self, req: Req) -> bool:
+        """Whether it shares KV of the same weights only. One that wants new KV must not find the old."""
+        return self.cache_by_version or req.contract.on_update == "recompute"
 
     def _publish(self, req: Req) -> None:
         """Hand the request's whole pages to the prefix cache, one run of commits at a time."""
@@ -409,7 +485,7 @@ class SchedulePolicy:
         assert kv is not None
         end_page = kv.num_computed // self.page_size
         starts = kv.commit_starts
-        if self.cache_by_version and starts:
+        if self._is_by_version(req) and starts:
             # A page of this namespace holds KV of one commit only: stop where the next commit begins.
             later = [start for commit, start in starts if str(commit.number) != kv.lease.namespace[-1]]
             end_page = min([end_page, *(start // self.page_size for start in later)])

@@ -54,7 +54,7 @@ class TimeLimits:
         """Whether this was a limit of a request; ends it, if it still waits for its first step, or runs."""
         if deadline_id.startswith(WAITING):
             req = self._find(deadline_id.removeprefix(WAITING))
-            if req is not None and req.phase is Phase.WAITING and req.num_retractions == 0:
+            if req is not None and req.phase in (Phase.HELD, Phase.WAITING) and req.num_retractions == 0:
                 self._end(req, f"Aborted: it has waited {self._waiting_s:g} s (SGLANG_REQ_WAITING_TIMEOUT)")
             return True
         if deadline_id.startswith(RUNNING):
@@ -66,7 +66,7 @@ class TimeLimits:
 
     def _find(self, arrival: str) -> Req | None:
         """By its number, not its rid: another request may have that by now."""
-        live = (*self._policy.running, *self._policy.waiting)
+        live = (*self._policy.running, *self._policy.queued)
         return next((req for req in live if req.arrival == int(arrival)), None)
 
     def _end(self, req: Req, message: str) -> None:

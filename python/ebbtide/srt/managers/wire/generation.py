@@ -10,6 +10,21 @@ from ebbtide.srt.managers.wire.message import Message
 from ebbtide.srt.sampling_params import SamplingParams
 
 
+class VersionContract(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What a request asks of the weights that serve it; the defaults ask for nothing.
+
+    Attributes:
+        max_lag: how many updates may be committed while it runs; with one more it ends as "stale".
+        min_version, exact_version: it waits until this version serves, or a later one; until this one does.
+        on_update: what becomes of its KV at a commit that leaves that open.
+    """
+
+    max_lag: int | None = None
+    min_version: str | None = None
+    exact_version: str | None = None
+    on_update: Literal["continue", "recompute", "abort"] = "continue"
+
+
 class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     """One output to generate. Everything in it has been checked by the TokenizerManager.
 
@@ -37,6 +52,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     arrival_s: float = 0.0
     priority: int = 0
     dp_rank: int | None = None
+    contract: VersionContract = VersionContract()
 
 
 class AbortGeneration(Message, frozen=True, kw_only=True):
@@ -47,9 +63,12 @@ class AbortGeneration(Message, frozen=True, kw_only=True):
 
 
 class FinishReason(Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Why a request ended. `matched` is the stop token or string, `length` the tokens allowed."""
+    """Why a request ended. `matched` is the stop token or string, `length` the tokens allowed.
 
-    kind: Literal["stop", "length", "abort"]
+    `stale`: the weights have moved further than the request would have it.
+    """
+
+    kind: Literal["stop", "length", "abort", "stale"]
     matched: int | str | None = None
     length: int = 0
     message: str = ""
@@ -68,6 +87,8 @@ class FinishReason(Struct, frozen=True, array_like=True, omit_defaults=True):
                     "status_code": self.status_code,
                     "err_type": None,
                 }
+            case "stale":
+                return {"type": "stale", "message": self.message}
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -106,6 +127,8 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
         start: with the first output only.
         version_starts: (weight version, first output index) per span, when it changed since the last output.
         kv_versions: versions of the weights that computed the KV used, oldest first, when it changed.
+        prefill_starts: (weight version, first token) per span of the prompt, by the weights that computed
+            its KV, when a prefill has been completed since the last output.
         num_retractions: times the request gave up its KV so far.
         logprobs: per new token; None when not asked for.
     """
@@ -118,6 +141,7 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     kv_versions: list[str] | None = None
     num_retractions: int = 0
     logprobs: list[TokenLogprobs] | None = None
+    prefill_starts: list[tuple[str, int]] | None = None
 
 
 class TokenOutput(Message, frozen=True, kw_only=True):

@@ -131,7 +131,7 @@ class WeightUpdates:
             **GroupRequests(weights, ranks, wake).handlers,
         }
         memory.on_weights_release = self._end_for_release
-        requests.serve(version)
+        requests.serve(version, is_update=False)
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -174,7 +174,7 @@ class WeightUpdates:
         else:
             if request.abort_all_requests:
                 self._generation.stop_requests(PauseMode.ABORT, CAUSE)
-            self._serve(request.new_version)
+            self._serve(request.new_version, is_update=False)
             message = f"Weight version updated to {request.new_version}."
         return UpdateWeightVersionReqOutput(new_version=request.new_version, message=message)
 
@@ -476,9 +476,9 @@ class WeightUpdates:
 
     # -------------------------------------------------------------------------------------------- effects
 
-    def _serve(self, version: str) -> None:
+    def _serve(self, version: str, *, is_update: bool = True) -> None:
         self.version = version
-        self._requests.serve(version)
+        self._requests.serve(version, is_update=is_update)
 
     def _abort_session(self, why: str) -> None:
         session = self._session

@@ -1,0 +1,116 @@
+"""What requests ask of the weights: which versions they wait for, and what updates do to them."""
+
+import pytest
+
+from ebbtide.srt.managers.io_struct import (
+    FinishReason,
+    PauseMode,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsReqOutput,
+    UpdateWeightVersionReqInput,
+    UpdateWeightVersionReqOutput,
+    VersionContract,
+)
+from ebbtide.testing import SchedulerHarness, default_schedule
+
+PROMPT = range(1, 10)
+
+
+def update(harness: SchedulerHarness, version: str, *, mode: PauseMode = PauseMode.IN_PLACE) -> None:
+    request = UpdateWeightFromDiskReqInput(
+        model_path="1", weight_version=version, pause_mode=mode, flush_cache=mode is not PauseMode.IN_PLACE
+    )
+    assert harness.apply(request, UpdateWeightsReqOutput).success
+
+
+def finish_of(harness: SchedulerHarness, rid: str) -> str | None:
+    finish = harness.outputs[rid].finish
+    return None if finish is None else finish.kind
+
+
+def test_requests_wait_for_their_version_while_others_run_and_the_engine_sleeps() -> None:
+    harness = SchedulerHarness(num_ranks=2)
+    wanted = {
+        "ten": VersionContract(min_version="10"),
+        "nine": VersionContract(exact_version="9"),
+        "named": VersionContract(min_version="final"),
+        "default": VersionContract(exact_version="default"),
+    }
+    for rid, contract in wanted.items():
+        harness.generate(PROMPT, rid=rid, contract=contract, max_new_tokens=4)
+    free = harness.generate(PROMPT, max_new_tokens=4)
+    harness.run_until_idle()
+    ended = {rid for rid in (*wanted, free) if finish_of(harness, rid)}
+    assert ended == {"default", free}
+    for version, more in (("9", {"nine"}), ("11", {"ten"}), ("final", {"named"})):
+        update(harness, version)
+        harness.run_until_idle()
+        ended |= more
+        assert {rid for rid in (*wanted, free) if finish_of(harness, rid)} == ended
+        assert {harness.outputs[rid].version_starts[0][0] for rid in more} == {version}
+
+
+@pytest.mark.parametrize("version", ["default", "3"])
+def test_a_version_that_has_passed_is_refused_whether_it_waits_or_comes(version: str) -> None:
+    harness = SchedulerHarness()
+    if version == "3":
+        waiting = harness.generate(PROMPT, contract=VersionContract(exact_version="3"))
+    update(harness, "5")
+    late = harness.generate(PROMPT, contract=VersionContract(exact_version=version))
+    harness.run_until_idle()
+    refused = FinishReason(
+        "abort", message=f"exact_weight_version: {version!r} has passed, '5' serves", status_code=409
+    )
+    assert harness.outputs[late].finish == refused
+    if version == "3":
+        assert harness.outputs[waiting].finish == refused
+
+
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+def test_a_request_ends_as_stale_with_one_update_more_than_it_allows(
+    mode: PauseMode,
+) -> None:
+    harness = SchedulerHarness(num_ranks=2)
+    contracts = [VersionContract(max_lag=lag) for lag in (0, 1, 2)]
+    rids = [harness.generate(PROMPT, contract=one, max_new_tokens=60) for one in contracts]
+    exact = harness.generate(PROMPT, contract=VersionContract(exact_version="default"), max_new_tokens=60)
+    harness.turn_until(lambda: all(harness.outputs[rid].token_ids for rid in (*rids, exact)))
+    update(harness, "1", mode=mode)
+    assert [finish_of(harness, rid) for rid in (*rids, exact)] == ["stale", None, None, "stale"]
+    assert 0 < len(harness.outputs[rids[0]].token_ids) < 60
+    # Another name for the same weights is no update.
+    harness.apply(UpdateWeightVersionReqInput(new_version="1b"), UpdateWeightVersionReqOutput)
+    update(harness, "2", mode=mode)
+    harness.run_until_idle()
+    assert [finish_of(harness, rid) for rid in rids] == ["stale", "stale", "length"]
+    assert len(harness.outputs[rids[2]].token_ids) == 60
+
+
+def test_what_an_update_leaves_open_is_for_the_request_to_say() -> None:
+    harness = SchedulerHarness()
+    kept, anew, ended = (
+        harness.generate(PROMPT, contract=VersionContract(on_update=choice), max_new_tokens=30)
+        for choice in ("continue", "recompute", "abort")
+    )
+    harness.turn_until(lambda: all(harness.outputs[rid].token_ids for rid in (kept, anew, ended)))
+    update(harness, "1")
+    harness.run_until_idle()
+    outputs = harness.outputs
+    assert [finish_of(harness, rid) for rid in (kept, anew, ended)] == ["length", "length", "abort"]
+    assert (outputs[kept].num_retractions, outputs[kept].prefill_starts) == (0, [("default", 0)])
+    assert (outputs[anew].num_retractions, outputs[anew].prefill_starts) == (1, [("1", 0)])
+    # The old prompt's pages are in the cache: what wants new KV must not begin with them, others may.
+    again = harness.generate(PROMPT)
+    harness.run_until_idle()
+    assert outputs[again].prefill_starts == [("default", 0), ("1", 8)]
+
+
+def test_the_spans_of_a_prompt_begin_where_other_weights_went_on_with_it() -> None:
+    harness = SchedulerHarness(schedule=default_schedule(chunked_prefill_size=4))
+    rid = harness.generate(range(1, 101), max_new_tokens=2)
+    harness.turn_until(lambda: bool(harness.scheduler.policy.running))
+    update(harness, "1")
+    harness.run_until_idle()
+    starts = harness.outputs[rid].prefill_starts
+    assert [version for version, _ in starts] == ["default", "1"]
+    assert starts[1][1] in range(4, 100, 4), "a chunk is 4 tokens"
