@@ -6,7 +6,7 @@ from ebbtide.testing import harness
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if hasattr(metafunc.module, "SchedulerHarness"):
+    if any(hasattr(metafunc.module, name) for name in ("SchedulerHarness", "Harness")):
         metafunc.fixturenames.append("overlap")
         metafunc.parametrize("overlap", [False, True], ids=["in-turn", "overlap"], indirect=True)
 
