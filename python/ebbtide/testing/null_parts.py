@@ -440,6 +440,8 @@ class _NullStaging:
 
 
 class _NullIncoming:
+    is_delta = False
+
     def __init__(self, weights: NullWeights, value: int, manifest: Mapping[str, Any]) -> None:
         names: Sequence[str] = manifest.get("names", sorted(weights.names))
         self.is_sent: bool = manifest.get("is_sent", False)
@@ -488,6 +490,15 @@ class _NullIncoming:
             staging.write(name, self._value, adds=self.needs_copy)
             yield from self._weights.slice()
         self._weights.fail_at("write")
+
+    def sum_up(self, staging: Staging) -> Slices[None]:
+        raise NotImplementedError("these are whole weights")
+
+    def sums(self) -> Mapping[str, int]:
+        raise NotImplementedError("these are whole weights")
+
+    def check_sums(self, shares: Sequence[Mapping[str, int]]) -> None:
+        raise NotImplementedError("these are whole weights")
 
     def nonfinite(self) -> list[str]:
         return self._nonfinite

@@ -7,18 +7,42 @@ from dataclasses import dataclass
 
 import torch
 
+from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
+
+
+@dataclass(frozen=True)
+class ChangeHeader:
+    """What a bucket of changes changes, and of which version."""
+
+    changed: list[ChangedTensor]
+    base_version: str
+
 
 @dataclass(frozen=True)
 class Bucket:
-    """Whole tensors under their checkpoint names, the `index`-th of an update's buckets."""
+    """Whole tensors under their checkpoint names, the `index`-th of an update's buckets.
+
+    Attributes:
+        changes: of a bucket of changes, whose tensors are codes and values.
+    """
 
     index: int
     tensors: list[tuple[str, torch.Tensor]]
     num_bytes: int
+    changes: ChangeHeader | None = None
 
     def __str__(self) -> str:
-        first, last = self.tensors[0][0], self.tensors[-1][0]
-        return f"bucket {self.index} ({len(self.tensors)} tensors, {first} to {last}, {self.num_bytes} bytes)"
+        what = "changes of " if self.changes is not None else ""
+        names = self.names
+        told = f"{what}{len(names)} tensors, {names[0]} to {names[-1]}, {self.num_bytes} bytes"
+        return f"bucket {self.index} ({told})"
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors that it is about."""
+        if self.changes is not None:
+            return [each.name for each in self.changes.changed]
+        return [name for name, _ in self.tensors]
 
 
 def gathered_buckets(

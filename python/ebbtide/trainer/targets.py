@@ -21,6 +21,7 @@ from typing import Any, Final, Literal, Protocol, get_args
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+import msgspec
 import psutil
 import safetensors.torch
 import torch
@@ -28,6 +29,7 @@ import torch
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
 from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
 from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
+from ebbtide.trainer.gathering import ChangeHeader
 from ebbtide.trainer.payload_encoding import PayloadEncoder
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
@@ -59,7 +61,9 @@ class Target(Protocol):
         """Open a session; None: for as long as the engine allows by itself."""
         ...
 
-    def stage(self, tensors: NamedTensors, timeout_s: float) -> Mapping[str, Any]:
+    def stage(
+        self, tensors: NamedTensors, timeout_s: float, changes: ChangeHeader | None = None
+    ) -> Mapping[str, Any]:
         """Hand tensors over, which may change once this has returned; the body of the reply."""
         ...
 
@@ -119,9 +123,12 @@ class UpdatableEngine(Protocol):
     def update_weights_from_tensor(
         self,
         named_tensors: list[tuple[str, torch.Tensor]],
+        load_format: str | None = None,
         *,
         timeout_s: float | None,
         session_id: str | None,
+        changed: list[Any] | None = None,
+        base_version: str | int | None = None,
     ) -> dict[str, Any]: ...
 
     def end_weight_update(
@@ -180,9 +187,11 @@ class EngineTarget:
         self._session_id = uuid4().hex
         self._engine.begin_weight_update(timeout_s=session_timeout_s, session_id=self._session_id)
 
-    def stage(self, tensors: NamedTensors, timeout_s: float) -> Mapping[str, Any]:
+    def stage(
+        self, tensors: NamedTensors, timeout_s: float, changes: ChangeHeader | None = None
+    ) -> Mapping[str, Any]:
         return self._engine.update_weights_from_tensor(
-            list(tensors), timeout_s=timeout_s, session_id=self._session_id
+            list(tensors), **_change_fields(changes), timeout_s=timeout_s, session_id=self._session_id
         )
 
     def end(
@@ -265,11 +274,14 @@ class ServerTarget:
         fields = {"session_id": self._session_id, "timeout_s": session_timeout_s}
         self._call("/begin_weight_update", fields, STATE_TIMEOUT_S)
 
-    def stage(self, tensors: NamedTensors, timeout_s: float) -> Mapping[str, Any]:
+    def stage(
+        self, tensors: NamedTensors, timeout_s: float, changes: ChangeHeader | None = None
+    ) -> Mapping[str, Any]:
         if self._encoder is None:
-            return self._update([_safetensors_image(tensors)], "safetensors", timeout_s)
+            fields = {"load_format": "safetensors", **_change_fields(changes)}
+            return self._update([_safetensors_image(tensors)], fields, timeout_s)
         with self._encoder.encode(tensors) as payload:
-            return self._update(payload.entries, None, timeout_s)
+            return self._update(payload.entries, _change_fields(changes), timeout_s)
 
     def end(
         self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
@@ -327,10 +339,12 @@ class ServerTarget:
         # A GPU that this process does not see is out of its reach, as the CPU is.
         return PayloadEncoder([own.get(_bare(rank["uuid"]), "cpu") for rank in ranks], info["tp_size"])
 
-    def _update(self, entries: Sequence[bytes], load_format: str | None, timeout_s: float) -> dict[str, Any]:
+    def _update(
+        self, entries: Sequence[bytes], format_fields: Mapping[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
         fields = {
+            **format_fields,
             "serialized_named_tensors": [base64.b64encode(entry).decode() for entry in entries],
-            "load_format": load_format,
             "session_id": self._session_id,
             "timeout_s": timeout_s,
         }
@@ -350,6 +364,13 @@ class ServerTarget:
             raise _as_error(error) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise AnswerLost(f"no answer from {self.name}{path}: {error}") from error
+
+
+def _change_fields(changes: ChangeHeader | None) -> dict[str, Any]:
+    if changes is None:
+        return {}
+    changed = msgspec.to_builtins(changes.changed)
+    return {"load_format": "sparse", "changed": changed, "base_version": changes.base_version}
 
 
 def check_transport(transport: str) -> None:

@@ -17,7 +17,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -27,6 +27,7 @@ import torch
 
 from ebbtide.srt.errors import EbbtideError, RequestRejected
 from ebbtide.trainer.broadcaster import Backend, Broadcaster, Outcomes, outcome_at
+from ebbtide.trainer.delta import ServedWeights
 from ebbtide.trainer.gathering import Bucket, gathered_buckets, read_rest
 from ebbtide.trainer.targets import (
     AnswerLost,
@@ -107,6 +108,9 @@ class WeightSender:
             their ranks and this process make one group, at the first `send`; `close` ends it.
         backend, master_address, master_port: of that group, see `Broadcaster`.
         api_key: for servers that ask for one.
+        delta: keep a copy of what was sent, where the tensors are, and send what changed since: 3 bytes for
+            each changed element of bfloat16. The tensors must be of the engine's dtype, and every `send` must
+            bring a version. Engines that serve another one are sent everything. Not with "broadcast".
     """
 
     def __init__(
@@ -126,8 +130,11 @@ class WeightSender:
         master_address: str | None = None,
         master_port: int | None = None,
         api_key: str | None = None,
+        delta: bool = False,
     ) -> None:
         check_transport(transport)
+        if delta and transport == "broadcast":
+            raise ValueError("delta: changes are not broadcast; expected another transport")
         if backend not in (None, *get_args(Backend)):
             raise ValueError(f"backend: expected one of {get_args(Backend)}, got {backend!r}")
         if bucket_bytes <= 0:
@@ -143,6 +150,7 @@ class WeightSender:
         ]
         self._bucket_bytes = bucket_bytes
         self._progress = progress
+        self._served = ServedWeights() if delta else None
         self._broadcaster: Broadcaster | None = None
         if transport == "broadcast" and self._targets:
             self._broadcaster = Broadcaster(self._targets, backend, master_address, master_port)
@@ -183,11 +191,16 @@ class WeightSender:
 
         Raises:
             WeightSendError: an engine refused, failed, or did not answer.
-            ValueError, TypeError: not pairs of a name and a dense tensor, or a name twice.
+            ValueError, TypeError: not pairs of a name and a dense tensor, or a name twice; with `delta`, no
+                version.
         """
         started = time.perf_counter()
         wanted = None if version is None else str(version)
-        buckets = gathered_buckets(named_tensors, self._bucket_bytes)
+        if self._served is not None and wanted is None:
+            raise ValueError(
+                "version: expected one with each update, as delta tells by it what engines serve"
+            )
+        buckets = self._buckets(named_tensors)
         if not self._targets:
             read_rest(buckets)
             return SentWeights(wanted, 0, 0, time.perf_counter() - started, None, None)
@@ -196,8 +209,11 @@ class WeightSender:
             try:
                 num_tensors, num_bytes = update.stage(buckets, self._progress)
                 replies = update.commit()
+                if self._served is not None and wanted is not None:
+                    self._served.commit(wanted)
             except _Failed as failed:
                 still_open = update.roll_back()
+                self._forget(failed)
                 read_rest(buckets)
                 raise _send_error(failed, still_open) from next(iter(failed.failures.values()))
             except BaseException as error:
@@ -214,6 +230,26 @@ class WeightSender:
             staged=_merged(replies, "staged", all),
             stall_ms=_merged(replies, "stall_ms", max),
         )
+
+    def _buckets(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
+        buckets = gathered_buckets(named_tensors, self._bucket_bytes)
+        if self._served is None or not self._targets:
+            return buckets
+        if self._served.version is not None and not self._all_serve(self._served.version):
+            self._served.forget()
+        return self._served.changes(buckets)
+
+    def _all_serve(self, version: str) -> bool:
+        try:
+            return all(target.serving_version() == version for target in self._targets)
+        except EbbtideError:
+            return False
+
+    def _forget(self, failed: _Failed) -> None:
+        """Of a delta that an engine says is not of what it serves, the next update is sent whole."""
+        is_refused = any(isinstance(error, RequestRejected) for error in failed.failures.values())
+        if self._served is not None and (is_refused or failed.committed):
+            self._served.forget()
 
 
 @dataclass(frozen=True)
@@ -270,7 +306,7 @@ class _Update:
         for bucket in itertools.chain(buckets, (None,)):
             if previous is not None:
                 self._finish(str(previous))
-                num_tensors += len(previous.tensors)
+                num_tensors += len(previous.names)
                 num_bytes += previous.num_bytes
                 if progress is not None:
                     progress(num_bytes, num_tensors)
@@ -349,7 +385,7 @@ class _Update:
             if is_repeated and not target.has_session():
                 raise _session_over()
             is_repeated = True
-            if target.stage(bucket.tensors, self._terms.timeout_s)["committed"]:
+            if target.stage(bucket.tensors, self._terms.timeout_s, bucket.changes)["committed"]:
                 raise self._committed_alone(target.name)
 
         self._repeat(attempt, f"{bucket} at {target.name}")

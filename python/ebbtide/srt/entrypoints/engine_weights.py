@@ -40,6 +40,8 @@ class WeightMethods:
         abort_all_requests: bool = False,
         timeout_s: float | None = None,
         session_id: str | None = None,
+        changed: list[Any] | None = None,
+        base_version: str | int | None = None,
     ) -> dict[str, Any]:
         """Take new weights. wire_api section 3.3.
 
@@ -47,6 +49,7 @@ class WeightMethods:
             named_tensors: serialized entries, as over HTTP; or (checkpoint name, tensor) pairs, read where
                 they are on a GPU that all ranks reach, else copied once. They must not change until the
                 answer.
+            changed, base_version: of the `load_format` "sparse", see `UpdateWeightsFromTensorReqInput`.
         """
         with ExitStack() as shared:
             if isinstance(named_tensors, list) and all(isinstance(one, bytes | str) for one in named_tensors):
@@ -66,6 +69,8 @@ class WeightMethods:
                 abort_all_requests=abort_all_requests,
                 timeout_s=timeout_s,
                 session_id=session_id,
+                changed=changed,
+                base_version=base_version,
             )
 
     async def async_update_weights_from_disk(

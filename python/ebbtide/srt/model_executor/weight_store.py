@@ -211,6 +211,14 @@ class WeightStore:
             )
         return None
 
+    def check_bits(self, name: str, dtype: torch.dtype) -> TensorProblem | None:
+        """What stands against changing some elements of a tensor that `check` accepts, bit for bit."""
+        if self.ignored(name) or dtype == self._slot(name, direct=False).dtype:
+            return None
+        return TensorProblem(
+            name, f"expected the parameter's own {self._slot(name, direct=False).dtype}, got {dtype}"
+        )
+
     def write(
         self, name: str, tensor: Tensor | StoredTensor, shadow: Shadow | None, direct: bool = False
     ) -> int:

@@ -186,6 +186,12 @@ def _stored_pieces(
         yield item.name, StoredTensor.contiguous(flat.storage, start, tuple(item.shape), item.dtype)
 
 
+def is_safetensors(entry: bytes | str) -> bool:
+    """Whether an entry begins as a safetensors image does; no other form of a payload does."""
+    start = entry[:8] if isinstance(entry, bytes) else raw_base64(entry[:12])[:8]
+    return int.from_bytes(start, "little") <= MAX_HEADER_BYTES
+
+
 def _open_safetensors(entry: bytes | str) -> WeightSource:
     image = entry if isinstance(entry, bytes) else raw_base64(entry)
     if int.from_bytes(image[:8], "little") > MAX_HEADER_BYTES:

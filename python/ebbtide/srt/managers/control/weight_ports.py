@@ -18,6 +18,7 @@ class IncomingWeights(Protocol):
         is_near: whether it lies whole in memory that this device reads at its own bandwidth.
         needs_copy: whether it is written by changing what is there: it is given a copy that holds everything,
             and leaves it in an unknown state where it fails.
+        is_delta: whether it changes some of what is there, and says what its tensors are to come to.
         problems: what stands against writing them, as `{"name", "reason"}`; empty if nothing does.
         sent: the names of what is to be written; a name that the model does not know stands for itself.
     """
@@ -27,6 +28,7 @@ class IncomingWeights(Protocol):
     is_sent: bool
     is_near: bool
     needs_copy: bool
+    is_delta: bool
     num_tensors: int
     num_ignored: int
     problems: list[dict[str, str]]
@@ -63,6 +65,22 @@ class IncomingWeights(Protocol):
 
     def write(self, staging: Staging) -> Slices[None]:
         """Launch the copies of the tensors."""
+        ...
+
+    def sum_up(self, staging: Staging) -> Slices[None]:
+        """Compute what the tensors of a delta are to come to. What it changes is there; writes nothing."""
+        ...
+
+    def sums(self) -> Mapping[str, int]:
+        """Once that has run: this rank's share of each tensor's checksum."""
+        ...
+
+    def check_sums(self, shares: Sequence[Mapping[str, int]]) -> None:
+        """Hold these shares, of all ranks, against what the sender says.
+
+        Raises:
+            RequestRejected: 400, one is another.
+        """
         ...
 
     def nonfinite(self) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,14 +29,19 @@ from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
 from ebbtide.srt.weight_sync.broadcast.memberships import Joining, Memberships
 from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel, import_loaders
+from ebbtide.srt.weight_sync.delta.state_sum import as_hex
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource, open_broadcast
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.source import WeightSource
+from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges, open_sparse
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices
 
 T = TypeVar("T")
+
+# So many names are listed in a message.
+MAX_TOLD: Final = 10
 
 
 class EngineWeights:
@@ -129,6 +134,16 @@ class EngineWeights:
             case UpdateWeightFromDiskReqInput():
                 architecture = self._config.model.architecture
                 return open_checkpoint(request.model_path, request.load_format, architecture=architecture)
+            case UpdateWeightsFromTensorReqInput(load_format="sparse"):
+                return (
+                    yield from open_sparse(
+                        request.serialized_named_tensors,
+                        request.changed,
+                        self._store.device,
+                        place=self._config.parallel,
+                        cuda=self._cuda,
+                    )
+                )
             case UpdateWeightsFromTensorReqInput():
                 return (
                     yield from open_by_slices(
@@ -218,6 +233,7 @@ class _Incoming:
     ) -> None:
         self.is_sent, self.is_near = source.is_sent, source.is_near
         self.needs_copy = loader is not None
+        self.is_delta = isinstance(source, DeltaSource)
         self.num_ignored = 0
         self.num_tensors = len(source.entries)
         self.sent = frozenset(entry.name for entry in source.entries)
@@ -229,6 +245,7 @@ class _Incoming:
         self._is_received_in_place = False
         self._received: list[tuple[str, Tensor]] | None = None
         self._nonfinite = NonFinite()
+        self._sums: Tensor | None = None
         self.problems: list[dict[str, str]] = []
 
     def check(self) -> Slices[None]:
@@ -240,6 +257,8 @@ class _Incoming:
         others: set[str] = set()
         for entry in source.entries:
             problem = store.check(entry.name, entry.shape, entry.dtype, source.direct)
+            if problem is None and isinstance(source, DeltaSource) and source.needs_own_dtype:
+                problem = store.check_bits(entry.name, entry.dtype)
             if problem is not None:
                 self.problems.append({"name": problem.name, "reason": problem.reason})
             is_ignored = not source.direct and store.ignored(entry.name)
@@ -294,6 +313,8 @@ class _Incoming:
         if self._received is not None:
             self._note_write_in_place()
             yield from self._look_at(self._received)
+        elif isinstance(self._source, DeltaSource):
+            yield from self._patch(self._source, staging)
         elif self._loader is None:
             yield from self._copies(staging)
         else:
@@ -302,6 +323,44 @@ class _Incoming:
 
     def nonfinite(self) -> list[str]:
         return self._nonfinite.names()
+
+    def sum_up(self, staging: Staging) -> Slices[None]:
+        assert isinstance(staging, _InPlace | _Staged)
+        assert isinstance(self._source, DeltaSource), "only a delta has sums"
+        if self._source.checksums:
+            self._sums = self._placed(self._source, staging).sums_after()
+            yield sum(entry.num_bytes for entry in self._source.entries)
+
+    def sums(self) -> Mapping[str, int]:
+        if self._sums is None:
+            return {}
+        names = [entry.name for entry in self._source.entries]
+        return dict(zip(names, self._sums.tolist(), strict=True))
+
+    def check_sums(self, shares: Sequence[Mapping[str, int]]) -> None:
+        assert isinstance(self._source, DeltaSource), "only a delta has sums"
+        wrong = [
+            name
+            for name, expected in self._source.checksums.items()
+            if not self._store.ignored(name) and as_hex(sum(share[name] for share in shares)) != expected
+        ]
+        if wrong:
+            raise RequestRejected(
+                f"nothing was written: the checksums of {len(wrong)} tensors would not be the sender's "
+                f"({', '.join(sorted(wrong)[:MAX_TOLD])}). What serves is not what the delta is of, or it "
+                "was damaged on its way: send the weights whole"
+            )
+
+    def _placed(self, source: DeltaSource, staging: _InPlace | _Staged) -> PlacedChanges:
+        return source.place([self._store.destination(entry.name, staging.shadow) for entry in source.entries])
+
+    def _patch(self, source: DeltaSource, staging: _InPlace | _Staged) -> Slices[None]:
+        if not staging.is_staged:
+            self._store.note_write()
+        written = self._placed(source, staging).apply()
+        for entry, values in zip(source.entries, written, strict=True):
+            self._nonfinite.add(entry.name, values)
+        yield sum(values.nbytes for values in written)
 
     def _look_at(self, named: Iterable[tuple[str, Tensor]]) -> Slices[None]:
         for name, region in named:

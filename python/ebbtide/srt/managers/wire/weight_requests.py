@@ -19,6 +19,7 @@ from ebbtide.srt.managers.wire.control_request import (
 )
 from ebbtide.srt.managers.wire.message import Reply, TotalsReply
 from ebbtide.srt.managers.wire.reports import PauseMode, RankChecksums
+from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
 
 # A weight update group has this name where none is given.
 DEFAULT_GROUP = "weight_update_group"
@@ -101,12 +102,18 @@ class UpdateWeightFromDiskReqInput(WeightUpdateRequest, frozen=True, kw_only=Tru
 
 
 class UpdateWeightsFromTensorReqInput(WeightUpdateRequest, frozen=True, kw_only=True):
-    """Take serialized named tensors, one entry per rank; in JSON each entry is base64. wire_api section 4."""
+    """Take serialized named tensors, one entry per rank; in JSON each entry is base64. wire_api section 4.
+
+    `changed`: with `load_format` "sparse", what the payload changes; `base_version`: of which weights.
+    Refused (409) unless these serve, or the open session is to make them serve.
+    """
 
     row = _update("/update_weights_from_tensor", per_rank="serialized_named_tensors")
 
     serialized_named_tensors: list[bytes]
     load_format: str | None = None
+    changed: list[ChangedTensor] | None = None
+    base_version: str | int | None = None
 
 
 class UpdateWeightsFromDistributedReqInput(WeightUpdateRequest, frozen=True, kw_only=True):

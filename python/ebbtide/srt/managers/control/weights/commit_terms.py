@@ -16,6 +16,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseMode,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
     WeightUpdateRequest,
 )
 
@@ -71,6 +72,23 @@ def folder_of(request: WeightUpdateRequest) -> tuple[str, str] | None:
     if isinstance(request, UpdateWeightFromDiskReqInput):
         return request.model_path, request.load_format or "auto"
     return None
+
+
+def require_base(request: WeightUpdateRequest, serving: str, pending: str | None) -> None:
+    """Refuse a delta of other weights than those that it would change.
+
+    Args:
+        pending: the version that the open session is to make serve.
+    """
+    if not isinstance(request, UpdateWeightsFromTensorReqInput) or request.base_version is None:
+        return
+    if str(request.base_version) not in (serving, pending):
+        raise RequestRejected(
+            f"base_version: the delta is of version {str(request.base_version)[:200]!r}, and {serving!r} "
+            "serves: send a delta of that, or the weights whole",
+            409,
+            weight_version=serving,
+        )
 
 
 class CommitConditions:

@@ -159,6 +159,7 @@ class WeightSession:
             RequestRejected: they need a copy, and there is none; or what the copy holds is unknown.
         """
         self._require_sound()
+        self._require_base(incoming)
         may_burst = nobody_waits and incoming.is_near and not incoming.needs_copy
         yield from self._make_room(incoming, may_burst=may_burst)
         if not incoming.is_sent and self._staging is not None:
@@ -244,6 +245,8 @@ class WeightSession:
         """
         if incoming.needs_copy and self._staging is not None:
             yield from self._complete(self._staging)
+        elif incoming.is_delta and self._staging is not None:
+            yield from self._lay_base(incoming, self._staging)
         else:
             self.names -= incoming.names
         num_bytes = 0
@@ -261,7 +264,8 @@ class WeightSession:
     def _copy(self, incoming: IncomingWeights, staging: Staging) -> Work[int]:
         if not self.is_staged:
             yield from self._lose(incoming)
-        self._is_spoilt = incoming.needs_copy  # Until it is written whole, on all ranks.
+        # Until it is written whole, on all ranks.
+        self._is_spoilt = incoming.needs_copy or incoming.is_delta
         kind = Activity.COPYING if self.is_staged else Activity.WORKING
         copying = self._pace.turns(incoming.write(staging), kind, self.stall, self._weights.copies)
         (num_bytes, _), found = yield from self._ranks.survey(kind, copying, lambda _: incoming.nonfinite())
@@ -271,6 +275,26 @@ class WeightSession:
         elif not self.stall.lasts:
             yield from self._do(incoming.release(), Activity.WORKING)
         return num_bytes
+
+    def _lay_base(self, incoming: IncomingWeights, staging: Staging) -> Work[None]:
+        """Have what a delta changes in the copy, and what is to become of it checked."""
+        if self.is_staged:
+            untouched = self._weights.names - (incoming.names - self.names)
+            yield from self._do(staging.complete(untouched), Activity.COPYING, self._weights.copies)
+            self.names |= incoming.names
+        copies = self._weights.copies
+        summing = self._pace.turns(incoming.sum_up(staging), Activity.COPYING, self.stall, copies)
+        _, shares = yield from self._ranks.survey(Activity.COPYING, summing, lambda _: dict(incoming.sums()))
+        incoming.check_sums(shares)
+
+    def _require_base(self, incoming: IncomingWeights) -> None:
+        missing = (incoming.names - self.names) & self._content.missing if incoming.is_delta else frozenset()
+        if missing:
+            raise RequestRejected(
+                f"nothing was written: a delta changes what is there, and {len(missing)} of its parameters "
+                f"are stale ({', '.join(sorted(missing)[:MAX_TOLD])}): send them whole",
+                409,
+            )
 
     def _note_nonfinite(self, incoming: IncomingWeights, names: frozenset[str]) -> None:
         self.nonfinite = (self.nonfinite - incoming.sent) | names
@@ -326,8 +350,8 @@ class WeightSession:
     def _require_sound(self) -> None:
         if self._is_spoilt:
             raise RequestRejected(
-                "a custom weight loader failed in this session, and may have left its work half done: "
-                "abort_weight_update, then begin again"
+                "an update that changes the copy failed in this session, and may have left its work half "
+                "done: abort_weight_update, then begin again"
             )
 
     def _do(self, slices: Slices[None], kind: Activity, copies: CopyStream | None = None) -> Work[int]:

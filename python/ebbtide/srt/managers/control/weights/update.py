@@ -42,6 +42,7 @@ from ebbtide.srt.managers.control.weights.commit_terms import (
     check_fields,
     folder_of,
     mode_of,
+    require_base,
     version_of,
 )
 from ebbtide.srt.managers.control.weights.groups import GroupRequests
@@ -422,6 +423,7 @@ class WeightUpdates:
     def _require_open_for(self, request: WeightUpdateRequest) -> None:
         self._require_resident()
         self._require_named(request)
+        require_base(request, self.version, None if self._session is None else self._session.version)
 
     def _require_resident(self) -> None:
         if MemoryTag.WEIGHTS in self._memory.released:

@@ -1,0 +1,279 @@
+"""A bucket of gap-coded changes, written by one kernel straight into fused and sharded parameters.
+
+A program takes a block of codes of one tensor. What lies ahead of the block, in elements and in values, is
+summed up beforehand by a kernel over all blocks. Shapes: T tensors, B blocks of codes.
+"""
+
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES
+from ebbtide.srt.weight_sync.delta.patch import Place
+from ebbtide.srt.weight_sync.delta.state_sum import (
+    COLUMN_SEED,
+    LOW_32_BITS,
+    MIXING_FACTORS,
+    ROW_SEED,
+    bits_of,
+)
+
+BLOCK = 1024
+# The columns of a tensor, and how many rows of them, that a program sums up.
+SUM_COLUMNS, SUM_ROWS = 512, 64
+_FACTOR_0, _FACTOR_1 = map(tl.constexpr, MIXING_FACTORS)
+_LOW_32_BITS, _ROW_SEED, _COLUMN_SEED = (
+    tl.constexpr(LOW_32_BITS),
+    tl.constexpr(ROW_SEED),
+    tl.constexpr(COLUMN_SEED),
+)
+
+
+@dataclass(frozen=True)
+class CodedBlocks:
+    """The codes of a bucket, in blocks.
+
+    Attributes:
+        codes: of all tensors.
+        tensor_B: int32, whose codes these are.
+        bounds_T3: int64: each tensor's first block, its first code, and the end of its codes.
+        ahead_B: int64, elements of its tensor that are passed ahead of the block.
+        values_ahead_B: int64, values of the bucket that belong to what is ahead of the block.
+        lasts: each tensor's last position; -1 where it has none.
+        num_values: of each tensor.
+    """
+
+    codes: Tensor
+    tensor_B: Tensor
+    bounds_T3: Tensor
+    ahead_B: Tensor
+    values_ahead_B: Tensor
+    lasts: list[int]
+    num_values: list[int]
+
+
+def coded_blocks(codes: Tensor, num_codes: Sequence[int]) -> CodedBlocks:
+    """Find out where each block stands. Waits for the device.
+
+    Args:
+        num_codes: of each tensor, in order.
+    """
+    device = codes.device
+    counts = torch.tensor(num_codes)
+    num_blocks = -(-counts // BLOCK)
+    first_blocks, ends = torch.cumsum(num_blocks, 0) - num_blocks, torch.cumsum(counts, 0)
+    bounds_T3 = torch.stack([first_blocks, ends - counts, ends], 1).to(device)
+    total = int(num_blocks.sum())
+    tensor_B = torch.repeat_interleave(
+        torch.arange(len(num_codes), dtype=torch.int32, device=device),
+        num_blocks.to(device),
+        output_size=total,
+    )
+    passed_2B = torch.zeros((2, total + 1), dtype=torch.int64, device=device)
+    if total:
+        _count[(total,)](
+            codes, tensor_B, bounds_T3, passed_2B, total + 1, ESCAPE=ESCAPES[codes.dtype], BLOCK=BLOCK
+        )
+    until_2B = torch.cumsum(passed_2B, 1)
+    at_first_2T = until_2B[:, bounds_T3[:, 0]]
+    at_end_2T = until_2B[:, (first_blocks + num_blocks).to(device)]
+    passed, num_values = (at_end_2T - at_first_2T).tolist()
+    return CodedBlocks(
+        codes=codes,
+        tensor_B=tensor_B,
+        bounds_T3=bounds_T3,
+        ahead_B=until_2B[0, :-1] - at_first_2T[0][tensor_B.long()],
+        values_ahead_B=until_2B[1, :-1].contiguous(),
+        lasts=[elements - 1 for elements in passed],
+        num_values=[int(count) for count in num_values],
+    )
+
+
+class PlacedBlocks:
+    """A bucket's blocks, and where their values go on this rank.
+
+    Args:
+        values: of all tensors, in order, of the dtype of every place.
+    """
+
+    def __init__(self, blocks: CodedBlocks, values: Tensor, places: Sequence[Place | None]) -> None:
+        self._blocks = blocks
+        self._values = values
+        self._places = places
+        # All regions are views of one arena.
+        dtype, device = bits_of(values).dtype, values.device
+        self._base = torch.empty(0, dtype=dtype, device=device)
+        for place in places:
+            if place is not None:
+                self._base.set_(place.region.untyped_storage())
+                break
+        rows = [[0] * 8 if place is None else _numbers(place) for place in places]
+        self._places_T8 = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+
+    def apply(self) -> list[Tensor]:
+        """Write the values that are this rank's; returns all values, by tensor."""
+        self._launch(self._base, writes=True)
+        return list(torch.split(self._values, self._blocks.num_values))
+
+    def sums_after(self) -> Tensor:
+        """This rank's share of each tensor's sum as it is to be, int64 [T]. Nothing is written."""
+        sums_T = torch.zeros(len(self._places), dtype=torch.int64, device=self._values.device)
+        self._launch(sums_T, writes=False)
+        for index, place in enumerate(self._places):
+            if place is not None and place.counts and place.region.numel():
+                _add_state_sum(place, sums_T[index])
+        return sums_T
+
+    def _launch(self, sums_T: Tensor, *, writes: bool) -> None:
+        blocks = self._blocks
+        if len(blocks.tensor_B):
+            _patch[(len(blocks.tensor_B),)](
+                blocks.codes,
+                bits_of(self._values),
+                blocks.tensor_B,
+                blocks.bounds_T3,
+                blocks.ahead_B,
+                blocks.values_ahead_B,
+                self._places_T8,
+                self._base,
+                sums_T,
+                ESCAPE=ESCAPES[blocks.codes.dtype],
+                MASK=(1 << 8 * self._base.element_size()) - 1,
+                WRITES=writes,
+                BLOCK=BLOCK,
+            )
+
+
+def _numbers(place: Place) -> list[int]:
+    """What the kernel has to know of a place."""
+    num_rows, num_columns = place.region.shape
+    return [
+        *(int(bits_of(place.region).storage_offset()), place.region.stride(0), place.num_columns),
+        *(place.first_row, num_rows, place.first_column, num_columns, int(place.counts)),
+    ]
+
+
+def _add_state_sum(place: Place, total: Tensor) -> None:
+    region = bits_of(place.region)
+    num_rows, num_columns = region.shape
+    grid = (triton.cdiv(num_columns, SUM_COLUMNS), triton.cdiv(num_rows, SUM_ROWS))
+    _sum_state[grid](
+        region,
+        total,
+        region.stride(0),
+        num_rows,
+        num_columns,
+        place.first_row,
+        place.first_column,
+        MASK=(1 << 8 * region.element_size()) - 1,
+        ROWS=SUM_ROWS,
+        COLUMNS=SUM_COLUMNS,
+    )
+
+
+@triton.jit
+def _mixed(indices):  # type: ignore[no-untyped-def]
+    """As `state_sum.mixed`, of int64 indices with their seed."""
+    indices = indices * _FACTOR_0
+    indices = indices ^ ((indices >> 32) & _LOW_32_BITS)
+    indices = indices * _FACTOR_1
+    indices = indices ^ ((indices >> 32) & _LOW_32_BITS)
+    return indices | 1
+
+
+@triton.jit
+def _steps(codes_ptr, bounds_ptr, block, ESCAPE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many elements each code of a block passes, and whether its gap ends there."""
+    first_block = tl.load(bounds_ptr)
+    lane = tl.load(bounds_ptr + 1) + (block - first_block) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < tl.load(bounds_ptr + 2)
+    code = tl.load(codes_ptr + lane, mask=inside, other=0).to(tl.int32) & ESCAPE
+    is_end = inside & (code != ESCAPE)
+    step = tl.where(is_end, code + 1, tl.where(inside, ESCAPE - 1, 0))
+    return step, is_end
+
+
+@triton.jit
+def _count(  # type: ignore[no-untyped-def]
+    codes_ptr, tensor_ptr, bounds_ptr, passed_ptr, row_len, ESCAPE: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    block = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(tensor_ptr + block)
+    step, is_end = _steps(codes_ptr, bounds_ptr + tensor * 3, block, ESCAPE, BLOCK)
+    tl.store(passed_ptr + block + 1, tl.sum(step, 0).to(tl.int64))
+    tl.store(passed_ptr + row_len + block + 1, tl.sum(is_end.to(tl.int32), 0).to(tl.int64))
+
+
+@triton.jit
+def _patch(  # type: ignore[no-untyped-def]
+    codes_ptr,
+    values_ptr,
+    tensor_ptr,
+    bounds_ptr,
+    ahead_ptr,
+    values_ahead_ptr,
+    places_ptr,
+    base_ptr,
+    sums_ptr,
+    ESCAPE: tl.constexpr,
+    MASK: tl.constexpr,
+    WRITES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    block = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(tensor_ptr + block)
+    step, is_end = _steps(codes_ptr, bounds_ptr + tensor * 3, block, ESCAPE, BLOCK)
+    # A tensor has less than 2^31 elements, which makes for quick divisions.
+    position = (tl.load(ahead_ptr + block) - 1).to(tl.int32) + tl.cumsum(step, 0)
+    value_at = tl.load(values_ahead_ptr + block) + tl.cumsum(is_end.to(tl.int32), 0) - 1
+    value = tl.load(values_ptr + value_at, mask=is_end, other=0)
+
+    place = places_ptr + tensor * 8
+    num_columns = tl.maximum(tl.load(place + 2), 1).to(tl.int32)
+    row = position // num_columns
+    column = position - row * num_columns
+    own_row = row - tl.load(place + 3).to(tl.int32)
+    own_column = column - tl.load(place + 5).to(tl.int32)
+    is_own = is_end & (own_row >= 0) & (own_row < tl.load(place + 4))
+    is_own = is_own & (own_column >= 0) & (own_column < tl.load(place + 6))
+    target = base_ptr + tl.load(place) + own_row.to(tl.int64) * tl.load(place + 1) + own_column
+    if WRITES:
+        tl.store(target, value, mask=is_own)
+    else:
+        before = tl.load(target, mask=is_own, other=0).to(tl.int64) & MASK
+        factor = _mixed(row.to(tl.int64) ^ _ROW_SEED) * _mixed(column.to(tl.int64) ^ _COLUMN_SEED)
+        change = tl.where(is_own, factor * ((value.to(tl.int64) & MASK) - before), 0)
+        tl.atomic_add(sums_ptr + tensor, tl.sum(change, 0) * tl.load(place + 7))
+
+
+@triton.jit
+def _sum_state(  # type: ignore[no-untyped-def]
+    region_ptr,
+    total_ptr,
+    stride,
+    num_rows,
+    num_columns,
+    first_row,
+    first_column,
+    MASK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    begin = tl.program_id(1).to(tl.int64) * ROWS
+    sums = tl.zeros((COLUMNS,), dtype=tl.int64)
+    for step in range(ROWS):
+        row = begin + step
+        inside = column < tl.where(row < num_rows, num_columns, 0)
+        bits = tl.load(region_ptr + row * stride + column, mask=inside, other=0)
+        sums += (bits.to(tl.int64) & MASK) * _mixed((row + first_row) ^ _ROW_SEED)
+    total = tl.sum(sums * _mixed((column + first_column).to(tl.int64) ^ _COLUMN_SEED), 0)
+    tl.atomic_add(total_ptr, total)

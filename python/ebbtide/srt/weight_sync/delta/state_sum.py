@@ -1,0 +1,89 @@
+"""A checksum of a tensor that ranks can add up from their parts of it, and a delta can carry forward.
+
+The tensor is a matrix W of unsigned integers, its elements' bits, with as many columns as its last dimension.
+Its sum is that of row(i) · W[i, j] · column(j), modulo 2^64, where row and column are odd numbers that depend
+on every bit of the index. A part of the matrix has a part of the sum; where elements change, the sum changes
+by that of the differences. Integers wrap around alike on every device, in whatever order they are added.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+# Of SplitMix64 (Steele, Lea, Flood, 2014).
+MIXING_FACTORS: Final = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+LOW_32_BITS: Final = 0xFFFFFFFF
+# Rows and columns are told apart by these.
+ROW_SEED: Final = 0x51_7CC1_B727_220A_95
+COLUMN_SEED: Final = 0x1B_8735_93CC_9E2D_51
+# Elements that are widened at once.
+SLICE_LEN: Final = 1 << 22
+
+BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The tensor's elements as integers of their size: a view."""
+    return tensor.view(BITS[tensor.dtype.itemsize])
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor of this shape."""
+    num_columns = shape[-1] if shape else 1
+    return torch.Size(shape[:-1]).numel(), num_columns
+
+
+def state_sum(part: Tensor, first_row: int = 0, first_column: int = 0) -> Tensor:
+    """The sum of a part of a matrix, int64 of no dimensions, on the part's device.
+
+    Args:
+        part: [rows, columns], of any dtype; the columns of a row lie side by side.
+        first_row, first_column: where it begins in the whole matrix.
+    """
+    device = part.device
+    columns = mixed(first_column, part.shape[1], COLUMN_SEED, device)
+    rows = mixed(first_row, part.shape[0], ROW_SEED, device)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    rows_at_once = max(1, SLICE_LEN // max(1, part.shape[1]))
+    for piece, factors in zip(torch.split(part, rows_at_once), torch.split(rows, rows_at_once), strict=True):
+        total += ((_unsigned(bits_of(piece)) * columns).sum(1) * factors).sum()
+    return total
+
+
+def sum_of_changes(positions: Tensor, before: Tensor, after: Tensor, num_columns: int) -> Tensor:
+    """By how much the sum of a tensor changes.
+
+    Args:
+        positions: int64, flat, of the whole tensor.
+        before, after: the elements' bits.
+    """
+    rows, columns = positions // num_columns, positions % num_columns
+    factors = _mix(rows ^ ROW_SEED) * _mix(columns ^ COLUMN_SEED)
+    return (factors * (_unsigned(after) - _unsigned(before))).sum()
+
+
+def mixed(first: int, count: int, seed: int, device: torch.device) -> Tensor:
+    """The odd numbers of `count` indices from `first` on."""
+    return _mix(torch.arange(first, first + count, device=device) ^ seed)
+
+
+def as_hex(total: int) -> str:
+    """A sum as headers have it."""
+    return f"{total % 2**64:016x}"
+
+
+def _mix(indices: Tensor) -> Tensor:
+    for factor in MIXING_FACTORS:
+        indices = indices * factor
+        # The shift of signed words brings ones along.
+        indices = indices ^ (indices >> 32 & LOW_32_BITS)
+    return indices | 1
+
+
+def _unsigned(bits: Tensor) -> Tensor:
+    wide = bits.to(torch.int64)
+    size = bits.dtype.itemsize
+    return wide if size == 8 else wide & ((1 << 8 * size) - 1)

@@ -1,0 +1,262 @@
+"""Weight sources that bring what changed, and not the weights. Source: wire_vllm section 5."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Final, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.model_executor.weight_store import Destination
+from ebbtide.srt.stored_tensor import whole
+from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
+from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES, decode_positions
+from ebbtide.srt.weight_sync.delta.patch import Patch, Place
+from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
+from ebbtide.srt.weight_sync.source import ONE_RANK, TensorHeader, WeightSource
+from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, is_safetensors, open_by_slices
+
+CODES: Final = "codes"
+VALUES: Final = "values"
+# Positions are computed with in 32 bits.
+MAX_ELEMENTS: Final = (1 << 31) - 1
+
+
+class PlacedChanges(Protocol):
+    """What changes of several tensors, and where on this rank."""
+
+    def sums_after(self) -> Tensor:
+        """This rank's share of each tensor's `state_sum` as it is to be, int64. Nothing is written."""
+        ...
+
+    def apply(self) -> list[Tensor]:
+        """Write what is this rank's; for each tensor, values that were written, and maybe others."""
+        ...
+
+
+class DeltaSource(WeightSource):
+    """A set of changes on their way into the engine. Open it before it is placed.
+
+    Attributes:
+        checksums: by the name of a tensor, what its `state_sum` is to be, in hexadecimal.
+        needs_own_dtype: whether it is of the bits of parameters, and means nothing for another dtype.
+    """
+
+    needs_own_dtype = True
+
+    def __init__(self, entries: Sequence[TensorHeader], checksums: Mapping[str, str]) -> None:
+        super().__init__(entries, tuple)
+        self.checksums = checksums
+
+    @property
+    def is_near(self) -> bool:
+        """Changes are little, and brought to the device before anything is written."""
+        return True
+
+    def place(self, destinations: Sequence[Destination | None]) -> PlacedChanges:
+        """The changes where they belong; None for a tensor that nobody needs."""
+        raise NotImplementedError
+
+
+_Placing: TypeAlias = Callable[[Sequence[Place | None]], PlacedChanges]
+
+
+class PatchSource(DeltaSource):
+    """Patches of which each position is given.
+
+    Args:
+        read: makes the patches, checked, on the device; called once.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[TensorHeader],
+        read: Callable[[], Iterable[Patch]],
+        checksums: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(entries, checksums or {})
+        self._read_patches = read
+        self._patches: list[Patch] = []
+
+    def open(self) -> Iterator[int]:
+        for patch in self._read_patches():
+            self._patches.append(patch)
+            yield patch.values.nbytes
+
+    def place(self, destinations: Sequence[Destination | None]) -> PlacedChanges:
+        shapes = [patch.shape for patch in self._patches]
+        return PlacedPatches(self._patches, _places(destinations, shapes))
+
+    def close(self) -> None:
+        super().close()
+        self._patches = []
+
+
+class PlacedPatches:
+    """Patches, written one after the other. Of several of one tensor, each changes what the last one left."""
+
+    def __init__(self, patches: Sequence[Patch], places: Sequence[Place | None]) -> None:
+        self._pairs = list(zip(patches, places, strict=True))
+
+    def sums_after(self) -> Tensor:
+        sums = [
+            patch.positions.new_zeros(()) if place is None else place.sum_after(patch)
+            for patch, place in self._pairs
+        ]
+        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+
+    def apply(self) -> list[Tensor]:
+        return [patch.values[:0] if place is None else place.apply(patch) for patch, place in self._pairs]
+
+
+class CodedSource(DeltaSource):
+    """Changes as the trainer's `WeightSender` codes them: see `gap_coding`.
+
+    Args:
+        payload: of two tensors, the codes and the values of all of `changed`.
+        device: where the weights are.
+
+    Raises:
+        RequestRejected: 400, payload and header do not belong together.
+    """
+
+    def __init__(self, changed: Sequence[ChangedTensor], payload: WeightSource, device: torch.device) -> None:
+        try:
+            codes, values = _codes_and_values(payload)
+            _check_header(changed, codes, values)
+        except RequestRejected:
+            payload.close()
+            raise
+        entries = [TensorHeader(each.name, each.shape, values.dtype) for each in changed]
+        checksums = {each.name: each.checksum for each in changed if each.checksum is not None}
+        super().__init__(entries, checksums)
+        self._changed = changed
+        self._payload = payload
+        self._device = device
+        self._codes = self._values = torch.empty(0)
+        self._place: _Placing | None = None
+
+    def open(self) -> Iterator[int]:
+        yield from self._payload.open()
+        tensors = {name: whole(tensor).to(self._device) for name, tensor in self._payload}
+        self._codes, self._values = tensors[CODES], tensors[VALUES]
+        yield self._values.nbytes
+        self._place = self._place_blocks() if self._device.type == "cuda" else self._place_patches()
+
+    def place(self, destinations: Sequence[Destination | None]) -> PlacedChanges:
+        assert self._place is not None, "it is opened first"
+        return self._place(_places(destinations, [each.shape for each in self._changed]))
+
+    def release(self) -> Iterator[int]:
+        self._forget()
+        yield from self._payload.release()
+
+    def close(self) -> None:
+        super().close()
+        self._forget()
+        self._payload.close()
+
+    def _forget(self) -> None:
+        self._codes = self._values = torch.empty(0)
+        self._place = None
+
+    def _place_patches(self) -> _Placing:
+        codes = torch.split(self._codes, [each.num_codes for each in self._changed])
+        values = torch.split(self._values, [each.num_changed for each in self._changed])
+        patches = [
+            Patch(each.name, each.shape, decode_positions(code), value)
+            for each, code, value in zip(self._changed, codes, values, strict=True)
+        ]
+        for patch in patches:
+            last = int(patch.positions[-1]) if len(patch.positions) else -1
+            _check_positions(patch.name, patch.shape, last, len(patch.positions), len(patch.values))
+        return partial(PlacedPatches, patches)
+
+    def _place_blocks(self) -> _Placing:
+        # Triton is there where CUDA is.
+        from ebbtide.srt.weight_sync.delta.kernels import PlacedBlocks, coded_blocks
+
+        blocks = coded_blocks(self._codes, [each.num_codes for each in self._changed])
+        for each, last, num_values in zip(self._changed, blocks.lasts, blocks.num_values, strict=True):
+            _check_positions(each.name, each.shape, last, num_values, each.num_changed)
+        return partial(PlacedBlocks, blocks, self._values)
+
+
+def open_sparse(
+    entries: Sequence[bytes | str],
+    changed: Sequence[ChangedTensor] | None,
+    device: torch.device,
+    *,
+    place: ParallelConfig = ONE_RANK,
+    cuda: CudaIpc | None = None,
+) -> Generator[int, None, CodedSource]:
+    """Opens this rank's part of `serialized_named_tensors` of the format `sparse`, by slices.
+
+    Args:
+        entries: as `open_tensor_payload` takes them, in whichever form; every rank gets all changes.
+        changed: the request's field.
+
+    Raises:
+        RequestRejected: 400.
+    """
+    if changed is None:
+        raise RequestRejected("changed: load_format sparse needs it, one entry per tensor")
+    # Of the entries of several ranks, only this rank's may be here.
+    is_image = any(entry and is_safetensors(entry) for entry in entries)
+    payload = yield from open_by_slices(entries, SAFETENSORS if is_image else None, place=place, cuda=cuda)
+    return CodedSource(changed, payload, device)
+
+
+def _places(
+    destinations: Sequence[Destination | None], shapes: Sequence[tuple[int, ...]]
+) -> list[Place | None]:
+    return [
+        None if destination is None else Place.of(destination, shape)
+        for destination, shape in zip(destinations, shapes, strict=True)
+    ]
+
+
+def _codes_and_values(payload: WeightSource) -> tuple[TensorHeader, TensorHeader]:
+    headers = {entry.name: entry for entry in payload.entries}
+    if headers.keys() != {CODES, VALUES} or len(payload.entries) != 2:
+        found = ", ".join(sorted(headers))[:200] or "none"
+        raise RequestRejected(f"load_format sparse: expected the tensors {CODES} and {VALUES}, got {found}")
+    return headers[CODES], headers[VALUES]
+
+
+def _check_header(changed: Sequence[ChangedTensor], codes: TensorHeader, values: TensorHeader) -> None:
+    if codes.dtype not in ESCAPES:
+        known = " or ".join(map(str, ESCAPES))
+        raise RequestRejected(f"{CODES}: expected {known}, got {codes.dtype}")
+    for header, told in (
+        (codes, sum(each.num_codes for each in changed)),
+        (values, sum(each.num_changed for each in changed)),
+    ):
+        if header.shape != (told,):
+            raise RequestRejected(
+                f"{header.name}: expected [{told}] as `changed` says, got {list(header.shape)}"
+            )
+    names = [each.name for each in changed]
+    if len(set(names)) != len(names):
+        raise RequestRejected("changed: a tensor is named twice")
+    for each in changed:
+        if torch.Size(each.shape).numel() > MAX_ELEMENTS:
+            raise RequestRejected(
+                f"{each.name[:200]}: a delta is of at most {MAX_ELEMENTS} elements: send this tensor whole"
+            )
+
+
+def _check_positions(
+    name: str, shape: tuple[int, ...], last: int, num_positions: int, num_values: int
+) -> None:
+    if num_positions != num_values:
+        raise RequestRejected(
+            f"{name[:200]}: its codes are {num_positions} positions, its values {num_values}"
+        )
+    num_elements = torch.Size(shape).numel()
+    if last >= num_elements:
+        raise RequestRejected(f"{name[:200]}: position {last} of a tensor of {num_elements} elements")

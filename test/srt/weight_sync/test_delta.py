@@ -1,0 +1,128 @@
+"""Changes of some elements: how they are coded, written into fused and sharded parameters, and summed up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.model_executor.weight_store import Destination
+from ebbtide.srt.models.sharding import Part
+from ebbtide.srt.weight_sync.delta.gap_coding import decode_positions, encode_positions
+from ebbtide.srt.weight_sync.delta.patch import Operation, Patch, Place
+from ebbtide.srt.weight_sync.delta.state_sum import bits_of, state_sum
+
+Tensors = list[torch.Tensor]
+
+
+def positions_of(num_elements: int, share: float) -> torch.Tensor:
+    return (torch.rand(num_elements) < share).nonzero()[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("share", "bytes_each"), [(0.0, None), (0.001, 2.1), (0.01, 1.15), (0.1, 1.0), (1.0, 1.0)]
+)
+def test_a_position_takes_about_a_byte(share: float, bytes_each: float | None) -> None:
+    torch.manual_seed(0)
+    positions = [positions_of(count, share) for count in (5, 1_000_000, 0, 70_000)]
+    codes, counts = encode_positions(positions)
+    decoded = [decode_positions(part) for part in torch.split(codes, counts)]
+    assert all(torch.equal(one, other) for one, other in zip(positions, decoded, strict=True))
+    if bytes_each is not None:
+        assert codes.nbytes <= bytes_each * sum(map(len, positions))
+
+
+class Parameters:
+    """Two fused tensors, of one of which this rank has rows and of the other columns, and a bias in part."""
+
+    shapes = ((40, 100), (40, 200), (80,))
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.arena = torch.zeros(6000 + 50, dtype=dtype)
+        fused, bias = self.arena[:6000].view(60, 100), self.arena[6000:]
+        self.destinations = [
+            Destination(fused.narrow(0, 0, 20), Part(0, 10, 20, is_first=True)),
+            Destination(fused.narrow(0, 20, 40), Part(1, 100, 100, is_first=True)),
+            Destination(bias, Part(0, 30, 50, is_first=True)),
+        ]
+        self.places = [
+            Place.of(place, shape) for place, shape in zip(self.destinations, self.shapes, strict=True)
+        ]
+
+    def hold(self, wholes: Tensors) -> bool:
+        pairs = zip(self.destinations, wholes, strict=True)
+        return all(torch.equal(bits_of(place.region), bits_of(place.part_of(one))) for place, one in pairs)
+
+    def take(self, wholes: Tensors) -> None:
+        for place, whole in zip(self.destinations, wholes, strict=True):
+            place.region.copy_(place.part_of(whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("share", [0.3, 0.001])
+def test_changes_are_those_of_the_whole_tensors_by_kernel_and_without(
+    dtype: torch.dtype, share: float
+) -> None:
+    torch.manual_seed(0)
+    parameters = Parameters(dtype)
+    before = [torch.randn(shape).to(dtype) for shape in parameters.shapes]
+    positions = [positions_of(one.numel(), share) for one in before]
+    values = [torch.randn(len(one)).to(dtype) for one in positions]
+    after = [one.clone() for one in before]
+    for whole, where, value in zip(after, positions, values, strict=True):
+        whole.view(-1)[where] = value
+    patches = [Patch("w", *each).checked() for each in zip(parameters.shapes, positions, values, strict=True)]
+    others = Parameters(dtype)
+    others.take(after)
+    expected = [int(state_sum(p.region, p.first_row, p.first_column)) for p in others.places]
+
+    parameters.take(before)
+    sums = [int(p.sum_after(patch)) for p, patch in zip(parameters.places, patches, strict=True)]
+    assert sums == expected
+    assert parameters.hold(before)
+    for place, patch in zip(parameters.places, patches, strict=True):
+        place.apply(patch)
+    assert parameters.hold(after)
+
+    kernels = pytest.importorskip("ebbtide.srt.weight_sync.delta.kernels", exc_type=ImportError)
+    parameters.take(before)
+    codes, counts = encode_positions(positions)
+    blocks = kernels.coded_blocks(codes, counts)
+    assert blocks.num_values == list(map(len, positions))
+    assert blocks.lasts == [int(one[-1]) if len(one) else -1 for one in positions]
+    placed = kernels.PlacedBlocks(blocks, torch.cat(values), parameters.places)
+    assert placed.sums_after().tolist() == expected
+    assert parameters.hold(before)
+    placed.apply()
+    assert parameters.hold(after)
+    # What no rank needs is passed over.
+    parameters.take(before)
+    kernels.PlacedBlocks(blocks, torch.cat(values), [parameters.places[0], None, None]).apply()
+    assert parameters.hold([after[0], *before[1:]])
+
+
+def test_xor_twice_is_as_it_was() -> None:
+    whole = torch.randn(8, 10).bfloat16()
+    place = Place.of(Destination(whole.clone(), None), (8, 10))
+    bits = torch.randint(-9999, 9999, (4,), dtype=torch.int16).view(torch.bfloat16)
+    patch = Patch("w", (8, 10), torch.tensor([3, 9, 10, 79]), bits, Operation.XOR)
+    expected = int(place.sum_after(patch))
+    place.apply(patch)
+    assert not torch.equal(bits_of(place.region), bits_of(whole))
+    assert int(state_sum(place.region)) == expected
+    place.apply(patch)
+    assert torch.equal(bits_of(place.region), bits_of(whole))
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([0, 4], "position 4 of a tensor of 4"),
+        ([-1, 2], "position -1"),
+        ([3, 3], "twice"),
+        ([1], "1 positions and 2 values"),
+    ],
+)
+def test_positions_that_cannot_be(positions: list[int], message: str) -> None:
+    with pytest.raises(RequestRejected, match=message):
+        Patch("w", (2, 2), torch.tensor(positions), torch.zeros(2)).checked()

@@ -1,0 +1,217 @@
+"""A trainer that sends what changed, against real engines: what serves is bit for bit what it holds."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.servers import Server, running_server, url_of
+from safetensors.torch import save
+
+from ebbtide import Engine
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.trainer import WeightSender, WeightSendError
+
+Weights = dict[str, torch.Tensor]
+ALL_ROWS = 10**6
+FUSED = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Iterator[Any]:
+    with Engine(
+        model_path=str(checkpoint), device="cpu", max_total_tokens=4096, skip_tokenizer_init=True
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def divided_engine(checkpoint: Path) -> Iterator[Any]:
+    with Engine(
+        model_path=str(checkpoint), device="cpu", tp_size=2, max_total_tokens=4096, skip_tokenizer_init=True
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    with running_server(checkpoint, "--device", "cpu", "--skip-tokenizer-init") as server:
+        yield server
+
+
+def read(target: Any, name: str) -> torch.Tensor:
+    if isinstance(target, Server):
+        body = {"name": name, "truncate_size": ALL_ROWS}
+        return torch.tensor(target.post("/get_weights_by_name", body).json())
+    return torch.tensor(target.get_weights_by_name(name, ALL_ROWS))
+
+
+def serves(target: Any, weights: Weights) -> bool:
+    return all(torch.equal(read(target, name), tensor) for name, tensor in weights.items())
+
+
+def changed(weights: Weights, share: float, seed: int) -> Weights:
+    """The weights after a step that moved this share of their elements."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = {}
+    for name, tensor in weights.items():
+        is_moved = torch.rand(tensor.shape, generator=generator) < share
+        moved[name] = torch.where(is_moved, tensor + 0.5, tensor)
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport"),
+    [("engine", "auto"), ("divided_engine", "auto"), ("server", "memory"), ("server", "body")],
+)
+def test_updates_bring_what_changed(
+    request: pytest.FixtureRequest, kind: str, transport: Any, old: Weights
+) -> None:
+    target = request.getfixturevalue(kind)
+    where = url_of(target) if isinstance(target, Server) else target
+    with WeightSender(where, delta=True, transport=transport, bucket_bytes=64 << 10, retries=0) as sender:
+        weights = changed(old, 0.5, seed=0)
+        whole = sender.send(weights.items(), version=1)
+        assert whole.num_bytes == sum(tensor.nbytes for tensor in weights.values())
+        for version in (2, 3):
+            weights = changed(weights, 0.02, seed=version)
+            # Some tensor always changes as a whole, and is sent whole.
+            weights["model.norm.weight"] = weights["model.norm.weight"] + 1
+            sent = sender.send(weights.items(), version=version)
+            assert sent.num_bytes < 0.04 * whole.num_bytes
+            assert serves(target, weights)
+        assert sender.send(weights.items(), version=4).num_bytes == 0
+
+
+def test_an_engine_that_serves_something_else_is_sent_everything(
+    engine: Any, checkpoint: Path, old: Weights
+) -> None:
+    with WeightSender(engine, delta=True, retries=0) as sender:
+        whole = sender.send(old.items(), version="a")
+        engine.update_weights_from_disk(str(checkpoint), weight_version="b")
+        assert sender.send(old.items(), version="c").num_bytes == whole.num_bytes
+        # The version is the same, what serves is not: the checksum tells, and the next update is whole.
+        engine.update_weights_from_tensor([(FUSED, old[FUSED] + 1)], flush_cache=False)
+        weights = changed(old, 0.01, seed=9)
+        with pytest.raises(WeightSendError, match="checksums"):
+            sender.send(weights.items(), version="d")
+        assert engine.weight_version == "c"
+        assert sender.send(weights.items(), version="e").num_bytes == whole.num_bytes
+        assert serves(engine, weights)
+
+
+def payload(codes: torch.Tensor, values: torch.Tensor, **others: torch.Tensor) -> list[str]:
+    return [base64.b64encode(save({"codes": codes, "values": values, **others})).decode()]
+
+
+def delta(**fields: Any) -> dict[str, Any]:
+    """A request that sets the elements 1 and 2 of a fused parameter to 7."""
+    header = {"name": FUSED, "shape": [64, 64], "num_codes": 2, "num_changed": 2, **fields}
+    codes, values = torch.tensor([1, 0], dtype=torch.uint8), torch.full((2,), 7.0)
+    return {
+        "named_tensors": payload(codes, values),
+        "load_format": "sparse",
+        "changed": [header],
+        "base_version": "base",
+        "weight_version": "next",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        (lambda body: body.update(base_version="other"), 409, "'base' serves"),
+        (lambda body: body.update(changed=None), 400, "changed: load_format sparse needs it"),
+        (lambda body: body["changed"].append(body["changed"][0]), 400, "expected \\[4\\]"),
+        (lambda body: body["changed"][0].update(name="model.nowhere"), 400, "no parameter of this name"),
+        (lambda body: body["changed"][0].update(shape=[2]), 400, "expected shape"),
+        (lambda body: body["changed"][0].update(num_changed=1), 400, "expected \\[1\\]"),
+        (lambda body: body["changed"][0].update(checksum="0" * 16), 400, "checksums of 1 tensors"),
+        (
+            lambda body: body.update(
+                named_tensors=payload(torch.zeros(2, dtype=torch.uint8), torch.zeros(2, dtype=torch.float16))
+            ),
+            400,
+            "the parameter's own torch.float32",
+        ),
+        (
+            lambda body: body.update(named_tensors=payload(torch.zeros(2), torch.zeros(2))),
+            400,
+            "codes: expected",
+        ),
+        (
+            lambda body: body.update(
+                named_tensors=payload(torch.tensor([255, 1], dtype=torch.uint8), torch.zeros(2))
+            ),
+            400,
+            "its codes are 1 positions, its values 2",
+        ),
+        (
+            lambda body: body.update(
+                named_tensors=payload(
+                    torch.tensor([0] + [255] * 99 + [0], dtype=torch.uint8), torch.zeros(2)
+                ),
+                changed=[{**body["changed"][0], "num_codes": 101}],
+            ),
+            400,
+            "of a tensor of 4096 elements",
+        ),
+        (
+            lambda body: body.update(
+                named_tensors=payload(torch.zeros(2, dtype=torch.uint8), torch.zeros(2), more=torch.zeros(1))
+            ),
+            400,
+            "expected the tensors codes and values",
+        ),
+    ],
+)
+def test_a_delta_that_cannot_be_changes_nothing(
+    engine: Any,
+    checkpoint: Path,
+    old: Weights,
+    change: Callable[[dict[str, Any]], None],
+    status: int,
+    message: str,
+) -> None:
+    engine.update_weights_from_disk(str(checkpoint), weight_version="base")
+    body = delta(shape=list(old[FUSED].shape))
+    change(body)
+    with pytest.raises(RequestRejected, match=message) as refused:
+        engine.update_weights_from_tensor(**body)
+    assert refused.value.status == status
+    assert serves(engine, old)
+    assert engine.weight_version == "base"
+
+
+def test_deltas_of_one_session_are_of_each_other(engine: Any, checkpoint: Path, old: Weights) -> None:
+    engine.update_weights_from_disk(str(checkpoint), weight_version="base")
+    expected = old[FUSED] + 1
+    engine.begin_weight_update()
+    engine.update_weights_from_tensor([(FUSED, expected)], weight_version="next")
+    for base_version, value in (("next", 7.0), ("next", 8.0)):
+        body = delta(shape=list(expected.shape))
+        body["named_tensors"] = payload(torch.tensor([1, 0], dtype=torch.uint8), torch.full((2,), value))
+        engine.update_weights_from_tensor(**{**body, "base_version": base_version})
+    assert serves(engine, old)
+    engine.end_weight_update()
+    expected.view(-1)[1:3] = 8.0
+    assert serves(engine, {**old, FUSED: expected})
+    assert engine.weight_version == "next"
+
+
+def test_stale_weights_are_sent_whole_first(engine: Any, checkpoint: Path, old: Weights) -> None:
+    engine.update_weights_from_disk(str(checkpoint), weight_version="base")
+    engine.release_memory_occupation(["weights"])
+    engine.resume_memory_occupation(["weights"])
+    body = delta(shape=list(old[FUSED].shape))
+    with pytest.raises(RequestRejected, match="stale"):
+        engine.update_weights_from_tensor(**body)
+    engine.update_weights_from_disk(str(checkpoint))
+    assert engine.update_weights_from_tensor(**body)["weight_version"] == "next"
+    expected = old[FUSED].clone()
+    expected.view(-1)[1:3] = 7.0
+    assert serves(engine, {**old, FUSED: expected})
