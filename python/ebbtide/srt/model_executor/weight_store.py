@@ -61,10 +61,12 @@ class Destination:
     Attributes:
         region: of a parameter, which may be wider than what is written.
         part: what this rank holds of the tensor; None: all of it.
+        is_first: whether no rank before this one holds the same.
     """
 
     region: Tensor
     part: Part | None
+    is_first: bool = True
 
     def is_like(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Whether such a tensor could be received here as it is: byte for byte, in one piece."""
@@ -265,7 +267,8 @@ class WeightStore:
         if not direct and self.ignored(name):
             return None
         part = None if direct else self._placements[name].part
-        return Destination(self._region(name, shadow, direct), part)
+        is_first = self._group.rank == 0 if part is None else part.is_first
+        return Destination(self._region(name, shadow, direct), part, is_first)
 
     def note_write(self) -> None:
         """The live weights are about to be written, or have been, by somebody else."""

@@ -72,7 +72,7 @@ class Place:
         region: [rows, columns]; the columns of a row lie side by side.
         num_columns: of the whole matrix.
         first_row, first_column: where the part begins in it.
-        counts: whether no other rank holds the same part.
+        counts: whether no rank before this one holds the same part.
     """
 
     region: Tensor
@@ -89,12 +89,12 @@ class Place:
         matrix = region.reshape(1, -1) if region.dim() < 2 else region.flatten(0, -2)
         assert matrix.untyped_storage()._cdata == region.untyped_storage()._cdata, "a place is a view"
         if part is None:
-            return cls(matrix, num_columns, 0, 0, True)
+            return cls(matrix, num_columns, 0, 0, destination.is_first)
         if part.dim == len(shape) - 1:
-            return cls(matrix, num_columns, 0, part.start, part.is_first)
+            return cls(matrix, num_columns, 0, part.start, destination.is_first)
         assert part.dim == 0, "ranks divide the first dimension or the last"
         rows_of_one = torch.Size(shape[1:-1]).numel()
-        return cls(matrix, num_columns, part.start * rows_of_one, 0, part.is_first)
+        return cls(matrix, num_columns, part.start * rows_of_one, 0, destination.is_first)
 
     def apply(self, patch: Patch) -> Tensor:
         """Write the elements that are this rank's; returns them."""
