@@ -33,6 +33,7 @@ TABLES = {
     "occupation": "Memory given back and taken again",
     "update": "Updates of all weights from a trainer on the same GPU, 64 streams decoding",
     "default": "At default flags, the trainer's copy of the weights on the same card",
+    "delta": "Updates of what changed, of 16 GB, from a trainer on the same GPU",
     "peak_memory": "Peak device memory",
     "start": "Start",
     "parity": "Agreement with transformers",
@@ -190,11 +191,33 @@ def _rollout_goals() -> dict[str, Goal]:
     return goals
 
 
+def _delta_goals() -> dict[str, Goal]:
+    goals = {"delta.normal": Goal("delta", "64 streams, no update: longest gap", "ms", None)}
+    for percent, apply_ms, vllm in (("1", 10, "93"), ("3", 15, ""), ("10", 30, "")):
+        changed = f"{percent} % changed"
+        goals[f"delta.idle_{percent}"] = Goal(
+            "delta", f"{changed}: call to reply, idle", "ms", apply_ms, vllm=vllm
+        )
+        goals[f"delta.stall_{percent}"] = Goal("delta", f"{changed}: 64 streams, longest gap", "ms", 15)
+        goals[f"delta.bytes_{percent}"] = Goal(
+            "delta", f"{changed}: on the wire per changed weight", "bytes", 3.2
+        )
+        goals[f"delta.sender_{percent}"] = Goal(
+            "delta", f"{changed}: found and coded by the trainer", "ms", None
+        )
+        for part, what in (("read", "codes read"), ("sum", "checksums"), ("apply", "written")):
+            goals[f"delta.kernel_{part}_{percent}"] = Goal(
+                "delta", f"{changed}: device time, {what}", "ms", None
+            )
+    return goals
+
+
 GOALS: dict[str, Goal] = {
     **_throughput_goals(),
     **_rollout_goals(),
     **_default_goals(),
     **_parallel_goals(),
+    **_delta_goals(),
     "release.weights": Goal("occupation", "release weights", "ms", 6, sglang="10", vllm="35-39 (both)"),
     "release.kv_cache": Goal("occupation", "release KV", "ms", 25, sglang="18-22", vllm="35-39 (both)"),
     "resume.weights": Goal("occupation", "resume weights, clean pages", "ms", 2, sglang="9-13", vllm="21-22"),

@@ -163,7 +163,9 @@ class WeightSession:
         may_burst = nobody_waits and incoming.is_near and not incoming.needs_copy
         yield from self._make_room(incoming, may_burst=may_burst)
         if not incoming.is_sent and self._staging is not None:
-            yield from self._do(incoming.open(), Activity.WORKING)
+            # What a delta says is read by the device.
+            copies = self._weights.copies if incoming.is_delta else None
+            yield from self._do(incoming.open(), Activity.WORKING, copies)
 
     def _make_room(self, incoming: IncomingWeights, *, may_burst: bool = False) -> Work[None]:
         """A copy, or the live weights where these hold nothing to keep."""

@@ -1,0 +1,223 @@
+"""Updates that bring what changed: 1, 3 and 10 percent of the weights, from a trainer on the same GPU.
+
+The trainer is this process; codes and values are lent by CUDA IPC through `Engine`, one request per update.
+
+- `kernel_*`: the device's time for the codes of all tensors, in an arena of this process: `read` finds where
+  each block stands, `sum` computes all checksums, `apply` writes.
+- `idle_*`: one update with nothing running, from the call to the reply.
+- `stall_*`: as `gpu_update_default`: 64 streams, the longest gap of each, median over them.
+- `bytes_*`: on the wire, per changed element.
+- `sender_*`: what the trainer takes to find and code the changes.
+
+After every update the weights are held against the trainer's, bit for bit, by checksums of a full update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from gpu_common import SHAPES, TINY, Report, engine_args, model_folder, parse, parser_of
+from gpu_machine import GIB, synchronize
+from gpu_update_default import Bench, checkpoint_shapes, repeated
+
+from ebbtide import Engine
+from ebbtide.srt.model_executor.weight_store import Destination
+from ebbtide.srt.weight_sync.delta.patch import Place
+from ebbtide.trainer.delta import ServedWeights
+from ebbtide.trainer.gathering import Bucket
+
+MODEL, NUM_STREAMS = "llama8b", 64
+SHARES = {"1": 0.01, "3": 0.03, "10": 0.1}
+"""By the percentage in the rows' names."""
+
+Weights = list[tuple[str, torch.Tensor]]
+
+
+class Trainer:
+    """Weights that change a little at a time, and the copy of what was sent."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.served = ServedWeights()
+        self.num_bytes = sum(tensor.nbytes for _, tensor in weights)
+        self._step = 0
+
+    def whole(self) -> Iterator[Bucket]:
+        yield Bucket(0, self.weights, self.num_bytes)
+
+    def train(self, share: float) -> None:
+        """Change one bit of so many elements."""
+        for _, tensor in self.weights:
+            bits = tensor.view(torch.int16).view(-1)
+            for piece in torch.split(bits, 1 << 26):
+                piece ^= (torch.rand(len(piece), device=piece.device) < share).to(torch.int16)
+
+    def changes(self) -> tuple[Bucket, float]:
+        """The next update, and the milliseconds that it took to make."""
+        device = self.weights[0][1].device.type
+        synchronize(device)
+        began = time.perf_counter()
+        [bucket] = list(self.served.changes(self.whole()))
+        synchronize(device)
+        return bucket, (time.perf_counter() - began) * 1e3
+
+    def version(self) -> str:
+        self._step += 1
+        return str(self._step)
+
+
+class DeltaBench(Bench):
+    """The engine under test."""
+
+    trainer: Trainer
+
+    async def send_whole(self) -> None:
+        version = self.trainer.version()
+        list(self.trainer.served.changes(self.trainer.whole()))
+        await self._engine.async_update_weights_from_tensor(self.trainer.weights, weight_version=version)
+        self.trainer.served.commit(version)
+
+    def next_update(self, share: float) -> tuple[Callable[[], Any], dict[str, Any]]:
+        trainer = self.trainer
+        trainer.train(share)
+        bucket, sender_ms = trainer.changes()
+        header = bucket.changes
+        assert header is not None
+        num_changed = sum(each.num_changed for each in header.changed)
+        version = trainer.version()
+
+        async def update() -> dict[str, Any]:
+            reply = await self._engine.async_update_weights_from_tensor(
+                bucket.tensors,
+                load_format="sparse",
+                changed=header.changed,
+                base_version=header.base_version,
+                weight_version=version,
+                pause_mode="in_place",
+                flush_cache=False,
+            )
+            trainer.served.commit(version)
+            return reply
+
+        return update, {"sender_ms": sender_ms, "bytes_each": bucket.num_bytes / num_changed}
+
+    async def idle_run(self, share: float) -> dict[str, Any]:
+        update, told = self.next_update(share)
+        sent = time.perf_counter()
+        reply = await update()
+        told["reply_ms"] = (time.perf_counter() - sent) * 1e3
+        return {**told, "reply": {key: reply[key] for key in ("staged", "stall_ms", "message")}}
+
+    async def stream_run(self, share: float) -> dict[str, Any]:
+        update, told = self.next_update(share)
+        return {**told, **await self.in_flight(NUM_STREAMS, update)}
+
+    async def is_exact(self) -> bool:
+        """Whether a full update of the same weights changes nothing."""
+        before = (await self._engine.async_check_weights(action="checksum"))["per_engine_checksum"]
+        await self.send_whole()
+        return bool(
+            before == (await self._engine.async_check_weights(action="checksum"))["per_engine_checksum"]
+        )
+
+
+def measure_kernels(report: Report, args: argparse.Namespace, trainer: Trainer) -> None:
+    from ebbtide.srt.weight_sync.delta.kernels import PlacedBlocks, coded_blocks
+
+    arena = torch.zeros(trainer.num_bytes // 2, dtype=torch.bfloat16, device=args.device)
+    places, start = [], 0
+    for _, tensor in trainer.weights:
+        region = arena[start : start + tensor.numel()].view(tensor.shape)
+        region.copy_(tensor)
+        places.append(Place.of(Destination(region, None), tuple(tensor.shape)))
+        start += tensor.numel()
+    for percent, share in SHARES.items():
+        runs: list[dict[str, float]] = []
+        for _ in range(args.runs + 1):
+            trainer.train(share)
+            bucket, _ = trainer.changes()
+            (_, codes), (_, values) = bucket.tensors
+            header = bucket.changes
+            assert header is not None
+            run: dict[str, float] = {}
+            num_codes = [each.num_codes for each in header.changed]
+            run["read"], blocks = timed(partial(coded_blocks, codes, num_codes))
+            placed = PlacedBlocks(blocks, values, places)
+            run["sum"], sums = timed(placed.sums_after)
+            run["apply"], _ = timed(placed.apply)
+            runs.append(run)
+            trainer.served.commit(trainer.version())
+            expected = [each.checksum for each in header.changed]
+            if [f"{one % 2**64:016x}" for one in sums.tolist()] != expected:
+                raise RuntimeError("the kernels' checksums are not the sender's")
+        if not all(
+            torch.equal(place.region.view(-1), one.view(-1))
+            for place, (_, one) in zip(places, trainer.weights, strict=True)
+        ):
+            raise RuntimeError("what the kernel wrote is not what the trainer holds")
+        for part in ("read", "sum", "apply"):
+            report.add(f"delta.kernel_{part}_{percent}", [run[part] for run in runs[1:]])
+
+
+def timed(act: Callable[[], Any]) -> tuple[float, Any]:
+    """Milliseconds until the device is done with it."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    result = act()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) * 1e3, result
+
+
+async def measure(report: Report, bench: DeltaBench, args: argparse.Namespace) -> None:
+    await bench.send_whole()
+    normal = await repeated(args.runs, lambda: bench.in_flight(NUM_STREAMS, None))
+    report.add("delta.normal", [run["stall_ms"] for run in normal], all_runs=normal)
+    for percent, share in SHARES.items():
+        idle = await repeated(args.runs, lambda share=share: bench.idle_run(share))
+        streams = await repeated(args.runs, lambda share=share: bench.stream_run(share))
+        report.add(f"delta.idle_{percent}", [run["reply_ms"] for run in idle], all_runs=idle)
+        report.add(f"delta.stall_{percent}", [run["stall_ms"] for run in streams], all_runs=streams)
+        report.add(f"delta.bytes_{percent}", [run["bytes_each"] for run in idle])
+        report.add(f"delta.sender_{percent}", [run["sender_ms"] for run in idle])
+        if not await bench.is_exact():
+            raise RuntimeError("the weights are not bit for bit those of the full update")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(parser_of(__doc__), argv)
+    report = Report("gpu_delta", args)
+    shape = TINY if args.tiny else SHAPES[MODEL]
+    weights = [
+        (name, torch.empty(size, dtype=torch.bfloat16, device=args.device).normal_(0, 0.02))
+        for name, size in checkpoint_shapes(shape).items()
+    ]
+    trainer = Trainer(weights)
+    list(trainer.served.changes(trainer.whole()))
+    trainer.served.commit(trainer.version())
+    if args.device == "cuda":
+        with report.attempt("delta.kernel_apply_1"):
+            measure_kernels(report, args, trainer)
+        torch.cuda.empty_cache()
+    given: dict[str, Any] = {"max_total_tokens": 32_768} if args.tiny else {}
+    if args.device == "cpu":
+        given["dtype"] = "bfloat16"
+    with (
+        report.attempt("delta.idle_1"),
+        model_folder(args, MODEL) as (_, folder),
+        Engine(**engine_args(args, folder, incremental_streaming_output=True, **given)) as engine,
+    ):
+        bench = DeltaBench(args, engine, shape)
+        bench.trainer = trainer
+        print(f"trainer {trainer.num_bytes / GIB:.1f} GiB", flush=True)
+        asyncio.run(measure(report, bench, args))
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
