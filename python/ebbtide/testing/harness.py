@@ -176,6 +176,8 @@ class SchedulerHarness:
             load_format="dummy",
             update_timeout_s=600.0,
             eos_token_ids=eos_token_ids,
+            vocab_size=NullRunner.VOCAB_SIZE,
+            context_len=context_len,
         )
 
         def rank(inbox: RankInbox, outputs: SendEnd[DetokenizerInput], device: NullDevice) -> NullRank:

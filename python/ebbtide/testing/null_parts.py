@@ -17,8 +17,17 @@ from ebbtide.srt.managers.io_struct import (
     WeightUpdateRequest,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, StepResult
+from ebbtide.srt.model_executor.batch_plan import (
+    SAMPLED_BEFORE,
+    BatchPlan,
+    PositionLogprobs,
+    SampleSpec,
+    StepResult,
+)
 from ebbtide.testing.null_parameters import NullParameters
+
+# What stands for a logprob that is not finite.
+LOWEST_LOGPROB = -3.4028234663852886e38
 
 
 class NullRunner:
@@ -63,7 +72,20 @@ class NullRunner:
             )
         ]
         self._sampled_by_row.update(zip(plan.page_rows_R.tolist(), tokens, strict=True))
-        return NullStep(self, value, StepResult(tokens))
+        result = StepResult(tokens)
+        if any(spec.logprobs is not None and spec.logprobs.start is not None for spec in plan.specs):
+            result.input_logprobs = [self._input_logprobs(spec, value) for spec in plan.specs]
+        return NullStep(self, value, result)
+
+    def _input_logprobs(self, spec: SampleSpec, value: int) -> list[PositionLogprobs] | None:
+        """Of a prompt in one piece: as the value says."""
+        if spec.logprobs is None or spec.logprobs.start is None:
+            return None
+        return [PositionLogprobs(self.logprob(value))] * (len(spec.prompt_ids) - 1)
+
+    def logprob(self, value: int) -> float:
+        """What weights of this value make of any token of a prompt; of odd hundreds, nothing finite."""
+        return LOWEST_LOGPROB if value // 100 % 2 else -value / 1024
 
     def _check_tokens(self, plan: BatchPlan, value: int) -> None:
         """Every request must be fed its own next tokens, and sampled behind its last."""
@@ -399,6 +421,7 @@ class _NullStaging:
     def __init__(self, weights: NullWeights, *, is_staged: bool, num_chunks: int) -> None:
         self.is_staged = is_staged
         self._num_chunks = num_chunks
+        self._before: dict[str, int | None] = {}
         self.values: dict[str, int | None] = {}
         self._weights = weights
 
@@ -425,7 +448,13 @@ class _NullStaging:
     def commit(self) -> None:
         assert not self.is_staged or self.values.keys() == self._weights.names, "a copy is committed whole"
         self._weights.fail_at("commit")
+        before = {name: self._weights.live[name] for name in self.values}
         self._weights.write(self.values)
+        self._before = before
+
+    def roll_back(self) -> None:
+        assert self.is_staged, "what was written in place cannot come back"
+        self._weights.write(self._before)
 
     def repay(self) -> None:
         self._weights.return_chunks(self._num_chunks)

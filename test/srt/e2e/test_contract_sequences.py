@@ -275,6 +275,11 @@ def test_7_a_failing_update_leaves_the_old_weights(
                 reply = await streams.post("/update_weights_from_tensor", body, status=400)
                 assert reply["success"] is False
                 assert [error["name"] for error in reply["errors"]] == [name]
+            canary = {"input_ids": PROMPTS[0]}
+            spoilt = {**weights, "model.norm.weight": weights["model.norm.weight"] * torch.nan}
+            body = safetensors_body(spoilt, pause_mode="in_place", flush_cache=False, canary=canary)
+            reply = await streams.post("/update_weights_from_tensor", body, status=400)
+            assert "3 of 3 logprobs are not finite" in reply["message"]
             garbage = {"serialized_named_tensors": ["AAAA"], "load_format": "safetensors"}
             await streams.post("/update_weights_from_tensor", garbage, status=400)
             await streams.post("/update_weights_from_disk", {"model_path": str(tmp_path)}, status=400)

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from fixtures.checkpoints import make_checkpoint
 from fixtures.engines import Engines
+from fixtures.gpu_device import DEVICE
 from fixtures.references import Reference
 from fixtures.trainer_process import TrainerProcess
 
@@ -41,6 +42,23 @@ def engine(engines: Engines, checkpoint_a: Path) -> Engine:
     engine = engines(checkpoint_a)
     engine.update_weights_from_disk(str(checkpoint_a), weight_version="a")
     return engine
+
+
+def test_a_canary_lets_only_the_weights_through_that_it_is_of(
+    engine: Engine, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
+) -> None:
+    ids = PROMPTS[1]
+    [of_a, of_b] = [
+        [float(row[ids[1 + at]]) for at, row in enumerate(reference.logprobs(ids)[:-1])]
+        for reference in (reference_a, reference_b)
+    ]
+    with pytest.raises(RequestRejected, match=r"the canary was missed.* at token \d+ -") as refused:
+        engine.update_weights_from_disk(str(checkpoint_b), canary={"input_ids": ids, "logprobs": of_a})
+    assert_serves(engine, reference_a)
+    assert refused.value.body["canary"]["logprobs"][1:] == pytest.approx(of_b, abs=DEVICE.tie + 1e-3)
+    reply = engine.update_weights_from_disk(str(checkpoint_b), canary={"input_ids": ids, "logprobs": of_b})
+    assert (reply["committed"], reply["staged"]) == (True, True)
+    assert_serves(engine, reference_b)
 
 
 @pytest.fixture(scope="module")

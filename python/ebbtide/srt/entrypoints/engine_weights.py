@@ -42,6 +42,7 @@ class WeightMethods:
         session_id: str | None = None,
         changed: list[Any] | None = None,
         base_version: str | int | None = None,
+        canary: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Take new weights. wire_api section 3.3.
 
@@ -68,6 +69,7 @@ class WeightMethods:
                 pause_mode=pause_mode,
                 abort_all_requests=abort_all_requests,
                 timeout_s=timeout_s,
+                canary=canary,
                 session_id=session_id,
                 changed=changed,
                 base_version=base_version,
@@ -82,6 +84,7 @@ class WeightMethods:
         pause_mode: str | None = None,
         abort_all_requests: bool = False,
         timeout_s: float | None = None,
+        canary: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Take the weights of a Hugging Face folder of the same architecture. wire_api section 3.3."""
         return await self._control(
@@ -93,6 +96,7 @@ class WeightMethods:
             pause_mode=pause_mode,
             abort_all_requests=abort_all_requests,
             timeout_s=timeout_s,
+            canary=canary,
         )
 
     async def async_update_weights_from_distributed(
@@ -108,6 +112,7 @@ class WeightMethods:
         abort_all_requests: bool = False,
         timeout_s: float | None = None,
         session_id: str | None = None,
+        canary: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Take what the trainer broadcasts in a group; a refusal in mid-broadcast ends that. wire_api 3.3."""
         return await self._control(
@@ -122,6 +127,7 @@ class WeightMethods:
             pause_mode=pause_mode,
             abort_all_requests=abort_all_requests,
             timeout_s=timeout_s,
+            canary=canary,
             session_id=session_id,
         )
 
@@ -134,6 +140,7 @@ class WeightMethods:
         abort_all_requests: bool = False,
         timeout_s: float | None = None,
         session_id: str | None = None,
+        canary: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Take what checkpoint-engine's senders bring, on the engine's own GPUs. wire_api section 4.5.
 
@@ -148,6 +155,7 @@ class WeightMethods:
             pause_mode=pause_mode,
             abort_all_requests=abort_all_requests,
             timeout_s=timeout_s,
+            canary=canary,
             session_id=session_id,
         )
 
@@ -199,11 +207,13 @@ class WeightMethods:
         timeout_s: float | None = None,
         session_id: str | None = None,
         allow_incomplete: bool = False,
+        canary: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Commit the open session. wire_api section 3.3.
 
         Args:
             allow_incomplete: also where an update of the session was refused and not made up for.
+            canary: what the new weights are tried with before they serve; see `io_struct.Canary`.
         """
         return await self._control(
             io_struct.EndWeightUpdateReqInput,
@@ -213,6 +223,7 @@ class WeightMethods:
             timeout_s=timeout_s,
             session_id=session_id,
             allow_incomplete=allow_incomplete,
+            canary=canary,
         )
 
     async def async_abort_weight_update(self) -> dict[str, Any]:

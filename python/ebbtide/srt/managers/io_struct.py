@@ -54,6 +54,7 @@ from ebbtide.srt.managers.wire.weight_requests import (
     AnyWeightReply as AnyWeightReply,
     AnyWeightRequest as AnyWeightRequest,
     BeginWeightUpdateReqInput as BeginWeightUpdateReqInput,
+    Canary as Canary,
     CheckWeightsReqInput as CheckWeightsReqInput,
     CheckWeightsReqOutput as CheckWeightsReqOutput,
     DestroyWeightsUpdateGroupReqInput as DestroyWeightsUpdateGroupReqInput,

@@ -137,6 +137,10 @@ class Staging(Protocol):
         """Make what was written the live weights: all of it, between two forward passes."""
         ...
 
+    def roll_back(self) -> None:
+        """After the commit of a copy, make the weights before it live again, bit for bit."""
+        ...
+
     def repay(self) -> None:
         """After a commit, give up as much memory as was lent for the copy."""
         ...
@@ -147,6 +151,28 @@ class Staging(Protocol):
 
     def close(self) -> None:
         """Give the copy's memory back. Before a commit, that is the rollback."""
+        ...
+
+
+class TrialPass(Protocol):
+    """Runs a forward pass over tokens of nobody's request.
+
+    Attributes:
+        max_tokens: how many it takes.
+        vocab_size: ids are below it.
+    """
+
+    max_tokens: int
+    vocab_size: int
+
+    def logprobs(self, input_ids: Sequence[int]) -> list[float]:
+        """Of each token but the first, by the live weights; the lowest float32 for what is not finite.
+
+        The same on all ranks, in the same turn, with no forward pass under way.
+
+        Raises:
+            RequestRejected: there is no room for their KV.
+        """
         ...
 
 

@@ -30,6 +30,7 @@ from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
+from ebbtide.srt.managers.scheduling.trial_pass import SchedulerTrialPass
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
@@ -54,6 +55,8 @@ class SchedulerConfig:
     load_format: str
     update_timeout_s: float
     eos_token_ids: frozenset[int]
+    vocab_size: int
+    context_len: int
     retracts_for_copies: bool = False
 
     @staticmethod
@@ -69,6 +72,8 @@ class SchedulerConfig:
             load_format=config.model.load_format,
             update_timeout_s=config.update.timeout_s,
             eos_token_ids=config.model.eos_token_ids,
+            vocab_size=config.model.vocab_size,
+            context_len=config.model.context_len,
             retracts_for_copies=config.update.staging == "always",
         )
 
@@ -134,7 +139,17 @@ def assemble_scheduler(
         policy, parts.kv_memory, parts.num_weight_chunks, may_retract=config.retracts_for_copies
     )
     resizer = KVResizer(policy, parts.kv_memory, parts.page_bytes)
-    control = _control_plane(config, parts, requests, inbox, processor.meter, pace, lender, resizer)
+    max_prefill_tokens = config.schedule.chunked_prefill_size or config.schedule.max_prefill_tokens
+    trial_pass = SchedulerTrialPass(
+        policy,
+        parts.table,
+        parts.runner,
+        max_tokens=min(max_prefill_tokens, config.context_len),
+        vocab_size=config.vocab_size,
+    )
+    control = _control_plane(
+        config, parts, requests, inbox, processor.meter, pace, lender, resizer, trial_pass
+    )
     eos_token_ids = config.eos_token_ids
     if parts.tokenizer is not None:
         eos_token_ids |= parts.tokenizer.eos_token_ids
@@ -165,6 +180,7 @@ def _control_plane(
     pace: Pace,
     lender: KVLender,
     resizer: KVResizer,
+    trial_pass: SchedulerTrialPass,
 ) -> ControlPlane:
     operations = Operations(inbox.reply)
     generation = Generation(requests, operations)
@@ -188,6 +204,7 @@ def _control_plane(
         inbox.set_deadline,
         pace,
         inbox.wake,
+        trial_pass,
         version=config.weight_version,
         model_path=config.model_path,
         load_format=config.load_format,

@@ -258,6 +258,16 @@ class SchedulePolicy:
         """The request that runs and came last gives up its KV and waits again."""
         self._retract(self.running[-1])
 
+    def borrow_pages(self, num_pages: int) -> list[int] | None:
+        """Pages for what is no request, to be freed by the caller; None: the pool has not so many.
+
+        Where too few are free the youngest requests that run give up theirs.
+        """
+        while (pages := self._allocate(num_pages)) is None and self.running:
+            self._reserve.note_retraction()
+            self.retract_youngest()
+        return pages
+
     def flush_cache(self) -> int:
         """Empty the prefix cache but for what running requests hold; returns the tokens freed."""
         return self.cache.flush() * self.page_size

@@ -184,6 +184,9 @@ class _InPlace:
         """Everything is where it belongs, once the copies have run."""
         self._device.synchronize()
 
+    def roll_back(self) -> None:
+        raise AssertionError("there is no way back from what was written in place")
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -206,6 +209,10 @@ class _Staged:
     def commit(self) -> None:
         self._device.synchronize()
         self._store.commit(self.shadow)
+
+    def roll_back(self) -> None:
+        # What the shadow holds after a commit are the weights before it.
+        self.commit()
 
     def repay(self) -> None:
         self.shadow.repay()

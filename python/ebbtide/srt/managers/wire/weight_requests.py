@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, UnsetType, field
+from msgspec import UNSET, Struct, UnsetType, field
 
 from ebbtide.srt.managers.wire import merge_rules as merge
 from ebbtide.srt.managers.wire.control_request import (
@@ -49,10 +49,25 @@ class UpdateWeightsReqOutput(TotalsReply, frozen=True, kw_only=True):
         return self.committed
 
 
+class Canary(Struct, frozen=True, kw_only=True):
+    """Tokens that new weights must make of what the trainer's make, before they serve.
+
+    Attributes:
+        logprobs: the trainer's, of the second token and those behind it (or of all, the first null); None:
+            they have to be finite.
+        atol: by how much any of them may differ.
+    """
+
+    input_ids: list[int]
+    logprobs: list[float | None] | None = None
+    atol: float = 0.5
+
+
 class WeightUpdateRequest(ControlRequest, frozen=True, kw_only=True):
     """The fields of every weight update. Source: wire_api section 3.3.
 
-    `session_id`: refused unless the session that was begun under this name is open.
+    `session_id`: refused unless the session that was begun under this name is open. `canary`: not in a
+    session, whose end may bring one.
     """
 
     flush_cache: bool = True
@@ -63,6 +78,7 @@ class WeightUpdateRequest(ControlRequest, frozen=True, kw_only=True):
     selector: Literal["target", "draft", "all"] = "all"
     torch_empty_cache: bool = False
     session_id: str | None = None
+    canary: Canary | None = None
 
     def undo(self, outcome: Outcome) -> Mapping[int, AbortWeightUpdateReqInput]:
         # A part of a session cannot be unstaged, and a commit would bring it to some replicas only.
@@ -226,6 +242,7 @@ class EndWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
     timeout_s: float | None = None
     session_id: str | None = None
     allow_incomplete: bool = False
+    canary: Canary | None = None
 
     def undo(self, outcome: Outcome) -> Mapping[int, AbortWeightUpdateReqInput]:
         if all(outcome.has_session):

@@ -12,6 +12,7 @@ from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import Activity, Requests
 from ebbtide.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
+    Canary,
     EndWeightUpdateReqInput,
     PauseMode,
     UpdateWeightFromDiskReqInput,
@@ -30,11 +31,13 @@ class CommitTerms:
     Attributes:
         mode: what becomes of running requests if nobody has paused them.
         version: None keeps the one that serves.
+        canary: what the new weights are tried with first.
     """
 
     mode: PauseMode
     flush_cache: bool
     version: str | None
+    canary: Canary | None = None
 
 
 def check_fields(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
 from ebbtide.srt.managers.control.pace import Pace, Stall
+from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import Activity, CopyStream, Ranks, Slices, Work
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, Staging, Weights
 from ebbtide.srt.managers.io_struct import UpdateWeightsReqOutput
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # So many names, or refusals, are listed in a message.
 MAX_TOLD: Final = 10
@@ -54,6 +58,8 @@ class WeightSession:
         names: the checkpoint names that have been written whole.
         nonfinite: what holds NaN or Inf of that, on any rank.
         is_staged: False once anything was written in place, on all ranks then.
+        canary_message: how a trial of it went.
+        is_on_trial: a canary wants it to be staged: it is written to a copy or not at all.
         version, flush_cache, folder: what the updates asked for; `folder` is (model_path, load_format).
     """
 
@@ -79,6 +85,8 @@ class WeightSession:
         self.flush_cache = False
         self.folder: tuple[str, str] | None = None
         self.is_staged = True
+        self.is_on_trial = False
+        self.canary_message = ""
         self.stall = Stall()
         self._is_spoilt = False
         self._refused: list[_Refused] = []
@@ -148,6 +156,30 @@ class WeightSession:
         """Whether the next write goes into live weights that are whole."""
         return not self.is_staged and isinstance(self._content.state, Valid)
 
+    def require_copy(self) -> None:
+        """Refuse a canary where the old weights cannot be brought back."""
+        if not self.is_staged:
+            raise RequestRejected(
+                "canary: there is no second copy of the weights to try out, so the old ones could not come "
+                "back. Stale weights must first be written without a canary; where memory for a copy is "
+                "missing, release kv_cache during the update or see update_staging"
+            )
+
+    def trial(self, run: Callable[[], T]) -> Work[T]:
+        """What `run` returns while the copy serves; the weights before it are back afterwards."""
+
+        def exchanged() -> T:
+            with self.stall.measure():
+                if self._staging is None:
+                    return run()
+                self._staging.commit()
+                try:
+                    return run()
+                finally:
+                    self._ranks.certainly(self._staging.roll_back)
+
+        return at_once(exchanged)
+
     def prepare(self, incoming: IncomingWeights, *, nobody_waits: bool = False) -> Work[None]:
         """Find a place for these tensors, and get hold of them: ahead of each `write`.
 
@@ -160,7 +192,8 @@ class WeightSession:
         """
         self._require_sound()
         self._require_base(incoming)
-        may_burst = nobody_waits and incoming.is_near and not incoming.needs_copy
+        needs_copy = incoming.needs_copy or self.is_on_trial
+        may_burst = nobody_waits and incoming.is_near and not needs_copy
         yield from self._make_room(incoming, may_burst=may_burst)
         if not incoming.is_sent and self._staging is not None:
             # What a delta says is read by the device.
@@ -171,6 +204,8 @@ class WeightSession:
         """A copy, or the live weights where these hold nothing to keep."""
         if self._staging is None and incoming.num_tensors > 0:
             yield from self._take_room(may_burst=may_burst)
+        if self.is_on_trial:
+            self.require_copy()
         if incoming.needs_copy and not self.is_staged:
             raise RequestRejected(
                 "nothing was written: a custom weight loader changes a copy of the live weights, and there "

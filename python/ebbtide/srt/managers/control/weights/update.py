@@ -32,8 +32,9 @@ from ebbtide.srt.managers.control.ports import (
     Requests,
     Work,
 )
-from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, Weights
+from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, TrialPass, Weights
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces
+from ebbtide.srt.managers.control.weights.canary import CanaryTrials
 from ebbtide.srt.managers.control.weights.commit_terms import (
     CAUSE,
     CommitConditions,
@@ -41,7 +42,6 @@ from ebbtide.srt.managers.control.weights.commit_terms import (
     announced_names,
     check_fields,
     folder_of,
-    mode_of,
     require_base,
     version_of,
 )
@@ -93,6 +93,7 @@ class WeightUpdates:
         set_deadline: Callable[[str, float], None],
         pace: Pace,
         wake: Wake,
+        trial_pass: TrialPass,
         *,
         version: str,
         model_path: str,
@@ -118,6 +119,7 @@ class WeightUpdates:
         self._turns: list[object] = []
         self._conditions = CommitConditions(generation, memory, requests)
         self._awaits_verdict = False
+        self._trials = CanaryTrials(trial_pass, memory, ranks)
         self._arrivals = Arrivals(weights, ranks, pace, wake, self._require_open_for)
         self.handlers: HandlerTable = {
             UpdateWeightFromDiskReqInput: self.update,
@@ -242,7 +244,7 @@ class WeightUpdates:
     def _update(self, request: WeightUpdateRequest, contents: Contents) -> Operation:
         with self._turn() as has_come, ExitStack() as opened:
             incoming = yield from self._arrivals.open(request, opened, contents)
-            terms = CommitTerms(mode_of(request), request.flush_cache, version_of(request))
+            terms = self._trials.terms(request, request.flush_cache)
             if self._session is None:
                 self._conditions.check(terms)
             while not has_come():
@@ -252,6 +254,7 @@ class WeightUpdates:
                 yield from self._arrivals.receive(incoming, self._session)
                 return (yield from self._stage(self._session, request, incoming))
             session = opened.enter_context(closing(self._new_session()))
+            session.is_on_trial = terms.canary is not None
             yield from self._arrivals.receive(incoming, session)
             session.folder = folder_of(request)
             with self._conditions.draining(terms):
@@ -270,7 +273,7 @@ class WeightUpdates:
     def _update_from_senders(self, request: UpdateWeightsFromIPCReqInput) -> Operation:
         with self._turn() as has_come, ExitStack() as opened:
             pieces = yield from self._arrivals.meet(request, opened)
-            terms = CommitTerms(mode_of(request), request.flush_cache, version_of(request))
+            terms = self._trials.terms(request, request.flush_cache)
             if self._session is None:
                 self._conditions.check(terms)
             while not has_come():
@@ -282,6 +285,7 @@ class WeightUpdates:
                 pieces.finish()
                 return self._staged(self._session, request, before)
             session = opened.enter_context(closing(self._new_session()))
+            session.is_on_trial = terms.canary is not None
 
             def ready_in_place() -> Iterator[Activity]:
                 opened.enter_context(self._conditions.draining(terms))
@@ -360,8 +364,10 @@ class WeightUpdates:
             if not request.allow_incomplete:
                 session.require_complete()
             flush_cache = session.flush_cache if request.flush_cache is None else request.flush_cache
-            terms = CommitTerms(mode_of(request), flush_cache, version_of(request))
+            terms = self._trials.terms(request, flush_cache)
             self._conditions.check(terms)
+            if terms.canary is not None:
+                session.require_copy()
             with self._conditions.draining(terms):
                 mode = yield from self._agree(session, terms)
                 reply = self._commit(session, terms, mode)
@@ -378,6 +384,8 @@ class WeightUpdates:
         """
         yield from session.complete()
         yield from self._conditions.ready(terms)
+        if terms.canary is not None:
+            session.canary_message = yield from self._trials.run(terms.canary, session)
         mode = self._conditions.mode(terms)
         yield from self._verdict()
         return mode
@@ -397,6 +405,8 @@ class WeightUpdates:
         message = f"Updated {session.num_tensors} tensors."
         if version is not None:
             message += f" Weight version updated to {self.version}."
+        if session.canary_message:
+            message += f" {session.canary_message}"
         logger.info(
             "weights updated: version=%s tensors=%d bytes=%d staged=%s stall_ms=%.1f",
             self.version,
@@ -424,6 +434,8 @@ class WeightUpdates:
         self._require_resident()
         self._require_named(request)
         require_base(request, self.version, None if self._session is None else self._session.version)
+        if request.canary is not None and self._session is not None:
+            raise RequestRejected("canary: a session is open: give it to end_weight_update")
 
     def _require_resident(self) -> None:
         if MemoryTag.WEIGHTS in self._memory.released:

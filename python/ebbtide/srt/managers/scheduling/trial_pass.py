@@ -1,0 +1,71 @@
+"""One forward pass over tokens of nobody's request, between two passes of the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, LogprobSpec, Runner, SampleSpec
+from ebbtide.srt.sampling_params import SamplingParams
+
+
+class SchedulerTrialPass:
+    """Implements `control.weight_ports.TrialPass` with pages of the pool, and with a row of the page table.
+
+    Args:
+        max_tokens: what a forward pass, and a row, have room for.
+    """
+
+    def __init__(
+        self, policy: SchedulePolicy, table: PageTable, runner: Runner, *, max_tokens: int, vocab_size: int
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.vocab_size = vocab_size
+        self._policy = policy
+        self._table = table
+        self._runner = runner
+
+    def logprobs(self, input_ids: Sequence[int]) -> list[float]:
+        ids = list(input_ids)
+        with self._pages(-(-len(ids) // self._policy.page_size)):
+            result = self._runner.launch(_plan(ids)).wait()
+        assert result.input_logprobs is not None, "they were asked for"
+        positions = result.input_logprobs[0]
+        assert positions is not None, "they were asked for"
+        return [position.token for position in positions]
+
+    @contextmanager
+    def _pages(self, num_pages: int) -> Iterator[None]:
+        """Pages in the first row. Requests that run may have all rows: this one gets its own pages back."""
+        pages = self._policy.borrow_pages(num_pages)
+        if pages is None:
+            raise RequestRejected(
+                f"canary: its forward pass needs {num_pages} pages of KV cache, and the pool has not so many"
+            )
+        row = self._table.array[0]
+        before = row[:num_pages].copy()
+        row[:num_pages] = pages
+        try:
+            yield
+        finally:
+            row[:num_pages] = before
+            self._policy.allocator.free(pages)
+
+
+def _plan(ids: list[int]) -> BatchPlan:
+    """The logprobs of a prompt, and no token behind it."""
+    spec = SampleSpec(SamplingParams(max_new_tokens=0), 0, frozenset(), ids, [], LogprobSpec(start=0))
+    return BatchPlan(
+        input_ids_T=np.array(ids, dtype=np.int64),
+        page_rows_R=np.zeros(1, dtype=np.int32),
+        starts_R=np.zeros(1, dtype=np.int32),
+        num_new_R=np.array([len(ids)], dtype=np.int32),
+        samples_R=np.zeros(1, dtype=np.bool_),
+        num_outputs_R=np.zeros(1, dtype=np.int64),
+        specs=[spec],
+    )
