@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fixtures.control import updating
 from fixtures.replicas_by_hand import Replicas
 
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -38,17 +39,37 @@ from ebbtide.srt.managers.scheduling import lockstep
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 WEIGHTS = (MemoryTag.WEIGHTS,)
-
-pytestmark = pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"], indirect=True)
-
-
-def update(value: int, **fields: Any) -> UpdateWeightFromDiskReqInput:
-    return UpdateWeightFromDiskReqInput(model_path=str(value), weight_version=value, **fields)
+SESSION = "weight-session-0"
 
 
-@pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
-def replicas(request: pytest.FixtureRequest, overlap: None) -> Replicas:
+# The one without the other is in test_data_parallel_fuzz.
+@pytest.fixture(params=[1, 2], ids=["tp1-in-turn", "tp2-overlap"])
+def replicas(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Replicas:
+    monkeypatch.setattr("ebbtide.testing.harness.OVERLAP", request.param == 2)
     return Replicas(num_ranks=request.param)
+
+
+def update(value: int, *layers: int, **fields: Any) -> UpdateWeightFromDiskReqInput:
+    return updating(value, *layers, weight_version=value, **fields)
+
+
+def prepared(replicas: Replicas, request: AnyControlRequest) -> str:
+    """A call that replica 0 has prepared, and replica 1 not yet heard of."""
+    call = replicas.call(request)
+    replicas.turn(0, count=40)
+    return call
+
+
+def start_stream(replicas: Replicas, dp_rank: int) -> str:
+    """A request on a replica that still runs after a hundred turns."""
+    rid = replicas[dp_rank].generate(range(1, 9), max_new_tokens=110)
+    replicas.turn(dp_rank, count=3)
+    return rid
+
+
+def assert_serve(replicas: Replicas, value: int, version: str) -> None:
+    """All replicas, under this version."""
+    assert (replicas.values, replicas.versions) == ([{value}] * 2, [version] * 2)
 
 
 def refused_on(replicas: Replicas, message: str) -> str:
@@ -59,44 +80,35 @@ def refused_on(replicas: Replicas, message: str) -> str:
 
 class TestCommit:
     def test_none_commits_before_all_can_and_generation_goes_on(self, replicas: Replicas) -> None:
-        rid = replicas[0].generate(range(1, 9), max_new_tokens=110)
-        replicas.turn(0, count=3)
-        call = replicas.call(update(7, pause_mode=PauseMode.RETRACT))
-        replicas.turn(0, count=40)
+        rid = start_stream(replicas, 0)
+        call = prepared(replicas, update(7, pause_mode=PauseMode.RETRACT))
         assert replicas[0].values == {0}
         assert len(replicas[0].outputs[rid].token_ids) > 30
         replicas.turn(1, count=40)
         assert call not in replicas.replies
         reply = replicas.answer(call, UpdateWeightsReqOutput)
         assert (reply.weight_version, reply.committed, reply.num_paused_requests) == ("7", True, 1)
-        assert (replicas.values, replicas.versions) == ([{7}, {7}], ["7", "7"])
-        starts = replicas[0].outputs[rid].version_starts
-        assert [version for version, _ in starts] == ["default", "7"]
-        assert len(replicas[0].outputs[rid].token_ids) == 110
+        assert_serve(replicas, 7, "7")
+        output = replicas[0].outputs[rid]
+        assert [version for version, _ in output.version_starts] == ["default", "7"]
+        assert len(output.token_ids) == 110
 
     @pytest.mark.parametrize("step", ["open", "stage", "arrive", "map", "write", "complete", "release"])
     def test_one_that_refuses_is_named_and_none_changes(self, replicas: Replicas, step: str) -> None:
-        request = update(7, manifest={"names": ["layer.0", "layer.1"], "is_sent": step == "arrive"})
+        request = update(7, 0, 1, is_sent=step == "arrive")
         replicas[1].ranks[-1].weights.faults[step] = RequestRejected("cannot be done here")
         call = replicas.call(request)
-        replicas.turn(0, 1, count=200)
+        replicas.turn(0, 1, count=60)
         refusal = replicas.answer(call, Refusal)
         assert (refusal.status, refusal.message) == (400, refused_on(replicas, "cannot be done here"))
-        assert (replicas.values, replicas.versions) == ([{0}, {0}], ["default", "default"])
+        assert_serve(replicas, 0, "default")
         call = replicas.call(request)
-        replicas.turn(0, 1, count=200)
+        replicas.turn(0, 1, count=60)
         assert replicas.answer(call, UpdateWeightsReqOutput).committed
         assert (replicas.values, replicas.versions) == ([{0, 7}, {0, 7}], ["7", "7"])
 
-    def test_what_all_refuse_is_said_once(self, replicas: Replicas) -> None:
-        call = replicas.call(UpdateWeightFromDiskReqInput(model_path="no number"))
-        replicas.turn(0)
-        refusal = replicas.answer(call, Refusal)
-        assert refusal.message == "model_path: expected an integer, got 'no number'"
-
     def test_one_that_waits_for_its_requests_gives_up_at_once(self, replicas: Replicas) -> None:
-        rid = replicas[0].generate(range(1, 9), max_new_tokens=110)
-        replicas.turn(0, count=3)
+        rid = start_stream(replicas, 0)
         replicas[1].weights.faults["write"] = RequestRejected("cannot be done here")
         call = replicas.call(update(7))
         replicas.turn(0, 1, count=40)
@@ -114,24 +126,20 @@ class TestCommit:
         for rank in replicas[0].ranks:
             rank.weights.num_staged = int(is_near)
         replicas[1].ranks[-1].weights.faults["map"] = RequestRejected("cannot be done here")
-        request = update(7, manifest={"is_near": is_near})
-        call = replicas.call(request)
-        replicas.turn(0, count=40)
+        call = prepared(replicas, update(7, is_near=is_near))
         assert replicas[0].values == {0}
         refusal = replicas.answer(call, Refusal)
         assert (refusal.status, refusal.message) == (400, refused_on(replicas, "cannot be done here"))
-        assert (replicas.values, replicas.versions) == ([{0}, {0}], ["default", "default"])
+        assert_serve(replicas, 0, "default")
         assert [replica.can_run for replica in replicas.replicas] == [True, True]
-        assert replicas.apply(request, UpdateWeightsReqOutput).staged is False
-        assert (replicas.values, replicas.versions) == ([{7}, {7}], ["7", "7"])
+        assert replicas.apply(update(7, is_near=is_near), UpdateWeightsReqOutput).staged is False
+        assert_serve(replicas, 7, "7")
 
     def test_stale_weights_stay_so_on_all(self, replicas: Replicas) -> None:
         replicas.call(ReleaseMemoryOccupationReqInput(tags=WEIGHTS))
         replicas.apply(ResumeMemoryOccupationReqInput(), ResumeMemoryOccupationReqOutput)
         replicas[1].weights.faults["write"] = RequestRejected("cannot be done here")
-        call = replicas.call(update(7))
-        replicas.turn(0, count=40)
-        refusal = replicas.answer(call, Refusal)
+        refusal = replicas.answer(prepared(replicas, update(7)), Refusal)
         assert refusal.status == 400
         assert "replica 0: 4 parameters are stale" in refusal.message
         assert not any(replica.can_run for replica in replicas.replicas)
@@ -139,20 +147,19 @@ class TestCommit:
         assert all(replica.can_run for replica in replicas.replicas)
 
     def test_senders_are_heard_to_their_end_where_others_have_refused(self, replicas: Replicas) -> None:
-        senders = [rank.weights.sender for replica in replicas.replicas for rank in replica.ranks]
+        [first, second] = [[rank.weights.sender for rank in each.ranks] for each in replicas.replicas]
         call = replicas.call(UpdateWeightsFromIPCReqInput(zmq_handles={"a": "b"}, weight_version="7"))
         replicas.turn(0, 1)
-        for sender in senders[len(replicas[0].ranks) :]:
+        for sender in second:
             sender.says.append("out of power")
         replicas.turn(1)
-        assert not any(sender.is_left for sender in senders[: len(replicas[0].ranks)])
-        for sender in senders[: len(replicas[0].ranks)]:
+        assert not any(sender.is_left for sender in first)
+        for sender in first:
             sender.says.extend([(7, ["layer.0"]), None])
         replicas.turn(0, 1, count=60)
-        refusal = replicas.answer(call, Refusal)
-        assert "the sender gave up: out of power" in refusal.message
+        assert "the sender gave up: out of power" in replicas.answer(call, Refusal).message
         assert replicas.values == [{0}, {0}]
-        assert all(sender.is_left for sender in senders)
+        assert all(sender.is_left for sender in first + second)
 
     def test_a_commit_that_fails_after_the_verdict_ends_the_rank(self, replicas: Replicas) -> None:
         replicas[1].ranks[-1].weights.faults["commit"] = EngineError("the driver refused")
@@ -161,20 +168,25 @@ class TestCommit:
             replicas.settle()
 
     def test_a_second_update_waits_for_the_verdict_on_the_first(self, replicas: Replicas) -> None:
-        first, second = replicas.call(update(7)), replicas.call(update(8))
-        replicas.turn(0, count=40)
+        first, second = replicas.call(update(7)), prepared(replicas, update(8))
         assert replicas[0].values == {0}
         assert replicas.answer(first, UpdateWeightsReqOutput).weight_version == "7"
         assert replicas.answer(second, UpdateWeightsReqOutput).weight_version == "8"
-        assert (replicas.values, replicas.versions) == ([{8}, {8}], ["8", "8"])
+        assert_serve(replicas, 8, "8")
 
 
 class TestInBetween:
     """An update that is prepared on replica 0, and not yet on replica 1, when something else is asked for."""
 
-    @pytest.mark.parametrize("mode", [None, *PauseMode])
     @pytest.mark.parametrize(
-        ("flush_cache", "was_paused"), [(True, None), (False, PauseMode.IN_PLACE), (True, PauseMode.RETRACT)]
+        ("mode", "flush_cache", "was_paused"),
+        [
+            (None, True, None),
+            (PauseMode.IN_PLACE, False, None),
+            (PauseMode.ABORT, True, None),
+            (PauseMode.WAIT, False, PauseMode.IN_PLACE),
+            (PauseMode.RETRACT, True, PauseMode.RETRACT),
+        ],
     )
     @pytest.mark.parametrize(
         "request_",
@@ -191,25 +203,18 @@ class TestInBetween:
         ids=lambda request: getattr(request, "mode", type(request).__name__),
     )
     def test_all_commit_or_none(
-        self,
-        overlap: None,
-        mode: PauseMode | None,
-        flush_cache: bool,
-        request_: AnyControlRequest,
-        was_paused: PauseMode | None,
+        self, mode: PauseMode | None, flush_cache: bool, request_: Any, was_paused: PauseMode | None
     ) -> None:
         replicas = Replicas()
         rids = [replica.generate(range(1, 9), max_new_tokens=30) for replica in replicas.replicas]
         replicas.turn(0, 1, count=3)
         if was_paused is not None:
             replicas.call(PauseGenerationReqInput(mode=was_paused))
-        updating = replicas.call(update(7, pause_mode=mode, flush_cache=flush_cache))
-        replicas.turn(0, count=60)
-        between = replicas.call(request_)
-        replicas.turn(0, count=60)
+        call = prepared(replicas, update(7, pause_mode=mode, flush_cache=flush_cache))
+        between = prepared(replicas, request_)
         replicas.settle()
-        assert {updating, between} <= replicas.replies.keys()
-        is_done = not isinstance(replicas.replies[updating], Refusal)
+        assert {call, between} <= replicas.replies.keys()
+        is_done = not isinstance(replicas.replies[call], Refusal)
         assert replicas.values == ([{7}, {7}] if is_done else [{0}, {0}])
         assert len(set(replicas.versions)) == 1
         for tidying in (AbortWeightUpdateReqInput(), ResumeMemoryOccupationReqInput()):
@@ -221,64 +226,55 @@ class TestInBetween:
             assert replica.can_run
 
     @pytest.mark.parametrize("keeps_weights", [False, True])
-    def test_a_release_of_the_weights_ends_it_everywhere(self, overlap: None, keeps_weights: bool) -> None:
+    def test_a_release_of_the_weights_ends_it_everywhere(self, keeps_weights: bool) -> None:
         replicas = Replicas(keeps_weights=keeps_weights, num_ranks=2)
-        updating = replicas.call(update(7))
-        replicas.turn(0, count=40)
+        call = prepared(replicas, update(7))
         releasing = replicas.call(ReleaseMemoryOccupationReqInput(tags=WEIGHTS))
         replicas.settle()
-        refusal = replicas.answer(updating, Refusal)
-        assert "the weights were released in between" in refusal.message
+        assert "the weights were released in between" in replicas.answer(call, Refusal).message
         assert replicas.replies[releasing].success
         assert replicas.versions == ["default", "default"]
 
-    def test_a_release_that_one_replica_cannot_do_leaves_the_old_weights_on_both(self, overlap: None) -> None:
+    def test_a_release_that_one_replica_cannot_do_leaves_the_old_weights_on_both(self) -> None:
         replicas = Replicas(has_memory_saver=False)
-        updating = replicas.call(update(7))
-        replicas.turn(0, count=40)
+        call = prepared(replicas, update(7))
         replicas.call(ReleaseMemoryOccupationReqInput(tags=WEIGHTS))
-        refusal = replicas.answer(updating, Refusal)
-        assert "a request that ends it came in between" in refusal.message
+        assert "a request that ends it came in between" in replicas.answer(call, Refusal).message
         assert replicas.values == [{0}, {0}]
 
     def test_a_drain_that_ends_by_a_pause_ends_on_the_replica_that_drains(self, replicas: Replicas) -> None:
-        rid = replicas[1].generate(range(1, 9), max_new_tokens=110)
-        replicas.turn(1, count=3)
-        updating = replicas.call(update(7))
+        rid = start_stream(replicas, 1)
+        call = replicas.call(update(7))
         replicas.turn(0, 1, count=20)
-        assert replicas[1].outputs[rid].finish is None
-        replicas.call(PauseGenerationReqInput(mode=PauseMode.RETRACT))
-        assert replicas.answer(updating, UpdateWeightsReqOutput).committed
-        assert replicas.values == [{7}, {7}]
-        assert replicas[1].outputs[rid].finish is None
-
-    def test_health_is_answered_while_it_waits(self, replicas: Replicas) -> None:
-        rid = replicas[1].generate(range(1, 9), max_new_tokens=110)
-        replicas.turn(1, count=3)
-        replicas.call(update(7))
-        replicas.turn(0, 1, count=10)
         pinging = replicas.call(PingReqInput())
         replicas.turn(0, 1, count=3)
-        assert isinstance(replicas.replies[pinging], PingReqOutput)
+        assert isinstance(replicas.replies[pinging], PingReqOutput), "health is answered meanwhile"
+        assert replicas[1].outputs[rid].finish is None
+        replicas.call(PauseGenerationReqInput(mode=PauseMode.RETRACT))
+        assert replicas.answer(call, UpdateWeightsReqOutput).committed
+        assert replicas.values == [{7}, {7}]
         assert replicas[1].outputs[rid].finish is None
 
 
 class TestDeadlines:
+    def expire(self, replicas: Replicas, call: str, times: int) -> None:
+        """On replica 0, whose answers stay on the way."""
+        for _ in range(times):
+            replicas[0].deliver(Expire(id=call))
+            replicas[0].turn(5)
+
     def test_a_prepared_replica_outlives_its_deadline_once(self, replicas: Replicas) -> None:
-        call = replicas.call(update(7))
-        replicas.turn(0, count=40)
-        replicas[0].deliver(Expire(id=call))
-        replicas.turn(0, count=5)
+        call = prepared(replicas, update(7))
+        self.expire(replicas, call, times=1)
+        replicas.read(0)
         assert call not in replicas.replies
         assert replicas.answer(call, UpdateWeightsReqOutput).committed
         assert replicas.values == [{7}, {7}]
 
     def test_no_verdict_and_it_gives_up_and_so_do_the_others(self, replicas: Replicas) -> None:
-        call = replicas.call(update(7))
-        replicas.turn(0, count=40)
-        for _ in range(2):
-            replicas[0].deliver(Expire(id=call))
-            replicas.turn(0, count=5)
+        call = prepared(replicas, update(7))
+        self.expire(replicas, call, times=2)
+        replicas.read(0)
         refusal = replicas.answer(call, Refusal)
         assert refusal.message.startswith("replica 0: ")
         assert "not told in time" in refusal.message
@@ -289,11 +285,8 @@ class TestDeadlines:
     def test_a_verdict_that_comes_too_late_is_a_failure_that_names_the_replica(
         self, replicas: Replicas
     ) -> None:
-        call = replicas.call(update(7))
-        replicas.turn(0, count=40)
-        for _ in range(2):
-            replicas[0].deliver(Expire(id=call))
-            replicas[0].turn(5)
+        call = prepared(replicas, update(7))
+        self.expire(replicas, call, times=2)
         # Its refusal is still on the way when the other says that it can.
         late, replicas[0].said = replicas[0].said, []
         replicas.turn(1, count=40)
@@ -307,27 +300,24 @@ class TestDeadlines:
         assert replicas.values == [{8}, {8}]
 
     def test_a_deadline_that_one_replica_misses_is_missed_by_all(self, replicas: Replicas) -> None:
-        rid = replicas[1].generate(range(1, 9), max_new_tokens=110)
-        replicas.turn(1, count=3)
+        rid = start_stream(replicas, 1)
         call = replicas.call(update(7))
         replicas.turn(0, 1, count=20)
         for replica in replicas.replicas:
             replica.deliver(Expire(id=call))
         replicas.turn(0, 1, count=10)
-        refusal = replicas.replies[call]
-        assert isinstance(refusal, Refusal)
-        assert refusal.message.startswith("replica 1: the update was given up at its deadline: 1 requests")
+        message = replicas.replies[call].message
+        assert message.startswith("replica 1: the update was given up at its deadline: 1 requests")
         replicas.settle()
         assert replicas[1].outputs[rid].version_starts == [("default", 0)]
         assert replicas.values == [{0}, {0}]
 
     def test_a_rank_that_hangs_at_the_commit_is_named_and_follows(
-        self, overlap: None, monkeypatch: pytest.MonkeyPatch
+        self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(lockstep, "ANSWER_GRACE_S", 0.0)
         replicas = Replicas(num_ranks=2)
-        call = replicas.call(update(7, timeout_s=1.0))
-        replicas.turn(0, count=40)
+        call = prepared(replicas, update(7, timeout_s=1.0))
         replicas.turn(1, count=1)
         while replicas[1].num_waiting == 0:
             replicas.turn(1, count=1)
@@ -337,83 +327,67 @@ class TestDeadlines:
             replicas[1].turn_rank(0)
             replicas.read(1)
         failure = replicas.replies[call]
-        assert isinstance(failure, Refusal)
         assert failure.status == 500
         assert failure.message.startswith("replica 1: rank 1: no answer within")
         assert [outcome["success"] for outcome in failure.fields["replicas"]] == [True, False]
         assert replicas.values == [{7}, {0, 7}]
         replicas.settle()
-        assert (replicas.values, replicas.versions) == ([{7}, {7}], ["7", "7"])
+        assert_serve(replicas, 7, "7")
 
 
 class TestSessions:
-    def begun(self, replicas: Replicas) -> None:
+    @pytest.fixture
+    def begun(self, replicas: Replicas) -> Replicas:
+        """With new weights in a session that is open on all."""
         replicas.apply(BeginWeightUpdateReqInput(timeout_s=1000.0), WeightSessionReqOutput)
         replicas.apply(update(7), UpdateWeightsReqOutput)
+        return replicas
 
-    def test_an_end_is_committed_by_all_together(self, replicas: Replicas) -> None:
-        self.begun(replicas)
-        call = replicas.call(EndWeightUpdateReqInput(weight_version="end"))
-        replicas.turn(0, count=40)
-        assert replicas[0].values == {0}
-        assert replicas.answer(call, UpdateWeightsReqOutput).committed
-        assert (replicas.values, replicas.versions) == ([{7}, {7}], ["end", "end"])
+    def test_an_end_is_committed_by_all_together_and_its_session_does_not_expire_meanwhile(
+        self, begun: Replicas
+    ) -> None:
+        call = prepared(begun, EndWeightUpdateReqInput(weight_version="end"))
+        assert begun[0].values == {0}
+        begun[0].deliver(Expire(id=SESSION))
+        begun.turn(0, count=5)
+        assert begun.answer(call, UpdateWeightsReqOutput).committed
+        assert_serve(begun, 7, "end")
 
-    def test_an_end_that_one_refuses_leaves_the_session_open_on_all(self, replicas: Replicas) -> None:
-        self.begun(replicas)
-        rid = replicas[1].generate(range(1, 9), max_new_tokens=110)
-        replicas.turn(1, count=3)
-        refusal = replicas.refuse(EndWeightUpdateReqInput(pause_mode=PauseMode.IN_PLACE))
+    def test_an_end_that_one_refuses_leaves_the_session_open_on_all(self, begun: Replicas) -> None:
+        rid = start_stream(begun, 1)
+        refusal = begun.refuse(EndWeightUpdateReqInput(pause_mode=PauseMode.IN_PLACE))
         assert refusal.message.startswith("replica 1: 1 requests hold KV")
-        assert replicas.values == [{0}, {0}]
-        reply = replicas.apply(EndWeightUpdateReqInput(pause_mode=PauseMode.RETRACT), UpdateWeightsReqOutput)
-        assert reply.committed
-        assert replicas.values == [{7}, {7}]
-        assert replicas[1].outputs[rid].finish is not None
+        assert begun.values == [{0}, {0}]
+        end = EndWeightUpdateReqInput(pause_mode=PauseMode.RETRACT)
+        assert begun.apply(end, UpdateWeightsReqOutput).committed
+        assert begun.values == [{7}, {7}]
+        assert begun[1].outputs[rid].finish is not None
 
-    def test_a_session_that_is_gone_on_one_is_discarded_on_the_others(self, replicas: Replicas) -> None:
-        self.begun(replicas)
-        replicas[1].deliver(Expire(id="weight-session-0"))
-        replicas.settle()
-        refusal = replicas.refuse(EndWeightUpdateReqInput())
+    def test_a_session_that_is_gone_on_one_is_discarded_on_the_others(self, begun: Replicas) -> None:
+        begun[1].deliver(Expire(id=SESSION))
+        begun.settle()
+        refusal = begun.refuse(EndWeightUpdateReqInput())
         assert "replica 1: no weight update session is open" in refusal.message
         assert refusal.message.endswith("The session was discarded, as others have it")
-        assert replicas.values == [{0}, {0}]
-        self.begun(replicas)
-        replicas.apply(EndWeightUpdateReqInput(), UpdateWeightsReqOutput)
-        assert replicas.values == [{7}, {7}]
+        assert begun.values == [{0}, {0}]
+        begun.apply(BeginWeightUpdateReqInput(), WeightSessionReqOutput)
 
-    def test_a_session_that_is_gone_on_one_takes_no_part(self, replicas: Replicas) -> None:
-        self.begun(replicas)
-        replicas[1].deliver(Expire(id="weight-session-0"))
-        replicas.settle()
-        refusal = replicas.refuse(update(8))
-        assert "a session was open on some replicas only" in refusal.message
-        assert (replicas.values, replicas.versions) == ([{0}, {0}], ["default", "default"])
-        replicas.apply(update(9), UpdateWeightsReqOutput)
-        assert (replicas.values, replicas.versions) == ([{9}, {9}], ["9", "9"])
+    def test_a_session_that_is_gone_on_one_takes_no_part(self, begun: Replicas) -> None:
+        begun[1].deliver(Expire(id=SESSION))
+        begun.settle()
+        assert "a session was open on some replicas only" in begun.refuse(update(8)).message
+        assert_serve(begun, 0, "default")
+        begun.apply(update(9), UpdateWeightsReqOutput)
+        assert_serve(begun, 9, "9")
 
-    def test_a_session_does_not_expire_while_its_end_waits_for_the_verdict(self, replicas: Replicas) -> None:
-        self.begun(replicas)
-        call = replicas.call(EndWeightUpdateReqInput())
-        replicas.turn(0, count=40)
-        replicas[0].deliver(Expire(id="weight-session-0"))
-        replicas.turn(0, count=5)
-        assert replicas.answer(call, UpdateWeightsReqOutput).committed
-        assert replicas.values == [{7}, {7}]
+    def test_an_abort_in_between_ends_it_everywhere(self, begun: Replicas) -> None:
+        call = prepared(begun, EndWeightUpdateReqInput())
+        begun.apply(AbortWeightUpdateReqInput(), WeightSessionReqOutput)
+        assert "aborted by abort_weight_update" in begun.answer(call, Refusal).message
+        assert begun.values == [{0}, {0}]
 
-    def test_an_abort_in_between_ends_it_everywhere(self, replicas: Replicas) -> None:
-        self.begun(replicas)
-        ending = replicas.call(EndWeightUpdateReqInput())
-        replicas.turn(0, count=40)
-        replicas.apply(AbortWeightUpdateReqInput(), WeightSessionReqOutput)
-        assert "aborted by abort_weight_update" in replicas.answer(ending, Refusal).message
-        assert replicas.values == [{0}, {0}]
-
-    def test_a_version_that_is_given_in_between_is_that_of_all(self, replicas: Replicas) -> None:
-        self.begun(replicas)
-        ending = replicas.call(EndWeightUpdateReqInput())
-        replicas.turn(0, count=40)
-        replicas.call(UpdateWeightVersionReqInput(new_version="late"))
-        assert replicas.answer(ending, UpdateWeightsReqOutput).weight_version == "late"
-        assert replicas.versions == ["late", "late"]
+    def test_a_version_that_is_given_in_between_is_that_of_all(self, begun: Replicas) -> None:
+        call = prepared(begun, EndWeightUpdateReqInput())
+        begun.call(UpdateWeightVersionReqInput(new_version="late"))
+        assert begun.answer(call, UpdateWeightsReqOutput).weight_version == "late"
+        assert begun.versions == ["late", "late"]
