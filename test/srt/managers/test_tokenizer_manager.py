@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fixtures.scripted_engine import STATE, Engine, run, start
+from fixtures.scripted_engine import STATE, Engine, run, scripted, start
 from fixtures.tokenizers import byte_level
 
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -51,158 +51,134 @@ async def next_chunk(stream: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- the answer
 
 
-def test_the_answer_has_every_field() -> None:
-    async def script(engine: Engine) -> None:
-        output = RequestOutput(
-            "r",
-            [7, 8, 2],
-            finish=STOP,
-            start=start(),
-            version_starts=[("7", 0), ("8", 2)],
-            kv_versions=["7", "8"],
-            prefill_starts=[("7", 0), ("8", 1)],
-            num_retractions=1,
-        )
-        body = await answer(engine, {"input_ids": [5, 6], "rid": "r"}, output, texts=[" Paris."], version="8")
-        meta = body["meta_info"]
-        assert (body["text"], body["output_ids"]) == (" Paris.", [7, 8, 2])
-        latencies = {name: meta.pop(name) for name in ("e2e_latency", "queue_time", "first_token_latency")}
-        assert latencies["queue_time"] == 0.25
-        assert 0 <= latencies["first_token_latency"] <= latencies["e2e_latency"]
-        assert meta == {
-            "id": "r",
-            "finish_reason": {"type": "stop", "matched": 2},
-            "prompt_tokens": 2,
-            "completion_tokens": 3,
-            "cached_tokens": 1,
-            "reasoning_tokens": 0,
-            "num_retractions": 1,
-            "dp_rank": 0,
-            "weight_version": "8",
-            "weight_versions": [
-                {"version": "7", "start": 0, "end": 2},
-                {"version": "8", "start": 2, "end": 3},
-            ],
-            "kv_weight_versions": ["7", "8"],
-            "prefill_weight_versions": [
-                {"version": "7", "start": 0, "end": 1},
-                {"version": "8", "start": 1, "end": 2},
-            ],
-        }
-        assert set(body) == {"text", "output_ids", "meta_info"}
-
-    run(script)
+@scripted()
+async def test_the_answer_has_every_field(engine: Engine) -> None:
+    output = RequestOutput(
+        "r",
+        [7, 8, 2],
+        finish=STOP,
+        start=start(),
+        version_starts=[("7", 0), ("8", 2)],
+        kv_versions=["7", "8"],
+        prefill_starts=[("7", 0), ("8", 1)],
+        num_retractions=1,
+    )
+    body = await answer(engine, {"input_ids": [5, 6], "rid": "r"}, output, texts=[" Paris."], version="8")
+    meta = body["meta_info"]
+    assert (body["text"], body["output_ids"]) == (" Paris.", [7, 8, 2])
+    latencies = {name: meta.pop(name) for name in ("e2e_latency", "queue_time", "first_token_latency")}
+    assert latencies["queue_time"] == 0.25
+    assert 0 <= latencies["first_token_latency"] <= latencies["e2e_latency"]
+    assert meta == {
+        "id": "r",
+        "finish_reason": {"type": "stop", "matched": 2},
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+        "cached_tokens": 1,
+        "reasoning_tokens": 0,
+        "num_retractions": 1,
+        "dp_rank": 0,
+        "weight_version": "8",
+        "weight_versions": [
+            {"version": "7", "start": 0, "end": 2},
+            {"version": "8", "start": 2, "end": 3},
+        ],
+        "kv_weight_versions": ["7", "8"],
+        "prefill_weight_versions": [
+            {"version": "7", "start": 0, "end": 1},
+            {"version": "8", "start": 1, "end": 2},
+        ],
+    }
+    assert set(body) == {"text", "output_ids", "meta_info"}
 
 
-def test_a_request_that_never_ran_is_answered_in_full() -> None:
-    async def script(engine: Engine) -> None:
-        fields = {"input_ids": [5, 6], "rid": "r", "return_logprob": True, "logprob_start_len": 0}
-        body = await answer(engine, fields, RequestOutput("r", [], finish=ABORT), texts=[""])
-        meta = body["meta_info"]
-        assert (body["text"], body["output_ids"]) == ("", [])
-        assert meta["weight_versions"] == [{"version": "1", "start": 0, "end": 0}]
-        assert meta["finish_reason"] == {
-            "type": "abort",
-            "message": "Aborted by /abort_request",
-            "status_code": None,
-            "err_type": None,
-        }
-        assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (2, 0, 0)
-        assert meta["output_token_logprobs"] == meta["input_token_logprobs"] == []
-        assert meta["queue_time"] == meta["e2e_latency"] == meta["first_token_latency"] > 0
-
-    run(script)
+@scripted()
+async def test_a_request_that_never_ran_is_answered_in_full(engine: Engine) -> None:
+    fields = {"input_ids": [5, 6], "rid": "r", "return_logprob": True, "logprob_start_len": 0}
+    body = await answer(engine, fields, RequestOutput("r", [], finish=ABORT), texts=[""])
+    meta = body["meta_info"]
+    assert (body["text"], body["output_ids"]) == ("", [])
+    assert meta["weight_versions"] == [{"version": "1", "start": 0, "end": 0}]
+    assert meta["finish_reason"] == {
+        "type": "abort",
+        "message": "Aborted by /abort_request",
+        "status_code": None,
+        "err_type": None,
+    }
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (2, 0, 0)
+    assert meta["output_token_logprobs"] == meta["input_token_logprobs"] == []
+    assert meta["queue_time"] == meta["e2e_latency"] == meta["first_token_latency"] > 0
 
 
-def test_logprobs() -> None:
-    async def script(engine: Engine) -> None:
-        fields = {
-            "input_ids": [5, 6],
-            "rid": "r",
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "top_logprobs_num": 2,
-            "token_ids_logprob": [9, 8],
-            "return_text_in_logprobs": True,
-            "return_prompt_token_ids": True,
-        }
-        predicted = TokenLogprobs(6, -1.5, [(-0.25, 4), (-1.5, 6)], [-9.0, -8.0])
-        output = RequestOutput(
-            "r",
-            [7],
-            finish=LENGTH,
-            start=start(input_logprobs=[TokenLogprobs(5, None), predicted]),
-            logprobs=[TokenLogprobs(7, 0.0, [(0.0, 7), (-float("inf"), 3)], [float("-inf"), -2.0])],
-        )
-        body = await answer(engine, fields, output)
-        meta = body["meta_info"]
-        text = {token_id: byte_level().decode([token_id]) for token_id in range(10)}
-        lowest = -3.4028234663852886e38
-        assert body["prompt_token_ids"] == [5, 6]
-        assert meta["output_token_logprobs"] == [(0.0, 7, text[7])]
-        assert meta["output_top_logprobs"] == [[(0.0, 7, text[7]), (lowest, 3, text[3])]]
-        assert meta["output_token_ids_logprobs"] == [[(lowest, 9, text[9]), (-2.0, 8, text[8])]]
-        assert meta["output_token_logprobs_length"] == 1
-        assert meta["input_token_logprobs"] == [(None, 5, text[5]), (-1.5, 6, text[6])]
-        assert meta["input_top_logprobs"] == [None, [(-0.25, 4, text[4]), (-1.5, 6, text[6])]]
-        assert meta["input_token_ids_logprobs"] == [None, [(-9.0, 9, text[9]), (-8.0, 8, text[8])]]
-        assert isinstance(meta["output_token_logprobs"][0][0], float)
-
-    run(script)
-
-
-def test_texts_are_null_and_lists_are_absent_unless_asked_for() -> None:
-    async def script(engine: Engine) -> None:
-        output = RequestOutput("r", [7], finish=LENGTH, start=start(), logprobs=[TokenLogprobs(7, -1.0)])
-        meta = (await answer(engine, {"input_ids": [5], "rid": "r", "return_logprob": True}, output))[
-            "meta_info"
-        ]
-        assert meta["output_token_logprobs"] == [(-1.0, 7, None)]
-        assert not [name for name in meta if "top" in name or "ids_logprobs" in name]
-
-    run(script)
+@scripted()
+async def test_logprobs(engine: Engine) -> None:
+    fields = {
+        "input_ids": [5, 6],
+        "rid": "r",
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "token_ids_logprob": [9, 8],
+        "return_text_in_logprobs": True,
+        "return_prompt_token_ids": True,
+    }
+    predicted = TokenLogprobs(6, -1.5, [(-0.25, 4), (-1.5, 6)], [-9.0, -8.0])
+    output = RequestOutput(
+        "r",
+        [7],
+        finish=LENGTH,
+        start=start(input_logprobs=[TokenLogprobs(5, None), predicted]),
+        logprobs=[TokenLogprobs(7, 0.0, [(0.0, 7), (-float("inf"), 3)], [float("-inf"), -2.0])],
+    )
+    body = await answer(engine, fields, output)
+    meta = body["meta_info"]
+    text = {token_id: byte_level().decode([token_id]) for token_id in range(10)}
+    lowest = -3.4028234663852886e38
+    assert body["prompt_token_ids"] == [5, 6]
+    assert meta["output_token_logprobs"] == [(0.0, 7, text[7])]
+    assert meta["output_top_logprobs"] == [[(0.0, 7, text[7]), (lowest, 3, text[3])]]
+    assert meta["output_token_ids_logprobs"] == [[(lowest, 9, text[9]), (-2.0, 8, text[8])]]
+    assert meta["output_token_logprobs_length"] == 1
+    assert meta["input_token_logprobs"] == [(None, 5, text[5]), (-1.5, 6, text[6])]
+    assert meta["input_top_logprobs"] == [None, [(-0.25, 4, text[4]), (-1.5, 6, text[6])]]
+    assert meta["input_token_ids_logprobs"] == [None, [(-9.0, 9, text[9]), (-8.0, 8, text[8])]]
+    assert isinstance(meta["output_token_logprobs"][0][0], float)
+    # Texts are null and lists are absent unless they are asked for.
+    fields = {"input_ids": [5], "rid": "r", "return_logprob": True}
+    output = RequestOutput("r", [7], finish=LENGTH, start=start(), logprobs=[TokenLogprobs(7, -1.0)])
+    meta = (await answer(engine, fields, output))["meta_info"]
+    assert meta["output_token_logprobs"] == [(-1.0, 7, None)]
+    assert not [name for name in meta if "top" in name or "ids_logprobs" in name]
 
 
-def test_without_a_tokenizer_there_is_no_text() -> None:
-    async def script(engine: Engine) -> None:
-        generation = await engine.manager.prepare({"input_ids": [5], "rid": "r"})
-        output = RequestOutput("r", [7], finish=LENGTH, start=start())
-        await engine.send_message(TokenOutput(weight_version="1", outputs=[output]))
-        body = await generation.result()
-        assert isinstance(body, dict)
-        assert body["output_ids"] == [7]
-        assert "text" not in body
-
-    run(script, has_tokenizer=False)
+@scripted(has_tokenizer=False)
+async def test_without_a_tokenizer_there_is_no_text(engine: Engine) -> None:
+    generation = await engine.manager.prepare({"input_ids": [5], "rid": "r"})
+    output = RequestOutput("r", [7], finish=LENGTH, start=start())
+    await engine.send_message(TokenOutput(weight_version="1", outputs=[output]))
+    body = await generation.result()
+    assert isinstance(body, dict)
+    assert body["output_ids"] == [7]
+    assert "text" not in body
 
 
-def test_a_batch_is_answered_in_order_and_only_when_whole() -> None:
-    async def script(engine: Engine) -> None:
-        generation = await engine.manager.prepare(
-            {"input_ids": [[5], [6]], "rid": "r", "sampling_params": {"n": 2}}
-        )
-        sent = await engine.received(4)
-        assert [message.rid for message in sent] == ["r_0", "r_1", "r_2", "r_3"]
-        result = asyncio.create_task(generation.result())
-        for index in (3, 1, 0):
-            await engine.send(RequestOutput(f"r_{index}", [index], finish=LENGTH, start=start()))
-        assert not result.done()
-        await engine.send(RequestOutput("r_2", [2], finish=LENGTH, start=start()))
-        assert [(body["output_ids"], "index" in body) for body in await result] == [
-            ([index], False) for index in range(4)
-        ]
-
-    run(script)
-
-
-def test_a_batch_of_one_is_answered_with_a_list() -> None:
-    async def script(engine: Engine) -> None:
-        body = await answer(
-            engine, {"input_ids": [[5]], "rid": ["r"]}, RequestOutput("r", [1], finish=LENGTH)
-        )
-        assert [one["output_ids"] for one in body] == [[1]]
-
-    run(script)
+@scripted()
+async def test_a_batch_is_answered_in_order_and_only_when_whole(engine: Engine) -> None:
+    generation = await engine.manager.prepare(
+        {"input_ids": [[5], [6]], "rid": "r", "sampling_params": {"n": 2}}
+    )
+    sent = await engine.received(4)
+    assert [message.rid for message in sent] == ["r_0", "r_1", "r_2", "r_3"]
+    result = asyncio.create_task(generation.result())
+    for index in (3, 1, 0):
+        await engine.send(RequestOutput(f"r_{index}", [index], finish=LENGTH, start=start()))
+    assert not result.done()
+    await engine.send(RequestOutput("r_2", [2], finish=LENGTH, start=start()))
+    assert [(body["output_ids"], "index" in body) for body in await result] == [
+        ([index], False) for index in range(4)
+    ]
+    body = await answer(engine, {"input_ids": [[5]], "rid": ["s"]}, RequestOutput("s", [1], finish=LENGTH))
+    assert [one["output_ids"] for one in body] == [[1]], "a batch of one is a batch"
 
 
 # ------------------------------------------------------------------------------------------------- streams
@@ -240,38 +216,34 @@ async def two_chunks(engine: Engine) -> list[dict[str, Any]]:
     return chunks
 
 
-def test_a_cumulative_stream_repeats_what_was_there() -> None:
-    async def script(engine: Engine) -> None:
-        first, last = await two_chunks(engine)
-        assert (first["text"], first["output_ids"]) == ("a", [7])
-        assert (last["text"], last["output_ids"]) == ("abc", [7, 8, 9])
-        meta = first["meta_info"]
-        assert meta["finish_reason"] is None
-        assert meta["output_token_logprobs"] == [(-1.0, 7, None)]
-        assert meta["weight_versions"] == [{"version": "1", "start": 0, "end": 1}]
-        assert "e2e_latency" not in meta
-        meta = last["meta_info"]
-        assert [triple[1] for triple in meta["output_token_logprobs"]] == [7, 8, 9]
-        assert meta["input_token_logprobs"] == first["meta_info"]["input_token_logprobs"] == [(None, 6, None)]
-        assert meta["weight_versions"][1] == {"version": "2", "start": 2, "end": 3}
-        assert {"e2e_latency", "queue_time", "first_token_latency"} <= set(meta)
-        assert "index" not in first
-
-    run(script)
+@scripted()
+async def test_a_cumulative_stream_repeats_what_was_there(engine: Engine) -> None:
+    first, last = await two_chunks(engine)
+    assert (first["text"], first["output_ids"]) == ("a", [7])
+    assert (last["text"], last["output_ids"]) == ("abc", [7, 8, 9])
+    meta = first["meta_info"]
+    assert meta["finish_reason"] is None
+    assert meta["output_token_logprobs"] == [(-1.0, 7, None)]
+    assert meta["weight_versions"] == [{"version": "1", "start": 0, "end": 1}]
+    assert "e2e_latency" not in meta
+    meta = last["meta_info"]
+    assert [triple[1] for triple in meta["output_token_logprobs"]] == [7, 8, 9]
+    assert meta["input_token_logprobs"] == first["meta_info"]["input_token_logprobs"] == [(None, 6, None)]
+    assert meta["weight_versions"][1] == {"version": "2", "start": 2, "end": 3}
+    assert {"e2e_latency", "queue_time", "first_token_latency"} <= set(meta)
+    assert "index" not in first
 
 
-def test_an_incremental_stream_holds_what_is_new() -> None:
-    async def script(engine: Engine) -> None:
-        first, last = await two_chunks(engine)
-        assert (last["text"], last["output_ids"]) == ("bc", [8, 9])
-        meta = last["meta_info"]
-        assert [triple[1] for triple in meta["output_token_logprobs"]] == [8, 9]
-        assert (meta["completion_tokens"], meta["output_token_logprobs_length"]) == (3, 3)
-        assert [span["end"] for span in meta["weight_versions"]] == [2, 3]
-        assert first["meta_info"]["input_token_logprobs"] == [(None, 6, None)]
-        assert "input_token_logprobs" not in meta
-
-    run(script, incremental=True)
+@scripted(incremental=True)
+async def test_an_incremental_stream_holds_what_is_new(engine: Engine) -> None:
+    first, last = await two_chunks(engine)
+    assert (last["text"], last["output_ids"]) == ("bc", [8, 9])
+    meta = last["meta_info"]
+    assert [triple[1] for triple in meta["output_token_logprobs"]] == [8, 9]
+    assert (meta["completion_tokens"], meta["output_token_logprobs_length"]) == (3, 3)
+    assert [span["end"] for span in meta["weight_versions"]] == [2, 3]
+    assert first["meta_info"]["input_token_logprobs"] == [(None, 6, None)]
+    assert "input_token_logprobs" not in meta
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -289,142 +261,122 @@ def test_chunks_that_a_slow_reader_left_lying_become_one(incremental: bool) -> N
     run(script, incremental=incremental)
 
 
-def test_a_batch_streams_with_the_index_of_each_output() -> None:
-    async def script(engine: Engine) -> None:
-        stream = (
-            await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": True})
-        ).stream()
-        await engine.send(RequestOutput("r_1", [1], start=start()))
-        assert (await next_chunk(stream))["index"] == 1
-        await engine.send(RequestOutput("r_0", [0], finish=LENGTH), RequestOutput("r_1", [2], finish=LENGTH))
-        chunks = {chunk["index"]: chunk["output_ids"] async for chunk in stream}
-        assert chunks == {0: [0], 1: [1, 2]}
-
-    run(script)
+@scripted()
+async def test_a_batch_streams_with_the_index_of_each_output(engine: Engine) -> None:
+    stream = (await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": True})).stream()
+    await engine.send(RequestOutput("r_1", [1], start=start()))
+    assert (await next_chunk(stream))["index"] == 1
+    await engine.send(RequestOutput("r_0", [0], finish=LENGTH), RequestOutput("r_1", [2], finish=LENGTH))
+    chunks = {chunk["index"]: chunk["output_ids"] async for chunk in stream}
+    assert chunks == {0: [0], 1: [1, 2]}
 
 
-def test_generate_serves_streams_and_whole_answers_alike() -> None:
-    async def script(engine: Engine) -> None:
-        async def collect(fields: dict[str, Any]) -> list[Any]:
-            return [chunk async for chunk in engine.manager.generate(fields)]
+@scripted()
+async def test_generate_serves_streams_and_whole_answers_alike(engine: Engine) -> None:
+    async def collect(fields: dict[str, Any]) -> list[Any]:
+        return [chunk async for chunk in engine.manager.generate(fields)]
 
-        for stream in (False, True):
-            task = asyncio.create_task(collect({"input_ids": [5], "rid": "r", "stream": stream}))
-            await asyncio.sleep(0)
-            await engine.send(RequestOutput("r", [1], finish=LENGTH))
-            assert [chunk["output_ids"] for chunk in await task] == [[1]]
-
-    run(script)
+    for stream in (False, True):
+        task = asyncio.create_task(collect({"input_ids": [5], "rid": "r", "stream": stream}))
+        await asyncio.sleep(0)
+        await engine.send(RequestOutput("r", [1], finish=LENGTH))
+        assert [chunk["output_ids"] for chunk in await task] == [[1]]
 
 
 # ------------------------------------------------------------------------------ aborts, limits and rejections
 
 
-def test_a_refused_request_sends_nothing() -> None:
-    async def script(engine: Engine) -> None:
-        with pytest.raises(RequestRejected, match="vocabulary"):
-            await engine.manager.prepare({"input_ids": [[5], [5000]]})
-        assert engine.nothing_sent()
-        assert engine.manager.num_live == 0
-
-    run(script)
+@scripted()
+async def test_a_refused_request_sends_nothing(engine: Engine) -> None:
+    with pytest.raises(RequestRejected, match="vocabulary"):
+        await engine.manager.prepare({"input_ids": [[5], [5000]]})
+    assert engine.nothing_sent()
+    assert engine.manager.num_live == 0
 
 
 @pytest.mark.parametrize("second", ["r", "r_1", ["x", "r"]])
-def test_a_rid_is_taken_until_its_last_output(second: Any) -> None:
-    async def script(engine: Engine) -> None:
-        generation = await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r"})
-        again = {"input_ids": [5] if isinstance(second, str) else [[5], [6]], "rid": second}
-        with pytest.raises(RequestRejected, match="still running"):
-            await engine.manager.prepare(again)
-        await engine.send(*(RequestOutput(f"r_{index}", [1], finish=LENGTH) for index in (0, 1)))
-        await generation.result()
-        (await engine.manager.prepare(again)).close()
-
-    run(script)
+@scripted()
+async def test_a_rid_is_taken_until_its_last_output(engine: Engine, second: Any) -> None:
+    generation = await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r"})
+    again = {"input_ids": [5] if isinstance(second, str) else [[5], [6]], "rid": second}
+    with pytest.raises(RequestRejected, match="still running"):
+        await engine.manager.prepare(again)
+    await engine.send(*(RequestOutput(f"r_{index}", [1], finish=LENGTH) for index in (0, 1)))
+    await generation.result()
+    (await engine.manager.prepare(again)).close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reader_that_goes_away_aborts_what_is_still_to_come(stream: bool) -> None:
-    async def script(engine: Engine) -> None:
-        generation = await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
-        await engine.received(2)
-        await engine.send(RequestOutput("r_0", [1], finish=LENGTH, start=start()))
-        if stream:
-            chunks = generation.stream()
-            await anext(chunks)
-            await chunks.aclose()
-        else:
-            task = asyncio.create_task(generation.result())
-            await asyncio.sleep(0)
-            task.cancel()
-        (abort,) = await engine.received()
-        assert isinstance(abort, AbortGeneration)
-        assert abort.rid == "r_1"
-        generation.close()
-        assert engine.nothing_sent()
-
-    run(script)
+@scripted()
+async def test_a_reader_that_goes_away_aborts_what_is_still_to_come(engine: Engine, stream: bool) -> None:
+    generation = await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
+    await engine.received(2)
+    await engine.send(RequestOutput("r_0", [1], finish=LENGTH, start=start()))
+    if stream:
+        chunks = generation.stream()
+        await anext(chunks)
+        await chunks.aclose()
+    else:
+        task = asyncio.create_task(generation.result())
+        await asyncio.sleep(0)
+        task.cancel()
+    (abort,) = await engine.received()
+    assert isinstance(abort, AbortGeneration)
+    assert abort.rid == "r_1"
+    generation.close()
+    assert engine.nothing_sent()
 
 
-def test_late_outputs_of_an_abandoned_request_do_not_reach_the_next_of_its_name() -> None:
-    async def script(engine: Engine) -> None:
-        (await engine.manager.prepare({"input_ids": [5], "rid": "r"})).close()
-        with pytest.raises(RequestRejected, match="still running"):
-            await engine.manager.prepare({"input_ids": [5], "rid": "r"})
-        await engine.send(RequestOutput("r", [1], start=start()))
-        await engine.send(RequestOutput("r", [2], finish=ABORT))
-        assert engine.manager.num_live == 0
-        body = await answer(engine, {"input_ids": [5], "rid": "r"}, RequestOutput("r", [3], finish=LENGTH))
-        assert body["output_ids"] == [3]
-
-    run(script)
+@scripted()
+async def test_late_outputs_of_an_abandoned_request_do_not_reach_the_next_of_its_name(engine: Engine) -> None:
+    (await engine.manager.prepare({"input_ids": [5], "rid": "r"})).close()
+    with pytest.raises(RequestRejected, match="still running"):
+        await engine.manager.prepare({"input_ids": [5], "rid": "r"})
+    await engine.send(RequestOutput("r", [1], start=start()))
+    await engine.send(RequestOutput("r", [2], finish=ABORT))
+    assert engine.manager.num_live == 0
+    body = await answer(engine, {"input_ids": [5], "rid": "r"}, RequestOutput("r", [3], finish=LENGTH))
+    assert body["output_ids"] == [3]
 
 
-def test_a_timeout_aborts_and_keeps_the_tokens_so_far() -> None:
-    async def script(engine: Engine) -> None:
-        generation = await engine.manager.prepare({"input_ids": [5], "rid": "r", "timeout_s": 0.01})
-        request, abort = await engine.received() + await engine.received()
-        assert isinstance(request, TokenizedGenerateReqInput)
-        assert isinstance(abort, AbortGeneration)
-        assert "timeout" in abort.message
-        reason = FinishReason("abort", message=abort.message)
-        await engine.send(RequestOutput("r", [1, 2], finish=reason, start=start()))
-        body = await generation.result()
-        assert isinstance(body, dict)
-        assert body["output_ids"] == [1, 2]
-        assert body["meta_info"]["finish_reason"]["message"] == abort.message
-
-    run(script)
+@scripted()
+async def test_a_timeout_aborts_and_keeps_the_tokens_so_far(engine: Engine) -> None:
+    generation = await engine.manager.prepare({"input_ids": [5], "rid": "r", "timeout_s": 0.01})
+    request, abort = await engine.received() + await engine.received()
+    assert isinstance(request, TokenizedGenerateReqInput)
+    assert isinstance(abort, AbortGeneration)
+    assert "timeout" in abort.message
+    reason = FinishReason("abort", message=abort.message)
+    await engine.send(RequestOutput("r", [1, 2], finish=reason, start=start()))
+    body = await generation.result()
+    assert isinstance(body, dict)
+    assert body["output_ids"] == [1, 2]
+    assert body["meta_info"]["finish_reason"]["message"] == abort.message
 
 
-def test_a_request_that_ends_in_time_is_not_aborted() -> None:
-    async def script(engine: Engine) -> None:
-        fields = {"input_ids": [5], "rid": "r", "timeout_s": 0.02}
-        await answer(engine, fields, RequestOutput("r", [1], finish=LENGTH))
-        await engine.received()
-        await asyncio.sleep(0.05)
-        assert engine.nothing_sent()
-
-    run(script)
+@scripted()
+async def test_a_request_that_ends_in_time_is_not_aborted(engine: Engine) -> None:
+    fields = {"input_ids": [5], "rid": "r", "timeout_s": 0.02}
+    await answer(engine, fields, RequestOutput("r", [1], finish=LENGTH))
+    await engine.received()
+    await asyncio.sleep(0.05)
+    assert engine.nothing_sent()
 
 
 @pytest.mark.parametrize(("status", "kind"), [(503, RequestRejected), (500, EngineError)])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_abort_by_the_engine_is_an_error_and_ends_the_batch(
-    status: int, kind: type[Exception], stream: bool
+@scripted()
+async def test_an_abort_by_the_engine_is_an_error_and_ends_the_batch(
+    engine: Engine, status: int, kind: type[Exception], stream: bool
 ) -> None:
-    async def script(engine: Engine) -> None:
-        generation = await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
-        await engine.received(2)
-        reason = FinishReason("abort", message="the queue is full", status_code=status)
-        await engine.send(RequestOutput("r_1", [], finish=reason))
-        with pytest.raises(kind, match="the queue is full") as caught:
-            await drain(generation)
-        assert getattr(caught.value, "status", 500) == status
-        assert [message.rid for message in await engine.received()] == ["r_0"]
-
-    run(script)
+    generation = await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
+    await engine.received(2)
+    reason = FinishReason("abort", message="the queue is full", status_code=status)
+    await engine.send(RequestOutput("r_1", [], finish=reason))
+    with pytest.raises(kind, match="the queue is full") as caught:
+        await drain(generation)
+    assert getattr(caught.value, "status", 500) == status
+    assert [message.rid for message in await engine.received()] == ["r_0"]
 
 
 async def drain(generation: LiveGeneration) -> Any:
@@ -433,101 +385,89 @@ async def drain(generation: LiveGeneration) -> Any:
     )
 
 
-def test_an_abort_by_rid_reaches_every_output_of_its_batch() -> None:
-    async def script(engine: Engine) -> None:
-        await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "batch"})
-        await engine.received(2)
-        for rid, expected in [
-            ("batch", ["batch_0", "batch_1"]),
-            ("batch_1", ["batch_1"]),
-            (["batch", "unknown"], ["batch_0", "batch_1", "unknown"]),
-            ("bat", ["bat"]),
-        ]:
-            task = asyncio.create_task(engine.manager.control(AbortReq(rid=rid, report=True)))
-            (call,) = await engine.received()
-            assert isinstance(call, ControlCall)
-            assert call.request == AbortReq(rid=expected, report=True)
-            await engine.send_message(
-                ControlReply(id=call.id, reply=AbortReqOutput(changed=True, num_aborted=1))
-            )
-            assert isinstance(await task, AbortReqOutput)
-
-    run(script)
+@scripted()
+async def test_an_abort_by_rid_reaches_every_output_of_its_batch(engine: Engine) -> None:
+    await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "batch"})
+    await engine.received(2)
+    for rid, expected in [
+        ("batch", ["batch_0", "batch_1"]),
+        ("batch_1", ["batch_1"]),
+        (["batch", "unknown"], ["batch_0", "batch_1", "unknown"]),
+        ("bat", ["bat"]),
+    ]:
+        task = asyncio.create_task(engine.manager.control(AbortReq(rid=rid, report=True)))
+        (call,) = await engine.received()
+        assert isinstance(call, ControlCall)
+        assert call.request == AbortReq(rid=expected, report=True)
+        await engine.send_message(ControlReply(id=call.id, reply=AbortReqOutput(changed=True, num_aborted=1)))
+        assert isinstance(await task, AbortReqOutput)
 
 
 # ------------------------------------------------------------------------------------- control and failure
 
 
-def test_control_replies_and_state_reports() -> None:
-    async def script(engine: Engine) -> None:
-        task = asyncio.create_task(engine.manager.control(PingReqInput()))
-        (call,) = await engine.received()
-        await engine.send_message(STATE)
-        assert not task.done()
-        await engine.send_message(ControlReply(id=call.id, reply=PingReqOutput()))
-        assert await task == PingReqOutput()
-        assert engine.manager.state == STATE
-
-    run(script)
+@scripted()
+async def test_control_replies_and_state_reports(engine: Engine) -> None:
+    task = asyncio.create_task(engine.manager.control(PingReqInput()))
+    (call,) = await engine.received()
+    await engine.send_message(STATE)
+    assert not task.done()
+    await engine.send_message(ControlReply(id=call.id, reply=PingReqOutput()))
+    assert await task == PingReqOutput()
+    assert engine.manager.state == STATE
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_dead_engine_ends_everything_that_waits_and_everything_to_come(stream: bool) -> None:
-    async def script(engine: Engine) -> None:
-        manager = engine.manager
-        generation = await manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
-        tasks = [asyncio.create_task(drain(generation)), asyncio.create_task(manager.control(PingReqInput()))]
-        await asyncio.sleep(0)
-        manager.fail("the scheduler died: SIGKILL")
-        manager.fail("and then the rest of it")
-        for task in (*tasks, manager.control(PingReqInput())):
-            with pytest.raises(EngineError, match="SIGKILL"):
-                await task
+@scripted()
+async def test_a_dead_engine_ends_everything_that_waits_and_everything_to_come(
+    engine: Engine, stream: bool
+) -> None:
+    manager = engine.manager
+    generation = await manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
+    tasks = [asyncio.create_task(drain(generation)), asyncio.create_task(manager.control(PingReqInput()))]
+    await asyncio.sleep(0)
+    manager.fail("the scheduler died: SIGKILL")
+    manager.fail("and then the rest of it")
+    for task in (*tasks, manager.control(PingReqInput())):
         with pytest.raises(EngineError, match="SIGKILL"):
-            await manager.prepare({"input_ids": [5]})
-        await engine.received(3)
-        assert engine.nothing_sent()
-
-    run(script)
-
-
-def test_an_answer_that_was_complete_survives_the_engine() -> None:
-    async def script(engine: Engine) -> None:
-        generation = await engine.manager.prepare({"input_ids": [5], "rid": "r"})
-        await engine.send(RequestOutput("r", [1], finish=LENGTH))
-        engine.manager.fail("the scheduler died")
-        body = await generation.result()
-        assert isinstance(body, dict)
-        assert body["output_ids"] == [1]
-
-    run(script)
-
-
-def test_closing_ends_what_waits_and_may_be_repeated() -> None:
-    async def script(engine: Engine) -> None:
-        task = asyncio.create_task((await engine.manager.prepare({"input_ids": [5]})).result())
-        await asyncio.sleep(0)
-        await engine.manager.close()
-        with pytest.raises(EngineError, match="shut down"):
             await task
-        await engine.manager.close()
+    with pytest.raises(EngineError, match="SIGKILL"):
+        await manager.prepare({"input_ids": [5]})
+    await engine.received(3)
+    assert engine.nothing_sent()
 
-    run(script)
+
+@scripted()
+async def test_an_answer_that_was_complete_survives_the_engine(engine: Engine) -> None:
+    generation = await engine.manager.prepare({"input_ids": [5], "rid": "r"})
+    await engine.send(RequestOutput("r", [1], finish=LENGTH))
+    engine.manager.fail("the scheduler died")
+    body = await generation.result()
+    assert isinstance(body, dict)
+    assert body["output_ids"] == [1]
+
+
+@scripted()
+async def test_closing_ends_what_waits_and_may_be_repeated(engine: Engine) -> None:
+    task = asyncio.create_task((await engine.manager.prepare({"input_ids": [5]})).result())
+    await asyncio.sleep(0)
+    await engine.manager.close()
+    with pytest.raises(EngineError, match="shut down"):
+        await task
+    await engine.manager.close()
 
 
 class Nonsense(msgspec.Struct, tag=True):
     pass
 
 
-def test_a_message_that_cannot_be_read_fails_loudly() -> None:
-    async def script(engine: Engine) -> None:
-        task = asyncio.create_task(engine.manager.control(PingReqInput()))
-        await engine.received()
-        engine._outbox.send(Nonsense())
-        with pytest.raises(EngineError, match="Nonsense"):
-            await task
-
-    run(script)
+@scripted()
+async def test_a_message_that_cannot_be_read_fails_loudly(engine: Engine) -> None:
+    task = asyncio.create_task(engine.manager.control(PingReqInput()))
+    await engine.received()
+    engine._outbox.send(Nonsense())
+    with pytest.raises(EngineError, match="Nonsense"):
+        await task
 
 
 # ----------------------------------------------------------------------------------------- several replicas
@@ -537,24 +477,20 @@ def in_turn(outputs: Sequence[TokenizedGenerateReqInput]) -> list[TokenizedGener
     return [msgspec.structs.replace(output, dp_rank=index) for index, output in enumerate(outputs)]
 
 
-def test_outputs_are_placed_before_they_are_sent() -> None:
-    async def script(engine: Engine) -> None:
-        await engine.manager.prepare({"input_ids": [[5], [6]]})
-        assert [message.dp_rank for message in await engine.received(2)] == [0, 1]
-
-    run(script, num_replicas=2, place=in_turn)
+@scripted(num_replicas=2, place=in_turn)
+async def test_outputs_are_placed_before_they_are_sent(engine: Engine) -> None:
+    await engine.manager.prepare({"input_ids": [[5], [6]]})
+    assert [message.dp_rank for message in await engine.received(2)] == [0, 1]
 
 
-def test_the_state_is_that_of_all_replicas_once_each_has_spoken() -> None:
-    async def script(engine: Engine) -> None:
-        await engine.send_message(STATE)
-        assert engine.manager.state is None
-        other = msgspec.structs.replace(STATE, dp_rank=1, weight_version="2", can_run=False, reason="asleep")
-        await engine.send_message(other)
-        state = engine.manager.state
-        assert state is not None
-        assert (state.weight_version, state.reason) == ("mixed: 1, 2", "replica 1: asleep")
-        await engine.send_message(msgspec.structs.replace(STATE, dp_rank=1))
-        assert engine.manager.state == STATE
-
-    run(script, num_replicas=2)
+@scripted(num_replicas=2)
+async def test_the_state_is_that_of_all_replicas_once_each_has_spoken(engine: Engine) -> None:
+    await engine.send_message(STATE)
+    assert engine.manager.state is None
+    other = msgspec.structs.replace(STATE, dp_rank=1, weight_version="2", can_run=False, reason="asleep")
+    await engine.send_message(other)
+    state = engine.manager.state
+    assert state is not None
+    assert (state.weight_version, state.reason) == ("mixed: 1, 2", "replica 1: asleep")
+    await engine.send_message(msgspec.structs.replace(STATE, dp_rank=1))
+    assert engine.manager.state == STATE

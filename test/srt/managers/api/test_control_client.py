@@ -1,10 +1,13 @@
 """Control calls: each caller gets its own reply, whatever happens to the others."""
 
+from __future__ import annotations
+
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from fixtures.scripted_engine import as_tests
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
@@ -17,7 +20,6 @@ from ebbtide.srt.managers.io_struct import (
     PingReqInput,
     PingReqOutput,
     Refusal,
-    Reply,
 )
 
 
@@ -26,100 +28,78 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.calls: list[ControlCall] = []
+        self.client = ControlClient(self)
 
     def send(self, message: ControlCall) -> None:
         self.calls.append(message)
 
-
-async def begin(client: ControlClient, request: AnyControlRequest, **more: Any) -> asyncio.Task[Reply]:
-    task = asyncio.create_task(client.call(request, **more))
-    await asyncio.sleep(0)
-    return task
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 30))
-
-
-def answer(client: ControlClient, call: ControlCall, reply: Any) -> None:
-    client.resolve(ControlReply(id=call.id, reply=reply))
-
-
-def test_replies_find_their_callers_in_any_order() -> None:
-    async def test() -> None:
-        client = ControlClient(scheduler := Scheduler())
-        tasks = [await begin(client, ContinueGenerationReqInput()) for _ in range(5)]
-        for number in (3, 0, 4, 1, 2):
-            answer(
-                client,
-                scheduler.calls[number],
-                ContinueGenerationReqOutput(changed=True, message=str(number)),
-            )
-        assert [(await task).message for task in tasks] == list("01234")
-
-    run(test())
-
-
-def test_a_caller_that_goes_away_neither_cancels_its_request_nor_takes_another_s_reply() -> None:
-    async def test() -> None:
-        client = ControlClient(scheduler := Scheduler())
-        gone = await begin(client, ContinueGenerationReqInput())
-        waiting = await begin(client, PingReqInput())
-        gone.cancel()
+    async def begin(self, request: AnyControlRequest, **more: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(self.client.call(request, **more))
         await asyncio.sleep(0)
-        assert len(scheduler.calls) == 2
-        answer(client, scheduler.calls[0], ContinueGenerationReqOutput(changed=True))
-        answer(client, scheduler.calls[1], PingReqOutput())
-        assert isinstance(await waiting, PingReqOutput)
+        return task
 
-    run(test())
+    def answer(self, number: int, reply: Any) -> None:
+        self.client.resolve(ControlReply(id=self.calls[number].id, reply=reply))
 
 
-@pytest.mark.parametrize("status", [400, 409])
-def test_a_refusal_raises_with_its_fields(status: int) -> None:
-    async def test() -> None:
-        client = ControlClient(scheduler := Scheduler())
-        task = await begin(client, PingReqInput())
-        answer(client, scheduler.calls[0], Refusal(status=status, message="no", fields={"needed_bytes": 7}))
-        with pytest.raises(RequestRejected, match="no") as caught:
+def run(script: Callable[[Scheduler], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(script(Scheduler()), 30))
+
+
+scripted = as_tests(run)
+
+
+@scripted()
+async def test_replies_find_their_callers_in_any_order(scheduler: Scheduler) -> None:
+    tasks = [await scheduler.begin(ContinueGenerationReqInput()) for _ in range(5)]
+    for number in (3, 0, 4, 1, 2):
+        scheduler.answer(number, ContinueGenerationReqOutput(changed=True, message=str(number)))
+    assert [(await task).message for task in tasks] == list("01234")
+
+
+@scripted()
+async def test_a_caller_that_goes_away_neither_cancels_its_request_nor_takes_another_s_reply(
+    scheduler: Scheduler,
+) -> None:
+    gone = await scheduler.begin(ContinueGenerationReqInput())
+    waiting = await scheduler.begin(PingReqInput())
+    gone.cancel()
+    await asyncio.sleep(0)
+    assert len(scheduler.calls) == 2
+    scheduler.answer(0, ContinueGenerationReqOutput(changed=True))
+    scheduler.answer(1, PingReqOutput())
+    assert isinstance(await waiting, PingReqOutput)
+
+
+@scripted()
+async def test_a_refusal_raises_with_its_fields_and_a_failure_of_the_engine_as_such(
+    scheduler: Scheduler,
+) -> None:
+    for status, kind in ((400, RequestRejected), (409, RequestRejected), (500, EngineError)):
+        task = await scheduler.begin(PingReqInput())
+        scheduler.answer(-1, Refusal(status=status, message="rank 0: no", fields={"needed_bytes": 7}))
+        with pytest.raises(kind, match="rank 0: no") as caught:
             await task
-        assert caught.value.status == status
-        assert caught.value.body["needed_bytes"] == 7
-
-    run(test())
+        if isinstance(caught.value, RequestRejected):
+            assert (caught.value.status, caught.value.body["needed_bytes"]) == (status, 7)
 
 
-def test_a_failure_of_the_engine_is_not_the_caller_s_fault() -> None:
-    async def test() -> None:
-        client = ControlClient(scheduler := Scheduler())
-        task = await begin(client, PingReqInput())
-        answer(client, scheduler.calls[0], Refusal(status=500, message="rank 0: boom"))
-        with pytest.raises(EngineError, match="rank 0: boom"):
-            await task
-
-    run(test())
-
-
-def test_no_reply_in_time_is_an_engine_error_and_a_late_reply_harms_nobody() -> None:
-    async def test() -> None:
-        client = ControlClient(scheduler := Scheduler())
-        with pytest.raises(EngineError, match=r"PingReqInput.*0\.01 s"):
-            await client.call(PingReqInput(), timeout_s=0.01)
-        answer(client, scheduler.calls[0], PingReqOutput())
-        task = await begin(client, PingReqInput(), timeout_s=20)
-        answer(client, scheduler.calls[1], PingReqOutput(message="second"))
-        assert (await task).message == "second"
-
-    run(test())
+@scripted()
+async def test_no_reply_in_time_is_an_engine_error_and_a_late_reply_harms_nobody(
+    scheduler: Scheduler,
+) -> None:
+    with pytest.raises(EngineError, match=r"PingReqInput.*0\.01 s"):
+        await scheduler.client.call(PingReqInput(), timeout_s=0.01)
+    scheduler.answer(0, PingReqOutput())
+    task = await scheduler.begin(PingReqInput(), timeout_s=20)
+    scheduler.answer(1, PingReqOutput(message="second"))
+    assert (await task).message == "second"
 
 
-def test_a_dead_engine_ends_calls_that_wait_and_calls_to_come() -> None:
-    async def test() -> None:
-        client = ControlClient(Scheduler())
-        task = await begin(client, PingReqInput())
-        client.fail("the scheduler died: SIGKILL")
-        for call in (task, client.call(PingReqInput())):
-            with pytest.raises(EngineError, match="SIGKILL"):
-                await call
-
-    run(test())
+@scripted()
+async def test_a_dead_engine_ends_calls_that_wait_and_calls_to_come(scheduler: Scheduler) -> None:
+    task = await scheduler.begin(PingReqInput())
+    scheduler.client.fail("the scheduler died: SIGKILL")
+    for call in (task, scheduler.client.call(PingReqInput())):
+        with pytest.raises(EngineError, match="SIGKILL"):
+            await call

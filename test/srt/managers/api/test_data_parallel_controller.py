@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fixtures.scripted_engine import STATE, as_tests
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
@@ -40,7 +41,6 @@ from ebbtide.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqOutput,
     SchedulerInput,
-    StateReport,
     TextOutput,
     TokenizedGenerateReqInput,
     TokenOutput,
@@ -54,10 +54,6 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
-
-STATE = StateReport(
-    paused=None, can_run=True, reason="", ranks=[], weight_version="1", model_path="", load_format="auto"
-)
 
 
 class Replica:
@@ -160,6 +156,9 @@ def run(
     asyncio.run(play())
 
 
+scripted = as_tests(run)
+
+
 def output(
     rid: str, prompt: Sequence[int] = (1, 2, 3), max_new_tokens: int = 5, dp_rank: int | None = None
 ) -> TokenizedGenerateReqInput:
@@ -213,22 +212,18 @@ def updated(*, is_committed: bool) -> UpdateWeightsReqOutput:
 # ------------------------------------------------------------------------------------------- generations
 
 
-def test_requests_go_round() -> None:
-    async def script(setup: Setup) -> None:
-        assert [setup.generate(output(str(number)))[0] for number in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-        assert setup.replicas[1].rids == ["1", "4"]
-
-    run(script, 3)
+@scripted(num_replicas=3)
+async def test_requests_go_round(setup: Setup) -> None:
+    assert [setup.generate(output(str(number)))[0] for number in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert setup.replicas[1].rids == ["1", "4"]
 
 
-def test_the_prompts_of_a_batch_go_round_and_the_samples_of_one_stay_together() -> None:
-    async def script(setup: Setup) -> None:
-        first, second = [1, 2], [1, 2]
-        batch = [output("a0", first), output("a1", first), output("b0", second), output("b1", second)]
-        assert setup.generate(*batch) == [0, 0, 1, 1]
-        assert setup.generate(output("c", first)) == [0]
-
-    run(script)
+@scripted()
+async def test_the_prompts_of_a_batch_go_round_and_the_samples_of_one_stay_together(setup: Setup) -> None:
+    first, second = [1, 2], [1, 2]
+    batch = [output("a0", first), output("a1", first), output("b0", second), output("b1", second)]
+    assert setup.generate(*batch) == [0, 0, 1, 1]
+    assert setup.generate(output("c", first)) == [0]
 
 
 @pytest.mark.parametrize("method", ["round_robin", "shortest_queue"])
@@ -239,126 +234,97 @@ def test_a_pinned_request_goes_where_it_is_pinned_to(method: str) -> None:
     run(script, 3, method)
 
 
-def test_the_shortest_queue_is_counted_in_tokens_of_prompts_and_outputs_to_come() -> None:
-    async def script(setup: Setup) -> None:
-        assert setup.generate(output("long", [1] * 10, max_new_tokens=90)) == [0]
-        # 100 tokens on replica 0: nine short requests of 11 tokens on replica 1 are fewer, ten are not.
-        short = [setup.generate(output(f"s{number}", [1], max_new_tokens=10))[0] for number in range(11)]
-        assert short == [1] * 10 + [0]
-        await setup.arrive(TokenOutput(weight_version="1", outputs=[ended("long")]))
-        assert setup.generate(output("next")) == [0]
-
-    run(script, 2, "shortest_queue")
-
-
-def test_queues_of_the_same_length_take_turns() -> None:
-    async def script(setup: Setup) -> None:
-        ranks = []
-        for number in range(4):
-            ranks += setup.generate(output(str(number)))
-            finished = TextOutput(weight_version="1", outputs=[ended(str(number))], texts=[""])
-            await setup.arrive(finished)
-        assert ranks == [0, 1, 2, 0]
-
-    run(script, 3, "shortest_queue")
+@scripted(num_replicas=2, method="shortest_queue")
+async def test_the_shortest_queue_is_counted_in_tokens_of_prompts_and_outputs_to_come(setup: Setup) -> None:
+    assert setup.generate(output("long", [1] * 10, max_new_tokens=90)) == [0]
+    # 100 tokens on replica 0: nine short requests of 11 tokens on replica 1 are fewer, ten are not.
+    short = [setup.generate(output(f"s{number}", [1], max_new_tokens=10))[0] for number in range(11)]
+    assert short == [1] * 10 + [0]
+    await setup.arrive(TokenOutput(weight_version="1", outputs=[ended("long")]))
+    # To be placed alone counts for nothing.
+    assert setup.controller.place([output("refused", [1] * 1000)])[0].dp_rank == 0
+    assert setup.generate(output("next")) == [0]
 
 
-def test_a_batch_spreads_by_its_own_weight() -> None:
-    async def script(setup: Setup) -> None:
-        lengths = (50, 10, 10, 10, 10, 10, 10)
-        batch = [output(str(number), [1] * length) for number, length in enumerate(lengths)]
-        assert setup.generate(*batch) == [0, 1, 1, 1, 1, 0, 1]
-
-    run(script, 2, "shortest_queue")
-
-
-def test_placing_alone_counts_for_nothing() -> None:
-    async def script(setup: Setup) -> None:
-        setup.controller.place([output("refused", [1] * 1000)])
-        setup.generate(output("a", dp_rank=1))
-        assert setup.generate(output("b")) == [0]
-
-    run(script, 2, "shortest_queue")
+@scripted(num_replicas=3, method="shortest_queue")
+async def test_queues_of_the_same_length_take_turns(setup: Setup) -> None:
+    ranks = []
+    for number in range(4):
+        ranks += setup.generate(output(str(number)))
+        finished = TextOutput(weight_version="1", outputs=[ended(str(number))], texts=[""])
+        await setup.arrive(finished)
+    assert ranks == [0, 1, 2, 0]
 
 
-def test_an_abort_goes_to_the_replica_that_has_the_request() -> None:
-    async def script(setup: Setup) -> None:
-        setup.generate(output("a"), output("b"))
-        setup.controller.send(AbortGeneration(rid="b", message="gone"))
-        assert [type(message) for message in setup.replicas[1].received[1:]] == [AbortGeneration]
-        assert len(setup.replicas[0].received) == 1
-        await setup.arrive(TokenOutput(weight_version="1", outputs=[ended("a"), ended("b")]))
-        setup.controller.send(AbortGeneration(rid="b", message="too late"))
-        setup.controller.send(AbortGeneration(rid="unknown", message="never was"))
-        assert [len(replica.received) for replica in setup.replicas] == [1, 2]
-
-    run(script)
+@scripted(num_replicas=2, method="shortest_queue")
+async def test_a_batch_spreads_by_its_own_weight(setup: Setup) -> None:
+    lengths = (50, 10, 10, 10, 10, 10, 10)
+    batch = [output(str(number), [1] * length) for number, length in enumerate(lengths)]
+    assert setup.generate(*batch) == [0, 1, 1, 1, 1, 0, 1]
 
 
-def test_outputs_and_reports_are_passed_on() -> None:
-    async def script(setup: Setup) -> None:
-        messages: list[Any] = [
-            TextOutput(weight_version="1", outputs=[ended("a")], texts=["x"]),
-            msgspec.structs.replace(STATE, dp_rank=1),
-        ]
-        for message in messages:
-            await setup.arrive(message)
-        assert setup.passed_on == messages
+@scripted()
+async def test_an_abort_goes_to_the_replica_that_has_the_request(setup: Setup) -> None:
+    setup.generate(output("a"), output("b"))
+    setup.controller.send(AbortGeneration(rid="b", message="gone"))
+    assert [type(message) for message in setup.replicas[1].received[1:]] == [AbortGeneration]
+    assert len(setup.replicas[0].received) == 1
+    await setup.arrive(TokenOutput(weight_version="1", outputs=[ended("a"), ended("b")]))
+    setup.controller.send(AbortGeneration(rid="b", message="too late"))
+    setup.controller.send(AbortGeneration(rid="unknown", message="never was"))
+    assert [len(replica.received) for replica in setup.replicas] == [1, 2]
 
-    run(script)
+
+@scripted()
+async def test_outputs_and_reports_are_passed_on(setup: Setup) -> None:
+    messages: list[Any] = [
+        TextOutput(weight_version="1", outputs=[ended("a")], texts=["x"]),
+        msgspec.structs.replace(STATE, dp_rank=1),
+    ]
+    for message in messages:
+        await setup.arrive(message)
+    assert setup.passed_on == messages
 
 
 # -------------------------------------------------------------------------------------- control requests
 
 
-def test_all_are_asked_and_the_caller_hears_when_the_last_has_answered() -> None:
-    async def script(setup: Setup) -> None:
-        task = await setup.call(PauseGenerationReqInput(mode=PauseMode.RETRACT))
-        assert [len(replica.calls) for replica in setup.replicas] == [1, 1, 1]
-        for dp_rank in (2, 0):
-            await setup.answer(dp_rank, paused(PauseMode.RETRACT))
-        assert not task.done()
-        await setup.answer(1, paused(PauseMode.RETRACT))
-        assert (await task).num_retracted == 6
-
-    run(script, 3)
+@scripted(num_replicas=3)
+async def test_all_are_asked_and_the_caller_hears_when_the_last_has_answered(setup: Setup) -> None:
+    task = await setup.call(PauseGenerationReqInput(mode=PauseMode.RETRACT))
+    assert [len(replica.calls) for replica in setup.replicas] == [1, 1, 1]
+    for dp_rank in (2, 0):
+        await setup.answer(dp_rank, paused(PauseMode.RETRACT))
+    assert not task.done()
+    await setup.answer(1, paused(PauseMode.RETRACT))
+    assert (await task).num_retracted == 6
 
 
-def test_each_replica_gets_the_entries_of_its_own_ranks() -> None:
-    async def script(setup: Setup) -> None:
-        task = await setup.call(
-            UpdateWeightsFromTensorReqInput(serialized_named_tensors=[b"0", b"1", b"2", b"3"])
-        )
-        sent = [replica.calls[0].request.serialized_named_tensors for replica in setup.replicas]  # type: ignore[union-attr]
-        assert sent == [[b"0", b"1", b"", b""], [b"", b"", b"2", b"3"]]
+@scripted(tp_size=2)
+async def test_each_replica_gets_the_entries_of_its_own_ranks_or_those_of_one_replica(
+    setup: Setup,
+) -> None:
+    for entries, shares in (
+        ([b"0", b"1", b"2", b"3"], [[b"0", b"1", b"", b""], [b"", b"", b"2", b"3"]]),
+        ([b"0", b"1"], [[b"0", b"1"], [b"0", b"1"]]),
+    ):
+        task = await setup.call(UpdateWeightsFromTensorReqInput(serialized_named_tensors=entries))
+        sent: list[Any] = [replica.calls[-1].request for replica in setup.replicas]
+        assert [request.serialized_named_tensors for request in sent] == shares
         task.cancel()
 
-    run(script, tp_size=2)
 
-
-def test_entries_for_the_ranks_of_one_replica_go_to_all() -> None:
-    async def script(setup: Setup) -> None:
-        task = await setup.call(UpdateWeightsFromTensorReqInput(serialized_named_tensors=[b"0", b"1"]))
-        sent = [replica.calls[0].request.serialized_named_tensors for replica in setup.replicas]  # type: ignore[union-attr]
-        assert sent == [[b"0", b"1"], [b"0", b"1"]]
-        task.cancel()
-
-    run(script, tp_size=2)
-
-
-def test_replies_to_calls_that_cross_find_their_callers() -> None:
-    async def script(setup: Setup) -> None:
-        aborting = await setup.call(AbortReq(rid="a"))
-        pinging = await setup.call(PingReqInput())
-        await setup.answer(0, PingReqOutput(), 1)
-        await setup.answer(1, AbortReqOutput(changed=True, num_aborted=1), 0)
-        await setup.answer(1, PingReqOutput(), 1)
-        assert isinstance(await pinging, PingReqOutput)
-        assert not aborting.done()
-        await setup.answer(0, AbortReqOutput(changed=False, num_aborted=0), 0)
-        assert (await aborting).num_aborted == 1
-
-    run(script)
+@scripted()
+async def test_replies_to_calls_that_cross_find_their_callers(setup: Setup) -> None:
+    aborting = await setup.call(AbortReq(rid="a"))
+    pinging = await setup.call(PingReqInput())
+    await setup.answer(0, PingReqOutput(), 1)
+    await setup.answer(1, AbortReqOutput(changed=True, num_aborted=1), 0)
+    await setup.answer(1, PingReqOutput(), 1)
+    assert isinstance(await pinging, PingReqOutput)
+    assert not aborting.done()
+    await setup.answer(0, AbortReqOutput(changed=False, num_aborted=0), 0)
+    assert (await aborting).num_aborted == 1
 
 
 @pytest.mark.parametrize(
@@ -390,88 +356,72 @@ def test_replies_to_calls_that_cross_find_their_callers() -> None:
         ),
     ],
 )
-def test_what_only_some_replicas_did_is_taken_back_before_the_refusal(
-    request_: AnyControlRequest, reply: AnyReply, undoing: AnyControlRequest
+@scripted(num_replicas=3)
+async def test_what_only_some_replicas_did_is_taken_back_before_the_refusal(
+    setup: Setup, request_: AnyControlRequest, reply: AnyReply, undoing: AnyControlRequest
 ) -> None:
-    async def script(setup: Setup) -> None:
-        task = await setup.call(request_)
-        await setup.answer(0, reply)
-        await setup.answer(1, Refusal(status=409, message="3 are running", fields={"num_running": 3}))
-        await setup.answer(2, reply)
-        assert [replica.calls[-1].request == undoing for replica in setup.replicas] == [True, False, True]
-        assert not task.done()
-        await setup.answer(2, ContinueGenerationReqOutput(changed=True))
-        await setup.answer(0, ContinueGenerationReqOutput(changed=True))
-        with pytest.raises(RequestRejected, match=r"^replica 1: 3 are running$") as caught:
-            await task
-        assert caught.value.status == 409
-        assert caught.value.fields == {"num_running": 3}
-        again = await setup.call(PingReqInput())
-        for dp_rank in range(3):
-            await setup.answer(dp_rank, PingReqOutput())
-        await again
-
-    run(script, 3)
+    task = await setup.call(request_)
+    await setup.answer(0, reply)
+    await setup.answer(1, Refusal(status=409, message="3 are running", fields={"num_running": 3}))
+    await setup.answer(2, reply)
+    assert [replica.calls[-1].request == undoing for replica in setup.replicas] == [True, False, True]
+    assert not task.done()
+    await setup.answer(2, ContinueGenerationReqOutput(changed=True))
+    await setup.answer(0, ContinueGenerationReqOutput(changed=True))
+    with pytest.raises(RequestRejected, match=r"^replica 1: 3 are running$") as caught:
+        await task
+    assert caught.value.status == 409
+    assert caught.value.fields == {"num_running": 3}
+    again = await setup.call(PingReqInput())
+    for dp_rank in range(3):
+        await setup.answer(dp_rank, PingReqOutput())
+    await again
 
 
-def test_a_session_that_was_begun_later_is_left_alone() -> None:
-    async def script(setup: Setup) -> None:
-        task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
-        await setup.call(AbortWeightUpdateReqInput())
-        await setup.call(BeginWeightUpdateReqInput())
-        await setup.answer(0, updated(is_committed=False), 0)
-        await setup.answer(1, Refusal(status=400, message="discarded"), 0)
-        with pytest.raises(RequestRejected, match="replica 1: discarded"):
-            await task
-        assert [len(replica.calls) for replica in setup.replicas] == [3, 3]
-
-    run(script)
+@scripted()
+async def test_a_session_that_was_begun_later_is_left_alone(setup: Setup) -> None:
+    task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
+    await setup.call(AbortWeightUpdateReqInput())
+    await setup.call(BeginWeightUpdateReqInput())
+    await setup.answer(0, updated(is_committed=False), 0)
+    await setup.answer(1, Refusal(status=400, message="discarded"), 0)
+    with pytest.raises(RequestRejected, match="replica 1: discarded"):
+        await task
+    assert [len(replica.calls) for replica in setup.replicas] == [3, 3]
 
 
-def test_what_was_asked_for_later_is_not_taken_back() -> None:
-    async def script(setup: Setup) -> None:
-        waiting = await setup.call(PauseGenerationReqInput(mode=PauseMode.WAIT))
-        retracting = await setup.call(PauseGenerationReqInput(mode=PauseMode.RETRACT))
-        await setup.answer(0, paused(), 0)
-        await setup.answer(1, Refusal(status=409, message="superseded"), 0)
-        with pytest.raises(RequestRejected, match="superseded"):
-            await waiting
-        for dp_rank in range(2):
-            await setup.answer(dp_rank, paused(PauseMode.RETRACT), 1)
-        await retracting
-        assert [len(replica.calls) for replica in setup.replicas] == [2, 2]
-
-    run(script)
+@scripted()
+async def test_what_was_asked_for_later_is_not_taken_back(setup: Setup) -> None:
+    waiting = await setup.call(PauseGenerationReqInput(mode=PauseMode.WAIT))
+    retracting = await setup.call(PauseGenerationReqInput(mode=PauseMode.RETRACT))
+    await setup.answer(0, paused(), 0)
+    await setup.answer(1, Refusal(status=409, message="superseded"), 0)
+    with pytest.raises(RequestRejected, match="superseded"):
+        await waiting
+    for dp_rank in range(2):
+        await setup.answer(dp_rank, paused(PauseMode.RETRACT), 1)
+    await retracting
+    assert [len(replica.calls) for replica in setup.replicas] == [2, 2]
 
 
-def test_a_replica_that_was_paused_before_stays_so() -> None:
-    async def script(setup: Setup) -> None:
-        task = await setup.call(PauseGenerationReqInput(mode=PauseMode.WAIT))
-        await setup.answer(0, paused(changed=False))
-        await setup.answer(1, Refusal(status=409, message="3 are running"))
-        with pytest.raises(RequestRejected, match="replica 1: 3 are running"):
-            await task
-        assert len(setup.replicas[0].calls) == 1
-
-    run(script)
+@scripted()
+async def test_a_replica_that_was_paused_before_stays_so(setup: Setup) -> None:
+    task = await setup.call(PauseGenerationReqInput(mode=PauseMode.WAIT))
+    await setup.answer(0, paused(changed=False))
+    await setup.answer(1, Refusal(status=409, message="3 are running"))
+    with pytest.raises(RequestRejected, match="replica 1: 3 are running"):
+        await task
+    assert len(setup.replicas[0].calls) == 1
 
 
-def test_a_caller_that_went_away_leaves_nothing_behind() -> None:
-    async def script(setup: Setup) -> None:
-        task = await setup.call(PingReqInput())
-        task.cancel()
-        await asyncio.sleep(0)
-        for dp_rank in range(2):
-            await setup.answer(dp_rank, PingReqOutput())
-        assert setup.controller._calls == {}
-
-    run(script)
-
-
-def test_closing_closes_the_channels_and_may_be_repeated() -> None:
-    async def script(setup: Setup) -> None:
+@scripted()
+async def test_a_caller_that_went_away_leaves_nothing_behind_nor_does_closing(setup: Setup) -> None:
+    task = await setup.call(PingReqInput())
+    task.cancel()
+    await asyncio.sleep(0)
+    for dp_rank in range(2):
+        await setup.answer(dp_rank, PingReqOutput())
+    assert setup.controller._calls == {}
+    for _ in range(2):
         setup.controller.close()
-        setup.controller.close()
-        assert all(replica.is_closed for replica in setup.replicas)
-
-    run(script)
+    assert all(replica.is_closed for replica in setup.replicas)
