@@ -1,23 +1,11 @@
+"""Pages of chunks: any order of calls, and what is refused."""
+
 import pytest
-from hypothesis import settings, strategies as st
+from fixtures.fuzz import fuzzed
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
-
-
-def test_fresh_pages_are_ascending_and_contiguous() -> None:
-    allocator = PageAllocator(8)
-    assert allocator.allocate(3) == [0, 1, 2]
-    assert allocator.allocate(1) == [3]
-    assert allocator.num_free == 4
-
-
-def test_freed_pages_come_back_in_order() -> None:
-    allocator = PageAllocator(8)
-    pages = allocator.allocate(5)
-    assert pages is not None
-    allocator.free(pages)
-    assert allocator.allocate(8) == list(range(8))
 
 
 @pytest.mark.parametrize("pages", [[0, 0], [2], [-1], [4], [0, 3]])
@@ -40,20 +28,6 @@ def test_ids_leave_room_between_chunks_and_the_lowest_chunk_comes_first() -> Non
     assert allocator.allocate(3) == [12, 13, 20]
     allocator.free([20, 13, 2])
     assert allocator.allocate(3) == [2, 13, 20]
-
-
-def test_a_chunk_that_nobody_uses_can_be_withdrawn_and_put_back() -> None:
-    allocator = PageAllocator(10, CHUNKS)
-    assert allocator.withdrawable() == [2, 1]
-    allocator.withdraw(2)
-    assert (allocator.num_pages, allocator.num_free) == (8, 8)
-    assert allocator.allocate(9) is None
-    pages = allocator.allocate(5)
-    assert pages is not None
-    assert allocator.withdrawable() == []
-    allocator.restore(2)
-    assert (allocator.num_pages, allocator.num_free) == (10, 5)
-    assert allocator.allocate(5) == [11, 12, 13, 20, 21]
 
 
 def test_what_is_in_use_or_not_there_is_not_withdrawn_or_put_back() -> None:
@@ -129,5 +103,4 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert set(self.held) <= {page for c in range(4) for page in CHUNKS.of_chunk(c, self.NUM_PAGES)}
 
 
-TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAllocatorFuzz = fuzzed(AllocatorMachine, 40, 30)

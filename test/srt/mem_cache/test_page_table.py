@@ -16,14 +16,6 @@ def test_rows_hold_what_was_written() -> None:
     assert table.array.shape == (3, 4)
 
 
-def test_the_array_stays_the_same_object_in_memory() -> None:
-    table = PageTable(num_rows=2, max_pages=4)
-    seen = table.array
-    row = table.allocate_row()
-    table.write(row, 1, [5, 6])
-    assert seen[row].tolist() == [0, 5, 6, 0]
-
-
 def test_rows_are_distinct_and_come_back() -> None:
     table = PageTable(num_rows=3, max_pages=1)
     rows = [table.allocate_row() for _ in range(3)]

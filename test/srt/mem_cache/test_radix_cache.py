@@ -1,4 +1,4 @@
-"""Examples first; then every sequence of calls against a model that keeps one dictionary entry per page."""
+"""Every sequence of calls against a model that keeps one dictionary entry per page; and what is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings, strategies as st
+from fixtures.fuzz import fuzzed
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
@@ -48,76 +49,6 @@ def matched(cache: PrefixCache, token_ids: Sequence[int], namespace: Namespace =
     lease = cache.match(namespace, token_ids)
     lease.release()
     return lease.pages
-
-
-def test_only_whole_pages_are_cached(cache: RadixCache, allocator: PageAllocator) -> None:
-    lease = serve(cache, allocator, range(10))
-    assert lease.pages == [0, 1]
-    assert cache.num_cached_pages == 2
-    assert allocator.num_free == 62
-    assert matched(cache, range(10)) == [0, 1]
-    assert matched(cache, range(7)) == [0]
-    assert matched(cache, range(3)) == []
-    assert matched(cache, []) == []
-
-
-def test_less_than_a_page_stays_with_the_request(cache: RadixCache, allocator: PageAllocator) -> None:
-    pages = allocator.allocate(1)
-    assert pages is not None
-    lease = cache.publish(cache.match(NAMESPACE, [1, 2]), [1, 2], pages)
-    assert lease.pages == []
-    assert cache.num_cached_pages == 0
-    allocator.free(pages)
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "num_pages"), [(12, 3), (11, 2), (8, 2), (7, 1), (3, 0), (0, 0), (99, 3)]
-)
-def test_match_is_limited(
-    cache: RadixCache, allocator: PageAllocator, max_tokens: int, num_pages: int
-) -> None:
-    serve(cache, allocator, range(12)).release()
-    assert cache.match(NAMESPACE, range(12), max_tokens).pages == [0, 1, 2][:num_pages]
-
-
-def test_prefixes_that_diverge_share_their_beginning(cache: RadixCache, allocator: PageAllocator) -> None:
-    one = serve(cache, allocator, [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3])
-    other = serve(cache, allocator, [1, 1, 1, 1, 2, 2, 2, 2, 4, 4, 4, 4])
-    assert one.pages[:2] == other.pages[:2]
-    assert one.pages[2] != other.pages[2]
-    # They differ within the second page: only the first is shared.
-    third = serve(cache, allocator, [1, 1, 1, 1, 2, 2, 2, 9])
-    assert third.pages[0] == one.pages[0]
-    assert third.pages[1] != one.pages[1]
-    assert cache.num_cached_pages == 5
-
-
-def test_namespaces_do_not_see_each_other(cache: RadixCache, allocator: PageAllocator) -> None:
-    tokens = range(8)
-    one = serve(cache, allocator, tokens, namespace=("a",))
-    assert matched(cache, tokens, ("b",)) == []
-    assert matched(cache, tokens, ()) == []
-    assert matched(cache, tokens, ("a", "")) == []
-    other = serve(cache, allocator, tokens, namespace=("b",))
-    assert not set(one.pages) & set(other.pages)
-    assert matched(cache, tokens, ("a",)) == one.pages
-
-
-def test_a_duplicate_is_freed_and_the_cached_page_takes_its_place(
-    cache: RadixCache, allocator: PageAllocator
-) -> None:
-    # Both are admitted before either has computed anything.
-    first, second = cache.match(NAMESPACE, range(12)), cache.match(NAMESPACE, range(12))
-    first_pages, second_pages = allocator.allocate(3), allocator.allocate(3)
-    assert first_pages is not None
-    assert second_pages is not None
-    first = cache.publish(first, range(8), first_pages)
-    second = cache.publish(second, range(12), second_pages)
-    assert first.pages == first_pages[:2]
-    assert second.pages == [*first_pages[:2], second_pages[2]]
-    assert cache.num_cached_pages == 3
-    assert allocator.num_free == 64 - 6 + 2
-    assert allocator.allocate(2) == second_pages[:2]
 
 
 def test_misuse_fails_loudly(cache: RadixCache, allocator: PageAllocator) -> None:
@@ -349,10 +280,8 @@ class SingleTokenPagesMachine(CacheMachine):
     PAGE_SIZE = 1
 
 
-TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-TestSingleTokenPages = SingleTokenPagesMachine.TestCase
-TestSingleTokenPages.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+TestCacheFuzz = fuzzed(CacheMachine, 60, 50)
+TestSingleTokenPagesFuzz = fuzzed(SingleTokenPagesMachine, 20, 50)
 
 
 def test_pages_that_are_dropped_go_with_everything_behind_them_and_nothing_else() -> None:

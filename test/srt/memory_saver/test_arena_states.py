@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import settings, strategies as st
+from fixtures.fuzz import fuzzed
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ebbtide.srt.memory_saver.arena import Shadow
@@ -106,5 +107,4 @@ class ArenaStates(RuleBasedStateMachine):
         self.arena.close()
 
 
-ArenaStates.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
-TestArenaStates = ArenaStates.TestCase
+TestArenaFuzz = fuzzed(ArenaStates, 25, 25)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from fixtures.budgeted_memory import BudgetedMemory
-from hypothesis import settings, strategies as st
+from fixtures.fuzz import fuzzed
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
@@ -220,5 +221,4 @@ class PoolStates(RuleBasedStateMachine):
         self.rank.close()
 
 
-PoolStates.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
-TestPoolStates = PoolStates.TestCase
+TestPoolFuzz = fuzzed(PoolStates, 25, 25)

@@ -7,11 +7,11 @@ and every request its end.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from fixtures.control import updating
-from fixtures.control_fuzz import BROKEN, Clients, fuzzed
+from fixtures.control_fuzz import BROKEN, Clients
+from fixtures.fuzz import fuzzed
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
@@ -33,7 +33,6 @@ from ebbtide.srt.model_executor.batch_plan import BatchPlan
 from ebbtide.testing import SchedulerHarness, default_schedule
 from ebbtide.testing.harness import NullRank
 
-NUM_SEQUENCES = int(os.environ.get("EBBTIDE_FUZZ_SEQUENCES", "400")) // 4
 SIMPLE: list[AnyControlRequest] = [
     UpdateWeightVersionReqInput(new_version="v"),
     UpdateWeightVersionReqInput(new_version="w", abort_all_requests=True),
@@ -264,4 +263,4 @@ class ControlMachine(Clients):
         assert harness.scheduler.policy.allocator.num_free == harness.num_pages
 
 
-TestControlFuzz = fuzzed(ControlMachine, NUM_SEQUENCES)
+TestControlFuzz = fuzzed(ControlMachine, 100)
