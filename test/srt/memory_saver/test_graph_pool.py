@@ -83,12 +83,7 @@ def test_segments_lie_in_the_arena_and_may_be_written(arena, pool, pools):
     ctypes.memset(second, 5, 2 * MIB)
     torchs.free(first, 20 * MIB, 0, None)
     assert torchs.allocate(20 * MIB, 0, None) == first
-
-
-def test_a_full_arena_answers_with_null(pool, pools):
-    [torchs] = pools
-    assert torchs.allocate(CAPACITY - ALIGNMENT_BYTES, 0, None)
-    assert torchs.allocate(1, 0, None) is None
+    assert torchs.allocate(CAPACITY, 0, None) is None
 
 
 def test_what_no_capture_used_is_given_up(arena, pool, pools):

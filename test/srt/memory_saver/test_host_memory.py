@@ -22,32 +22,24 @@ class Machine:
         self.mount_point.mkdir()
         (self.proc / "meminfo").write_text(MEMINFO)
 
-    def join(self, membership, mount_root, filesystem):
+    def join(self, version, group, mount_root="/"):
+        membership = f"0::{group}" if version == 2 else f"4:memory:{group}"
+        filesystem = "cgroup2 cgroup2 rw,nsdelegate" if version == 2 else "cgroup cgroup rw,memory"
         (self.proc / "self" / "cgroup").write_text(f"7:cpu,cpuacct:/elsewhere\n{membership}\n")
         (self.proc / "self" / "mountinfo").write_text(
             f"25 1 0:22 / /proc rw,relatime - proc proc rw\n"
             f"31 23 0:35 {mount_root} {self.mount_point} rw,relatime shared:9 - {filesystem}\n"
         )
 
-    def join_v2(self, group, mount_root="/"):
-        self.join(f"0::{group}", mount_root, "cgroup2 cgroup2 rw,nsdelegate")
-
-    def join_v1(self, group, mount_root="/"):
-        self.join(f"4:memory:{group}", mount_root, "cgroup cgroup rw,memory")
-
-    def write_v2(self, group, limit, used, inactive_file=0):
+    def limit(self, version, group, limit, used, inactive_file=0):
         folder = self.mount_point / group
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.current").write_text(f"{used}\n")
-        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive_file}\n")
-
-    def write_v1(self, group, limit, used, inactive_file=0):
-        folder = self.mount_point / group
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
-        (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
-        (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {inactive_file}\n")
+        files = ("memory.max", "memory.current", "anon", "inactive_file")
+        if version == 1:
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "inactive_file", "total_inactive_file")
+        (folder / files[0]).write_text(f"{limit}\n")
+        (folder / files[1]).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"{files[2]} 5\n{files[3]} {inactive_file}\n")
 
 
 @pytest.fixture
@@ -59,29 +51,29 @@ def test_without_control_groups_the_machine_counts(machine):
     assert read_host_memory(machine.proc) == MACHINE
 
 
-def test_a_v2_limit_counts_and_cached_files_are_available(machine):
-    machine.join_v2("/pod/job")
-    machine.write_v2("pod/job", limit=5000, used=4000, inactive_file=300)
-    assert read_host_memory(machine.proc) == HostMemory(5000, 1300)
+UNLIMITED = 9223372036854771712
 
 
-def test_the_tightest_group_on_the_way_up_counts(machine):
-    machine.join_v2("/pod/job")
-    machine.write_v2("pod/job", limit="max", used=4000)
-    machine.write_v2("pod", limit=9000, used=8900)
-    assert read_host_memory(machine.proc) == HostMemory(9000, 100)
-
-
-def test_a_v1_limit_counts(machine):
-    machine.join_v1("/docker/abc")
-    machine.write_v1("docker/abc", limit=7000, used=6000, inactive_file=50)
-    assert read_host_memory(machine.proc) == HostMemory(7000, 1050)
-
-
-def test_an_unlimited_v1_group_takes_nothing_away(machine):
-    machine.join_v1("/docker/abc")
-    machine.write_v1("docker/abc", limit=9223372036854771712, used=6000)
-    assert read_host_memory(machine.proc) == MACHINE
+@pytest.mark.parametrize(
+    ("version", "groups", "expected"),
+    [
+        # What is cached of files is available.
+        (2, {"pod/job": (5000, 4000, 300)}, HostMemory(5000, 1300)),
+        # The tightest on the way up counts.
+        (2, {"pod/job": ("max", 4000), "pod": (9000, 8900)}, HostMemory(9000, 100)),
+        (2, {"pod/job": (5000, 5100)}, HostMemory(5000, 0)),
+        (2, {}, MACHINE),
+        (2, {"pod/job": ("garbage", 1)}, MACHINE),
+        (1, {"pod/job": (7000, 6000, 50)}, HostMemory(7000, 1050)),
+        (1, {"pod/job": (UNLIMITED, 6000)}, MACHINE),
+    ],
+    ids=["limit", "on the way up", "over", "not there", "not a number", "version 1", "unlimited"],
+)
+def test_the_limits_of_control_groups_count(machine, version, groups, expected):
+    machine.join(version, "/pod/job")
+    for group, figures in groups.items():
+        machine.limit(version, group, *figures)
+    assert read_host_memory(machine.proc) == expected
 
 
 @pytest.mark.parametrize(
@@ -90,22 +82,9 @@ def test_an_unlimited_v1_group_takes_nothing_away(machine):
     ids=["bind mount", "namespace", "outside the mount", "above the namespace"],
 )
 def test_in_a_container_the_mount_is_our_group(machine, group, mount_root):
-    machine.join_v2(group, mount_root)
-    machine.write_v2(".", limit=5000, used=4000)
+    machine.join(2, group, mount_root)
+    machine.limit(2, ".", 5000, 4000)
     assert read_host_memory(machine.proc) == HostMemory(5000, 1000)
-
-
-def test_a_group_over_its_limit_has_nothing_available(machine):
-    machine.join_v2("/job")
-    machine.write_v2("job", limit=5000, used=5100)
-    assert read_host_memory(machine.proc) == HostMemory(5000, 0)
-
-
-def test_a_group_that_cannot_be_read_takes_nothing_away(machine):
-    machine.join_v2("/job")
-    assert read_host_memory(machine.proc) == MACHINE
-    machine.write_v2("job", limit="garbage", used=1)
-    assert read_host_memory(machine.proc) == MACHINE
 
 
 def test_this_machine_can_be_read():

@@ -125,33 +125,26 @@ def test_states_are_those_of_any_arena(saver):
     arena.close()
     with pytest.raises(EngineError, match="closed"):
         arena.resume()
-
-
-def test_an_arena_of_no_bytes_has_both_states(saver):
-    arena = saver.arena(MemoryTag.CUDA_GRAPH, 0)
-    assert arena.resume() == 0
-    assert arena.is_resident
-    assert arena.release() == 0
-    assert not arena.is_resident
-    arena.resume()
-
-
-def test_plain_memory_is_not_released(machine):
-    arena = PlainMemory(machine).arena(MemoryTag.WEIGHTS, SIZE)
-    arena.resume()
-    with pytest.raises(EngineError, match="stays resident"):
-        arena.release()
+    empty = saver.arena(MemoryTag.CUDA_GRAPH, 0)
+    assert (empty.resume(), empty.is_resident) == (0, True)
+    assert (empty.release(), empty.is_resident) == (0, False)
 
 
 def test_saved_memory_is_free_while_it_is_released(machine, saved):
     before = machine.free
     arena = saved.arena(MemoryTag.WEIGHTS, SIZE)
     assert machine.free == before
-    for _ in range(3):
+    for num_releases in range(1, 4):
         assert arena.resume() == before - machine.free
         assert arena.release() == arena.virtual_bytes
         assert arena.release() == 0
         assert machine.free == before
+        assert machine.num_syncs >= num_releases, "the device is waited for before memory goes"
+    arena.close()
+    arena = PlainMemory(machine).arena(MemoryTag.WEIGHTS, SIZE)
+    arena.resume()
+    with pytest.raises(EngineError, match="stays resident"):
+        arena.release()
 
 
 def test_arenas_of_one_tag_are_released_one_by_one(machine, saved):
@@ -177,40 +170,19 @@ def test_a_resume_without_room_is_refused_and_can_be_retried(machine, saved, cac
     assert (refusal.value.needed_bytes, refusal.value.free_bytes) == (64 * MIB, 64 * MIB - 1)
     machine.free += 1
     assert arena.resume() == 64 * MIB
-
-
-def test_an_arena_without_room_is_refused(machine, saved):
-    machine.free = MARGIN_BYTES
     with pytest.raises(OutOfDeviceMemory):
         saved.arena(MemoryTag.WEIGHTS, 64 * MIB)
 
 
-def test_the_device_is_waited_for_before_memory_goes(machine, saved):
-    arena = saved.arena(MemoryTag.WEIGHTS, SIZE)
-    arena.resume()
-    before = machine.num_syncs
-    arena.release()
-    assert machine.num_syncs == before + 1
+PRELOADED = "/y/torch_memory_saver_hook_mode_preload_cu13.abi3.so"
 
 
-def test_a_released_arena_closes_without_an_end_of_the_process(machine, saved):
-    arena = saved.arena(MemoryTag.WEIGHTS, SIZE)
-    arena.resume()
-    arena.release()
-    arena.close()
-
-
-@pytest.mark.parametrize(("preload", "mode"), [(None, "torch"), ("/x/other.so", "torch")])
-def test_without_the_library_preloaded_torch_is_hooked(monkeypatch, preload, mode):
-    monkeypatch.delenv("LD_PRELOAD", raising=False)
-    if preload is not None:
-        monkeypatch.setenv("LD_PRELOAD", preload)
+@pytest.mark.parametrize(
+    ("preload", "mode"), [("", "torch"), ("/x/other.so", "torch"), (f"/x/other.so:{PRELOADED}", "preload")]
+)
+def test_a_preloaded_library_is_noticed_and_torch_is_hooked_without(monkeypatch, preload, mode):
+    monkeypatch.setenv("LD_PRELOAD", preload)
     assert torch_memory_saver_adapter.hook_mode() == mode
-
-
-def test_a_preloaded_library_is_noticed(monkeypatch):
-    monkeypatch.setenv("LD_PRELOAD", "/x/other.so:/y/torch_memory_saver_hook_mode_preload_cu13.abi3.so")
-    assert torch_memory_saver_adapter.hook_mode() == "preload"
 
 
 def test_expandable_segments_are_refused_by_name(monkeypatch, machine):
