@@ -57,7 +57,7 @@ from ebbtide.srt.managers.scheduling.lockstep import Inbox
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.model_executor.batch_plan import BatchPlan
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, BeforeMasks
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.testing import FinishedStep, NullDevice, NullMemory, NullRunner, NullWeights
 from ebbtide.trainer.payload_encoding import serialize_tensors
@@ -116,7 +116,7 @@ class PacedRunner:
     def __init__(self, runner: NullRunner) -> None:
         self._runner = runner
 
-    def launch(self, plan: BatchPlan) -> FinishedStep:
+    def launch(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> FinishedStep:
         time.sleep(STEP_S)
         return self._runner.launch(plan)
 

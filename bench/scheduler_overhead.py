@@ -18,7 +18,7 @@ import torch
 from common import write_result
 
 from ebbtide.srt.managers.io_struct import ManagerInput, PauseGenerationReqInput, PauseGenerationReqOutput
-from ebbtide.srt.model_executor.batch_plan import BatchPlan, StepResult
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, BeforeMasks, StepResult
 from ebbtide.srt.model_executor.forward_batch import ForwardBatch
 from ebbtide.testing import FinishedStep, SchedulerHarness, default_schedule
 
@@ -44,7 +44,7 @@ class ConstantRunner:
         self._harness = harness
         self._builds_tensors = builds_tensors
 
-    def launch(self, plan: BatchPlan) -> FinishedStep:
+    def launch(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> FinishedStep:
         if self._builds_tensors:
             ForwardBatch.from_plan(plan, self._harness.table.array, PAGE_SIZE)
         return FinishedStep(StepResult([7] * len(plan.specs)))

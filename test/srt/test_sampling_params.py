@@ -19,7 +19,8 @@ KEYS = {
     *("logit_bias", "sampling_seed", "custom_params", "json_schema", "regex", "ebnf", "structural_tag"),
     *("stop_regex", "choice", "beam_width", "watermark"),
 }
-UNSUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "choice", "watermark")
+UNSUPPORTED = ("stop_regex", "watermark")
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "choice")
 
 
 class Envelope(msgspec.Struct, frozen=True, tag=True):
@@ -83,7 +84,10 @@ BAD_VALUES: dict[str, list[Any]] = {
     "sampling_seed": [2**63, 1.0],
     "custom_params": [[]],
     "beam_width": [2, True],
-    "structural_tag": [{}],
+    "structural_tag": [5, ["a"], {1: {2}}],
+    "json_schema": [5, {"a": {1}}],
+    "regex": [{}, ["a"]],
+    "choice": ["a", [""], [1]],
 }
 
 
@@ -122,7 +126,7 @@ def test_min_new_tokens_may_not_exceed_max_new_tokens() -> None:
         SamplingParams(min_new_tokens=5, max_new_tokens=4)
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize("name", [*UNSUPPORTED, *GRAMMARS])
 @pytest.mark.parametrize("value", ["", []])
 def test_empty_values_of_missing_features_are_not_given(name: str, value: Any) -> None:
     assert SamplingParams.from_dict({name: value}) == SamplingParams()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from ebbtide.srt.errors import RequestRejected
 
@@ -15,6 +17,21 @@ MAX_STOP_STRINGS = 32
 _INT64_MAX = 2**63 - 1
 
 _Check = Callable[[str, Any], Any]
+
+GRAMMAR_KINDS: Final = ("json_schema", "regex", "ebnf", "structural_tag", "choice")
+
+
+@dataclass(frozen=True)
+class GrammarSpec:
+    """A grammar as a client gives it: of one of `GRAMMAR_KINDS`."""
+
+    kind: str
+    text: str
+
+    @property
+    def key(self) -> str:
+        """Stands for it."""
+        return hashlib.sha256(f"{self.kind}:{self.text}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +69,14 @@ class SamplingParams:
     sampling_seed: int | None = None
     # Checked, then dropped: nothing reads it, and what it holds may not be fit to travel.
     custom_params: Mapping[str, Any] | None = None
+    # What the output keeps to: one of these at most. A schema or a structural tag may be given as an object.
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    choice: Sequence[str] | None = None
     # Keys of features this version lacks. Anything but "not given" is refused, so they are None once built.
-    json_schema: Any = field(default=None, repr=False)
-    regex: Any = field(default=None, repr=False)
-    ebnf: Any = field(default=None, repr=False)
-    structural_tag: Any = field(default=None, repr=False)
     stop_regex: Any = field(default=None, repr=False)
-    choice: Any = field(default=None, repr=False)
     beam_width: Any = field(default=None, repr=False)
     watermark: Any = field(default=None, repr=False)
 
@@ -73,6 +91,14 @@ class SamplingParams:
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise _rejected(
                 "min_new_tokens", f"at most max_new_tokens ({self.max_new_tokens})", self.min_new_tokens
+            )
+        given = [kind for kind in GRAMMAR_KINDS if getattr(self, kind) is not None]
+        if len(given) > 1:
+            raise RequestRejected(f"sampling_params: expected one of {', '.join(given)}, not all of them")
+        if given and (self.min_new_tokens or self.ignore_eos):
+            name = "ignore_eos" if self.ignore_eos else "min_new_tokens"
+            raise RequestRejected(
+                f"sampling_params.{name}: not with {given[0]}, which says where outputs end"
             )
 
     @classmethod
@@ -96,6 +122,15 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken instead of a sample."""
         return self.temperature < GREEDY_BELOW_TEMPERATURE
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """What the output keeps to; None: nothing."""
+        for kind in GRAMMAR_KINDS:
+            value = getattr(self, kind)
+            if value is not None:
+                return GrammarSpec(kind, _one_of(value) if kind == "choice" else value)
+        return None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -188,6 +223,37 @@ def _object(name: str, value: Any) -> None:
         raise _rejected(name, "an object", value)
 
 
+def _text(name: str, value: Any) -> str | None:
+    if value in ("", []):
+        return None
+    if not isinstance(value, str):
+        raise _rejected(name, "a string", value)
+    return value
+
+
+def _json_text(name: str, value: Any) -> str | None:
+    """JSON as text, or as the object itself. An empty one is "not given"."""
+    if isinstance(value, Mapping):
+        try:
+            return json.dumps(value) if value else None
+        except (TypeError, ValueError) as error:
+            raise _rejected(name, f"JSON ({error})", value) from None
+    return _text(name, value)
+
+
+def _choice(name: str, value: Any) -> tuple[str, ...] | None:
+    if value in ("", []):
+        return None
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+        raise _rejected(name, "a list of non-empty strings", value)
+    return tuple(value)
+
+
+def _one_of(texts: Sequence[str]) -> str:
+    """A grammar of these texts."""
+    return "root ::= " + " | ".join(json.dumps(text) for text in texts)
+
+
 def _not_supported(name: str, value: Any) -> None:
     if value == "" or value == []:
         return
@@ -220,12 +286,12 @@ _CHECKS: dict[str, _Check] = {
     "logit_bias": _logit_bias,
     "sampling_seed": _integer(-(2**63), "a signed 64-bit integer"),
     "custom_params": _object,
-    "json_schema": _not_supported,
-    "regex": _not_supported,
-    "ebnf": _not_supported,
-    "structural_tag": _not_supported,
+    "json_schema": _json_text,
+    "regex": _text,
+    "ebnf": _text,
+    "structural_tag": _json_text,
     "stop_regex": _not_supported,
-    "choice": _not_supported,
+    "choice": _choice,
     "beam_width": _beam_width,
     "watermark": _not_supported,
 }

@@ -20,6 +20,7 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import (
     SAMPLED_BEFORE,
     BatchPlan,
+    BeforeMasks,
     PositionLogprobs,
     SampleSpec,
     StepResult,
@@ -58,7 +59,7 @@ class NullRunner:
         """The token that weights of this value sample at this output position."""
         return (seed * 7919 + position * 104729 + value * 31) % (self.VOCAB_SIZE - 1) + 1
 
-    def launch(self, plan: BatchPlan) -> NullStep:
+    def launch(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> NullStep:
         value = self.value
         assert value is not None, "a forward pass ran on weights that are not whole"
         assert all(memory.resident_bytes for memory in self.needed), "a forward pass ran on released memory"

@@ -24,6 +24,8 @@ from ebbtide.srt.managers.wire.control_request import (
 from ebbtide.srt.managers.wire.generation import (
     AbortGeneration as AbortGeneration,
     FinishReason as FinishReason,
+    LoadGrammar as LoadGrammar,
+    PrepareGrammars as PrepareGrammars,
     RequestOutput as RequestOutput,
     RequestStart as RequestStart,
     TextOutput as TextOutput,
@@ -365,6 +367,14 @@ class ControlReply(Message, frozen=True, kw_only=True):
     aborts_before: int = 0
 
 
-SchedulerInput = TokenizedGenerateReqInput | AbortGeneration | ControlCall | Verdict | Expire
+SchedulerInput = (
+    TokenizedGenerateReqInput
+    | AbortGeneration
+    | PrepareGrammars
+    | LoadGrammar
+    | ControlCall
+    | Verdict
+    | Expire
+)
 DetokenizerInput = TokenOutput
 ManagerInput = TextOutput | TokenOutput | ControlReply | StateReport

@@ -20,6 +20,8 @@ from ebbtide.srt.managers.io_struct import (
     DetokenizerInput,
     Expire,
     FinishReason,
+    LoadGrammar,
+    PrepareGrammars,
     StateReport,
     TokenizedGenerateReqInput,
     Verdict,
@@ -32,6 +34,7 @@ from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import ScheduledBatch, SchedulePolicy
 from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
+from ebbtide.srt.managers.text.grammar import GrammarShelf
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
@@ -56,6 +59,7 @@ class Scheduler:
         outputs: to the detokenizer, or to the API process itself where there is no tokenizer.
         tokenizer: for stop strings; None when the engine deals in token ids only.
         eos_token_ids: of the model and its tokenizer.
+        grammars: None where there is no tokenizer.
         overlap: whether a step is launched before the one before it is committed.
         pace: is told how long forward passes take.
         step_log: is told when none may run.
@@ -79,6 +83,7 @@ class Scheduler:
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         overlap: bool = False,
+        grammars: GrammarShelf | None = None,
     ) -> None:
         self._inbox = inbox
         self._outputs = outputs
@@ -90,6 +95,7 @@ class Scheduler:
         self.control = control
         self._report = report
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._eos_token_ids = eos_token_ids
         self._overlap = overlap
         self._pace = pace
@@ -144,6 +150,10 @@ class Scheduler:
                 self._admit(message)
             case AbortGeneration():
                 self._requests.abort([message.rid], message.message)
+            case PrepareGrammars():
+                self._shelf().prepare()
+            case LoadGrammar():
+                self._shelf().load(message)
             case ControlCall():
                 self._settle()
                 self.control.apply(message)
@@ -177,7 +187,8 @@ class Scheduler:
             if req.started_s is None:
                 req.started_s = now
                 self._limits.note_started(req)
-        return _Launched(batch, self._runner.launch(batch.plan), now)
+        # The tokens of the step in flight say which ones may follow; meanwhile the device has enough to do.
+        return _Launched(batch, self._runner.launch(batch.plan, before_masks=self._settle), now)
 
     def _settle(self) -> None:
         """Commit the step in flight: nobody but the loop ever sees one."""
@@ -194,6 +205,10 @@ class Scheduler:
         output = self._processor.commit(launched.batch, result)
         if output is not None:
             self._outputs.send(output)
+
+    def _shelf(self) -> GrammarShelf:
+        assert self._grammars is not None, "the API process has refused grammars where there is no tokenizer"
+        return self._grammars
 
     def _admit(self, message: TokenizedGenerateReqInput) -> None:
         req = self._request(message)
@@ -233,6 +248,7 @@ class Scheduler:
                 prompt_ids=message.input_ids,
                 output_ids=[],
                 logprobs=logprobs,
+                mask=None if message.grammar is None else self._shelf().mask(message.grammar),
             ),
             max_new_tokens=message.max_new_tokens,
             stream_interval=message.stream_interval if message.stream else None,

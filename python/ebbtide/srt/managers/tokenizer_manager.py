@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -40,6 +40,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
     PauseMode,
+    PrepareGrammars,
     Reply,
     RequestOutput,
     SchedulerInput,
@@ -48,9 +49,11 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
+from ebbtide.srt.managers.text.grammar import COMPILE_LIMIT_S, GrammarCompiler, LoadedGrammars, Vocabulary
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import AsyncReceiveEnd, SendEnd
 from ebbtide.srt.managers.wire.reply_merging import merge_reports
+from ebbtide.srt.sampling_params import GrammarSpec
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import EngineConfig
@@ -61,6 +64,7 @@ T = TypeVar("T")
 
 # So many long prompts are tokenized at once; short ones have their turn between the pieces of long batches.
 NUM_TOKENIZING_THREADS: Final = 4
+NUM_GRAMMAR_THREADS: Final = 2
 # Characters of a batch that are tokenized in one go.
 PIECE_CHARACTERS: Final = 1 << 16
 # Tokens of a batch that are checked, or sent, before the event loop goes on. A prompt or a message costs as
@@ -110,6 +114,11 @@ class TokenizerManager:
         self._live = LiveOutputs()
         # The tokenizers library lets go of the interpreter's lock while it works.
         self._threads = ThreadPoolExecutor(NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")
+        # A grammar may take long, and must not keep texts from being tokenized.
+        self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, thread_name_prefix="grammar")
+        self._config = config
+        self._loaded_grammars = LoadedGrammars()
+        self._has_prepared_grammars = False
         self._reader: asyncio.Task[None] | None = None
         self._failure: str | None = None
         self._refusal: str | None = None
@@ -133,7 +142,8 @@ class TokenizerManager:
             self._reader.cancel()
             await asyncio.wait([self._reader])
             self._reader = None
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._grammar_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._scheduler.close()
         self._inbox.close()
 
@@ -176,6 +186,7 @@ class TokenizerManager:
         draft = self._normalizer.draft(given, render)
         self._live.claim(draft.all_rids, draft.groups)
         try:
+            grammars = await self._grammars(draft)
             plan = self._normalizer.plan(draft, await self._tokenize(draft))
             if self._place is not None:
                 plan = replace(plan, outputs=self._place(plan.outputs))
@@ -190,7 +201,7 @@ class TokenizerManager:
             generation.timer = self._abort_after(plan.timeout_s, generation, plan.arrival_s)
         if self._request_log is not None:
             self._request_log.came(plan)
-        await self._send(generation)
+        await self._send(generation, grammars)
         self._wait_warning.note()
         return generation
 
@@ -220,14 +231,14 @@ class TokenizerManager:
         self._refusal = message
         await self._live.none_left.wait()
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run what would hold up the event loop in one of the threads that tokenize.
+    async def in_thread(self, work: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> T:
+        """Run what would hold up the event loop in a thread, by default one of those that tokenize.
 
         Raises:
             EngineError: the engine is gone; whatever the work was, nobody waits for it.
         """
         self._check_alive()
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        running = asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
         try:
             await asyncio.wait((running, self._failed), return_when=asyncio.FIRST_COMPLETED)
             self._check_alive()
@@ -249,7 +260,41 @@ class TokenizerManager:
             prompts += self._normalizer.tokenize(draft, piece)
         return prompts
 
-    async def _send(self, generation: LiveGeneration) -> None:
+    async def _grammars(self, draft: GenerationDraft) -> dict[str, bytes]:
+        """The compiled grammars that the outputs of a request keep to, by key.
+
+        Raises:
+            RequestRejected: 400, one does not compile, or takes too long.
+        """
+        specs = {params.grammar for params in draft.params if params.grammar is not None}
+        compiled: dict[str, bytes] = {}
+        for spec in specs:
+            kept = self._compiler.compiled(spec)
+            compiled[spec.key] = await self._compile(spec) if kept is None else kept
+            self._compiler.keep(spec, compiled[spec.key])
+        return compiled
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        tokenizer, model = self.tokenizer, self._config.model
+        assert tokenizer is not None, "grammars are refused where there is no tokenizer"
+        eos_token_ids = model.eos_token_ids | tokenizer.eos_token_ids
+        return GrammarCompiler(Vocabulary(tokenizer, model.vocab_size, eos_token_ids))
+
+    async def _compile(self, spec: GrammarSpec) -> bytes:
+        if not self._has_prepared_grammars:
+            self._has_prepared_grammars = True
+            self._scheduler.send(PrepareGrammars())
+        await self.in_thread(self._compiler.open, self._grammar_threads)
+        compiling = self.in_thread(partial(self._compiler.compile, spec), self._grammar_threads)
+        try:
+            return await asyncio.wait_for(compiling, COMPILE_LIMIT_S)
+        except TimeoutError:
+            raise RequestRejected(
+                f"sampling_params.{spec.kind}: it was not compiled within {COMPILE_LIMIT_S:g} s"
+            ) from None
+
+    async def _send(self, generation: LiveGeneration, grammars: Mapping[str, bytes]) -> None:
         """Send the outputs of a request, in their order."""
         outputs = [output.request for output in generation.outputs]
         num_sent = 0
@@ -258,6 +303,10 @@ class TokenizerManager:
                 if num_sent:
                     await self._next_turn()
                 for output in piece:
+                    if output.grammar is not None:
+                        load = self._loaded_grammars.load(output.grammar, grammars[output.grammar])
+                        if load is not None:
+                            self._scheduler.send(load)
                     self._scheduler.send(output)
                     num_sent += 1
                     abort_message = self._live.note_sent(output.rid)

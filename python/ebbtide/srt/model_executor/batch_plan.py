@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,18 @@ class LogprobSpec:
     token_ids: tuple[int, ...] = ()
 
 
+class TokenMask(Protocol):
+    """Which tokens may come next. It follows the output, token by token."""
+
+    def fill(self, words_W: NDArray[np.int32]) -> None:
+        """Set bit i % 32 of word i // 32 for each token i that may come next, and clear all others."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """A token was sampled; whether it is one of those."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class SampleSpec:
     """How one request is sampled. Lives as long as the request; identity stands for the request.
@@ -37,6 +50,7 @@ class SampleSpec:
         prompt_ids: the prompt (repetition penalty).
         output_ids: the request's live output list, appended to by the scheduler after each step.
         logprobs: None when the request wants none.
+        mask: None where every token may come.
     """
 
     params: SamplingParams
@@ -45,6 +59,7 @@ class SampleSpec:
     prompt_ids: list[int]
     output_ids: list[int]
     logprobs: LogprobSpec | None = None
+    mask: TokenMask | None = None
 
     @property
     def needs_output_ids(self) -> bool:
@@ -136,7 +151,18 @@ class PendingStep(Protocol):
         ...
 
 
+# What to do between the forward pass and the masks of its requests.
+BeforeMasks: TypeAlias = Callable[[], None] | None
+
+
 class Runner(Protocol):
     """Runs forward passes. `ModelRunner` is the real one; a null runner serves tests and benchmarks."""
 
-    def launch(self, plan: BatchPlan) -> PendingStep: ...
+    def launch(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> PendingStep:
+        """Launch a step.
+
+        Args:
+            before_masks: if any request has a mask, it is asked for when the forward pass has been launched,
+                and this is called before.
+        """
+        ...

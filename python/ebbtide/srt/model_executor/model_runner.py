@@ -15,7 +15,7 @@ from torch import Tensor
 from ebbtide.srt.layers.attention.base import AttentionBackend
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
-from ebbtide.srt.model_executor.batch_plan import BatchPlan, PendingStep, StepResult
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, BeforeMasks, PendingStep, StepResult
 from ebbtide.srt.model_executor.forward_batch import ForwardBatch, Layout, PromptRows, resolve_tokens
 from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, position_logprobs
 from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
@@ -106,25 +106,28 @@ class ModelRunner:
         self._next_tokens = next_tokens
 
     @torch.inference_mode()
-    def launch(self, plan: BatchPlan) -> PendingStep:
-        """Write the new tokens' KV and sample; returns at once on CUDA, and with the step done on a CPU."""
+    def launch(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> PendingStep:
+        """Write the new tokens' KV and sample; returns at once on CUDA, and with the step done on a CPU.
+
+        Where requests have masks it waits for what `before_masks` waits for, while the device computes.
+        """
         if self.graphs is not None and self.graphs.fits(plan):
-            step = self._replay(plan, self.graphs)
+            step = self._replay(plan, self.graphs, before_masks)
         else:
-            step = self._run(plan)
+            step = self._run(plan, before_masks)
         if self._device.type != "cpu":
             step.has_run = torch.Event(self._device)
             step.has_run.record()
         return step
 
-    def _replay(self, plan: BatchPlan, graphs: DecodeGraphs) -> LaunchedStep:
+    def _replay(self, plan: BatchPlan, graphs: DecodeGraphs, before_masks: BeforeMasks) -> LaunchedStep:
         layout = Layout.of(plan, self.page_table.array, self.kv_pool.page_size)
         hidden_RD = graphs.replay(plan, layout)
         step = LaunchedStep(len(plan.specs), range(len(plan.specs)))
-        self._sample(plan, hidden_RD, graphs.inputs.rows[: len(plan.specs)], step)
+        self._sample(plan, hidden_RD, graphs.inputs.rows[: len(plan.specs)], step, before_masks)
         return step
 
-    def _run(self, plan: BatchPlan) -> LaunchedStep:
+    def _run(self, plan: BatchPlan, before_masks: BeforeMasks) -> LaunchedStep:
         batch = ForwardBatch.from_plan(plan, self.page_table.array, self.kv_pool.page_size, self._device)
         self.attention.prepare(batch)
         input_ids_T = resolve_tokens(batch.input_ids_T, batch.rows_T, self._next_tokens)
@@ -137,16 +140,24 @@ class ModelRunner:
             step.prompt_logprobs[rows.request] = self._prompt_logprobs(plan, rows, hidden_TD)
         if batch.sampled_R:
             hidden_SD = hidden_TD if wants_last or plan.is_decode else hidden_TD[batch.sampled_rows_S]
-            self._sample(plan, hidden_SD, batch.sampled_page_rows_S, step)
+            self._sample(plan, hidden_SD, batch.sampled_page_rows_S, step, before_masks)
         return step
 
-    def _sample(self, plan: BatchPlan, hidden_SD: Tensor, page_rows_S: Tensor, step: LaunchedStep) -> None:
+    def _sample(
+        self,
+        plan: BatchPlan,
+        hidden_SD: Tensor,
+        page_rows_S: Tensor,
+        step: LaunchedStep,
+        before_masks: BeforeMasks,
+    ) -> None:
         specs = plan.specs
         if len(step.sampled_R) < len(specs):
             specs = [specs[request] for request in step.sampled_R]
-        step.sample = self.sampler.launch(
-            self.model.logits(hidden_SD), specs, plan.num_outputs_R[plan.samples_R]
-        )
+        logits_SV = self.model.logits(hidden_SD)
+        if before_masks is not None and any(spec.mask is not None for spec in specs):
+            before_masks()
+        step.sample = self.sampler.launch(logits_SV, specs, plan.num_outputs_R[plan.samples_R])
         self._next_tokens.index_copy_(0, page_rows_S, step.sample.tokens_S)
 
     def _prompt_logprobs(

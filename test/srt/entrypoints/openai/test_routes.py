@@ -330,7 +330,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (COMPLETIONS, {"suffix": "x"}, "suffix"),
         (COMPLETIONS, {"best_of": 2}, "best_of"),
         (COMPLETIONS, {"logprobs": -1}, "logprobs"),
-        (COMPLETIONS, {"response_format": {"type": "json_object"}}, "response_format"),
+        (COMPLETIONS, {"response_format": {"type": "json"}}, "response_format"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": None}, "messages"),
         (CHAT, {"messages": [{"content": "a"}]}, "role"),

@@ -27,7 +27,8 @@ class StreamOptions(Struct, kw_only=True):
 class OpenAIRequest(Struct, kw_only=True):
     """What both kinds of completion take: OpenAI's fields, then Ebbtide's, which are those of `/generate`.
 
-    `regex`, `ebnf` and `json_schema` are refused unless they are empty, `response_format` unless it is text.
+    `response_format`, vLLM's `structured_outputs`, or one of `regex`, `ebnf`, `json_schema` and
+    `structural_tag` says what the answer keeps to.
     `include_stop_str_in_output` is another name of `no_stop_trim`. `return_tokens_as_token_ids`: logprobs
     tell tokens as "token_id:5" instead of their texts. `prompt_logprobs`: how many of the most likely tokens
     are told at each position of the prompt. `request_id`: the answer's id ends with it; `rid` where there is
@@ -63,6 +64,8 @@ class OpenAIRequest(Struct, kw_only=True):
     regex: Any = None
     ebnf: Any = None
     json_schema: Any = None
+    structural_tag: Any = None
+    structured_outputs: Any = None
     rid: str | list[str] | None = None
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None

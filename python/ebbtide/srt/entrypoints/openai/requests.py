@@ -16,6 +16,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     OpenAIRequest,
     parse,
 )
+from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
 from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_request import PASSED_ON_FIELDS, UNSUPPORTED_FIELDS, Render
@@ -32,6 +33,7 @@ _SAMPLING = {
     **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")},
     **{name: name for name in ("stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens")},
     **{name: name for name in ("spaces_between_special_tokens", "regex", "ebnf", "json_schema")},
+    "structural_tag": "structural_tag",
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
 }
@@ -195,6 +197,7 @@ def _sampling_params(request: OpenAIRequest) -> Fields:
         given["no_stop_trim"] = True
     if request.top_k == 0:
         given["top_k"] = -1  # other servers' word for "off"
+    given |= grammar_params(request.response_format, request.structured_outputs)
     return {known: value for known, value in given.items() if value is not None}
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_request import asks_for_nothing
 
-_NO_GRAMMARS: Final = "structured output is not"
+_OLDER: Final = "structured_outputs takes its place"
 _ONLY_BIAS: Final = "of single tokens, logit_bias changes the odds"
 
 # Field → what there is instead.
@@ -23,18 +23,16 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
     "documents": "chat_template_kwargs are variables of the template",
     "ec_transfer_params": "prompts are computed here",
     "functions": "tools are shown to the chat template",
-    "guided_choice": _NO_GRAMMARS,
-    "guided_grammar": _NO_GRAMMARS,
-    "guided_json": _NO_GRAMMARS,
-    "guided_regex": _NO_GRAMMARS,
+    "guided_choice": _OLDER,
+    "guided_grammar": _OLDER,
+    "guided_json": _OLDER,
+    "guided_regex": _OLDER,
     "kv_transfer_params": "prompts are computed here",
     "logits_processors": _ONLY_BIAS,
     "logprob_token_ids": "/generate has token_ids_logprob",
     "prompt_embeds": "prompts are texts or token ids",
     "repetition_detection": "there are stop strings, stop_token_ids and penalties",
     "stop_regex": "stop takes strings",
-    "structural_tag": _NO_GRAMMARS,
-    "structured_outputs": _NO_GRAMMARS,
     "thinking_token_budget": "max_tokens counts all tokens",
     "use_beam_search": "n samples are drawn",
     "vllm_xargs": "unknown arguments have no effect",
@@ -63,9 +61,6 @@ def refuse_unsupported(fields: Mapping[str, Any], *, is_chat: bool) -> None:
     )
     _expect(fields, "function_call", ("none", "auto"), "what the model answers is not parsed for calls")
     _expect(fields, "truncation_side", ("left",), "the last tokens of a prompt are kept")
-    wanted = fields.get("response_format")
-    if wanted is not None and (not isinstance(wanted, Mapping) or wanted.get("type") != "text"):
-        raise RequestRejected(f"response_format: not supported in this version, but for text, got {wanted}")
 
 
 def _expect(fields: Mapping[str, Any], name: str, supported: tuple[str, ...], why: str) -> None:

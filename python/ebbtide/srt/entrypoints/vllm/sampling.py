@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
 from ebbtide.srt.errors import RequestRejected
 
 Fields = dict[str, Any]
@@ -21,14 +22,14 @@ _NAMES = {
 }
 # These would change the tokens, or are read back: empty values are taken, others refused.
 UNSUPPORTED = (
-    *("allowed_token_ids", "bad_words", "structured_outputs", "extra_args"),
+    *("allowed_token_ids", "bad_words", "extra_args"),
     *("logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"),
     *("routed_experts_prompt_start", "skip_reading_prefix_cache", "thinking_token_budget"),
 )
 # Read elsewhere, or without a meaning here.
 _OTHERS = (
     *("detokenize", "output_kind", "logprobs", "prompt_logprobs", "max_tokens", "top_k", "cache_salt"),
-    "truncate_prompt_tokens",
+    *("truncate_prompt_tokens", "structured_outputs"),
 )
 
 
@@ -54,6 +55,7 @@ def sampling_params(given: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     """
     refuse_unsupported(given, UNSUPPORTED, "body.sampling_params")
     params = {ours: given[theirs] for theirs, ours in _NAMES.items() if given.get(theirs) is not None}
+    params |= grammar_params(None, given.get("structured_outputs"))
     params["max_new_tokens"] = given.get("max_tokens")
     top_k = given.get("top_k")
     if top_k is not None:

@@ -19,8 +19,10 @@ from ebbtide.srt.managers.io_struct import (
     ControlCall,
     ControlReply,
     Expire,
+    LoadGrammar,
     ManagerInput,
     Prepared,
+    PrepareGrammars,
     Refusal,
     SchedulerInput,
     StateReport,
@@ -126,6 +128,9 @@ class DataParallelController:
             case AbortGeneration():
                 if message.rid in self._placed:
                     self._replicas[self._placed[message.rid][0]].send(message)
+            case PrepareGrammars() | LoadGrammar():
+                for replica in self._replicas:
+                    replica.send(message)
             case ControlCall():
                 self._call(message)
             case Expire() | Verdict():

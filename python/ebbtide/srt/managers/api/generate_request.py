@@ -299,6 +299,8 @@ class RequestNormalizer:
             if one.stop_strings:
                 self._need_tokenizer("sampling_params.stop")
             self._limits.check_ids("sampling_params.logit_bias", list(one.logit_bias or ()))
+            if one.grammar is not None:
+                self._need_tokenizer(f"sampling_params.{one.grammar.kind}")
         return params
 
     def _seeds(self, params: SamplingParams, num_samples: int) -> list[int]:
@@ -338,6 +340,7 @@ class RequestNormalizer:
                 priority=request.priority or 0,
                 dp_rank=_pinned_to(request),
                 contract=_contract(request),
+                grammar=None if params.grammar is None else params.grammar.key,
             )
 
 

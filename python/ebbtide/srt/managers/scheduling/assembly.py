@@ -31,6 +31,7 @@ from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
 from ebbtide.srt.managers.scheduling.trial_pass import SchedulerTrialPass
+from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
@@ -168,6 +169,9 @@ def assemble_scheduler(
         tokenizer=parts.tokenizer,
         eos_token_ids=eos_token_ids,
         overlap=config.schedule.overlap,
+        grammars=None
+        if parts.tokenizer is None
+        else GrammarShelf(Vocabulary(parts.tokenizer, config.vocab_size, eos_token_ids)),
     )
 
 

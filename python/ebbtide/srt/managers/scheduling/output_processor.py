@@ -118,6 +118,10 @@ class OutputProcessor:
         if not output_ids:
             req.first_token_s = time.monotonic()
         output_ids.append(token_id)
+        mask = req.spec.mask
+        if mask is not None and not mask.accept(token_id):
+            req.finish = FinishReason("abort", message="the grammar allows no token here", status_code=500)
+            return
         if result.output_logprobs is not None:
             logprobs = result.output_logprobs[index]
             if logprobs is not None:

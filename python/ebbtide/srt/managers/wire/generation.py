@@ -34,6 +34,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
         max_new_tokens: how many tokens the context leaves room for, at most what was asked for.
         priority: higher ones are admitted first, where the schedule policy is `priority`.
         arrival_s: when the request arrived, on the clock of `time.monotonic`.
+        grammar: the key of the one that its output keeps to; it has been loaded.
         dp_rank: the replica that it is for; None as long as none has been chosen, or if there is only one.
     """
 
@@ -53,6 +54,24 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     priority: int = 0
     dp_rank: int | None = None
     contract: VersionContract = VersionContract()
+    grammar: str | None = None
+
+
+class PrepareGrammars(Message, frozen=True, kw_only=True):
+    """The first request with a grammar has come: it is being compiled."""
+
+
+class LoadGrammar(Message, frozen=True, kw_only=True):
+    """A compiled grammar, ahead of the first request that keeps to it.
+
+    Attributes:
+        key: stands for it in requests.
+        dropped: no request to come has this one any more.
+    """
+
+    key: str
+    compiled: bytes
+    dropped: str | None = None
 
 
 class AbortGeneration(Message, frozen=True, kw_only=True):

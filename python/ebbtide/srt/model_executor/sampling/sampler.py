@@ -18,6 +18,7 @@ from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
 from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, alternatives, position_logprobs
 from ebbtide.srt.model_executor.sampling.noise import mixed_seeds, uniforms_at
 from ebbtide.srt.model_executor.sampling.penalties import Penalties
+from ebbtide.srt.model_executor.sampling.token_masks import TokenMasks
 from ebbtide.srt.model_executor.transfers import download, upload
 from ebbtide.srt.sampling_params import SamplingParams
 
@@ -155,6 +156,8 @@ class _Batch:
         self._bias = _bias_entries(specs, device)
         self._minimum_S = np.array([spec.params.min_new_tokens for spec in specs])
         self._has_minimum = bool(self._minimum_S.any())
+        has_masks = any(spec.mask is not None for spec in specs)
+        self._token_masks = TokenMasks(specs, vocab_size, device) if has_masks else None
         self._masked_rows: list[int] = []
         self._mask: tuple[Tensor, Tensor] | None = None
         random = [row for row, spec in enumerate(specs) if not spec.params.is_greedy]
@@ -173,7 +176,8 @@ class _Batch:
     def adjusted(self, logits_SV: Tensor, positions_S: NDArray[np.int64]) -> Tensor:
         """Scores after penalties, bias and masks; reported logprobs are of these over the temperature."""
         mask = self._stop_id_mask(positions_S) if self._has_minimum else None
-        if self._penalties is None and self._bias is None and mask is None:
+        changes = (self._penalties, self._bias, mask, self._token_masks)
+        if all(change is None for change in changes):
             # A CUDA chooser reads half precision as it is.
             return logits_SV if logits_SV.is_cuda else logits_SV.float()
         scores_SV = logits_SV.float()
@@ -184,6 +188,8 @@ class _Batch:
             scores_SV.index_put_(where, values, accumulate=True)
         if mask is not None:
             scores_SV.index_put_(mask, scores_SV.new_full((), float("-inf")))
+        if self._token_masks is not None:
+            self._token_masks.apply(scores_SV)
         return scores_SV
 
     def noise(self, positions_S: NDArray[np.int64]) -> NDArray[np.float64]:

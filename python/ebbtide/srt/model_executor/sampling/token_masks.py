@@ -1,0 +1,48 @@
+"""Tokens that may not come next, by one bit each: grammars and lists of tokens speak through these alone.
+
+Shapes: S requests that sample, M of them with a mask, V vocabulary, W words of 32 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ebbtide.srt.model_executor.batch_plan import SampleSpec
+from ebbtide.srt.model_executor.transfers import upload
+
+WORD_BITS = 32
+
+
+class TokenMasks:
+    """The masked requests of a batch, kept while the batch stays the same.
+
+    Args:
+        specs: of the whole batch.
+        device: where the scores are.
+    """
+
+    def __init__(self, specs: Sequence[SampleSpec], vocab_size: int, device: torch.device) -> None:
+        rows = [row for row, spec in enumerate(specs) if spec.mask is not None]
+        self._masks = [spec.mask for spec in specs if spec.mask is not None]
+        self._rows_M = None if len(rows) == len(specs) else upload(rows, device)
+        self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // WORD_BITS)
+        self._device = device
+        self._shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=device)
+
+    def apply(self, scores_SV: Tensor) -> None:
+        """Set what may not come next to −∞, in place."""
+        words_MW = np.empty((len(self._masks), self._num_words), dtype=np.int32)
+        for mask, words_W in zip(self._masks, words_MW, strict=True):
+            mask.fill(words_W)
+        bits = (upload(words_MW, self._device).unsqueeze(-1) >> self._shifts) & 1
+        forbidden_MV = bits.view(len(self._masks), -1)[:, : self._vocab_size] == 0
+        if self._rows_M is None:
+            scores_SV.masked_fill_(forbidden_MV, float("-inf"))
+        else:
+            masked_MV = scores_SV[self._rows_M].masked_fill_(forbidden_MV, float("-inf"))
+            scores_SV.index_copy_(0, self._rows_M, masked_MV)
