@@ -1,0 +1,188 @@
+"""Decode attention where requests share their first pages: read by each of them, or once per group.
+
+In a CUDA graph of 32 calls on pools that no cache holds. `plain` is the kernel as decode steps use it, with
+rows of a group side by side; `plain_mixed` with rows in random order. `items` reads shared pages once per
+tile of rows: in one launch, or in two with larger tiles for the shared pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from common import write_result
+from gpu_attention import DEVICE, HEAD_DIM, KIND, NUM_CALLS, PAGE_SIZE, replay_ms
+from torch import Tensor
+
+from ebbtide.srt.layers.attention.base import AttentionShape
+from ebbtide.srt.layers.attention.flashinfer_items import ItemKernel, ItemList
+from ebbtide.srt.layers.attention.flashinfer_kernels import (
+    DevicePages,
+    HostLens,
+    PrefillKernel,
+    Workspace,
+    partial_bytes,
+)
+from ebbtide.srt.layers.attention.work_items import SharedRuns, WorkItems, cut
+from ebbtide.srt.layers.kernels.merge_parts import merge_parts
+
+SHAPE = AttentionShape(32, 8, HEAD_DIM, PAGE_SIZE, torch.bfloat16, torch.bfloat16, (KIND,))
+# Groups, rows of each, shared tokens, own tokens.
+CASES = (
+    (64, 8, 512, 250),
+    (64, 8, 512, 1000),
+    (64, 8, 4096, 250),
+    (64, 8, 4096, 1000),
+    (64, 2, 4096, 250),
+    (32, 2, 4096, 800),
+    (8, 8, 4096, 250),
+    (4, 4, 4096, 800),
+    (1, 256, 1024, 300),
+    (64, 1, 4096, 800),
+    (16, 1, 4096, 800),
+)
+
+
+class Case:
+    def __init__(self, groups: int, rows: int, shared: int, own: int) -> None:
+        rng = np.random.default_rng(0)
+        self.num_rows = groups * rows
+        own_lens = rng.integers(own // 2, own * 3 // 2, self.num_rows)
+        self.lens = (shared + own_lens).astype(np.int32)
+        shared_pages = shared // PAGE_SIZE
+        num_pages = -(-self.lens // PAGE_SIZE)
+        total = int(groups * shared_pages + (num_pages - shared_pages).sum())
+        self.total = total
+        ids = rng.permutation(total).astype(np.int32)
+        heads = ids[: groups * shared_pages].reshape(groups, shared_pages)
+        rest = np.split(ids[groups * shared_pages :], np.cumsum(num_pages - shared_pages)[:-1])
+        self.tables = [np.concatenate([heads[row // rows], rest[row]]) for row in range(self.num_rows)]
+        pool_bytes = 4 * total * PAGE_SIZE * 8 * HEAD_DIM
+        size = (total, PAGE_SIZE, 8, HEAD_DIM)
+        count = 2 if pool_bytes > 1 << 30 else 4
+        self.pools = [
+            tuple(torch.randn(size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)) for _ in range(count)
+        ]
+        self.q = torch.randn(self.num_rows, 32, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
+        self.runs = SharedRuns(
+            np.arange(groups, dtype=np.int32) * rows,
+            np.full(groups, rows, dtype=np.int32),
+            np.full(groups, shared_pages if rows > 1 else 0, dtype=np.int32),
+        )
+        self.read_bytes = pool_bytes
+
+    def arrays(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray, Tensor]:
+        """indptr, last page lengths, and page ids on the device, of rows in this order."""
+        tables = [self.tables[row] for row in order]
+        indptr = np.concatenate([[0], np.cumsum([len(table) for table in tables])]).astype(np.int32)
+        last = ((self.lens[order] - 1) % PAGE_SIZE + 1).astype(np.int32)
+        return indptr, last, torch.from_numpy(np.concatenate(tables)).to(DEVICE)
+
+
+def graph_us(call: Any, case: Case) -> float:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        call(case.pools[0])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        for number in range(NUM_CALLS):
+            call(case.pools[number % len(case.pools)])
+        graph.capture_end()
+        return replay_ms(graph.replay) / NUM_CALLS * 1e3
+
+
+def plain(case: Case, order: np.ndarray, partial: Tensor) -> tuple[float, Tensor]:
+    indptr, last, indices = case.arrays(order)
+    kernel = PrefillKernel(SHAPE, KIND, Workspace(partial), causal=False, backend="fa2")
+    q_indptr = torch.arange(case.num_rows + 1, dtype=torch.int32)
+    lens = torch.from_numpy(case.lens[order])
+    plan = kernel.plan(HostLens(q_indptr, torch.from_numpy(indptr), lens), captured=True)
+    pages = DevicePages(
+        q_indptr.to(DEVICE), torch.from_numpy(indptr).to(DEVICE), indices, torch.from_numpy(last).to(DEVICE)
+    )
+    q = case.q[torch.from_numpy(order).to(DEVICE)]
+    out = torch.empty_like(q)
+    us = graph_us(lambda pool: kernel.run(plan, pages, q, *pool, out), case)
+    kernel.run(plan, pages, q, *case.pools[0], out)
+    return us, out
+
+
+def selected(items: WorkItems, chosen: np.ndarray) -> WorkItems:
+    names = ("first_row_I", "num_rows_I", "first_page_I", "num_pages_I", "last_page_len_I", "part_I")
+    return replace(items, **{name: getattr(items, name)[chosen] for name in names})
+
+
+def by_items(case: Case, partial: Tensor, tiles: tuple[int, int], max_pages: int) -> tuple[float, Tensor]:
+    """Tiles of the shared pages' items and of the others: one launch where they are alike."""
+    indptr, last, indices = case.arrays(np.arange(case.num_rows))
+    items = cut(
+        indptr, last, case.runs, page_size=PAGE_SIZE, max_rows=tiles[0] // 4, max_pages=max_pages
+    )
+    kernel = ItemKernel(SHAPE, KIND, partial)
+    is_own = np.zeros(len(items.part_I), dtype=bool)
+    own_count = int(sum(-(-(indptr[1:] - indptr[:-1] - shared_of(case)) // max_pages)))
+    is_own[len(is_own) - own_count :] = True
+    parts = [np.ones_like(is_own)] if tiles[0] == tiles[1] else [~is_own, is_own]
+    launches = []
+    for tile, chosen in zip(tiles, parts, strict=False):
+        picked = selected(items, chosen)
+        if not len(picked.part_I):
+            continue
+        listed = ItemList(len(picked.part_I) + 8, case.num_rows, DEVICE)
+        listed.upload(picked, int(indptr[-1]))
+        launches.append((listed, listed.plan_info(tile)))
+    num_parts = int(items.num_parts_B.max())
+    parts_out = torch.full((num_parts, case.num_rows, 32, HEAD_DIM), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    sums = torch.full((num_parts, case.num_rows, 32), float("nan"), dtype=torch.float32, device=DEVICE)
+    out = torch.empty_like(case.q)
+
+    def call(pool: Any) -> None:
+        for listed, info in launches:
+            kernel.run(info, listed, indices, case.q, *pool, parts_out, sums)
+        merge_parts(parts_out, sums, launches[0][0].num_parts, out)
+
+    us = graph_us(call, case)
+    call(case.pools[0])
+    return us, out
+
+
+def shared_of(case: Case) -> np.ndarray:
+    return np.repeat(case.runs.num_pages_G, case.runs.num_rows_G)
+
+
+def main() -> None:
+    rows: list[dict[str, Any]] = []
+    partial = torch.zeros(partial_bytes(SHAPE, DEVICE), dtype=torch.uint8, device=DEVICE)
+    for groups, count, shared, own in CASES:
+        case = Case(groups, count, shared, own)
+        row: dict[str, Any] = {"groups": groups, "rows": count, "shared": shared, "own": own}
+        row["limit"] = round(case.read_bytes / 4.2e6, 1)
+        row["plain"], expected = plain(case, np.arange(case.num_rows), partial)
+        row["mixed"], _ = plain(case, np.random.default_rng(1).permutation(case.num_rows), partial)
+        for name, tiles, max_pages in (
+            ("16", (16, 16), 1 << 20),
+            ("64+16", (64, 16), 1 << 20),
+            ("16/32p", (16, 16), 32),
+            ("64+16/32p", (64, 16), 32),
+            ("16/96p", (16, 16), 96),
+            ("64+16/96p", (64, 16), 96),
+            ("128+16", (128, 16), 1 << 20),
+        ):
+            try:
+                row[name], out = by_items(case, partial, tiles, max_pages)
+                error = float((out.float() - expected.float()).abs().max())
+                if not error < 2e-2:
+                    row[name + "_error"] = error
+            except Exception as error:
+                row[name] = f"{type(error).__name__} {error}"[:80]
+        row = {key: round(value, 1) if isinstance(value, float) and "error" not in key else value for key, value in row.items()}
+        print(row, flush=True)
+        rows.append(row)
+    print(write_result("gpu_shared_prefix", {"batches": rows}))
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

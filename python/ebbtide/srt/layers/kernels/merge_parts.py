@@ -1,0 +1,80 @@
+"""Attention whose keys were read in parts, put together.
+
+Shapes: B rows, C parts, N query heads, H head_dim.
+"""
+
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.srt.layers.kernels.launch import overlap_options
+
+_HEADS = 8
+
+
+def merge_parts(parts_CBNH: Tensor, sums_CBN: Tensor, num_parts_B: Tensor, out_BNH: Tensor) -> None:
+    """The mean of a row's parts, weighted by their sums of weights, into `out_BNH`.
+
+    Args:
+        parts_CBNH: each part's attention to its own keys; those after a row's last part may hold anything.
+        sums_CBN: float32, logarithms to base 2 of the sums of weights.
+        num_parts_B: int32, parts of each row, ≥ 1.
+    """
+    _, num_rows, num_heads, head_dim = parts_CBNH.shape
+    heads = min(_HEADS, triton.next_power_of_2(num_heads))
+    _merge_parts[(num_rows, triton.cdiv(num_heads, heads))](
+        parts_CBNH,
+        sums_CBN,
+        num_parts_B,
+        out_BNH,
+        num_rows,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        HEADS=heads,
+        BLOCK=triton.next_power_of_2(head_dim),
+        num_warps=2,
+        **overlap_options(parts_CBNH),
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_parts(  # type: ignore[no-untyped-def]
+    parts_ptr,
+    sums_ptr,
+    num_parts_ptr,
+    out_ptr,
+    num_rows,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """Some heads of one row."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dim = tl.arange(0, BLOCK)[None, :]
+    real = head < NUM_HEADS
+    inside = real[:, None] & (dim < HEAD_DIM)
+    num_parts = tl.load(num_parts_ptr + row)
+    best = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    out = tl.zeros((HEADS, BLOCK), tl.float32)
+    part = 0
+    while part < num_parts:
+        at = (part * num_rows + row) * NUM_HEADS + head
+        score = tl.load(sums_ptr + at, mask=real, other=0.0)
+        new_best = tl.maximum(best, score)
+        shrink, weight = tl.exp2(best - new_best), tl.exp2(score - new_best)
+        values = tl.load(parts_ptr + at[:, None] * HEAD_DIM + dim, mask=inside, other=0.0).to(tl.float32)
+        out = out * shrink[:, None] + values * weight[:, None]
+        total = total * shrink + weight
+        best = new_best
+        part += 1
+    at = row * NUM_HEADS + head
+    tl.store(out_ptr + at[:, None] * HEAD_DIM + dim, out / total[:, None], mask=inside)
