@@ -79,13 +79,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[256])
     parser.add_argument("--context", type=int, default=640)
     args = parser.parse_args(argv)
-    shape = replace(SHAPES[args.model], config=SHAPES[args.model].config | {"num_hidden_layers": args.layers})
-    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda"}
+    shape = replace(
+        SHAPES[args.model],
+        config=SHAPES[args.model].config | {"num_hidden_layers": args.layers},
+    )
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "device": "cuda",
+    }
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         path = shape.write(Path(folder))
         tokens = sum(args.batch) * (args.context + 80) + 4096
         driver = RunnerDriver(
-            path, max_total_tokens=tokens, cuda_graph_bs=args.batch, max_running_requests=sum(args.batch), **options
+            path,
+            max_total_tokens=tokens,
+            cuda_graph_bs=args.batch,
+            max_running_requests=sum(args.batch),
+            **options,
         )
         for size in args.batch:
             plan = plan_of(driver, size, args.context)

@@ -20,6 +20,7 @@ from ebbtide.srt.layers.attention.base import (
     LayerAttention,
 )
 from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS
+from ebbtide.srt.layers.attention.work_items import NO_RUNS, SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding
 
@@ -148,7 +149,7 @@ def test_a_large_decode_batch_agrees_with_torch(name: str, heads: Heads, num_req
 class CapturedStep:
     """A decode step in a CUDA graph, with the inputs at fixed addresses."""
 
-    def __init__(self, both: Both, size: int, max_pages: int) -> None:
+    def __init__(self, both: Both, size: int, max_pages: int, *, shared: bool = False) -> None:
         num_q, num_kv, head_dim = both.heads
         self.size, self.layer = size, both.layers[LAYER]
         self.qkv = torch.zeros(size, num_q + 2 * num_kv, head_dim, dtype=torch.bfloat16, device="cuda")
@@ -159,7 +160,7 @@ class CapturedStep:
             torch.zeros(max_pages, dtype=torch.int32, device="cuda"),
             torch.ones(size, dtype=torch.int32, device="cuda"),
         )
-        self.attention = both.backend.captured(size, self.buffers)
+        self.attention = both.backend.captured(size, self.buffers, shared=shared)
         self.attention.plan(np.arange(size + 1, dtype=np.int32), np.ones(size, dtype=np.int32))
         self.graph = torch.cuda.CUDAGraph()
         self.run(self.attention)
@@ -169,7 +170,7 @@ class CapturedStep:
     def run(self, step: AttentionStep) -> Tensor:
         return self.layer(self.qkv, self.rope, None, step)
 
-    def replay(self, batch: Batch, qkv: Tensor, rope: Rope) -> Tensor:
+    def replay(self, batch: Batch, qkv: Tensor, rope: Rope, runs: SharedRuns | None = None) -> Tensor:
         """Rows beyond the batch keep what the last replay left there, but have no slot."""
         num = len(qkv)
         padding = self.size - num
@@ -185,7 +186,7 @@ class CapturedStep:
         self.buffers.kv_indices.zero_()
         self.buffers.kv_indices[: len(batch.kv_indices)] = batch.kv_indices
         self.buffers.last_page_len_B.copy_(torch.from_numpy(last))
-        self.attention.plan(page_offsets, last)
+        self.attention.plan(page_offsets, last, runs)
         self.graph.replay()
         return self.out[:num]
 
@@ -211,6 +212,36 @@ def test_replayed_graphs_agree_with_torch_and_padding_is_not_stored(
         # An eager step between replays uses the same workspace.
         near(both.eager(batch, qkv, positions, None), expected)
     assert both.pool.keys[LAYER][requests.spare_pages].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kind"),
+    [case for case in CASES if case[0] in ((4, 2, 128), (8, 2, 128), (14, 2, 128))],
+    ids=str,
+)
+# Groups of requests, requests of each, pages that they share, and requests of the graph.
+@pytest.mark.parametrize(("groups", "count", "num_shared", "size"), [(3, 5, 20, 16), (40, 9, 6, 384)])
+def test_graphs_that_read_shared_pages_once_agree_with_torch(
+    heads: Heads, kind: AttentionKind, groups: int, count: int, num_shared: int, size: int
+) -> None:
+    num_requests, shared_len = groups * count, num_shared * PAGE_SIZE
+    requests = Requests(num_requests, shared_len + 150, PAGE_SIZE, device="cuda")
+    both = Both("flashinfer", heads, requests.num_pages, kind)
+    captured = CapturedStep(both, size, requests.num_pages + size, shared=True)
+    # The first of each group brings the pages for the others.
+    both.step(requests, [shared_len * (row % count == 0) for row in range(num_requests)], None)
+    first = np.arange(num_requests) // count * count
+    requests.table[:, :num_shared] = requests.table[first, :num_shared]
+    requests.lens[:] = shared_len
+    both.step(requests, [1 + (row * 97) % 130 for row in range(num_requests)], None)
+    rows = np.arange(groups, dtype=np.int32) * count
+    runs = SharedRuns(rows, np.full_like(rows, count), np.full_like(rows, num_shared))
+    for shared in (runs, NO_RUNS, runs):
+        batch, positions = requests.grow([1] * num_requests)
+        qkv = both.random_qkv(num_requests, seed=int(requests.lens.sum()))
+        expected = both.expected(batch, qkv, positions, None)
+
+        near(captured.replay(batch, qkv, both.rotary(positions, torch.bfloat16), shared), expected)
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 128), (14, 2, 128)], ids=str)

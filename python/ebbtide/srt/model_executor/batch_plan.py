@@ -107,6 +107,18 @@ class BatchPlan:
         """Whether every request adds exactly one token and samples."""
         return len(self.input_ids_T) == len(self.num_new_R) and bool(self.samples_R.all())
 
+    def ordered(self, order_R: NDArray[np.int64]) -> BatchPlan:
+        """The same decode step with its requests in another order."""
+        return BatchPlan(
+            input_ids_T=self.input_ids_T[order_R],
+            page_rows_R=self.page_rows_R[order_R],
+            starts_R=self.starts_R[order_R],
+            num_new_R=self.num_new_R[order_R],
+            samples_R=self.samples_R[order_R],
+            num_outputs_R=self.num_outputs_R[order_R],
+            specs=[self.specs[request] for request in order_R.tolist()],
+        )
+
 
 @dataclass(slots=True)
 class PositionLogprobs:

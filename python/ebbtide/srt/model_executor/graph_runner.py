@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, one per batch size, all in one scratch arena.
+"""Decode steps as CUDA graphs, by batch size and by whether requests share pages, all in one scratch arena.
 
 A graph reads its inputs at fixed addresses and computes the final hidden states; logits and sampling follow
 as ordinary launches, since they depend on what the requests ask for. Addresses of weights, KV and scratch do
@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.layers.attention.base import AttentionBackend, DecodeBuffers
+from ebbtide.srt.layers.attention.base import AttentionBackend, CapturedAttention, DecodeBuffers
+from ebbtide.srt.layers.attention.work_items import SharedRuns
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.model_executor.batch_plan import BatchPlan
@@ -34,6 +35,7 @@ _cuda: Any = torch.cuda  # not all of it has types
 
 # Scratch beyond what the largest batch takes when it runs without a graph, and the outputs of all graphs.
 SCRATCH_MARGIN_BYTES = 64 << 20
+SHARED_SIZE_STEP = 16
 
 
 class DecodeInputs:
@@ -102,6 +104,20 @@ class DecodeInputs:
         return indptr, last_page_len
 
 
+class _Captured:
+    """A decode step of one batch size: its attention, and once it is captured, its graph."""
+
+    def __init__(self, size: int, attention: CapturedAttention) -> None:
+        self.size, self.attention = size, attention
+        self.graph: Any = None
+        self.hidden_BD: Tensor | None = None
+
+    def discard(self) -> None:
+        if self.graph is not None:
+            self.graph.reset()
+        self.graph = self.hidden_BD = None
+
+
 class DecodeGraphs:
     """Captured decode steps.
 
@@ -126,13 +142,15 @@ class DecodeGraphs:
         max_pages: int,
     ) -> None:
         self._model = model
-        self._batch_sizes = list(batch_sizes)
         self._next_tokens = next_tokens
         device = next_tokens.device
-        self.inputs = DecodeInputs(self._batch_sizes[-1], max_pages, len(next_tokens) - 1, device)
-        self._attention = {size: attention.captured(size, self.inputs.buffers) for size in self._batch_sizes}
-        self._graphs: dict[int, Any] = {}
-        self._hidden: dict[int, Tensor] = {}
+        self.inputs = DecodeInputs(batch_sizes[-1], max_pages, len(next_tokens) - 1, device)
+        buffers = self.inputs.buffers
+        self._plain = [_Captured(size, attention.captured(size, buffers)) for size in batch_sizes]
+        self._shared = [
+            _Captured(size, attention.captured(size, buffers, shared=True))
+            for size in (_sizes_for_sharing(batch_sizes) if attention.shares_prefixes else ())
+        ]
         started = time.monotonic()
         stream = _cuda.Stream(device)
         stream.wait_stream(_cuda.current_stream(device))
@@ -144,10 +162,11 @@ class DecodeGraphs:
         _cuda.current_stream(device).wait_stream(stream)
         self._pool.trim()
         logger.info(
-            "CUDA graphs: batch_sizes=%d..%d graphs=%d scratch_bytes=%d s=%.1f",
-            self._batch_sizes[0],
-            self._batch_sizes[-1],
-            len(self._graphs),
+            "CUDA graphs: batch_sizes=%d..%d graphs=%d for_shared_prefixes=%d scratch_bytes=%d s=%.1f",
+            batch_sizes[0],
+            batch_sizes[-1],
+            len(self._plain),
+            len(self._shared),
             self.arena.num_bytes,
             time.monotonic() - started,
         )
@@ -157,15 +176,29 @@ class DecodeGraphs:
 
         Without the scratch memory, which the device may have had no room to bring back, none can.
         """
-        return self.arena.is_resident and plan.is_decode and len(plan.specs) <= self._batch_sizes[-1]
+        return self.arena.is_resident and plan.is_decode and len(plan.specs) <= self._plain[-1].size
 
-    def replay(self, plan: BatchPlan, layout: Layout) -> Tensor:
-        """Launch a step; final hidden states [R, D], good until the next replay."""
+    def can_share(self, plan: BatchPlan) -> bool:
+        """Whether there is a graph for a step of this size whose requests share pages."""
+        return bool(self._shared) and self._shared[0].size <= 2 * len(plan.specs)
+
+    def replay(self, plan: BatchPlan, layout: Layout, runs: SharedRuns | None = None) -> Tensor:
+        """Launch a step; final hidden states [R, D], good until the next replay.
+
+        Args:
+            runs: who shares which pages, if the step `can_share`.
+        """
         num_requests = len(plan.specs)
-        size = self._batch_sizes[bisect_left(self._batch_sizes, num_requests)]
-        self._attention[size].plan(*self.inputs.fill(size, plan, layout))
-        self._graphs[size].replay()
-        return self._hidden[size][:num_requests]
+        captured = _first_of(self._plain if runs is None else self._shared, num_requests)
+        captured.attention.plan(*self.inputs.fill(captured.size, plan, layout), runs)
+        captured.graph.replay()
+        assert captured.hidden_BD is not None
+        return captured.hidden_BD[:num_requests]
+
+    @property
+    def _by_size(self) -> list[_Captured]:
+        """The largest first: the smaller ones find room in what it leaves."""
+        return sorted([*self._plain, *self._shared], key=lambda captured: -captured.size)
 
     def _warm_up(self) -> int:
         """Run every size once, so that kernels are compiled and workspaces made.
@@ -177,42 +210,51 @@ class DecodeGraphs:
         _cuda.reset_peak_memory_stats(device)
         before = _cuda.memory_allocated(device)
         peak, kept = 0, 0
-        for size in reversed(self._batch_sizes):
-            self._prepare(size)
-            kept += self._forward(size).nbytes
+        for captured in self._by_size:
+            self._prepare(captured)
+            kept += self._forward(captured).nbytes
             peak = max(peak, _cuda.max_memory_allocated(device) - before)
         _cuda.synchronize(device)
         return int(peak) + kept
 
     def _capture_all(self, pool: GraphPool) -> None:
-        # The largest first: the smaller ones find room in what it leaves.
-        for size in reversed(self._batch_sizes):
-            self._capture(size, pool)
+        for captured in self._by_size:
+            self._capture(captured, pool)
 
-    def _capture(self, size: int, pool: GraphPool) -> None:
-        self._prepare(size)
+    def _capture(self, captured: _Captured, pool: GraphPool) -> None:
+        self._prepare(captured)
         graph = _cuda.CUDAGraph()
         # Other threads may go on with their own CUDA calls meanwhile.
         graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
-        self._graphs[size] = graph
+        captured.graph = graph
         try:
-            self._hidden[size] = self._forward(size)
+            captured.hidden_BD = self._forward(captured)
         finally:
             graph.capture_end()
 
     def _discard(self) -> None:
         """Give up what was captured so far, and with it all memory of the pool."""
-        for graph in self._graphs.values():
-            graph.reset()
-        self._graphs.clear()
-        self._hidden.clear()
+        for captured in self._by_size:
+            captured.discard()
 
-    def _prepare(self, size: int) -> None:
-        self._attention[size].plan(*self.inputs.padding(size))
+    def _prepare(self, captured: _Captured) -> None:
+        captured.attention.plan(*self.inputs.padding(captured.size))
 
-    def _forward(self, size: int) -> Tensor:
-        input_ids_B = resolve_tokens(self.inputs.input_ids[:size], self.inputs.rows[:size], self._next_tokens)
-        return self._model.forward(input_ids_B, self.inputs.positions[:size], self._attention[size])
+    def _forward(self, captured: _Captured) -> Tensor:
+        inputs, size = self.inputs, captured.size
+        input_ids_B = resolve_tokens(inputs.input_ids[:size], inputs.rows[:size], self._next_tokens)
+        return self._model.forward(input_ids_B, inputs.positions[:size], captured.attention)
+
+
+def _first_of(captured: Sequence[_Captured], num_requests: int) -> _Captured:
+    """The smallest that takes so many."""
+    return captured[bisect_left(captured, num_requests, key=lambda one: one.size)]
+
+
+def _sizes_for_sharing(batch_sizes: Sequence[int]) -> list[int]:
+    """Fewer sizes than for other steps: such steps are large, and pay little for a few rows more."""
+    step, largest = SHARED_SIZE_STEP, batch_sizes[-1]
+    return [size for size in batch_sizes if size >= step and (size % step == 0 or size == largest)]
 
 
 def capture_with_room(

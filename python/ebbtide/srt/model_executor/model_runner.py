@@ -19,6 +19,7 @@ from ebbtide.srt.model_executor.batch_plan import BatchPlan, BeforeMasks, Pendin
 from ebbtide.srt.model_executor.forward_batch import ForwardBatch, Layout, PromptRows, resolve_tokens
 from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, position_logprobs
 from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
+from ebbtide.srt.model_executor.shared_prefixes import PrefixFinder
 from ebbtide.srt.model_executor.transfers import upload
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
@@ -104,6 +105,7 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._device = device
         self._next_tokens = next_tokens
+        self._prefixes = PrefixFinder(page_table.array, kv_pool.page_size, attention.is_worth_sharing)
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> PendingStep:
@@ -121,9 +123,13 @@ class ModelRunner:
         return step
 
     def _replay(self, plan: BatchPlan, graphs: DecodeGraphs, before_masks: BeforeMasks) -> LaunchedStep:
-        layout = Layout.of(plan, self.page_table.array, self.kv_pool.page_size)
-        hidden_RD = graphs.replay(plan, layout)
+        prefixes = self._prefixes.find(plan) if graphs.can_share(plan) else None
         step = LaunchedStep(len(plan.specs), range(len(plan.specs)))
+        if prefixes is not None:
+            plan = plan.ordered(prefixes.order_R)
+            step.sampled_R = prefixes.order_R.tolist()
+        layout = Layout.of(plan, self.page_table.array, self.kv_pool.page_size)
+        hidden_RD = graphs.replay(plan, layout, prefixes.runs if prefixes is not None else None)
         self._sample(plan, hidden_RD, graphs.inputs.rows[: len(plan.specs)], step, before_masks)
         return step
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ebbtide.srt.layers.attention.work_items import SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 
 # What the step is, its number and how many there are.
@@ -146,11 +147,17 @@ class AttentionStep(Protocol):
 class CapturedAttention(AttentionStep, Protocol):
     """The attention of a CUDA graph, which reads its batch from `DecodeBuffers`."""
 
-    def plan(self, kv_indptr_B1: NDArray[np.int32], last_page_len_B: NDArray[np.int32]) -> None:
+    def plan(
+        self,
+        kv_indptr_B1: NDArray[np.int32],
+        last_page_len_B: NDArray[np.int32],
+        runs: SharedRuns | None = None,
+    ) -> None:
         """Get ready for the lengths of one step, without waiting for the device.
 
         Args:
             kv_indptr_B1, last_page_len_B: what the buffers hold, or will hold when the graph is replayed.
+            runs: who shares which pages, where `captured` was told so; None for nobody.
         """
         ...
 
@@ -187,9 +194,11 @@ class AttentionBackend(ABC):
 
     Attributes:
         captures: whether decode steps can be captured in CUDA graphs.
+        shares_prefixes: whether captured steps can read pages once that several requests begin with.
     """
 
     captures = False
+    shares_prefixes = False
 
     @classmethod
     @abstractmethod
@@ -222,9 +231,17 @@ class AttentionBackend(ABC):
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         """As `LayerAttention` says, of the prepared batch."""
 
-    def captured(self, batch_size: int, buffers: DecodeBuffers) -> CapturedAttention:
-        """Attention for a CUDA graph of so many requests with one new token each."""
+    def captured(self, batch_size: int, buffers: DecodeBuffers, *, shared: bool = False) -> CapturedAttention:
+        """Attention for a CUDA graph of so many requests with one new token each.
+
+        Args:
+            shared: for steps whose requests share pages, where the backend `shares_prefixes`.
+        """
         raise NotImplementedError(f"{type(self).__name__} cannot be captured")
+
+    def is_worth_sharing(self, num_requests: int, num_pages: int) -> bool:
+        """Whether a step is quicker when it leaves out reading so many pages again that requests share."""
+        return False
 
 
 def kinds_of(layers: Sequence[LayerAttention]) -> tuple[AttentionKind, ...]:

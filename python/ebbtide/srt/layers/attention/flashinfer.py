@@ -27,15 +27,18 @@ from ebbtide.srt.layers.attention.base import (
     Progress,
 )
 from ebbtide.srt.layers.attention.flashinfer_compile import compile_kernels
+from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel, saves_time
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
     DevicePages,
     HostLens,
     PagedKernel,
+    PlannedAttention,
     Workspace,
     decode_kernel,
     partial_bytes,
     prefill_kernel,
 )
+from ebbtide.srt.layers.attention.work_items import NO_RUNS, SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 
 
@@ -71,7 +74,7 @@ class _Kernels:
 class _Part:
     """Requests of a step that one kernel serves; `rows` are their new tokens."""
 
-    kernel: PagedKernel
+    kernel: PlannedAttention
     plan: Any
     pages: DevicePages
     rows: slice
@@ -89,6 +92,7 @@ class FlashInferAttention(AttentionBackend):
     """Paged attention on a GPU. Everything runs on the current stream, one step after another."""
 
     captures = True
+    shares_prefixes = True
 
     @classmethod
     def problem(cls, shape: AttentionShape, device: torch.device) -> str | None:
@@ -123,7 +127,7 @@ class FlashInferAttention(AttentionBackend):
             )
             for kind in shape.kinds
         }
-        self._page_size = shape.page_size
+        self._shape, self._device = shape, device
         self._step: _Step | None = None
 
     def prepare(self, batch: PagedBatch) -> None:
@@ -147,9 +151,13 @@ class FlashInferAttention(AttentionBackend):
         assert self._step is not None
         return self._layers.forward(layer, qkv_TNH, rope, norms, self._step)
 
-    def captured(self, batch_size: int, buffers: DecodeBuffers) -> GraphDecode:
+    def captured(self, batch_size: int, buffers: DecodeBuffers, *, shared: bool = False) -> GraphDecode:
         kernels = {kind: kernels.decode for kind, kernels in self._kernels.items()}
-        return GraphDecode(self._layers, kernels, self._page_size, batch_size, buffers)
+        items = ItemBuffers(self._shape, batch_size, self._device) if shared else None
+        return GraphDecode(self._layers, kernels, self._shape, batch_size, buffers, items)
+
+    def is_worth_sharing(self, num_requests: int, num_pages: int) -> bool:
+        return saves_time(self._shape, num_requests, num_pages)
 
 
 def _plan_part(batch: PagedBatch, kernel: PagedKernel, first: int, end: int) -> _Part:
@@ -177,34 +185,56 @@ class GraphDecode:
 
     `plan` before the capture and before every replay, on the stream of the replays, outside of the capture.
     A plan and the contents of the buffers are what changes from replay to replay.
+
+    Args:
+        items: what steps whose requests share pages are listed in; None for steps that share none. Layers
+            with a window do not look that far back: they attend as in other steps.
     """
 
     def __init__(
         self,
         layers: _Layers,
         kernels: dict[AttentionKind, PagedKernel],
-        page_size: int,
+        shape: AttentionShape,
         batch_size: int,
         buffers: DecodeBuffers,
+        items: ItemBuffers | None,
     ) -> None:
-        self._layers, self._kernels, self._page_size = layers, kernels, page_size
+        self._layers, self._page_size, self._items = layers, shape.page_size, items
         # One new token each.
         q_indptr_B1 = torch.arange(batch_size + 1, dtype=torch.int32)
         self._host_q_indptr_B1 = q_indptr_B1
+        device = buffers.slots_B.device
         self._pages = DevicePages(
-            q_indptr_B1.to(buffers.slots_B.device),
+            q_indptr_B1.to(device),
             buffers.kv_indptr_B1[: batch_size + 1],
             buffers.kv_indices,
             buffers.last_page_len_B[:batch_size],
         )
+        self._rows = slice(0, batch_size)
         self._step = _Step({}, buffers.slots_B[:batch_size])
+        self._planned = kernels
+        if items is not None:
+            self._planned = {kind: kernel for kind, kernel in kernels.items() if kind.window is not None}
+            for kind in kernels.keys() - self._planned.keys():
+                kernel = ItemKernel(shape, kind, device)
+                self._step.parts[kind] = [_Part(kernel, items, self._pages, self._rows)]
 
-    def plan(self, kv_indptr_B1: NDArray[np.int32], last_page_len_B: NDArray[np.int32]) -> None:
+    def plan(
+        self,
+        kv_indptr_B1: NDArray[np.int32],
+        last_page_len_B: NDArray[np.int32],
+        runs: SharedRuns | None = None,
+    ) -> None:
         """As `CapturedAttention` says.
 
         Raises EngineError for a plan that the captured kernels would not fit: they hold grid and addresses of
         the first one, and would read and write elsewhere.
         """
+        if self._items is not None:
+            self._items.plan(kv_indptr_B1, last_page_len_B, runs if runs is not None else NO_RUNS)
+        if not self._planned:
+            return
         num_pages_B = np.diff(kv_indptr_B1)
         lens_B = np.where(num_pages_B > 0, (num_pages_B - 1) * self._page_size + last_page_len_B, 0)
         lens = HostLens(
@@ -212,11 +242,10 @@ class GraphDecode:
             torch.from_numpy(np.ascontiguousarray(kv_indptr_B1, dtype=np.int32)),
             torch.from_numpy(lens_B.astype(np.int32)),
         )
-        for kind, kernel in self._kernels.items():
+        for kind, kernel in self._planned.items():
             plan = kernel.plan(lens, captured=True)
             if kind not in self._step.parts:
-                rows = slice(0, len(self._step.slots_T))
-                self._step.parts[kind] = [_Part(kernel, plan, self._pages, rows)]
+                self._step.parts[kind] = [_Part(kernel, plan, self._pages, self._rows)]
             elif list(plan) != list(self._step.parts[kind][0].plan):
                 raise EngineError("FlashInfer planned a decode step that its captured kernels do not fit")
 

@@ -1,11 +1,11 @@
-"""FlashInfer's kernel for tiles of queries, told what to do item by item.
+"""FlashInfer's kernel for tiles of queries, told item by item what to do.
 
-FlashInfer plans a step itself, but its plans know neither pages that several requests share nor grids that
-stay while the work changes. The kernel takes a list: which block reads which pages for which queries, and
-where its result goes. Here that list is made of `WorkItems`, at addresses that stay and for a grid that
-stays, so that a CUDA graph can hold the launch. `merge_parts` puts the results together.
+FlashInfer plans steps itself, but its plans know neither pages that several requests share nor grids that
+stay while the work changes. The kernel beneath takes a list: which block reads which pages for which queries,
+and where its result goes. Here that list is made of `WorkItems`, at addresses that stay and for a grid that
+stays, so that a CUDA graph can hold the launch; `merge_parts` puts the results together.
 
-The layout of the list is that of FlashInfer 0.6.12: `PrefillPlanInfo` in attention/scheduler.cuh, read by
+The list is laid out as FlashInfer 0.6.12 reads it: `PrefillPlanInfo` in attention/scheduler.cuh,
 BatchPrefillWithPagedKVCacheKernel in attention/prefill.cuh.
 
 Shapes: B rows, C parts, I items, N query heads, K KV heads, H head_dim, P pages, S page_size.
@@ -21,137 +21,157 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
-from ebbtide.srt.layers.attention.flashinfer_kernels import (
-    _NO_WINDOW,
-    _ROPE_SCALE,
-    _ROPE_THETA,
-    _module_key,
-    _soft_cap,
-)
-from ebbtide.srt.layers.attention.work_items import WorkItems
-from ebbtide.srt.layers.kernels.launch import can_overlap
+from ebbtide.srt.layers.attention.flashinfer_kernels import DevicePages, TileModule
+from ebbtide.srt.layers.attention.work_items import SharedRuns, WorkItems, cut, piece_pages
+from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
-# One piece of keys per item: longer than any request.
+# Query rows of a block: the least that its product on tensor cores takes.
+_TILE_ROWS = 16
+# Blocks of which a multiprocessor holds the queries, keys and values at a time.
+_BLOCKS_PER_SM = 2
+# More than any request has tokens: no item is cut again.
 _WHOLE = (1 << 31) - 1
+# Parts of all rows of a step together: bounds the memory of partial results.
+_MAX_PARTS_OF_STEP, _MIN_PARTS, _MAX_PARTS = 2048, 4, 32
+# What a step must save at least, per layer: the time of a second kernel, and as much again.
+_MIN_SAVED_BYTES = 16 << 20
 
 
-class ItemList:
-    """The list of a grid of `num_items` items, as the kernel reads it.
+def saves_time(shape: AttentionShape, num_rows: int, num_pages: int) -> bool:
+    """Whether leaving out so many pages of every layer makes up for writing and reading partial results."""
+    page_bytes = 2 * shape.page_size * shape.num_kv_heads * shape.head_dim * shape.kv_dtype.itemsize
+    part_bytes = shape.num_q_heads * shape.head_dim * shape.dtype.itemsize
+    return num_pages * page_bytes >= _MIN_SAVED_BYTES + 4 * num_rows * part_bytes
+
+
+class ItemBuffers:
+    """The list of work of a CUDA graph's steps, as the kernel reads it, and room for partial results.
 
     The kernel knows requests by number, and of each where it begins and where the next one does. Every item
     is two requests here, of which the second is never asked for: so items may overlap and leave gaps.
+
+    Attributes:
+        max_parts: of a row.
+        plan_info: FlashInfer's `PrefillPlanInfo`; offsets are bytes in `words`.
+        words: int32, all of the list; the others are parts of it.
     """
 
-    def __init__(self, num_items: int, num_rows: int, device: torch.device) -> None:
-        self.num_items, self.num_rows = num_items, num_rows
-        constants = np.zeros(2 * num_items + 4, dtype=np.int32)
-        constants[:num_items] = 2 * np.arange(num_items)
-        constants[2 * num_items] = _WHOLE
-        self._starts = np.cumsum([0, len(constants), *[2 * num_items + 2] * 4, num_rows]).tolist()
+    def __init__(self, shape: AttentionShape, num_rows: int, device: torch.device) -> None:
+        self._page_size, self._num_rows = shape.page_size, num_rows
+        self._max_rows = max(1, _TILE_ROWS // shape.group)
+        self._resident = _BLOCKS_PER_SM * num_multiprocessors(device) // shape.num_kv_heads + 1
+        self.max_parts = min(_MAX_PARTS, max(_MIN_PARTS, _MAX_PARTS_OF_STEP // num_rows))
+        # One for each row, one for every two that share, and twice what the device holds at a time.
+        self.num_items = num_rows + num_rows // 2 + 2 * self._resident
+        constants = np.zeros(2 * self.num_items + 4, dtype=np.int32)
+        constants[: self.num_items] = 2 * np.arange(self.num_items)
+        constants[2 * self.num_items] = _WHOLE
+        sizes = [len(constants), *[2 * self.num_items + 2] * 4, num_rows]
+        self._starts = np.cumsum([0, *sizes]).tolist()
         self.words = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
         self.words[: len(constants)].copy_(torch.from_numpy(constants))
-        self.q_indptr, self.kv_indptr, self.last_page_len, self.out_indptr, self.num_parts = (
-            self.words[start:end] for start, end in zip(self._starts[1:-1], self._starts[2:], strict=True)
-        )
+        _, q, kv, last, _, num_parts = torch.split(self.words, sizes)
+        requests = 2 * self.num_items
+        self.q_indptr, self.kv_indptr, self.last_page_len = q[:requests], kv[: requests + 1], last[:requests]
+        self.num_parts_B = num_parts
+        self.plan_info = self._plan_info()
 
-    def write(self, items: WorkItems, end_page: int) -> NDArray[np.int32]:
-        """The part of `words` that changes from step to step, to be copied behind the constants."""
-        count = len(items.part_I)
-        host = np.zeros(len(self.words) - self._starts[1], dtype=np.int32)
-        bounds = [start - self._starts[1] for start in self._starts[1:]]
-        q, kv, last, out, num_parts = (
-            host[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+    def plan(
+        self, kv_indptr_B1: NDArray[np.int32], last_page_len_B: NDArray[np.int32], runs: SharedRuns
+    ) -> None:
+        """List a step's work, and send the list; the device is not waited for."""
+        max_pages = piece_pages(
+            kv_indptr_B1,
+            runs,
+            max_rows=self._max_rows,
+            max_items=self.num_items,
+            max_parts=self.max_parts,
+            num_resident=self._resident,
         )
-        q[0 : 2 * count : 2] = items.first_row_I
-        q[1 : 2 * count : 2] = items.first_row_I + items.num_rows_I
-        kv[0 : 2 * count : 2] = items.first_page_I
-        kv[1 : 2 * count : 2] = items.first_page_I + items.num_pages_I
-        # The kernel reads no page id from here on.
-        kv[2 * count :] = end_page
-        last[0 : 2 * count : 2] = items.last_page_len_I
-        out[0 : 2 * count : 2] = items.part_I * self.num_rows + items.first_row_I
-        num_parts[: len(items.num_parts_B)] = items.num_parts_B
-        return host
-
-    def upload(self, items: WorkItems, end_page: int) -> None:
-        host = torch.from_numpy(self.write(items, end_page)).pin_memory()
+        items = cut(
+            kv_indptr_B1,
+            last_page_len_B,
+            runs,
+            page_size=self._page_size,
+            max_rows=self._max_rows,
+            max_pages=max_pages,
+        )
+        host = torch.from_numpy(self.listed(items, int(kv_indptr_B1[-1])))
+        if self.words.is_cuda:
+            host = host.pin_memory()
         self.words[self._starts[1] :].copy_(host, non_blocking=True)
 
-    def plan_info(self, tile_rows: int) -> list[int]:
-        """FlashInfer's `PrefillPlanInfo`: offsets are bytes in `words`."""
-        requests, zeros, chunk = (4 * place for place in (0, self.num_items, 2 * self.num_items))
+    def listed(self, items: WorkItems, end_page: int) -> NDArray[np.int32]:
+        """The part of `words` that changes from step to step; what follows the last item is empty.
+
+        Args:
+            end_page: page ids of the step.
+        """
+        count = 2 * len(items.part_I)
+        host = np.zeros(self._starts[-1] - self._starts[1], dtype=np.int32)
+        bounds = [start - self._starts[1] for start in self._starts[2:-1]]
+        q, kv, last, out, num_parts = np.split(host, bounds)
+        q[0:count:2] = items.first_row_I
+        q[1:count:2] = items.first_row_I + items.num_rows_I
+        kv[0:count:2] = items.first_page_I
+        kv[1:count:2] = items.first_page_I + items.num_pages_I
+        # The kernel reads no page id from the last entry on.
+        kv[count:] = end_page
+        last[0:count:2] = items.last_page_len_I
+        out[0:count:2] = items.part_I * self._num_rows + items.first_row_I
+        num_parts[:] = items.num_parts_B
+        return host
+
+    def _plan_info(self) -> list[int]:
+        requests, zeros, whole = (4 * place for place in (0, self.num_items, 2 * self.num_items))
         out = 4 * self._starts[4]
         unused = 0
         return [
             self.num_items,  # padded_batch_size: the grid
-            self.num_rows,  # total_num_rows
+            self._num_rows,  # total_num_rows
             unused,  # total_num_rows_offset
-            tile_rows,  # cta_tile_q
-            requests,
-            zeros,  # qo_tile_indices
-            zeros,  # kv_tile_indices
-            unused,  # merge_indptr
-            out,
-            chunk,
-            unused,  # v
-            unused,  # s
-            unused,  # block_valid_mask
+            _TILE_ROWS,  # cta_tile_q
+            requests,  # request_indices_offset
+            zeros,  # qo_tile_indices_offset: no item has more queries than a tile
+            zeros,  # kv_tile_indices_offset
+            unused,  # merge_indptr_offset
+            out,  # o_indptr_offset
+            whole,  # kv_chunk_size_ptr_offset
+            unused,  # v_offset
+            unused,  # s_offset
+            unused,  # block_valid_mask_offset
             False,  # enable_cuda_graph
             False,  # split_kv: each item writes its result where the list says
         ]
 
 
 class ItemKernel:
-    """Attends item by item."""
+    """Attends item by item, and puts the parts together: a `PlannedAttention` whose plans are `ItemBuffers`."""
 
-    def __init__(self, shape: AttentionShape, kind: AttentionKind, partial: Tensor) -> None:
-        from flashinfer.prefill import get_batch_prefill_module
-        from flashinfer.utils import MaskMode, TensorLayout
-
-        assert kind.window is None
-        self._kind, self._partial = kind, partial
-        self._mask, self._layout = MaskMode.NON_CAUSAL.value, TensorLayout.NHD.value
-        self._module = get_batch_prefill_module("fa2", *_module_key(shape, kind), False)
-        self._overlapped = can_overlap(partial.device)
+    def __init__(self, shape: AttentionShape, kind: AttentionKind, device: torch.device) -> None:
+        self._module = TileModule(shape, kind, device, causal=False, backend="fa2")
+        # Nothing is left in a workspace.
+        self._no_workspace = torch.zeros(16, dtype=torch.uint8, device=device)
 
     def run(
-        self,
-        plan_info: list[int],
-        items: ItemList,
-        kv_indices: Tensor,
-        q_BNH: Tensor,
-        k_PSKH: Tensor,
-        v_PSKH: Tensor,
-        parts_CBNH: Tensor,
-        sums_CBN: Tensor,
+        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
-        """Each part's attention and the logarithm to base 2 of its sum of weights."""
-        num_rows = len(q_BNH)
-        end = 2 * items.num_items
-        arguments: dict[str, Any] = {
-            "float_workspace_buffer": self._partial,
-            "int_workspace_buffer": items.words,
-            "plan_info_vec": plan_info,
-            "q": q_BNH,
-            "paged_k_cache": k_PSKH,
-            "paged_v_cache": v_PSKH,
-            "qo_indptr": items.q_indptr[:end],
-            "paged_kv_indptr": items.kv_indptr[: end + 1],
-            "paged_kv_indices": kv_indices,
-            "paged_kv_last_page_len": items.last_page_len[:end],
-            "o": parts_CBNH.flatten(0, 1)[:num_rows],
-            "maybe_lse": sums_CBN.flatten(0, 1)[:num_rows],
-            "mask_mode": self._mask,
-            "layout": self._layout,
-            "window_left": _NO_WINDOW,
-            "enable_pdl": self._overlapped,
-            "logits_soft_cap": _soft_cap(self._kind),
-            "sm_scale": self._kind.scale,
-            "rope_scale": _ROPE_SCALE,
-            "rope_theta": _ROPE_THETA,
-            "token_pos_in_items_len": 0,
-            "workspace_size": self._partial.nbytes,
-        }
-        absent = ("maybe_custom_mask", "maybe_mask_indptr", "maybe_alibi_slopes", "maybe_prefix_len_ptr")
-        absent += ("maybe_token_pos_in_items_ptr", "maybe_max_item_len_ptr", "scale_q", "scale_k", "scale_v")
-        self._module.paged_run(**arguments, **dict.fromkeys(absent))
+        from ebbtide.srt.layers.kernels.merge_parts import merge_parts
+
+        items: ItemBuffers = plan
+        parts_CTNH = q_TNH.new_empty(items.max_parts, *q_TNH.shape)
+        sums_CTN = torch.empty(parts_CTNH.shape[:-1], dtype=torch.float32, device=q_TNH.device)
+        listed = DevicePages(items.q_indptr, items.kv_indptr, pages.kv_indices, items.last_page_len)
+        # The kernel takes the places of its results from the list.
+        self._module.run(
+            self._no_workspace,
+            items.words,
+            items.plan_info,
+            listed,
+            q_TNH,
+            k_PSKH,
+            v_PSKH,
+            parts_CTNH[0],
+            sums_CTN[0],
+        )
+        merge_parts(parts_CTNH, sums_CTN, items.num_parts_B, out_TNH)

@@ -54,8 +54,18 @@ class DevicePages:
     last_page_len_R: Tensor
 
 
-class PagedKernel(Protocol):
-    """One way to attend to pages."""
+class PlannedAttention(Protocol):
+    """Attends to pages by a plan."""
+
+    def run(
+        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+    ) -> None:
+        """Attend, into `out_TNH`."""
+        ...
+
+
+class PagedKernel(PlannedAttention, Protocol):
+    """One way to attend to pages, with its plans."""
 
     def plan(self, lens: HostLens, *, captured: bool) -> Any:
         """Plan a step and enqueue the plan's copy.
@@ -63,12 +73,6 @@ class PagedKernel(Protocol):
         Args:
             captured: `run` is part of a CUDA graph, which later plans of as many requests serve too.
         """
-        ...
-
-    def run(
-        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
-    ) -> None:
-        """Attend, into `out_TNH`."""
         ...
 
 
@@ -154,8 +158,8 @@ class DecodeKernel:
         )
 
 
-class PrefillKernel:
-    """Any number of new tokens per request, on tensor cores.
+class TileModule:
+    """FlashInfer's compiled kernel for tiles of queries, on tensor cores.
 
     Args:
         causal: false where every request has one new token, which attends to everything.
@@ -163,19 +167,77 @@ class PrefillKernel:
     """
 
     def __init__(
-        self, shape: AttentionShape, kind: AttentionKind, workspace: Workspace, *, causal: bool, backend: str
+        self, shape: AttentionShape, kind: AttentionKind, device: torch.device, *, causal: bool, backend: str
     ) -> None:
         from flashinfer.prefill import get_batch_prefill_module
         from flashinfer.utils import MaskMode, TensorLayout
 
-        self._shape, self._kind, self._workspace = shape, kind, workspace
-        self._causal, self._backend = causal, backend
+        self._kind = kind
         self._mask = (MaskMode.CAUSAL if causal else MaskMode.NON_CAUSAL).value
         self._layout = TensorLayout.NHD.value
         self._module = get_batch_prefill_module(backend, *_module_key(shape, kind), False)
-        device = workspace.partial.device
-        self._unsplit_from = _unsplit_from(shape, device)
         self._overlapped = backend == "fa2" and can_overlap(device)
+        self.plan = self._module.plan
+
+    def run(
+        self,
+        partial: Tensor,
+        plans: Tensor,
+        plan: Any,
+        pages: DevicePages,
+        q_TNH: Tensor,
+        k_PSKH: Tensor,
+        v_PSKH: Tensor,
+        out_TNH: Tensor,
+        sums_TN: Tensor | None,
+    ) -> None:
+        """Attend, into `out_TNH`; `sums_TN` takes the logarithms to base 2 of the sums of weights."""
+        self._module.paged_run(
+            float_workspace_buffer=partial,
+            int_workspace_buffer=plans,
+            plan_info_vec=plan,
+            q=q_TNH,
+            paged_k_cache=k_PSKH,
+            paged_v_cache=v_PSKH,
+            qo_indptr=pages.q_indptr_R1,
+            paged_kv_indptr=pages.kv_indptr_R1,
+            paged_kv_indices=pages.kv_indices,
+            paged_kv_last_page_len=pages.last_page_len_R,
+            o=out_TNH,
+            maybe_lse=sums_TN,
+            mask_mode=self._mask,
+            layout=self._layout,
+            window_left=_window_left(self._kind),
+            enable_pdl=self._overlapped,
+            maybe_custom_mask=None,
+            maybe_mask_indptr=None,
+            maybe_alibi_slopes=None,
+            maybe_prefix_len_ptr=None,
+            maybe_token_pos_in_items_ptr=None,
+            maybe_max_item_len_ptr=None,
+            logits_soft_cap=_soft_cap(self._kind),
+            sm_scale=self._kind.scale,
+            scale_q=None,
+            scale_k=None,
+            scale_v=None,
+            rope_scale=_ROPE_SCALE,
+            rope_theta=_ROPE_THETA,
+            token_pos_in_items_len=0,
+            workspace_size=partial.nbytes,
+        )
+
+
+class PrefillKernel:
+    """Any number of new tokens per request, on tensor cores; arguments as for `TileModule`."""
+
+    def __init__(
+        self, shape: AttentionShape, kind: AttentionKind, workspace: Workspace, *, causal: bool, backend: str
+    ) -> None:
+        device = workspace.partial.device
+        self._shape, self._kind, self._workspace = shape, kind, workspace
+        self._causal, self._backend = causal, backend
+        self._module = TileModule(shape, kind, device, causal=causal, backend=backend)
+        self._unsplit_from = _unsplit_from(shape, device)
 
     def plan(self, lens: HostLens, *, captured: bool) -> Any:
         shape, num_requests = self._shape, len(lens.lens_R)
@@ -205,38 +267,9 @@ class PrefillKernel:
     def run(
         self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
-        self._module.paged_run(
-            float_workspace_buffer=self._workspace.partial,
-            int_workspace_buffer=self._workspace.plans,
-            plan_info_vec=plan,
-            q=q_TNH,
-            paged_k_cache=k_PSKH,
-            paged_v_cache=v_PSKH,
-            qo_indptr=pages.q_indptr_R1,
-            paged_kv_indptr=pages.kv_indptr_R1,
-            paged_kv_indices=pages.kv_indices,
-            paged_kv_last_page_len=pages.last_page_len_R,
-            o=out_TNH,
-            maybe_lse=None,
-            mask_mode=self._mask,
-            layout=self._layout,
-            window_left=_window_left(self._kind),
-            enable_pdl=self._overlapped,
-            maybe_custom_mask=None,
-            maybe_mask_indptr=None,
-            maybe_alibi_slopes=None,
-            maybe_prefix_len_ptr=None,
-            maybe_token_pos_in_items_ptr=None,
-            maybe_max_item_len_ptr=None,
-            logits_soft_cap=_soft_cap(self._kind),
-            sm_scale=self._kind.scale,
-            scale_q=None,
-            scale_k=None,
-            scale_v=None,
-            rope_scale=_ROPE_SCALE,
-            rope_theta=_ROPE_THETA,
-            token_pos_in_items_len=0,
-            workspace_size=self._workspace.partial.nbytes,
+        workspace = self._workspace
+        self._module.run(
+            workspace.partial, workspace.plans, plan, pages, q_TNH, k_PSKH, v_PSKH, out_TNH, None
         )
 
 
@@ -269,11 +302,13 @@ def module_specs(shape: AttentionShape, device: torch.device) -> dict[str, Any]:
     for kind in shape.kinds:
         key = _module_key(shape, kind)
         variant = f"{', windowed' if kind.window is not None else ''}{', capped' if kind.soft_cap else ''}"
-        specs[f"decode attention{variant}"] = (
-            gen_batch_decode_module(*key)
-            if _on_cuda_cores(shape)
-            else gen_batch_prefill_module("fa2", *key, False)
-        )
+        tiles = gen_batch_prefill_module("fa2", *key, False)
+        if _on_cuda_cores(shape):
+            specs[f"decode attention{variant}"] = gen_batch_decode_module(*key)
+            if kind.window is None:
+                specs[f"attention to shared prefixes{variant}"] = tiles
+        else:
+            specs[f"decode attention{variant}"] = tiles
         prefill = gen_batch_prefill_module(_prefill_backend(shape, device), *key, False)
         specs[f"prefill attention{variant}"] = prefill
     return specs

@@ -22,6 +22,7 @@ from ebbtide.srt.layers.attention.base import (
     LayerAttention,
     PagedBatch,
 )
+from ebbtide.srt.layers.attention.work_items import SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class TritonAttention(AttentionBackend):
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         return self._layers.forward(layer, qkv_TNH, rope, norms, self._slots_T, self._parts)
 
-    def captured(self, batch_size: int, buffers: DecodeBuffers) -> GraphDecode:
+    def captured(self, batch_size: int, buffers: DecodeBuffers, *, shared: bool = False) -> GraphDecode:
         return GraphDecode(self._layers, batch_size, buffers)
 
 
@@ -112,7 +113,12 @@ class GraphDecode:
             most_new=1,
         )
 
-    def plan(self, kv_indptr_B1: NDArray[np.int32], last_page_len_B: NDArray[np.int32]) -> None:
+    def plan(
+        self,
+        kv_indptr_B1: NDArray[np.int32],
+        last_page_len_B: NDArray[np.int32],
+        runs: SharedRuns | None = None,
+    ) -> None:
         """There is nothing to plan."""
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:

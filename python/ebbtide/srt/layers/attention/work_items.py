@@ -29,6 +29,9 @@ class SharedRuns:
     num_pages_G: Ints
 
 
+NO_RUNS = SharedRuns(*(np.zeros(0, dtype=np.int32) for _ in range(3)))
+
+
 @dataclass(frozen=True, slots=True)
 class WorkItems:
     """Pieces of work: some adjacent rows attend to some pages that all of them have.
@@ -50,6 +53,41 @@ class WorkItems:
     num_parts_B: Ints
 
 
+# What a block costs beside reading its pages, in pages (bench/gpu_shared_prefix.py, on an H200).
+_BLOCK_PAGES = 8
+# Sizes of pieces that are tried, in pages: four to each doubling, and one that cuts nothing.
+_PIECES = np.append(np.rint(8 * 2 ** (np.arange(40) / 4)).astype(np.int64), 1 << 20)
+
+
+def piece_pages(
+    kv_indptr_B1: Ints, runs: SharedRuns, *, max_rows: int, max_items: int, max_parts: int, num_resident: int
+) -> int:
+    """How many pages an item should have at most, so that all of a step ends soon.
+
+    Few long requests are cut so that every multiprocessor has something to do. With more items than the
+    device holds at a time, the time is that of the whole divided evenly, and at the end some of a last item.
+
+    Args:
+        max_rows: of an item.
+        max_items, max_parts: of the step, and of a row; pieces so long that nothing is cut keep to both.
+        num_resident: items that the device works on at a time.
+    """
+    num_shared_B = shared_pages(runs, len(kv_indptr_B1) - 1)
+    own_B = np.diff(kv_indptr_B1) - num_shared_B
+    tiles = np.repeat(runs.num_pages_G, -(-runs.num_rows_G // max_rows))
+    whole = np.concatenate([own_B, tiles])
+    # C candidates; pieces of one range are equally long.
+    num_pieces_CW = -(-whole // _PIECES[:, None])
+    longest_C = (-(-whole // np.maximum(num_pieces_CW, 1))).max(axis=1) + _BLOCK_PAGES
+    num_items_C = num_pieces_CW.sum(axis=1)
+    even_C = (whole.sum() + _BLOCK_PAGES * num_items_C) / num_resident
+    pages_C = np.where(num_items_C <= num_resident, longest_C, even_C + longest_C / 2)
+    num_parts_C = (-(-own_B // _PIECES[:, None]) - (-num_shared_B // _PIECES[:, None])).max(axis=1)
+    pages_C[(num_items_C > max_items) | (num_parts_C > max_parts)] = np.inf
+    pages_C[-1] = min(pages_C[-1], np.finfo(np.float64).max)
+    return int(_PIECES[pages_C.argmin()])
+
+
 def cut(
     kv_indptr_B1: Ints,
     last_page_len_B: Ints,
@@ -64,10 +102,7 @@ def cut(
     Args:
         kv_indptr_B1, last_page_len_B: as in `PagedBatch`.
     """
-    num_rows = len(last_page_len_B)
-    num_shared_B = np.zeros(num_rows, dtype=np.int32)
-    run_rows = _ranges(runs.first_row_G, runs.num_rows_G)
-    num_shared_B[run_rows] = np.repeat(runs.num_pages_G, runs.num_rows_G)
+    num_shared_B = shared_pages(runs, len(last_page_len_B))
 
     # Shared pages: runs of at most `max_rows` rows, of which the first says which pages these are.
     num_tiles_G = -(-runs.num_rows_G // max_rows)
@@ -84,21 +119,35 @@ def cut(
     source, first_page, num_pages, part = shared
     own_row, own_first_page, own_num_pages, own_part = own
     is_last = own_first_page + own_num_pages == kv_indptr_B1[1:][own_row]
+    all_num_pages = np.concatenate([num_pages, own_num_pages])
+    # The longest first: what is begun last should end soon.
+    order = np.argsort(-all_num_pages, kind="stable")
+
+    def listed(shared_I: Ints, own_I: Ints) -> Ints:
+        return np.concatenate([shared_I, own_I], dtype=np.int32)[order]
+
     return WorkItems(
-        first_row_I=_joined(first_row[source], own_row),
-        num_rows_I=_joined(tile_rows[source], np.ones(len(own_row), dtype=np.int32)),
-        first_page_I=_joined(first_page, own_first_page),
-        num_pages_I=_joined(num_pages, own_num_pages),
-        last_page_len_I=_joined(
-            np.full(len(source), page_size), np.where(is_last, last_page_len_B[own_row], page_size)
+        first_row_I=listed(first_row[source], own_row),
+        num_rows_I=listed(tile_rows[source], np.ones_like(own_row)),
+        first_page_I=listed(first_page, own_first_page),
+        num_pages_I=all_num_pages[order],
+        last_page_len_I=listed(
+            np.full_like(source, page_size), np.where(is_last, last_page_len_B[own_row], page_size)
         ),
-        part_I=_joined(part, own_part + shared_parts_B[own_row]),
+        part_I=listed(part, own_part + shared_parts_B[own_row]),
         num_parts_B=shared_parts_B + -(-(kv_indptr_B1[1:] - own_first) // max_pages),
     )
 
 
+def shared_pages(runs: SharedRuns, num_rows: int) -> Ints:
+    """How many pages each row shares."""
+    num_shared_B = np.zeros(num_rows, dtype=np.int32)
+    num_shared_B[ranges(runs.first_row_G, runs.num_rows_G)] = np.repeat(runs.num_pages_G, runs.num_rows_G)
+    return num_shared_B
+
+
 def _pieces(first: Ints, count: Ints, size: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Ranges cut into equal pieces of at most `size`: of which range, first, count, and number in the range."""
+    """Ranges cut into equal pieces of at most `size`: of which range, first, count, number in the range."""
     num_pieces = -(-count // size)
     source = np.repeat(np.arange(len(count), dtype=np.int32), num_pieces)
     number = _counted(num_pieces)
@@ -107,7 +156,7 @@ def _pieces(first: Ints, count: Ints, size: int) -> tuple[Ints, Ints, Ints, Ints
     return source, first[source] + skipped, np.minimum(length, count[source] - skipped), number
 
 
-def _ranges(first: Ints, count: Ints) -> Ints:
+def ranges(first: Ints, count: Ints) -> Ints:
     """first .. first + count - 1 of each, one after the other."""
     return np.repeat(first, count) + _counted(count)
 
@@ -116,7 +165,3 @@ def _counted(count: Ints) -> Ints:
     """0 .. count - 1 of each, one after the other."""
     ends = np.cumsum(count, dtype=np.int32)
     return np.arange(ends[-1] if len(ends) else 0, dtype=np.int32) - np.repeat(ends - count, count)
-
-
-def _joined(first: Ints, second: Ints) -> Ints:
-    return np.concatenate([first, second], dtype=np.int32)

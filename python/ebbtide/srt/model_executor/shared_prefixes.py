@@ -1,0 +1,139 @@
+"""Which requests of a decode step begin with the same pages: samples of one prompt, other cached prefixes.
+
+A page with the same id at the same place in two requests is a page of the prefix cache, and a page of the
+cache has one path to it: all pages before it are the same ones too.
+
+Shapes: R requests, P pages, G runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ebbtide.srt.layers.attention.work_items import SharedRuns, ranges
+from ebbtide.srt.model_executor.batch_plan import BatchPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """What requests of a step share.
+
+    Attributes:
+        order_R: the requests of the plan in an order in which those that share stand side by side.
+        runs: who shares, as places in that order.
+    """
+
+    order_R: NDArray[np.int64]
+    runs: SharedRuns
+
+
+class PrefixFinder:
+    """Finds shared prefixes, anew only when other requests run than in the step before.
+
+    Args:
+        page_table: int32 [rows, max_pages], `PageTable.array`.
+        is_worth_it: of the number of requests, and of the pages that sharing saves reading.
+    """
+
+    def __init__(
+        self, page_table: NDArray[np.int32], page_size: int, is_worth_it: Callable[[int, int], bool]
+    ) -> None:
+        self._page_table, self._page_size = page_table, page_size
+        self._is_worth_it = is_worth_it
+        self._page_rows_R: NDArray[np.int32] | None = None
+        self._found: tuple[SharedPrefixes, _Sharers] | None = None
+
+    def find(self, plan: BatchPlan) -> SharedPrefixes | None:
+        """What the requests of a decode step share; None where it is too little."""
+        # Nothing is written any more to pages that are full without the new token.
+        num_full_R = plan.starts_R // self._page_size
+        known = self._page_rows_R is not None and np.array_equal(self._page_rows_R, plan.page_rows_R)
+        if known and self._found is not None:
+            # A row of the page table may have gone over to another request.
+            known = self._still_holds(plan.page_rows_R, num_full_R, self._found[1])
+        if not known:
+            self._page_rows_R = plan.page_rows_R
+            self._found = self._search(plan.page_rows_R, num_full_R)
+        return None if self._found is None else self._found[0]
+
+    def _search(
+        self, page_rows_R: NDArray[np.int32], num_full_R: NDArray[np.int32]
+    ) -> tuple[SharedPrefixes, _Sharers] | None:
+        width = int(num_full_R.max(initial=0))
+        if len(page_rows_R) < 2 or width == 0:
+            return None
+        table_RP = self._page_table[page_rows_R, :width]
+        # Any order of page ids brings equal beginnings together.
+        by_bytes = table_RP.view(f"V{table_RP.strides[0]}")[:, 0].tolist()
+        order_R = np.array(sorted(range(len(page_rows_R)), key=by_bytes.__getitem__))
+        table_RP, num_full_R = table_RP[order_R], num_full_R[order_R]
+        differs = np.ones((len(order_R) - 1, width + 1), dtype=np.bool_)
+        np.not_equal(table_RP[1:], table_RP[:-1], out=differs[:, :width])
+        num_common = np.minimum(differs.argmax(axis=1), np.minimum(num_full_R[1:], num_full_R[:-1]))
+        runs = best_runs(num_common.tolist())
+        num_saved = int(((runs.num_rows_G - 1) * runs.num_pages_G).sum())
+        if not (num_saved and self._is_worth_it(len(order_R), num_saved)):
+            return None
+        places = ranges(runs.first_row_G, runs.num_rows_G)
+        num_pages = np.repeat(runs.num_pages_G, runs.num_rows_G)
+        sharers = _Sharers(order_R[places], num_pages, table_RP[places, num_pages - 1])
+        return SharedPrefixes(order_R, runs), sharers
+
+    def _still_holds(
+        self, page_rows_R: NDArray[np.int32], num_full_R: NDArray[np.int32], sharers: _Sharers
+    ) -> bool:
+        rows, last = sharers.requests, sharers.num_pages - 1
+        return bool((num_full_R[rows] > last).all()) and np.array_equal(
+            self._page_table[page_rows_R[rows], last], sharers.last_pages
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharers:
+    """The requests that share, how many pages each, and the last page of these."""
+
+    requests: NDArray[np.int64]
+    num_pages: NDArray[np.int32]
+    last_pages: NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class _Node:
+    """Adjacent requests that share `depth` pages, and the best that can be made of parts of them."""
+
+    depth: int
+    first: int
+    saved: int = 0
+    runs: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def close(self, end: int) -> None:
+        """All of its requests up to `end` are known: are they better as one run than as its parts?"""
+        count = end - self.first
+        if (count - 1) * self.depth > self.saved:
+            self.saved, self.runs = (count - 1) * self.depth, [(self.first, count, self.depth)]
+
+
+def best_runs(num_common: list[int]) -> SharedRuns:
+    """The runs, each of adjacent requests, that save most reading.
+
+    Args:
+        num_common: how many pages each request but the last has in common with the next one.
+    """
+    # The nodes that are open, each inside the one before it.
+    open_nodes = [_Node(0, 0)]
+    for last, depth in enumerate([*num_common, 0]):
+        if open_nodes[-1].depth < depth:
+            open_nodes.append(_Node(depth, last))
+        while open_nodes[-1].depth > depth:
+            closed = open_nodes.pop()
+            closed.close(last + 1)
+            if open_nodes[-1].depth < depth:
+                open_nodes.append(_Node(depth, closed.first))
+            open_nodes[-1].saved += closed.saved
+            open_nodes[-1].runs += closed.runs
+    found = np.array(open_nodes[0].runs, dtype=np.int32).reshape(-1, 3)
+    return SharedRuns(found[:, 0], found[:, 1], found[:, 2])
