@@ -3,6 +3,7 @@
 Shapes: T tokens, N query heads, K KV heads, H head_dim, P pages, S page_size.
 """
 
+import math
 import os
 from dataclasses import replace
 from types import ModuleType
@@ -164,3 +165,26 @@ def test_a_norm_whose_weight_is_added_to_one_equals_that_of_torch(
     assert (out.dtype, out.shape) == (dtype, x.shape)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(out.cpu(), rms_norm(x, weight, 1e-6, 1.0), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_parts_of_rows_are_put_together(device: str, heads: tuple[int, int, int]) -> None:
+    from ebbtide.srt.layers.kernels.merge_parts import merge_parts
+
+    num_heads, _, head_dim = heads
+    parts = torch.randn(4, 5, num_heads, head_dim)
+    sums = 10 * torch.randn(4, 5, num_heads)
+    num_parts = torch.tensor([1, 4, 2, 3, 1], dtype=torch.int32)
+    expected = torch.stack(
+        [
+            (torch.softmax(sums[:count, row] * math.log(2), 0)[..., None] * parts[:count, row]).sum(0)
+            for row, count in enumerate(num_parts.tolist())
+        ]
+    )
+    for row, count in enumerate(num_parts.tolist()):
+        parts[count:, row] = sums[count:, row] = math.nan
+    out = torch.empty(5, num_heads, head_dim, device=device)
+
+    merge_parts(parts.to(device), sums.to(device), num_parts.to(device), out)
+
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)

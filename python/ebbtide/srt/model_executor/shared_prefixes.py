@@ -32,7 +32,7 @@ class SharedPrefixes:
 
 
 class PrefixFinder:
-    """Finds shared prefixes, anew only when other requests run than in the step before.
+    """Finds shared prefixes, anew only where it is not the requests of the step before that go on.
 
     Args:
         page_table: int32 [rows, max_pages], `PageTable.array`.
@@ -44,21 +44,24 @@ class PrefixFinder:
     ) -> None:
         self._page_table, self._page_size = page_table, page_size
         self._is_worth_it = is_worth_it
-        self._page_rows_R: NDArray[np.int32] | None = None
+        none = np.zeros(0, dtype=np.int32)
+        self._page_rows_R, self._starts_R = none, none
         self._found: tuple[SharedPrefixes, _Sharers] | None = None
 
     def find(self, plan: BatchPlan) -> SharedPrefixes | None:
         """What the requests of a decode step share; None where it is too little."""
         # Nothing is written any more to pages that are full without the new token.
         num_full_R = plan.starts_R // self._page_size
-        known = self._page_rows_R is not None and np.array_equal(self._page_rows_R, plan.page_rows_R)
-        if known and self._found is not None:
-            # A row of the page table may have gone over to another request.
-            known = self._still_holds(plan.page_rows_R, num_full_R, self._found[1])
-        if not known:
-            self._page_rows_R = plan.page_rows_R
+        if not (self._goes_on(plan) and self._still_holds(plan.page_rows_R, num_full_R)):
             self._found = self._search(plan.page_rows_R, num_full_R)
+        self._page_rows_R, self._starts_R = plan.page_rows_R, plan.starts_R
         return None if self._found is None else self._found[0]
+
+    def _goes_on(self, plan: BatchPlan) -> bool:
+        """Whether all of these requests, and no others, got one token in the step before."""
+        return np.array_equal(self._page_rows_R, plan.page_rows_R) and np.array_equal(
+            self._starts_R + 1, plan.starts_R
+        )
 
     def _search(
         self, page_rows_R: NDArray[np.int32], num_full_R: NDArray[np.int32]
@@ -83,9 +86,11 @@ class PrefixFinder:
         sharers = _Sharers(order_R[places], num_pages, table_RP[places, num_pages - 1])
         return SharedPrefixes(order_R, runs), sharers
 
-    def _still_holds(
-        self, page_rows_R: NDArray[np.int32], num_full_R: NDArray[np.int32], sharers: _Sharers
-    ) -> bool:
+    def _still_holds(self, page_rows_R: NDArray[np.int32], num_full_R: NDArray[np.int32]) -> bool:
+        """Whether the pages are still shared: a row may have gone over to a request of just that length."""
+        if self._found is None:
+            return True
+        sharers = self._found[1]
         rows, last = sharers.requests, sharers.num_pages - 1
         return bool((num_full_R[rows] > last).all()) and np.array_equal(
             self._page_table[page_rows_R[rows], last], sharers.last_pages

@@ -146,7 +146,7 @@ class ItemBuffers:
 
 
 class ItemKernel:
-    """Attends item by item, and puts the parts together: a `PlannedAttention` whose plans are `ItemBuffers`."""
+    """Attends item by item, and puts the parts together: its plans are `ItemBuffers`."""
 
     def __init__(self, shape: AttentionShape, kind: AttentionKind, device: torch.device) -> None:
         self._module = TileModule(shape, kind, device, causal=False, backend="fa2")

@@ -1,0 +1,115 @@
+"""Which requests of a decode step share pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+import pytest
+
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
+from ebbtide.srt.model_executor.shared_prefixes import PrefixFinder, best_runs
+from ebbtide.srt.sampling_params import SamplingParams
+
+PAGE_SIZE, WIDTH = 4, 32
+
+
+class Table:
+    """A page table, and requests in its rows."""
+
+    def __init__(self) -> None:
+        self.array = np.zeros((16, WIDTH), dtype=np.int32)
+        self.new_pages: Iterator[int] = count(1)
+        self.lens = np.zeros(16, dtype=np.int32)
+        self.finder = PrefixFinder(self.array, PAGE_SIZE, lambda num_rows, num_pages: num_pages > 2)
+
+    def take(self, num_pages: int) -> list[int]:
+        return [next(self.new_pages) for _ in range(num_pages)]
+
+    def put(self, row: int, shared: list[int], num_own: int) -> None:
+        """A request whose next token goes to the last of its own pages. What was there stays behind it."""
+        pages = shared + self.take(num_own)
+        self.array[row, : len(pages)] = pages
+        self.lens[row] = (len(pages) - 1) * PAGE_SIZE + 1
+
+    def groups(self, rows: list[int]) -> dict[frozenset[int], int]:
+        """Rows that share → how many pages."""
+        size = len(rows)
+        spec = SampleSpec(SamplingParams(), 0, frozenset(), [], [])
+        plan = BatchPlan(
+            input_ids_T=np.zeros(size, dtype=np.int64),
+            page_rows_R=np.array(rows, dtype=np.int32),
+            starts_R=self.lens[rows],
+            num_new_R=np.ones(size, dtype=np.int32),
+            samples_R=np.ones(size, dtype=np.bool_),
+            num_outputs_R=np.zeros(size, dtype=np.int64),
+            specs=[spec] * size,
+        )
+        found = self.finder.find(plan)
+        if found is None:
+            return {}
+        assert sorted(found.order_R) == list(range(size))
+        in_order = plan.ordered(found.order_R).page_rows_R
+        runs = zip(found.runs.first_row_G, found.runs.num_rows_G, found.runs.num_pages_G, strict=True)
+        return {frozenset(in_order[first : first + rows].tolist()): int(pages) for first, rows, pages in runs}
+
+
+def test_samples_of_a_prompt_are_found_wherever_they_stand() -> None:
+    table = Table()
+    first, second = table.take(5), table.take(7)
+    for row in (1, 4, 2):
+        table.put(row, first, 2)
+    for row in (0, 9):
+        table.put(row, second, 1)
+    table.put(3, [], 6)
+
+    assert table.groups([4, 0, 3, 1, 9, 2]) == {frozenset({1, 2, 4}): 5, frozenset({0, 9}): 7}
+    assert table.groups([4, 3, 9]) == {}
+    # Only pages that are full are read and no longer written to.
+    table.lens[4] = 3 * PAGE_SIZE + 1
+    assert table.groups([4, 1]) == {frozenset({1, 4}): 3}
+
+
+def test_a_row_that_goes_over_to_another_request_no_longer_shares() -> None:
+    table = Table()
+    prompt = table.take(6)
+    for row in range(4):
+        table.put(row, prompt, 2)
+    for _ in range(2):
+        assert table.groups([0, 1, 2, 3]) == {frozenset({0, 1, 2, 3}): 6}
+        table.lens += 1
+
+    # As long as the request before it would be now.
+    length = table.lens[3]
+    table.put(3, [], 8)
+    table.lens[3] = length
+    assert table.groups([0, 1, 2, 3]) == {frozenset({0, 1, 2}): 6}
+    # A short request, behind whose pages those of the one before it are still in the table.
+    table.put(2, [], 2)
+    assert table.groups([0, 1, 2, 3]) == {frozenset({0, 1}): 6}
+    table.put(1, [], 12)
+    assert table.groups([0, 1, 2, 3]) == {}
+    table.put(1, prompt, 1)
+    assert table.groups([0, 1, 2, 3]) == {frozenset({0, 1}): 6}
+
+
+@pytest.mark.parametrize(
+    ("num_common", "runs"),
+    [
+        ([], []),
+        ([0, 0], []),
+        ([3, 3, 0, 5], [(0, 3, 3), (3, 2, 5)]),
+        # A system prompt for all, and prompts behind it: whatever leaves out more.
+        ([2, 9, 2, 9], [(1, 2, 9), (3, 2, 9)]),
+        ([8, 9, 8, 9], [(0, 5, 8)]),
+        ([1, 2, 3, 4], [(2, 3, 3)]),
+    ],
+)
+def test_the_runs_are_those_that_save_most(
+    num_common: list[int], runs: list[tuple[int, int, int]]
+) -> None:
+    found = best_runs(num_common)
+
+    columns = (found.first_row_G, found.num_rows_G, found.num_pages_G)
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == runs
