@@ -198,7 +198,7 @@ class GraphDecode:
         shape: AttentionShape,
         batch_size: int,
         buffers: DecodeBuffers,
-        items: ItemBuffers | None,
+        items: ItemBuffers | None = None,
     ) -> None:
         self._layers, self._page_size, self._items = layers, shape.page_size, items
         # One new token each.
