@@ -61,8 +61,8 @@ class ItemBuffers:
         self._max_rows = max(1, _TILE_ROWS // shape.group)
         self._resident = _BLOCKS_PER_SM * num_multiprocessors(device) // shape.num_kv_heads + 1
         self.max_parts = min(_MAX_PARTS, max(_MIN_PARTS, _MAX_PARTS_OF_STEP // num_rows))
-        # One for each row, one for every two that share, and twice what the device holds at a time.
-        self.num_items = num_rows + num_rows // 2 + 2 * self._resident
+        # One for each row, one for every two that share, and as many again as the device holds at a time.
+        self.num_items = num_rows + num_rows // 2 + self._resident
         constants = np.zeros(2 * self.num_items + 4, dtype=np.int32)
         constants[: self.num_items] = 2 * np.arange(self.num_items)
         constants[2 * self.num_items] = _WHOLE

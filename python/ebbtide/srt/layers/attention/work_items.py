@@ -119,18 +119,16 @@ def cut(
     source, first_page, num_pages, part = shared
     own_row, own_first_page, own_num_pages, own_part = own
     is_last = own_first_page + own_num_pages == kv_indptr_B1[1:][own_row]
-    all_num_pages = np.concatenate([num_pages, own_num_pages])
-    # The longest first: what is begun last should end soon.
-    order = np.argsort(-all_num_pages, kind="stable")
 
     def listed(shared_I: Ints, own_I: Ints) -> Ints:
-        return np.concatenate([shared_I, own_I], dtype=np.int32)[order]
+        # Not the longest first: blocks of one length begin and end together, and nobody reads meanwhile.
+        return np.concatenate([shared_I, own_I], dtype=np.int32)
 
     return WorkItems(
         first_row_I=listed(first_row[source], own_row),
         num_rows_I=listed(tile_rows[source], np.ones_like(own_row)),
         first_page_I=listed(first_page, own_first_page),
-        num_pages_I=all_num_pages[order],
+        num_pages_I=listed(num_pages, own_num_pages),
         last_page_len_I=listed(
             np.full_like(source, page_size), np.where(is_last, last_page_len_B[own_row], page_size)
         ),
