@@ -106,9 +106,7 @@ def test_a_row_that_goes_over_to_another_request_no_longer_shares() -> None:
         ([1, 2, 3, 4], [(2, 3, 3)]),
     ],
 )
-def test_the_runs_are_those_that_save_most(
-    num_common: list[int], runs: list[tuple[int, int, int]]
-) -> None:
+def test_the_runs_are_those_that_save_most(num_common: list[int], runs: list[tuple[int, int, int]]) -> None:
     found = best_runs(num_common)
 
     columns = (found.first_row_G, found.num_rows_G, found.num_pages_G)
