@@ -43,8 +43,8 @@ from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
-from ebbtide.testing.null_chunks import NUM_WEIGHT_CHUNKS, PAGE_IDS, NullChunks
-from ebbtide.testing.null_parts import NullDevice, NullPageStore, NullRunner, NullWeights, null_memories
+from ebbtide.testing.null_kv import NUM_WEIGHT_CHUNKS, PAGE_IDS, NullChunks, NullKV, NullPageStore
+from ebbtide.testing.null_parts import NullDevice, NullRunner, NullWeights, null_memories
 
 Body = TypeVar("Body")
 
@@ -80,15 +80,17 @@ class NullRank:
         self.weights = NullWeights(self.runner)
         self.device = device
         self.table = PageTable(config.schedule.max_running_requests, -(-context_len // config.page_size))
-        memories = null_memories(device, self.weights, keeps_weights=keeps_weights)
-        self.chunks = NullChunks(memories[MemoryTag.KV_CACHE])
+        self.kv = self.runner.kv = NullKV(self.table, config.page_size, num_pages)
+        memories = null_memories(device, self.weights, keeps_weights=keeps_weights, kv=self.kv)
+        self.chunks = NullChunks(memories[MemoryTag.KV_CACHE], self.kv)
+        self.page_store = NullPageStore(kv=self.kv)
         self.weights.take_chunks = self.chunks.take_spare
         self.weights.return_chunks = self.chunks.return_spare
         parts = RankParts(
             runner=self.runner,
             num_pages=num_pages,
             table=self.table,
-            page_store=NullPageStore(),
+            page_store=self.page_store,
             memories=memories,
             weights=self.weights,
             free_bytes=lambda: device.free_bytes,
@@ -138,7 +140,8 @@ class SchedulerHarness:
         replies: by call id.
         outputs: by rid.
         state: the state report that came last.
-        ranks: all of them; `runner`, `weights`, `device`, `table`, `scheduler` are the leader's.
+        ranks: all of them; `runner`, `weights`, `device`, `table`, `page_store`, `scheduler` are the
+            leader's.
     """
 
     def __init__(
@@ -199,6 +202,7 @@ class SchedulerHarness:
             self.ranks.append(rank(follower, NoOutputs(), NullDevice(self.device.total_bytes)))
         self.runner, self.weights = self.ranks[0].runner, self.ranks[0].weights
         self.table, self.scheduler = self.ranks[0].table, self.ranks[0].scheduler
+        self.page_store = self.ranks[0].page_store
         for follower_rank in self.ranks[1:]:
             follower_rank.scheduler.answer()
         self.scheduler.answer()

@@ -25,7 +25,8 @@ from ebbtide.srt.managers.scheduling.rank_channels import open_rank_channels
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.server_args import ServerArgs
-from ebbtide.testing.null_parts import NullDevice, NullPageStore, NullRunner, NullWeights, null_memories
+from ebbtide.testing.null_kv import NullPageStore
+from ebbtide.testing.null_parts import NullDevice, NullRunner, NullWeights, null_memories
 
 VOCAB_SIZE = NullRunner.VOCAB_SIZE
 CONTEXT_LEN = 4096

@@ -25,6 +25,7 @@ from ebbtide.srt.model_executor.batch_plan import (
     SampleSpec,
     StepResult,
 )
+from ebbtide.testing.null_kv import NullKV
 from ebbtide.testing.null_parameters import NullParameters
 
 # What stands for a logprob that is not finite.
@@ -42,6 +43,7 @@ class NullRunner:
     Attributes:
         value: stands for the weights' contents, see `NullWeights`; None while they are not whole.
         needed: the memory that a forward pass reads.
+        kv: what its pages hold is checked; None: it is not.
         num_steps: forward passes so far.
         num_under_way: of those, the ones that nobody has waited for.
     """
@@ -51,6 +53,7 @@ class NullRunner:
     def __init__(self) -> None:
         self.value: int | None = 0
         self.needed: list[NullMemory] = []
+        self.kv: NullKV | None = None
         self.num_steps = 0
         self.num_under_way = 0
         self._sampled_by_row: dict[int, int] = {}
@@ -114,6 +117,8 @@ class NullRunner:
             end = start + num_new
             assert given == tokens[start:end]
             assert samples == (end == len(tokens) and spec.params.max_new_tokens != 0)
+            if self.kv is not None:
+                self.kv.compute(row, tokens, start, end)
             first += num_new
         assert first == len(input_ids)
 
@@ -178,6 +183,8 @@ class NullMemory:
         self.virtual_bytes = num_bytes
         self.resident_bytes = num_bytes
         self.backup_bytes = 0
+        # What a resume takes.
+        self.wanted_bytes = num_bytes
         self._is_saved = False
         self._device = device
         self._lose_contents = lose_contents
@@ -195,10 +202,24 @@ class NullMemory:
         return freed_bytes
 
     def resume(self) -> int:
-        mapped_bytes = self.virtual_bytes - self.resident_bytes
+        mapped_bytes = self.wanted_bytes - self.resident_bytes
         self._device.take(mapped_bytes)
-        self.resident_bytes = self.virtual_bytes
+        self.resident_bytes = self.wanted_bytes
         return mapped_bytes
+
+    def give(self, num_bytes: int) -> int:
+        """So much of it goes to the device, and does not come with a resume."""
+        self._device.used_bytes -= num_bytes
+        self.resident_bytes -= num_bytes
+        self.wanted_bytes -= num_bytes
+        return num_bytes
+
+    def take(self, num_bytes: int) -> int:
+        """So much more of it."""
+        self._device.take(num_bytes)
+        self.resident_bytes += num_bytes
+        self.wanted_bytes += num_bytes
+        return num_bytes
 
 
 class NullCopies:
@@ -209,24 +230,6 @@ class NullCopies:
 
     def copies_done(self) -> bool:
         return True
-
-
-class NullPageStore:
-    """Host memory for so many pages, which hold nothing."""
-
-    num_bytes = 0
-
-    def __init__(self, max_pages: int = 12) -> None:
-        self.max_pages = max_pages
-
-    def save(self, pages: Sequence[int]) -> None:
-        self.num_bytes = len(pages)
-
-    def restore(self) -> None:
-        """There are no contents."""
-
-    def drop(self) -> None:
-        self.num_bytes = 0
 
 
 class NullWeights:
@@ -558,12 +561,13 @@ class _NullJoining:
 
 
 def null_memories(
-    device: NullDevice, weights: NullWeights, *, keeps_weights: bool = False
+    device: NullDevice, weights: NullWeights, *, keeps_weights: bool = False, kv: NullKV | None = None
 ) -> dict[MemoryTag, NullMemory]:
     """Memory for every tag; the runner of these weights checks what it reads."""
+    lose_kv = kv.lose if kv is not None else lambda: None
     memories = {
         MemoryTag.WEIGHTS: NullMemory(device, 2000, keeps_contents=keeps_weights, lose_contents=weights.lose),
-        MemoryTag.KV_CACHE: NullMemory(device, 5000),
+        MemoryTag.KV_CACHE: NullMemory(device, 5000, lose_contents=lose_kv),
         MemoryTag.CUDA_GRAPH: NullMemory(device, 100, is_needed=False),
     }
     weights.runner.needed = [memory for memory in memories.values() if memory.is_needed]

@@ -19,6 +19,7 @@ from ebbtide.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     PauseMode,
+    Preserve,
     Refusal,
     ReleaseMemoryOccupationReqInput,
     ResizeMemoryOccupationReqInput,
@@ -26,6 +27,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsReqOutput,
 )
+from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 
@@ -214,17 +216,56 @@ def test_the_kv_cache_shrinks_and_grows_beside_streams(make_rank: Callable[..., 
     rank.assert_whole()
 
 
+@pytest.mark.parametrize("preserve", list(Preserve))
 def test_a_pool_that_is_full_gives_up_what_is_cached_and_then_the_youngest(
-    make_rank: Callable[..., Rank],
+    make_rank: Callable[..., Rank], preserve: Preserve
 ) -> None:
     rank, undisturbed = make_rank(), make_rank()
     rids = [rank.generate(prompt(seed, 150), 90) for seed in range(7)]
     expected = [undisturbed.generate(prompt(seed, 150), 90) for seed in range(7)]
     undisturbed.run()
     rank.turn(12)
-    reply = rank.apply(resize(num_tokens=2 * 256))
-    assert reply.num_retracted > 0
+    reply = rank.apply(ResizeMemoryOccupationReqInput(num_tokens=2 * 256, preserve=preserve))
+    # The one of the youngest whose prompt is being computed too.
+    assert (reply.num_parked, reply.num_retracted) == ((0, 4) if preserve is Preserve.NONE else (4, 0))
     assert rank.kv.resident_bytes == 2 * CHUNK
+    rank.run()
+    assert [rank.tokens[rid] for rid in rids] == [undisturbed.tokens[rid] for rid in expected]
+    rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256))
+    rank.assert_whole()
+
+
+@pytest.mark.parametrize("to", ["a smaller pool", "a second copy"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_live_pages_are_moved_together_and_nobody_notices(
+    make_rank: Callable[..., Rank], path: Path, monkeypatch: pytest.MonkeyPatch, to: str, fails: bool
+) -> None:
+    """In most chunks something is in use, and much is not."""
+    rank, undisturbed = make_rank(), make_rank()
+    rids, expected = (
+        [one.generate(prompt(seed, 170), [60, 3, 3][seed % 3]) for seed in range(9)]
+        for one in (rank, undisturbed)
+    )
+    undisturbed.run()
+    rank.turn(25)
+    moved: list[int] = []
+    request = resize(num_tokens=3 * 256) if to == "a smaller pool" else update(path)
+    if fails:
+        with monkeypatch.context() as broken:
+            broken.setattr(KVPool, "move", lambda *_: 1 / 0)
+            assert isinstance(rank.apply(request), Refusal)
+        rank.assert_whole()
+        rank.turn(2)
+    num_running = len(rank.scheduler.policy.running)
+    with monkeypatch.context() as watched:
+        move = KVPool.move
+        watched.setattr(KVPool, "move", lambda pool, *pages: (moved.extend(pages[0]), move(pool, *pages)))
+        reply = rank.apply(request)
+    assert not isinstance(reply, Refusal), reply
+    assert moved
+    assert len(rank.scheduler.policy.running) == num_running
+    if to == "a second copy":
+        assert reply.staged
     rank.run()
     assert [rank.tokens[rid] for rid in rids] == [undisturbed.tokens[rid] for rid in expected]
     rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256))

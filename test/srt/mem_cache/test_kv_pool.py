@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ebbtide.srt.mem_cache import kv_pool
 from ebbtide.srt.mem_cache.kv_layout import KVLayout
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
@@ -101,6 +102,31 @@ def test_chunks_end_on_the_granularity_and_hold_at_least_what_is_asked(changes, 
     assert (made.chunk_pages, made.chunk_bytes) == (chunk_pages, chunk_bytes)
     assert made.chunk_pages * made.page_bytes <= made.chunk_bytes
     assert made.arena_bytes(chunk_pages + 1) == 2 * chunk_bytes
+
+
+@pytest.mark.parametrize("with_kernel", [False, True])
+def test_pages_move_with_all_their_layers_and_nothing_else_changes(pool, monkeypatch, with_kernel):
+    pages = pages_of(pool)
+    pool._blocks.copy_(torch.randn(pool._blocks.shape))
+    before = [plane.clone() for plane in planes(pool)]
+    random = torch.Generator().manual_seed(0)
+    chosen = [pages[index] for index in torch.randperm(NUM_PAGES, generator=random)[:20].tolist()]
+    sources, targets = chosen[:10], chosen[10:]
+    monkeypatch.setattr(kv_pool, "MOVED_AT_ONCE_BYTES", 3 * pool.layout.page_bytes)
+    if with_kernel:
+        pytest.importorskip("triton")
+        from ebbtide.srt.mem_cache.page_copy import copy_blocks
+
+        layout = pool.layout
+        copy_blocks(pool._blocks, sources, targets, layout.num_planes, layout.chunk_pages)
+    else:
+        pool.move(sources, targets)
+    rest = sorted(set(pages) - set(targets))
+    for plane, old in zip(planes(pool), before, strict=True):
+        assert torch.equal(plane[targets], old[sources])
+        assert torch.equal(plane[rest], old[rest])
+    with pytest.raises(AssertionError, match="overlap"):
+        pool.move(sources, sources)
 
 
 def test_an_arena_that_is_too_small_is_refused():

@@ -94,6 +94,24 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.allocator.restore(chunk)
             del self.withdrawn[chunk]
 
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """Empty some chunks into the others."""
+        there = sorted(set(range(4)) - self.withdrawn.keys())
+        chunks = data.draw(st.sets(st.sampled_from(there)))
+        leaving = [page for page in self.held if CHUNKS.chunk_of(page) in chunks]
+        room = sum(len(CHUNKS.of_chunk(chunk, self.NUM_PAGES)) for chunk in set(there) - chunks)
+        if len(self.held) > room:
+            with pytest.raises(AssertionError):
+                self.allocator.plan_move(chunks)
+            return
+        target_of = self.allocator.plan_move(chunks)
+        assert sorted(target_of) == sorted(leaving)
+        self.allocator.move(target_of)
+        self.held = [target_of.get(page, page) for page in self.held]
+        assert set(self.held) == self.allocator.held
+        assert all(not self.allocator.held_by_chunk()[chunk] for chunk in chunks)
+
     @invariant()
     def pages_add_up(self) -> None:
         assert self.allocator.num_pages == self.num_there

@@ -49,37 +49,31 @@ def fill(pool: KVPool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("pages_per_buffer", [1, 2, 100])
-def test_saved_pages_come_back_and_no_others(
+def test_saved_pages_come_back_to_any_pages_and_those_that_are_shared_are_kept_once(
     pool: KVPool, monkeypatch: pytest.MonkeyPatch, pages_per_buffer: int
 ) -> None:
     monkeypatch.setattr(page_store, "PIECE_BYTES", pages_per_buffer * LAYOUT.page_bytes)
+    store = HostPageStore(pool, 7 * LAYOUT.page_bytes)
+    fill(pool)
+    (dropped,) = store.save([ids(5, 6)])
     before = fill(pool)
-    store = HostPageStore(pool, 5 * LAYOUT.page_bytes)
-    assert store.max_pages == 5
-    saved = ids(7, 0, 3, 4)
-    store.save(saved)
-    assert store.num_bytes == 4 * LAYOUT.page_bytes
+    (kept,) = store.save([ids(8)])
+    store.drop(dropped)
+    # What is free now lies on both sides of what is kept.
+    first, second = store.save([ids(7, 0, 3), ids(7, 4)])
+    assert (store.num_bytes, store.num_free) == (5 * LAYOUT.page_bytes, 2)
     pool.arena.release()
     pool.arena.resume()
     for plane in planes(pool):
         plane.fill_(-1.0)
-    store.restore()
+    store.restore(first, ids(1, 2, 5))
+    store.drop(first)
+    store.restore(second, ids(0, 3))
+    store.restore(kept[:1], ids(6))
     for plane, old in zip(planes(pool), before, strict=True):
-        assert torch.equal(plane[saved], old[saved])
-        assert (plane[ids(1, 2, 5, 6, 8)] == -1.0).all()
-    store.drop()
-    assert store.num_bytes == 0
-    store.close()
-
-
-def test_what_is_saved_again_takes_the_place_of_what_was_held(pool: KVPool) -> None:
-    store = HostPageStore(pool, 9 * LAYOUT.page_bytes)
-    fill(pool)
-    store.save(ids(1, 2, 3))
-    before = fill(pool)
-    store.save(ids(2))
-    pool.k(0).zero_()
-    store.restore()
-    assert torch.equal(pool.k(0)[ids(2)], before[0][ids(2)])
-    assert (pool.k(0)[ids(1)] == 0).all()
+        assert torch.equal(plane[ids(1, 2, 5, 0, 3, 6)], old[ids(7, 0, 3, 7, 4, 8)])
+        assert (plane[ids(4, 7, 8)] == -1.0).all()
+    for slots in (second, kept):
+        store.drop(slots)
+    assert (store.num_bytes, store.num_free) == (0, 7)
     store.close()

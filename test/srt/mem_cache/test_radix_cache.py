@@ -10,7 +10,7 @@ from fixtures.fuzz import fuzzed
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ebbtide.srt.mem_cache.page_allocator import PageAllocator
+from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixCache, PrefixLease
 from ebbtide.srt.mem_cache.radix_cache import RadixCache
 
@@ -99,13 +99,16 @@ class Request:
 class RecordingAllocator(PageAllocator):
     """Remembers which pages the last calls freed."""
 
-    def __init__(self, num_pages: int) -> None:
-        super().__init__(num_pages)
+    def __init__(self, num_pages: int, ids: PageIds | None = None) -> None:
+        super().__init__(num_pages, ids)
         self.freed: list[int] = []
 
     def free(self, pages: Sequence[int]) -> None:
         super().free(pages)
         self.freed += pages
+
+
+IDS = PageIds(per_chunk=4, stride=5)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -117,7 +120,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = RecordingAllocator(self.NUM_PAGES)
+        self.allocator = RecordingAllocator(self.NUM_PAGES, IDS)
         self.cache = RadixCache(self.allocator, self.PAGE_SIZE)
         self.requests: list[Request] = []
         self.cached: dict[PageName, ModelPage] = {}
@@ -242,6 +245,25 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(num_pages=st.integers(0, NUM_PAGES))
     def evict(self, num_pages: int) -> None:
         self.evict_and_check(num_pages)
+
+    @rule(chunks=st.sets(st.integers(0, 3), max_size=2))
+    def empty(self, chunks: set[int]) -> None:
+        """Move what lies in some chunks to others, as far as there is room."""
+        leaving = [page for page in self.allocator.held if IDS.chunk_of(page) in chunks]
+        room = self.NUM_PAGES - self.allocator.num_pages_of(chunks)
+        if len(self.allocator.held) > room:
+            return
+        target_of = self.allocator.plan_move(chunks)
+        assert target_of.keys() == set(leaving)
+        self.allocator.move(target_of)
+        self.cache.relocate(target_of)
+        self.contents |= {target: self.contents.pop(source, ((), ())) for source, target in target_of.items()}
+        for entry in self.cached.values():
+            entry.page = target_of.get(entry.page, entry.page)
+        for request in self.requests:
+            request.pages = [target_of.get(page, page) for page in request.pages]
+            request.lease.relocate(target_of)
+            self.check_lease(request.lease, self.leased_names(request))
 
     @rule()
     def flush(self) -> None:

@@ -134,16 +134,29 @@ class Engine(WeightMethods):
             io_struct.ReleaseMemoryOccupationReqInput, tags=tags, preserve=preserve, backup=backup
         )
 
-    async def async_resume_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
-        """Take the memory of these tags again, at the same addresses. wire_api section 3.1."""
-        return await self._control(io_struct.ResumeMemoryOccupationReqInput, tags=tags)
+    async def async_resume_memory_occupation(
+        self, tags: Sequence[str] | None = None, lazy: bool = False
+    ) -> dict[str, Any]:
+        """Take the memory of these tags again, at the same addresses. wire_api section 3.1.
+
+        Args:
+            lazy: return as soon as requests can run: the rest of the KV cache comes beside them.
+        """
+        return await self._control(io_struct.ResumeMemoryOccupationReqInput, tags=tags, lazy=lazy)
 
     async def async_resize_memory_occupation(
-        self, *, num_tokens: int | None = None, num_bytes: int | None = None
+        self, *, num_tokens: int | None = None, num_bytes: int | None = None, preserve: str = "none"
     ) -> dict[str, Any]:
-        """Make the KV cache smaller or larger while it serves: by tokens, or by bytes of each rank."""
+        """Make the KV cache smaller or larger while it serves: by tokens, or by bytes of each rank.
+
+        Args:
+            preserve: "live" keeps the KV of requests that have no room any more in host memory.
+        """
         return await self._control(
-            io_struct.ResizeMemoryOccupationReqInput, num_tokens=num_tokens, num_bytes=num_bytes
+            io_struct.ResizeMemoryOccupationReqInput,
+            num_tokens=num_tokens,
+            num_bytes=num_bytes,
+            preserve=preserve,
         )
 
     async def async_memory_occupation(self) -> dict[str, Any]:

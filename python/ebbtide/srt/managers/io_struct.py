@@ -134,7 +134,11 @@ class ResumeMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
 
 
 class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
-    """Take physical memory for these tags again, at the same addresses; none or no tags means all."""
+    """Take physical memory for these tags again, at the same addresses; none or no tags means all.
+
+    Of `kv_cache` it comes in parts, and forward passes run from the first one on. `lazy`: the reply does not
+    wait for the others.
+    """
 
     row = ControlRow(
         *(ResumeMemoryOccupationReqOutput, "/resume_memory_occupation", POST_OR_GET),
@@ -144,6 +148,7 @@ class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
     )
 
     tags: tuple[MemoryTag, ...] | None = None
+    lazy: bool = False
 
     def undo(self, outcome: Outcome) -> Mapping[int, ReleaseMemoryOccupationReqInput]:
         undoing: dict[int, ReleaseMemoryOccupationReqInput] = {}
@@ -169,6 +174,8 @@ class ResizeMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
     num_bytes: Annotated[int, merge.SHARE]
     moved_bytes: Annotated[int, merge.SHARE]
     num_retracted: Annotated[int, merge.PER_REPLICA]
+    num_parked: Annotated[int, merge.PER_REPLICA] = 0
+    parked_bytes: Annotated[int, merge.SHARE] = 0
     device_free_bytes_before: Annotated[int, merge.DEVICE_LEAST]
     device_free_bytes_after: Annotated[int, merge.DEVICE_MOST]
     duration_ms: Annotated[float, merge.LARGEST]
@@ -178,7 +185,9 @@ class ResizeMemoryOccupationReqInput(ControlRequest, frozen=True):
     """Make the KV cache smaller or larger while it serves, in whole chunks: by tokens or by bytes of a rank.
 
     It is never larger than at the start, and never smaller than one whole context. Cached pages are dropped,
-    then the youngest requests are retracted, until there are enough chunks without a page in use.
+    live ones moved together, then the youngest requests give up their KV, until there are enough chunks
+    without a page in use. `preserve`: `none`, they are retracted; `live` or `all`, it is kept in host memory
+    as far as there is room, and they go on from there when the pool has room again.
     """
 
     row = ControlRow(
@@ -190,6 +199,7 @@ class ResizeMemoryOccupationReqInput(ControlRequest, frozen=True):
 
     num_tokens: int | None = None
     num_bytes: int | None = None
+    preserve: Preserve = Preserve.NONE
 
 
 # ---------------------------------------------------------------------------------------- generation state

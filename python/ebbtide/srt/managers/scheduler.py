@@ -31,7 +31,8 @@ from ebbtide.srt.managers.scheduling.lockstep import Demand, RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import PROMPT_TAIL, OutputProcessor
 from ebbtide.srt.managers.scheduling.rank_messages import TurnInput
 from ebbtide.srt.managers.scheduling.request import Req
-from ebbtide.srt.managers.scheduling.schedule_policy import ScheduledBatch, SchedulePolicy
+from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
 from ebbtide.srt.managers.text.grammar import GrammarShelf

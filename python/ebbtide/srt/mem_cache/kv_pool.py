@@ -9,6 +9,9 @@ import torch
 from ebbtide.srt.mem_cache.kv_layout import KVLayout
 from ebbtide.srt.memory_saver.arena import Arena
 
+# Without a kernel for it, what is moved lies in between for a moment.
+MOVED_AT_ONCE_BYTES = 64 << 20
+
 
 class KVPool:
     """Keys and values of all layers in one arena.
@@ -46,6 +49,23 @@ class KVPool:
     def write(self, pages: Sequence[int], contents: torch.Tensor) -> None:
         """What `read` returned, back into the pool."""
         self._blocks[self._rows(pages)] = contents.view(-1, self._blocks.shape[1])
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy these pages to others, behind what was launched before.
+
+        Raises:
+            AssertionError: a page is copied to while it is read, or twice.
+        """
+        assert len(set(sources) | set(targets)) == len(sources) + len(targets), "pages overlap"
+        if self.device.type == "cuda":
+            from ebbtide.srt.mem_cache.page_copy import copy_blocks
+
+            copy_blocks(self._blocks, sources, targets, self.layout.num_planes, self.layout.chunk_pages)
+            return
+        step = max(1, MOVED_AT_ONCE_BYTES // self.layout.page_bytes)
+        for start in range(0, len(sources), step):
+            part = slice(start, start + step)
+            self.write(targets[part], self.read(sources[part]))
 
     def _rows(self, pages: Sequence[int]) -> torch.Tensor:
         """The blocks of these pages in all planes, page after page."""

@@ -6,8 +6,9 @@ for something else, and be put back later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,30 @@ class PageAllocator:
             chunk = self._ids.chunk_of(page)
             self._free[chunk].append(page)
             self._lowest = min(self._lowest, chunk)
+
+    def plan_move(self, chunks: Iterable[int]) -> dict[int, int]:
+        """Where the held pages of these chunks can go: free pages of the others, those of the lowest first.
+
+        Nothing changes yet. AssertionError if there are too few.
+        """
+        left = set(chunks)
+        sources = sorted(page for page in self._held if self.chunk_of(page) in left)
+        free = (
+            page for chunk, stack in enumerate(self._free) if chunk not in left for page in reversed(stack)
+        )
+        targets = list(islice(free, len(sources)))
+        assert len(targets) == len(sources), f"{len(sources)} pages are to move to {len(targets)}"
+        return dict(zip(sources, targets, strict=True))
+
+    def move(self, target_of: Mapping[int, int]) -> None:
+        """Take the free pages that `plan_move` chose, in place of those that were held."""
+        targets = set(target_of.values())
+        assert targets.isdisjoint(self._held), "a page is held already that another moves to"
+        for chunk in {self.chunk_of(page) for page in targets}:
+            self._free[chunk] = [page for page in self._free[chunk] if page not in targets]
+        self._held |= targets
+        self._num_free -= len(targets)
+        self.free(list(target_of))
 
     @property
     def num_chunks(self) -> int:

@@ -1,7 +1,8 @@
-"""Pages of the KV pool in host memory, while the pool is released."""
+"""What pages of the KV pool hold, in host memory while the pool has no room or no memory for them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,7 +12,7 @@ from ebbtide.srt.memory_saver.backup import PIECE_BYTES, HostBuffer, HostPinning
 
 
 class HostPageStore:
-    """Keeps the contents of pages, and brings them back to the same pages.
+    """Keeps the contents of pages in slots, and brings them back to whatever pages.
 
     Host memory is taken a piece of `PIECE_BYTES` at a time, and kept: pinning it takes seconds.
 
@@ -22,48 +23,75 @@ class HostPageStore:
     """
 
     def __init__(self, pool: KVPool, max_bytes: int, pinning: HostPinning | None = None) -> None:
-        self.max_pages = min(max_bytes // pool.layout.page_bytes, pool.num_pages)
         self._pool = pool
         self._pinning = pinning
+        self._max_slots = min(max_bytes // pool.layout.page_bytes, pool.num_pages)
+        self._slots_per_buffer = max(1, min(PIECE_BYTES // pool.layout.page_bytes, self._max_slots))
         self._buffers: list[HostBuffer] = []
-        self._pages: Sequence[int] = ()
+        self._free = list(range(self._max_slots - 1, -1, -1))
+        self._num_users: Counter[int] = Counter()
+
+    @property
+    def num_free(self) -> int:
+        """Pages that there is room for."""
+        return len(self._free)
 
     @property
     def num_bytes(self) -> int:
         """What the pages held now take."""
-        return len(self._pages) * self._pool.layout.page_bytes
+        return (self._max_slots - len(self._free)) * self._pool.layout.page_bytes
 
     def allocate(self) -> None:
         """Take all of the memory now, so that no release waits for it."""
-        step = self._pages_per_buffer
-        for number in range(-(-self.max_pages // step)):
-            self._buffer(number)
+        self._allocate(self._max_slots)
 
-    def save(self, pages: Sequence[int]) -> None:
-        """Copy these pages to the host, in place of what was held before.
+    def save(self, owners: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Copy these pages to the host, those of several owners; returns each owner's slots, page for page.
+
+        A page that several owners share takes one slot, until the last of them has dropped it.
 
         Raises:
-            OutOfDeviceMemory: the host has no room; nothing is held.
+            OutOfDeviceMemory: the host has no room; nothing more is held than before.
         """
-        self._pages = ()
-        for part, room in self._parts(pages):
-            room.copy_(self._pool.read(part), non_blocking=self._is_pinned)
-        self._synchronize()
-        self._pages = tuple(pages)
+        pages = list(dict.fromkeys(page for owner in owners for page in owner))
+        assert len(pages) <= len(self._free), f"{len(pages)} pages are kept where {len(self._free)} have room"
+        slots = sorted(self._free, reverse=True)[len(self._free) - len(pages) :][::-1]
+        self._allocate(max(slots, default=-1) + 1)
+        for part, room in self._runs(slots):
+            room.copy_(self._pool.read(pages[part]), non_blocking=self._is_pinned)
+        for buffer in self._buffers[:1]:
+            buffer.synchronize()
+        taken = set(slots)
+        self._free = [slot for slot in self._free if slot not in taken]
+        slot_of = dict(zip(pages, slots, strict=True))
+        kept = [[slot_of[page] for page in owner] for owner in owners]
+        for owner_slots in kept:
+            self._num_users.update(owner_slots)
+        return kept
 
-    def restore(self) -> None:
-        """Copy them back to where they were."""
-        for part, room in self._parts(self._pages):
-            self._pool.write(part, room.to(self._pool.device, non_blocking=self._is_pinned))
-        self._synchronize()
+    def restore(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy what these slots hold to these pages of the pool, behind what was launched before.
 
-    def drop(self) -> None:
-        """They are needed no more."""
-        self._pages = ()
+        What is copied to the same slots later is launched behind this.
+        """
+        for part, room in self._runs(slots):
+            self._pool.write(pages[part], room.to(self._pool.device, non_blocking=self._is_pinned))
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy pages to others of the pool: `KVPool.move`."""
+        self._pool.move(sources, targets)
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """An owner needs these no more; the memory is kept for the next ones."""
+        for slot in slots:
+            self._num_users[slot] -= 1
+            assert self._num_users[slot] >= 0, f"slot {slot} is dropped twice"
+            if not self._num_users[slot]:
+                del self._num_users[slot]
+                self._free.append(slot)
 
     def close(self) -> None:
         """Give the host memory back. Idempotent."""
-        self.drop()
         for buffer in self._buffers:
             buffer.close()
         self._buffers = []
@@ -72,26 +100,23 @@ class HostPageStore:
     def _is_pinned(self) -> bool:
         return all(buffer.is_pinned for buffer in self._buffers)
 
-    def _parts(self, pages: Sequence[int]) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
-        """The pages by the buffer, and room for them there."""
-        step = self._pages_per_buffer
-        for number, start in enumerate(range(0, len(pages), step)):
-            part = pages[start : start + step]
-            shape = (len(part), self._pool.layout.page_bytes // self._pool.layout.dtype.itemsize)
-            yield part, self._buffer(number).view(0, shape, self._pool.layout.dtype)
+    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Adjacent slots of one buffer at a time: their places in `slots`, and their memory."""
+        layout, step = self._pool.layout, self._slots_per_buffer
+        start = 0
+        while start < len(slots):
+            first, end = slots[start], start + 1
+            while end < len(slots) and slots[end] == slots[end - 1] + 1 and slots[end] % step:
+                end += 1
+            shape = (end - start, layout.page_bytes // layout.dtype.itemsize)
+            buffer = self._buffers[first // step]
+            yield slice(start, end), buffer.view(first % step * layout.page_bytes, shape, layout.dtype)
+            start = end
 
-    @property
-    def _pages_per_buffer(self) -> int:
-        return max(1, min(PIECE_BYTES // self._pool.layout.page_bytes, self.max_pages))
-
-    def _buffer(self, number: int) -> HostBuffer:
-        if number == len(self._buffers):
-            num_bytes = self._pages_per_buffer * self._pool.layout.page_bytes
+    def _allocate(self, num_slots: int) -> None:
+        """Take memory for the slots below."""
+        while len(self._buffers) * self._slots_per_buffer < num_slots:
+            num_bytes = self._slots_per_buffer * self._pool.layout.page_bytes
             buffer = HostBuffer(self._pool.arena.tag, num_bytes, self._pinning)
             buffer.allocate()
             self._buffers.append(buffer)
-        return self._buffers[number]
-
-    def _synchronize(self) -> None:
-        for buffer in self._buffers[:1]:
-            buffer.synchronize()

@@ -8,7 +8,7 @@ after `publish` the request's pages are `lease.pages + pages[len(lease.pages):]`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Protocol
 
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
@@ -42,6 +42,10 @@ class PrefixLease:
 
     def release(self) -> None:
         """Let go of the pages, which may be evicted once no lease holds them. Doing it again does nothing."""
+
+    def relocate(self, target_of: Mapping[int, int]) -> None:
+        """Some of the pages have moved to others; the cache is told by itself."""
+        self.pages = [target_of.get(page, page) for page in self.pages]
 
 
 class PrefixCache(Protocol):
@@ -103,6 +107,10 @@ class PrefixCache(Protocol):
         """
         ...
 
+    def relocate(self, target_of: Mapping[int, int]) -> None:
+        """Some pages have moved to others, and their contents with them. Leases are told by themselves."""
+        ...
+
 
 class NoPrefixCache:
     """The cache that keeps nothing: leases are empty, and requests keep all their pages.
@@ -143,3 +151,6 @@ class NoPrefixCache:
     def drop(self, pages: Set[int]) -> int:
         """Nothing to free."""
         return 0
+
+    def relocate(self, target_of: Mapping[int, int]) -> None:
+        """No page is the cache's."""

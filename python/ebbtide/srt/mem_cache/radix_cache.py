@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
@@ -152,6 +152,11 @@ class RadixCache:
             freed += self._trim(node, len(node.pages) - first)
         self._allocator.free(freed)
         return len(freed)
+
+    def relocate(self, target_of: Mapping[int, int]) -> None:
+        """Some pages have moved to others; see `PrefixCache.relocate`."""
+        for node in self._followers(self._root):
+            node.pages = [target_of.get(page, page) for page in node.pages]
 
     def _followers(self, node: _Node) -> list[_Node]:
         """Everything that continues a run, parents before their children."""

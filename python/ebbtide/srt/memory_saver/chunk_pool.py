@@ -101,6 +101,10 @@ class ChunkArena(VirtualArena):
         return len(self._slots)
 
     @property
+    def chunk_bytes(self) -> int:
+        return self._pool.chunk_bytes
+
+    @property
     def num_lent(self) -> int:
         """Chunks that it has lent and that are not back."""
         return sum(slot.is_lent and slot.handle is None for slot in self._slots)
@@ -161,8 +165,20 @@ class ChunkArena(VirtualArena):
             slot.is_removed = True
         return len(slots) * self._pool.chunk_bytes
 
+    def hold_back(self, chunks: Sequence[int]) -> None:
+        """Leave these chunks, which have no memory, without any at the next resume, as if removed."""
+        slots = [self._slots[chunk] for chunk in chunks]
+        assert all(slot.is_missing for slot in slots), "a chunk is held back that has memory"
+        for slot in slots:
+            slot.is_removed = True
+
+    def expect(self, chunks: Sequence[int]) -> None:
+        """Have the next resume bring these chunks, which were held back."""
+        for chunk in chunks:
+            self._slots[chunk].is_removed = False
+
     def add(self, chunks: Sequence[int]) -> int:
-        """Have memory again under chunks that were removed; returns the bytes.
+        """Have memory again under chunks that were removed, or held back; returns the bytes.
 
         Raises:
             OutOfDeviceMemory: nothing was kept.

@@ -24,6 +24,7 @@ from ebbtide.srt.managers.io_struct import (
     FlushCacheReqInput,
     GetWeightsByNameReqInput,
     InitWeightsUpdateGroupReqInput,
+    Preserve,
     Refusal,
     ResizeMemoryOccupationReqInput,
     UpdateWeightVersionReqInput,
@@ -72,8 +73,10 @@ def snapshot(rank: NullRank) -> tuple[Any, ...]:
         control.operations.is_working,
         rank.runner.num_under_way,
         is_alone,
-        # What stands alone changes it at every rank's own speed.
-        None if is_alone else tuple(memory.resident_bytes for memory in rank.runner.needed),
+        # What stands alone, or comes beside forward passes, changes it at every rank's own speed.
+        None
+        if is_alone or control.memory.is_kv_partial
+        else tuple(memory.resident_bytes for memory in rank.runner.needed),
         tuple((req.rid, req.kv and (req.kv.num_launched, tuple(req.kv.pages))) for req in policy.running),
         tuple((req.rid, req.num_retractions) for req in policy.waiting),
         policy.holds_admission,
@@ -127,9 +130,9 @@ class ControlMachine(Clients):
         self.max_new_tokens[rid] = count
         self.go_on()
 
-    @rule(num_tokens=st.integers(60, 170))
-    def resize(self, num_tokens: int) -> None:
-        self.call(ResizeMemoryOccupationReqInput(num_tokens=num_tokens))
+    @rule(num_tokens=st.integers(60, 170), preserve=st.sampled_from(list(Preserve)))
+    def resize(self, num_tokens: int, preserve: Preserve) -> None:
+        self.call(ResizeMemoryOccupationReqInput(num_tokens=num_tokens, preserve=preserve))
 
     @rule(request=st.sampled_from(SIMPLE))
     def ask_more(self, request: AnyControlRequest) -> None:
@@ -204,6 +207,16 @@ class ControlMachine(Clients):
             assert policy.allocator.num_pages + policy.allocator.num_withdrawn == self.harness.num_pages
 
     @invariant()
+    def parked_pages_add_up(self) -> None:
+        for rank in self.ranks:
+            if rank.scheduler.control.operations.stands_alone:
+                continue  # It is about to be known what came of saving them.
+            slots = set(rank.scheduler.control.memory._parked_slots)
+            for req in rank.scheduler.policy.waiting:
+                slots.update(req.parked.slots if req.parked is not None else ())
+            assert rank.page_store.num_bytes == len(slots)
+
+    @invariant()
     def spans_are_contiguous(self) -> None:
         for output in self.harness.outputs.values():
             starts = [start for _, start in output.version_starts]
@@ -258,6 +271,7 @@ class ControlMachine(Clients):
             assert all(value == 1 for value in rank.weights.live.values())
             resident = sum(report.resident_bytes for report in memory.report().values())
             assert rank.device.used_bytes == resident
+            assert rank.page_store.num_bytes == 0
         harness.call(FlushCacheReqInput())
         self.turn_until_idle()
         assert harness.scheduler.policy.allocator.num_free == harness.num_pages

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from fixtures.control import PROMPT, Harness
 
-from ebbtide.srt.errors import EngineError
-from ebbtide.srt.managers.control.memory_occupation import WeightContent
+from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
+from ebbtide.srt.managers.control.weight_content import WeightContent
 from ebbtide.srt.managers.io_struct import (
+    AbortReq,
     FinishReason,
     GetWeightsByNameReqInput,
     PauseMode,
     Preserve,
     ReleaseMemoryOccupationReqInput,
+    ResizeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import NullDevice
+from ebbtide.testing.null_kv import CHUNK_BYTES
 
 WEIGHTS, KV_CACHE, CUDA_GRAPH = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
 BYTES = {WEIGHTS: 2000, KV_CACHE: 5000, CUDA_GRAPH: 100}
@@ -237,3 +241,120 @@ def test_parked_requests_become_retracted_ones(harness: Harness, by: str) -> Non
     harness.run_until_idle()
     assert harness.outputs[rid].finish == FinishReason("length", length=8)
     assert harness.outputs[rid].num_retractions == 1
+
+
+def shrink(harness: Harness, num_tokens: int, preserve: Preserve = Preserve.NONE) -> Any:
+    return harness.do(ResizeMemoryOccupationReqInput(num_tokens=num_tokens, preserve=preserve))
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_requests_run_in_the_first_part_of_the_cache_while_the_rest_is_taken(
+    harness: Harness, lazy: bool
+) -> None:
+    rid = harness.generate(PROMPT[:10], max_new_tokens=5)
+    harness.turn(2)
+    harness.release(KV_CACHE)
+    call = harness.call(ResumeMemoryOccupationReqInput(tags=(KV_CACHE,), lazy=lazy))
+    resized = harness.call(ResizeMemoryOccupationReqInput(num_tokens=200))
+    harness.turn()
+    assert (call in harness.replies) == lazy
+    assert harness.device.used_bytes < sum(BYTES.values())
+    # A pass comes ahead of the next part, although that takes no time.
+    num_steps = harness.runner.num_steps
+    harness.turn()
+    assert harness.runner.num_steps == num_steps + 1
+    assert resized not in harness.replies, "what is not there yet cannot be taken"
+    harness.run_until_idle()
+    mapped_bytes = harness.reply(call).mapped_bytes[KV_CACHE]
+    assert (mapped_bytes < 5000) if lazy else (mapped_bytes == 5000)
+    assert harness.replies[resized].success
+    assert harness.outputs[rid].finish == FinishReason("length", length=5)
+    assert harness.device.free_bytes == 10_000 - 7100 + 3 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("preserve", list(Preserve))
+def test_without_memory_for_the_rest_of_the_cache_it_is_released_again(
+    harness: Harness, preserve: Preserve, lazy: bool
+) -> None:
+    rids = [harness.generate(PROMPT, seed=seed, max_new_tokens=20) for seed in range(3)]
+    harness.turn(6)
+    harness.release(KV_CACHE, preserve=preserve)
+    call = harness.call(ResumeMemoryOccupationReqInput(tags=(KV_CACHE,), lazy=lazy))
+    harness.turn()
+    taken_bytes = harness.device.free_bytes
+    harness.device.take(taken_bytes)
+    harness.run_until_idle()
+    assert lazy or harness.refusal(call).status == 409
+    assert harness.device.used_bytes == taken_bytes + BYTES[WEIGHTS] + BYTES[CUDA_GRAPH]
+    assert (harness.page_store.num_bytes, harness.scheduler.policy.running) == (0, [])
+    harness.device.used_bytes -= taken_bytes
+    assert harness.resume(KV_CACHE).mapped_bytes == {KV_CACHE: 5000}
+    harness.run_until_idle()
+    assert all(harness.num_tokens(rid) == 20 for rid in rids)
+
+
+def test_live_pages_move_together_before_a_request_loses_its_kv(harness: Harness) -> None:
+    """Every chunk but the lowest has a page that is in use, and half of the pool is."""
+    rids = [
+        harness.generate([seed + 1] * 60, seed=seed, max_new_tokens=[2, 60][seed % 2]) for seed in range(4)
+    ]
+    harness.turn_until(lambda: all(harness.outputs[rid].finish for rid in rids[::2]))
+    reply = shrink(harness, 32 * 4)
+    assert (reply.num_tokens, reply.num_retracted, reply.num_parked) == (32 * 4, 0, 0)
+    harness.run_until_idle()
+    assert all(harness.num_tokens(rid) == 60 for rid in rids[1::2])
+
+
+@pytest.mark.parametrize("preserve", [Preserve.NONE, Preserve.LIVE])
+@pytest.mark.parametrize("then", ["the pool grows", "requests end", "a pause that retracts", "an abort"])
+def test_what_has_no_room_in_a_smaller_pool_is_parked(
+    harness: Harness, preserve: Preserve, then: str
+) -> None:
+    # Two share their prompt. The store has room for 12 pages.
+    prompts = [[1] * 80, [2] * 80, [3] * 16, [3] * 16, [4] * 40]
+    rids = [harness.generate(prompt, seed=seed, max_new_tokens=16) for seed, prompt in enumerate(prompts)]
+    harness.turn_until(lambda: all(harness.outputs[rid].token_ids for rid in rids))
+    reply = shrink(harness, 48 * 4, preserve)
+    is_kept = preserve is Preserve.LIVE
+    assert (reply.num_parked, reply.num_retracted) == ((2, 1) if is_kept else (0, 3))
+    assert (reply.parked_bytes > 0) == is_kept
+    if then == "an abort":
+        harness.do(AbortReq(abort_all=True))
+        assert harness.page_store.num_bytes == 0
+        return
+    if then == "a pause that retracts":
+        harness.pause()
+        assert harness.page_store.num_bytes == 0
+        harness.proceed()
+    elif then == "the pool grows":
+        shrink(harness, 64 * 4)
+    harness.run_until_idle()
+    assert all(harness.num_tokens(rid) == 16 for rid in rids)
+    num_retractions = [harness.outputs[rid].num_retractions for rid in rids]
+    if then != "a pause that retracts":
+        assert num_retractions == ([0, 0, 0, 0, 1] if is_kept else [0, 0, 1, 1, 1])
+    assert harness.page_store.num_bytes == 0
+
+
+@pytest.mark.parametrize(("step", "num_running", "status"), [("save", 6, 409), ("move", 4, 500)])
+def test_a_shrinking_that_breaks_off_loses_no_request_and_no_page(
+    harness: Harness, step: str, num_running: int, status: int
+) -> None:
+    """Of six some have to be parked, while four have room when those that lie between have ended."""
+    max_new_tokens = [12] * 6 if step == "save" else [2, 30] * 4
+    rids = [
+        harness.generate([seed + 1] * 24, seed=seed, max_new_tokens=count)
+        for seed, count in enumerate(max_new_tokens)
+    ]
+    policy = harness.scheduler.policy
+    harness.turn_until(lambda: all(harness.outputs[rid].token_ids for rid in rids))
+    harness.turn_until(lambda: len(policy.running) == num_running)
+    harness.page_store.faults[step] = OutOfDeviceMemory(2, 1)
+    request = ResizeMemoryOccupationReqInput(num_tokens=32 * 4, preserve=Preserve.LIVE)
+    assert harness.refuse(request).status == status
+    assert (policy.allocator.num_pages, len(policy.running)) == (64, num_running)
+    assert harness.page_store.num_bytes == 0
+    assert harness.do(request).num_parked == (1 if step == "save" else 0)
+    harness.run_until_idle()
+    assert [harness.num_tokens(rid) for rid in rids] == max_new_tokens

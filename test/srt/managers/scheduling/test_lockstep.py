@@ -246,6 +246,25 @@ class TestMemory:
         harness.ranks[2].device.used_bytes -= 9000
         assert harness.resume().mapped_bytes[MemoryTag.KV_CACHE] == NUM_RANKS * 5000
 
+    @pytest.mark.parametrize("gets_it", [True, False])
+    def test_one_rank_that_is_slow_to_get_the_rest_of_its_cache_holds_no_pass_up(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch, gets_it: bool
+    ) -> None:
+        rid = harness.begin_request(max_new_tokens=100)
+        harness.release(*KV_CACHE)
+        call = harness.call(ResumeMemoryOccupationReqInput(tags=KV_CACHE))
+        chunks, add = harness.ranks[2].chunks, harness.ranks[2].chunks.add
+        monkeypatch.setattr(chunks, "add", lambda those: add(those) if gets_it else 1 / 0)
+        turn_all_but(harness, 2, count=20)
+        assert call not in harness.replies
+        harness.turn_until(lambda: call in harness.replies)
+        assert harness.replies[call].success == gets_it
+        assert used_bytes(harness) == [7100 if gets_it else 2100] * NUM_RANKS
+        monkeypatch.undo()
+        harness.resume()
+        harness.assert_end(rid, length=100)
+        assert used_bytes(harness) == [7100] * NUM_RANKS
+
     def test_calls_behind_a_resume_wait_for_it_in_their_order(self, harness: Harness) -> None:
         harness.release()
         requests = [
@@ -259,7 +278,10 @@ class TestMemory:
         assert not set(calls) & set(harness.replies)
         harness.run_until_idle()
         assert [harness.reply(call).success for call in calls] == [True] * 4
-        assert harness.reply(calls[1]).freed_bytes == {MemoryTag.KV_CACHE: NUM_RANKS * 5000}
+        # The release comes as soon as the first part of the cache is there, and ends what was to follow it.
+        resumed, released, again = (harness.reply(call) for call in calls[:3])
+        assert released.freed_bytes == {MemoryTag.KV_CACHE: resumed.mapped_bytes[MemoryTag.KV_CACHE]}
+        assert again.mapped_bytes == {MemoryTag.KV_CACHE: NUM_RANKS * 5000}
         assert used_bytes(harness) == [7100] * NUM_RANKS
 
     def test_no_pass_runs_while_ranks_resume(self, harness: Harness) -> None:

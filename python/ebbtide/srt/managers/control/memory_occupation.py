@@ -1,4 +1,4 @@
-"""Which memory is occupied, per tag `Resident | Released`, and whether the weights' contents are whole.
+"""Which memory is occupied, per tag `Resident | Released`.
 
 Source: control_semantics section 1.2.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from typing import Final, TypeVar
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
+from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import (
     Activity,
+    ChunkedKV,
     DeadlinePassed,
     HandlerTable,
     Operation,
@@ -23,6 +25,7 @@ from ebbtide.srt.managers.control.ports import (
     TagMemory,
     Work,
 )
+from ebbtide.srt.managers.control.weight_content import Valid, WeightContent
 from ebbtide.srt.managers.io_struct import (
     Preserve,
     ReleaseMemoryOccupationReqInput,
@@ -30,65 +33,12 @@ from ebbtide.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqOutput,
     TagReport,
-    WeightsContent,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
-MAX_NAMES = 10
+T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Valid:
-    """Every parameter holds a committed value."""
-
-
-@dataclass(frozen=True)
-class Stale:
-    """These parameters hold nothing: not written since their memory came back, or half-written."""
-
-    missing: frozenset[str]
-
-
-class WeightContent:
-    """Whether the live weights may be computed with: `Valid | Stale(missing)`."""
-
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
-        self._report: WeightsContent | None = None
-        self.state: Valid | Stale = Valid()
-
-    def lose(self, names: frozenset[str] | None = None) -> None:
-        """The contents of these parameters (all by default) are gone."""
-        missing = self._names if names is None else names & self._names
-        if isinstance(self.state, Stale):
-            missing |= self.state.missing
-        if missing:
-            self._change(Stale(missing))
-
-    def note_written(self, names: frozenset[str]) -> None:
-        """A committed update has written these parameters."""
-        if isinstance(self.state, Stale):
-            missing = self.state.missing - names
-            self._change(Stale(missing) if missing else Valid())
-
-    @property
-    def missing(self) -> frozenset[str]:
-        return self.state.missing if isinstance(self.state, Stale) else frozenset()
-
-    def report(self) -> WeightsContent:
-        """The state as clients see it. It is asked for in every turn, and sorted when it has changed."""
-        if self._report is None:
-            missing = self.missing
-            self._report = WeightsContent(
-                content="stale" if missing else "valid",
-                num_missing=len(missing),
-                missing=sorted(missing)[:MAX_NAMES],
-            )
-        return self._report
-
-    def _change(self, state: Valid | Stale) -> None:
-        self.state = state
-        self._report = None
+NOTHING_PARKED: Final = ParkingPlan(frozenset(), [], keeps_cache=False)
 
 
 class MemoryOccupation:
@@ -96,19 +46,25 @@ class MemoryOccupation:
 
     Args:
         memories: the memory of every tag.
+        kv: the KV cache, as its memory comes back in parts.
         page_store: where pages of the KV pool are kept while it is released.
         free_bytes: device memory that is free right now.
+        pace: of what is mapped beside forward passes.
+        go_on: has work done that no reply waits for.
         is_enabled: false without a memory saver; everything then stays resident.
     """
 
     def __init__(
         self,
         memories: Mapping[MemoryTag, TagMemory],
+        kv: ChunkedKV,
         page_store: PageStore,
         content: WeightContent,
         requests: Requests,
         free_bytes: Callable[[], int],
         ranks: Ranks,
+        pace: Pace,
+        go_on: Callable[[Work[None]], None],
         *,
         is_enabled: bool,
     ) -> None:
@@ -116,11 +72,19 @@ class MemoryOccupation:
         # Whoever updates weights sets this: what is on its way in has lost its destination.
         self.on_weights_release: Callable[[], None] = lambda: None
         self._memories = memories
+        self._kv = kv
         self._page_store = page_store
+        # Pages whose contents are in the store while the KV cache is released, and their slots there.
+        self._parked_pages: list[int] = []
+        self._parked_slots: list[int] = []
+        # Counts the times that the KV cache was released: a resume that still takes memory is then void.
+        self._num_kv_releases = 0
         self._released: frozenset[MemoryTag] = frozenset()
         self._requests = requests
         self._free_bytes = free_bytes
         self._ranks = ranks
+        self._pace = pace
+        self._go_on = go_on
         self._is_enabled = is_enabled
         # Of the last release of the weights.
         self._keeps_weights = False
@@ -155,21 +119,26 @@ class MemoryOccupation:
         tags = self._selected(request.tags)
         to_release = [tag for tag in tags if tag not in self._released or self._memories[tag].resident_bytes]
         free_before = self._free_bytes()
-        plan = self._parking(to_release, request.preserve)
+        # Where an earlier release has broken off, what was to survive it has been saved.
+        gives_up_kv = MemoryTag.KV_CACHE in to_release and not self.is_kv_released
+        plan = self._parking(request.preserve) if gives_up_kv else NOTHING_PARKED
         keep = self._keeping(to_release, request.backup)
+        bytes_before = self._page_store.num_bytes
         if plan.pages or keep:
             try:
                 yield from self._on_all_ranks(lambda: self._save(plan, with_weights=bool(keep)))
             except (RequestRejected, EngineError):
-                self._page_store.drop()
+                if plan.pages:
+                    self._drop_parked()
                 raise
+        parked_bytes = self._page_store.num_bytes - bytes_before
         if keep is not None:
             self._keeps_weights = keep
             if not keep:
                 self._memories[MemoryTag.WEIGHTS].prepare_release(keep=False)
         if MemoryTag.WEIGHTS in to_release:
             self.on_weights_release()
-        num_retracted = self._requests.park(plan) if MemoryTag.KV_CACHE in to_release else 0
+        num_retracted = self._give_up_kv(plan) if gives_up_kv else 0
         freed_bytes = {
             tag: self._ranks.certainly(lambda tag=tag: self._release(tag))  # type: ignore[misc]
             for tag in to_release
@@ -180,7 +149,7 @@ class MemoryOccupation:
             freed_bytes={tag: freed_bytes.get(tag, 0) for tag in tags},
             num_retracted=num_retracted,
             num_parked=len(plan.rids),
-            parked_bytes=self._page_store.num_bytes if plan.pages else 0,
+            parked_bytes=parked_bytes,
             device_free_bytes_before=free_before,
             device_free_bytes_after=self._free_bytes(),
             duration_ms=(time.perf_counter() - started) * 1e3,
@@ -188,7 +157,10 @@ class MemoryOccupation:
         )
 
     def resume(self, request: ResumeMemoryOccupationReqInput) -> Operation:
-        """Take the memory again, on every rank or on none."""
+        """Take the memory again, on every rank or on none.
+
+        The KV cache comes in parts: forward passes run from the first one on, beside the others.
+        """
         started = time.perf_counter()
         self._require_memory_saver()
         tags = self._selected(request.tags)
@@ -196,15 +168,12 @@ class MemoryOccupation:
         free_before = self._free_bytes()
         mapped_bytes: dict[MemoryTag, int] = {}
         if to_resume:
-            try:
-                yield from self._on_all_ranks(lambda: mapped_bytes.update(self._map_all(to_resume)))
-            except (RequestRejected, EngineError):
-                for tag in mapped_bytes:
-                    self._ranks.certainly(self._memories[tag].release)
-                raise
-            self._released -= set(to_resume)
-            if MemoryTag.KV_CACHE in to_resume:
-                self._page_store.drop()
+            yield from self._resume(to_resume, mapped_bytes)
+        if MemoryTag.KV_CACHE in to_resume:
+            if request.lazy:
+                self._go_on(self._map_rest(self._num_kv_releases, mapped_bytes))
+            else:
+                yield from self._map_rest(self._num_kv_releases, mapped_bytes)
         return ResumeMemoryOccupationReqOutput(
             changed=bool(to_resume),
             tags=tags,
@@ -215,6 +184,61 @@ class MemoryOccupation:
             duration_ms=(time.perf_counter() - started) * 1e3,
             message=_sentence("Resumed", to_resume),
         )
+
+    def _resume(self, tags: list[MemoryTag], mapped_bytes: dict[MemoryTag, int]) -> Work[None]:
+        """Take the memory of these tags, of the KV cache the first part; adds to `mapped_bytes`."""
+        has_kv = MemoryTag.KV_CACHE in tags
+        if has_kv:
+            self._kv.hold_back()
+        try:
+            yield from self._on_all_ranks(lambda: mapped_bytes.update(self._map_all(tags)))
+        except (RequestRejected, EngineError):
+            for tag in mapped_bytes:
+                self._ranks.certainly(self._memories[tag].release)
+            if has_kv:
+                self._kv.give_up()
+            raise
+        self._released -= set(tags)
+        if has_kv:
+            self._drop_parked()
+
+    def _map_rest(self, num_releases: int, mapped_bytes: dict[MemoryTag, int]) -> Work[None]:
+        """Take what is missing of the KV cache's memory, beside forward passes, until it is released again.
+
+        Args:
+            num_releases: as it was when this began.
+
+        Raises:
+            RequestRejected, EngineError: not all of it came, so it is released.
+        """
+        try:
+            while self._kv.next_part():
+                # A forward pass first: for one that waits the memory that is there may do.
+                yield Activity.WORKING
+                if num_releases != self._num_kv_releases:
+                    break
+                part = self._kv.next_part()
+                mapping = self._pace.turns(self._kv.map(part), Activity.WORKING)
+                num_bytes, _ = yield from self._ranks.phase(Activity.WORKING, _out_of_memory_refused(mapping))
+                if num_releases != self._num_kv_releases:
+                    break
+                self._kv.put_back(part)
+                mapped_bytes[MemoryTag.KV_CACHE] += num_bytes
+        except (RequestRejected, EngineError, DeadlinePassed) as error:
+            yield Activity.BOUNDARY
+            if num_releases == self._num_kv_releases:
+                self._give_up_kv(NOTHING_PARKED)
+                self._ranks.certainly(lambda: self._release(MemoryTag.KV_CACHE))
+            if isinstance(error, DeadlinePassed):
+                raise RequestRejected(
+                    "not all of kv_cache was there in time: it is released again", 409
+                ) from None
+            raise
+
+    @property
+    def is_kv_partial(self) -> bool:
+        """Whether the KV cache serves, and some of its memory is yet to come."""
+        return not self.is_kv_released and bool(self._kv.next_part())
 
     def restore_cuda_graph(self) -> bool:
         """Before a forward pass, bring released CUDA graphs back: clients release all tags and resume two.
@@ -248,12 +272,20 @@ class MemoryOccupation:
         except DeadlinePassed:
             raise EngineError("not every rank was ready in time, so none has done it") from None
 
-    def _parking(self, tags: list[MemoryTag], preserve: Preserve) -> ParkingPlan:
-        """What is kept of the KV; nothing where it is not released, or not to be kept."""
-        if MemoryTag.KV_CACHE not in tags:
-            return ParkingPlan(frozenset(), [], keeps_cache=True)
-        max_pages = self._page_store.max_pages if preserve is not Preserve.NONE else 0
+    def _parking(self, preserve: Preserve) -> ParkingPlan:
+        """What is kept of the KV."""
+        max_pages = self._page_store.num_free if preserve is not Preserve.NONE else 0
         return self._requests.plan_parking(max_pages, with_cache=preserve is Preserve.ALL)
+
+    def _give_up_kv(self, plan: ParkingPlan) -> int:
+        """Requests let go of all KV but that of the plan; returns how many were retracted."""
+        self._num_kv_releases += 1
+        self._kv.give_up()
+        return self._requests.park(plan)
+
+    def _drop_parked(self) -> None:
+        self._page_store.drop(self._parked_slots)
+        self._parked_pages, self._parked_slots = [], []
 
     def _keeping(self, tags: list[MemoryTag], backup: bool | None) -> bool | None:
         """Whether the weights are kept. None: they are not released, or an earlier release broke off."""
@@ -264,7 +296,8 @@ class MemoryOccupation:
     def _save(self, plan: ParkingPlan, *, with_weights: bool) -> None:
         try:
             if plan.pages:
-                self._page_store.save(plan.pages)
+                (self._parked_slots,) = self._page_store.save([plan.pages])
+                self._parked_pages = plan.pages
             if with_weights:
                 self._memories[MemoryTag.WEIGHTS].prepare_release(keep=True)
         except OutOfDeviceMemory as error:
@@ -285,13 +318,19 @@ class MemoryOccupation:
         return freed_bytes
 
     def _map_all(self, tags: list[MemoryTag]) -> dict[MemoryTag, int]:
-        """The memory of all of these tags, or none of it; returns the bytes."""
+        """The memory of all of these tags, or none of it; returns the bytes.
+
+        Where it may not suffice, the KV cache takes all of its own at once: that shows before requests run.
+        """
         mapped_bytes: dict[MemoryTag, int] = {}
+        is_short = self._free_bytes() < sum(self._memories[tag].virtual_bytes for tag in tags)
         try:
             for tag in tags:
                 mapped_bytes[tag] = self._memories[tag].resume()
+                if tag is MemoryTag.KV_CACHE and is_short:
+                    mapped_bytes[tag] += sum(self._kv.map())
                 if tag is MemoryTag.KV_CACHE:
-                    self._page_store.restore()
+                    self._page_store.restore(self._parked_slots, self._parked_pages)
         except OutOfDeviceMemory as error:
             for tag in mapped_bytes:
                 self._memories[tag].release()
@@ -334,6 +373,20 @@ class MemoryOccupation:
             num_missing=content.num_missing,
             missing=content.missing,
         )
+
+
+def _out_of_memory_refused(work: Work[T]) -> Work[T]:
+    """Have a lack of memory refuse what this is part of."""
+    try:
+        return (yield from work)
+    except OutOfDeviceMemory as error:
+        raise RequestRejected(
+            f"not enough device memory for all of kv_cache: {error.needed_bytes} bytes are needed, "
+            f"{error.free_bytes} are free. It is released again; free memory and try again",
+            409,
+            needed_bytes=error.needed_bytes,
+            free_bytes=error.free_bytes,
+        ) from error
 
 
 def _sentence(verb: str, tags: list[MemoryTag]) -> str:

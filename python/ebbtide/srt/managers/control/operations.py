@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ebbtide.srt.managers.control.ports import (
     Operation,
     OutOfStep,
     Overruled,
+    Work,
 )
 from ebbtide.srt.managers.io_struct import AnyReply, ControlRequest, GivenUp, Prepared, Refusal
 
@@ -30,8 +32,8 @@ class _Pending:
         is_overdue: its deadline came while it was prepared.
     """
 
-    request: ControlRequest
-    operation: Operation
+    request: ControlRequest | None
+    operation: Operation | Work[None]
     is_joint: bool
     activity: Activity = Activity.WORKING
     overruled: Overruled | None = None
@@ -48,6 +50,7 @@ class Operations:
     def __init__(self, reply: Callable[[str, AnyReply], None]) -> None:
         self._reply = reply
         self._pending: dict[str, _Pending] = {}
+        self._numbers = itertools.count()
 
     @property
     def is_working(self) -> bool:
@@ -72,6 +75,10 @@ class Operations:
         """
         self._pending[call_id] = _Pending(request, operation, is_joint)
         self._turn(call_id, operation.__next__)
+
+    def go_on(self, work: Work[None]) -> None:
+        """Have work done that no reply waits for, from the next turn on; a failure is logged."""
+        self._pending[f"work-{next(self._numbers)}"] = _Pending(None, _unanswered(work), is_joint=False)
 
     def is_pending(self, call_id: str) -> bool:
         return call_id in self._pending
@@ -153,7 +160,9 @@ class Operations:
         except Exception as error:
             self._end(call_id, refusal(pending.request, error))
 
-    def _to_boundary(self, activity: Activity, operation: Operation, settle: Callable[[], None]) -> Activity:
+    def _to_boundary(
+        self, activity: Activity, operation: Operation | Work[None], settle: Callable[[], None]
+    ) -> Activity:
         while activity is Activity.BOUNDARY:
             settle()
             activity = next(operation)
@@ -162,12 +171,24 @@ class Operations:
     def _any(self, *kinds: Activity) -> bool:
         return any(pending.activity in kinds for pending in self._pending.values())
 
-    def _end(self, call_id: str, reply: AnyReply) -> None:
+    def _end(self, call_id: str, reply: AnyReply | None) -> None:
         del self._pending[call_id]
-        self._reply(call_id, reply)
+        if reply is not None:
+            self._reply(call_id, reply)
 
 
-def _certainly(operation: Operation) -> Activity:
+def _unanswered(work: Work[None]) -> Work[None]:
+    try:
+        yield from work
+    except OutOfStep:
+        raise
+    except RequestRejected as error:
+        logger.warning("%s", error.message)
+    except Exception as error:
+        logger.error("what no reply waited for failed", exc_info=error)
+
+
+def _certainly(operation: Operation | Work[None]) -> Activity:
     try:
         return next(operation)
     except StopIteration:
@@ -178,7 +199,7 @@ def _certainly(operation: Operation) -> Activity:
         ) from error
 
 
-def refusal(request: ControlRequest, error: Exception) -> Refusal:
+def refusal(request: ControlRequest | None, error: Exception) -> Refusal:
     """The reply to a request that raised: the caller's fault as it says, anything else is ours and logged."""
     if isinstance(error, Overruled):
         return GivenUp(status=error.status, message=error.message, left=error.left)

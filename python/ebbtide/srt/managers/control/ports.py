@@ -258,31 +258,62 @@ class TagMemory(Protocol):
 
 
 class PageStore(Protocol):
-    """Host memory for pages of the KV pool while it is released.
+    """What pages hold: in the pool, and in host memory while that has no room or no memory for them."""
 
-    Attributes:
-        max_pages: how many it may hold.
-    """
-
-    max_pages: int
+    @property
+    def num_free(self) -> int:
+        """Pages that there is room for."""
+        ...
 
     @property
     def num_bytes(self) -> int:
         """What it holds now."""
         ...
 
-    def save(self, pages: Sequence[int]) -> None:
-        """Copy these pages to the host, in place of what was held before.
+    def save(self, owners: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Copy these pages, those of several owners; returns each owner's slots, page for page.
 
         Raises:
-            OutOfDeviceMemory: the host has no room; nothing is held.
+            OutOfDeviceMemory: the host has no room; nothing more is held than before.
         """
         ...
 
-    def restore(self) -> None:
-        """Copy them back to where they were. They are held on to until `drop`."""
+    def restore(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy what these slots hold to these pages. It is held on to until `drop`."""
         ...
 
-    def drop(self) -> None:
-        """They are needed no more; the memory is kept for the next ones."""
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy pages to others of the pool, none of which is among them."""
+        ...
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """An owner needs these no more."""
+        ...
+
+
+class ChunkedKV(Protocol):
+    """The KV cache as its memory comes back in parts. All but `map` comes out alike on all ranks."""
+
+    def hold_back(self) -> None:
+        """Before a resume: leave in the pool what is to have memory at once."""
+        ...
+
+    def next_part(self) -> list[int]:
+        """The chunks to be mapped next; none: nothing is held back any more."""
+        ...
+
+    def map(self, chunks: Sequence[int] | None = None) -> Slices[None]:
+        """Take memory for these chunks, or for all that are held back; none where they are not any more.
+
+        Raises:
+            OutOfDeviceMemory: what was taken before is kept.
+        """
+        ...
+
+    def put_back(self, chunks: Sequence[int]) -> None:
+        """Put chunks that are mapped on all ranks back into the pool."""
+        ...
+
+    def give_up(self) -> None:
+        """Hold nothing back any more: the memory is released, or about to be."""
         ...

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.phases import at_once
-from ebbtide.srt.managers.control.ports import Activity, HandlerTable, Operation, Ranks, Work
-from ebbtide.srt.managers.io_struct import ResizeMemoryOccupationReqInput, ResizeMemoryOccupationReqOutput
+from ebbtide.srt.managers.control.ports import Activity, DeadlinePassed, HandlerTable, Operation, Ranks, Work
+from ebbtide.srt.managers.io_struct import (
+    Preserve,
+    ResizeMemoryOccupationReqInput,
+    ResizeMemoryOccupationReqOutput,
+)
+
+
+@dataclass(frozen=True)
+class ShrinkingPlan:
+    """How the pool gets smaller.
+
+    Attributes:
+        num_chunks: that go.
+        parked: rids of the requests whose KV is kept in host memory, oldest first.
+        retracted: rids of those whose KV is lost.
+    """
+
+    num_chunks: int
+    parked: list[str]
+    retracted: list[str]
 
 
 class Pool(Protocol):
-    """The pages of the KV cache and their memory: `KVResizer`. All but `add` comes out alike on all ranks."""
+    """The pages of the KV cache and their memory. All but `save` and `add` comes out alike on all ranks."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -23,7 +44,13 @@ class Pool(Protocol):
 
     def choose(self, num_tokens: int | None, num_bytes: int | None) -> int: ...
 
-    def withdraw(self, num_chunks: int) -> int: ...
+    def plan(self, num_chunks: int, preserve: Preserve) -> ShrinkingPlan: ...
+
+    def save(self, plan: ShrinkingPlan) -> int: ...
+
+    def discard(self) -> None: ...
+
+    def withdraw(self, plan: ShrinkingPlan) -> None: ...
 
     def remove(self) -> int: ...
 
@@ -38,19 +65,19 @@ class KVSize:
     """Makes the KV cache smaller and larger.
 
     Args:
-        is_released: whether the KV cache has no memory now.
+        memory: whether the KV cache has its memory now.
         free_bytes: device memory that is free right now.
     """
 
     def __init__(
         self,
         pool: Pool,
-        is_released: Callable[[], bool],
+        memory: MemoryOccupation,
         free_bytes: Callable[[], int],
         ranks: Ranks,
     ) -> None:
         self._pool = pool
-        self._is_released = is_released
+        self._memory = memory
         self._free_bytes = free_bytes
         self._ranks = ranks
         self.handlers: HandlerTable = {ResizeMemoryOccupationReqInput: self.resize}
@@ -63,14 +90,22 @@ class KVSize:
         return self._resize(request, started)
 
     def _resize(self, request: ResizeMemoryOccupationReqInput, started: float) -> Operation:
+        try:
+            while self._memory.is_kv_partial:
+                yield Activity.WAITING
+        except DeadlinePassed:
+            raise RequestRejected("kv_cache is still being resumed", 409) from None
         yield Activity.BOUNDARY
-        if self._is_released():
+        if self._memory.is_kv_released:
             raise RequestRejected("kv_cache is released: resume it first", 409)
         free_before = self._free_bytes()
         num_added = self._pool.choose(request.num_tokens, request.num_bytes)
-        num_retracted, moved_bytes = 0, 0
+        num_parked, num_retracted, parked_bytes, moved_bytes = 0, 0, 0, 0
         if num_added < 0:
-            num_retracted = self._pool.withdraw(-num_added)
+            plan = self._pool.plan(-num_added, request.preserve)
+            num_parked, num_retracted = len(plan.parked), len(plan.retracted)
+            parked_bytes = yield from self._save(plan)
+            self._ranks.certainly(lambda: self._pool.withdraw(plan))
             moved_bytes = -self._ranks.certainly(self._pool.remove)
         elif num_added > 0:
             moved_bytes = yield from self._grow(num_added)
@@ -80,11 +115,37 @@ class KVSize:
             num_bytes=self._pool.num_bytes,
             moved_bytes=moved_bytes,
             num_retracted=num_retracted,
+            num_parked=num_parked,
+            parked_bytes=parked_bytes,
             device_free_bytes_before=free_before,
             device_free_bytes_after=self._free_bytes(),
             duration_ms=(time.perf_counter() - started) * 1e3,
             message=f"The KV cache holds {self._pool.num_tokens} tokens.",
         )
+
+    def _save(self, plan: ShrinkingPlan) -> Work[int]:
+        """Keep the KV of requests that are parked, on all ranks; returns the bytes."""
+        if not plan.parked:
+            return 0
+        saved: list[int] = []
+
+        def save() -> None:
+            try:
+                saved.append(self._pool.save(plan))
+            except OutOfDeviceMemory as error:
+                raise RequestRejected(
+                    f"no room to keep the KV of running requests: {error}. Nothing was changed",
+                    409,
+                    needed_bytes=error.needed_bytes,
+                    free_bytes=error.free_bytes,
+                ) from error
+
+        try:
+            yield from self._ranks.phase(Activity.ALONE, at_once(save))
+        except (RequestRejected, EngineError):
+            self._pool.discard()
+            raise
+        return saved[0]
 
     def _grow(self, num_chunks: int) -> Work[int]:
         added: list[int] = []

@@ -10,19 +10,22 @@ from typing import Protocol
 from ebbtide.srt.config import EngineConfig, ScheduleConfig
 from ebbtide.srt.managers.control.control_plane import ControlPlane
 from ebbtide.srt.managers.control.flush import CacheFlush
-from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, WeightContent
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import PageStore, TagMemory
 from ebbtide.srt.managers.control.resize import KVSize
+from ebbtide.srt.managers.control.weight_content import WeightContent
 from ebbtide.srt.managers.control.weight_ports import Weights
 from ebbtide.srt.managers.control.weights.checks import WeightChecks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import DetokenizerInput, RankReport, StateReport
 from ebbtide.srt.managers.scheduler import Scheduler
+from ebbtide.srt.managers.scheduling.kv_compaction import KVCompaction
 from ebbtide.srt.managers.scheduling.kv_lender import KVLender, LendableMemory
 from ebbtide.srt.managers.scheduling.kv_resizer import KVResizer, ResizableMemory
+from ebbtide.srt.managers.scheduling.kv_resume import KVResume, ResumableMemory
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports
 from ebbtide.srt.managers.scheduling.lockstep import RankInbox
@@ -79,8 +82,8 @@ class SchedulerConfig:
         )
 
 
-class KVMemory(LendableMemory, ResizableMemory, Protocol):
-    """The KV pool's memory, of which chunks can be lent and given up."""
+class KVMemory(LendableMemory, ResizableMemory, ResumableMemory, Protocol):
+    """The KV pool's memory, whose chunks come and go one by one."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class RankParts:
         page_ids: what its pages are called; None: by their numbers.
         table: the page table that the runner reads.
         memories: the memory behind every tag.
-        page_store: where pages of the KV pool are kept while it is released.
+        page_store: where pages are kept that the KV pool has no room or no memory for.
         free_bytes: device memory that is free right now.
         uuid: of the device; None for the CPU.
         tokenizer: None when the engine deals in token ids only.
@@ -129,6 +132,7 @@ def assemble_scheduler(
         cache_type(allocator, config.page_size),
         parts.table,
         config.page_size,
+        parts.page_store,
         cache_by_version=config.cache_by_version,
     )
     # The ranks of a replica make the same passes: the first one speaks for all.
@@ -136,10 +140,16 @@ def assemble_scheduler(
     processor = OutputProcessor(policy, step_log, inbox.dp_rank)
     requests = LiveRequests(policy, processor, outputs)
     pace = Pace()
+    compaction = KVCompaction(policy)
     lender = KVLender(
-        policy, parts.kv_memory, parts.num_weight_chunks, may_retract=config.retracts_for_copies
+        policy,
+        compaction,
+        parts.kv_memory,
+        parts.num_weight_chunks,
+        may_retract=config.retracts_for_copies,
     )
-    resizer = KVResizer(policy, parts.kv_memory, parts.page_bytes)
+    resizer = KVResizer(policy, compaction, parts.kv_memory, parts.page_bytes)
+    kv = KVResume(policy, parts.kv_memory)
     max_prefill_tokens = config.schedule.chunked_prefill_size or config.schedule.max_prefill_tokens
     trial_pass = SchedulerTrialPass(
         policy,
@@ -149,7 +159,7 @@ def assemble_scheduler(
         vocab_size=config.vocab_size,
     )
     control = _control_plane(
-        config, parts, requests, inbox, processor.meter, pace, lender, resizer, trial_pass
+        config, parts, requests, inbox, processor.meter, pace, kv, lender, resizer, trial_pass
     )
     eos_token_ids = config.eos_token_ids
     if parts.tokenizer is not None:
@@ -182,6 +192,7 @@ def _control_plane(
     inbox: RankInbox,
     meter: LoadMeter,
     pace: Pace,
+    kv: KVResume,
     lender: KVLender,
     resizer: KVResizer,
     trial_pass: SchedulerTrialPass,
@@ -190,11 +201,14 @@ def _control_plane(
     generation = Generation(requests, operations)
     memory = MemoryOccupation(
         parts.memories,
+        kv,
         parts.page_store,
         WeightContent(parts.weights.names),
         requests,
         parts.free_bytes,
         inbox.ranks,
+        pace,
+        operations.go_on,
         is_enabled=config.has_memory_saver,
     )
     updates = WeightUpdates(
@@ -215,7 +229,7 @@ def _control_plane(
         timeout_s=config.update_timeout_s,
     )
     checks = WeightChecks(parts.weights.parameters, memory, inbox.ranks, pace, lambda: updates.is_under_way)
-    size = KVSize(resizer, lambda: memory.is_kv_released, parts.free_bytes, inbox.ranks)
+    size = KVSize(resizer, memory, parts.free_bytes, inbox.ranks)
     loads = LoadReports(meter, inbox.dp_rank, lambda: isinstance(generation.state, Paused))
     return ControlPlane(
         generation,

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.scheduling.kv_lender import drop_cached, without_live_pages
+from ebbtide.srt.managers.control.resize import ShrinkingPlan
+from ebbtide.srt.managers.io_struct import Preserve
+from ebbtide.srt.managers.scheduling.kv_compaction import KVCompaction
+from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 
 
@@ -28,16 +31,26 @@ class KVResizer:
     What is chosen follows from the accounting of pages alone: it is the same on all ranks.
 
     Args:
+        compaction: empties chunks.
         page_bytes: of a page on this rank.
         memory: None: memory cannot be taken from the pool here.
     """
 
-    def __init__(self, policy: SchedulePolicy, memory: ResizableMemory | None, page_bytes: int) -> None:
+    def __init__(
+        self,
+        policy: SchedulePolicy,
+        compaction: KVCompaction,
+        memory: ResizableMemory | None,
+        page_bytes: int,
+    ) -> None:
         self._policy = policy
+        self._compaction = compaction
         self._memory = memory
         self._page_bytes = page_bytes
         self._removed: list[int] = []
         self._chosen: list[int] = []
+        # Of the requests that are about to be parked.
+        self._slots: list[list[int]] = []
 
     @property
     def num_tokens(self) -> int:
@@ -80,29 +93,54 @@ class KVResizer:
             )
         return wanted - (num_chunks - len(self._removed))
 
-    def withdraw(self, num_chunks: int) -> int:
-        """Empty so many chunks; returns how many requests were retracted for it, the youngest first.
+    def plan(self, num_chunks: int, preserve: Preserve) -> ShrinkingPlan:
+        """Decide whose KV goes so that so many chunks can be emptied; nothing changes yet.
 
-        No forward pass may be under way.
+        Of the requests in the way, the oldest are parked as far as the store has room.
 
         Raises:
-            RequestRejected: 409, an update has borrowed too many of them. Nothing was withdrawn.
+            RequestRejected: 409, an update has borrowed too many of them.
         """
         policy = self._policy
         if num_chunks >= len(policy.allocator.held_by_chunk()):  # the lowest stays
             raise RequestRejected(
                 "a weight update has borrowed memory of the KV cache: end or abort it, and try again", 409
             )
-        num_retracted = 0
-        while len(chunks := without_live_pages(policy)[:num_chunks]) < num_chunks and policy.running:
-            policy.retract_youngest()
-            num_retracted += 1
-        assert len(chunks) == num_chunks, "pages are in use although nothing runs"
-        drop_cached(policy, chunks)
-        for chunk in chunks:
-            policy.allocator.withdraw(chunk)
-        self._chosen = chunks
-        return num_retracted
+        in_the_way = self._compaction.in_the_way(num_chunks)
+        rids = [req.rid for req in in_the_way]
+        pages: set[int] = set()
+        num_parked = 0
+        for req in in_the_way if preserve is not Preserve.NONE else []:
+            pages.update(policy.computed_pages(req))
+            if len(pages) > policy.page_store.num_free:
+                break
+            num_parked += 1
+        return ShrinkingPlan(num_chunks, rids[:num_parked], rids[num_parked:])
+
+    def save(self, plan: ShrinkingPlan) -> int:
+        """Copy what is parked to the host; returns the bytes. Raises OutOfDeviceMemory: nothing is kept."""
+        policy = self._policy
+        before = policy.page_store.num_bytes
+        self._slots = policy.page_store.save([policy.computed_pages(req) for req in self._found(plan.parked)])
+        return policy.page_store.num_bytes - before
+
+    def discard(self) -> None:
+        """Forget what was saved, if anything: not every rank had room."""
+        for slots in self._slots:
+            self._policy.page_store.drop(slots)
+        self._slots = []
+
+    def withdraw(self, plan: ShrinkingPlan) -> None:
+        """Take the KV of those requests away, and the chunks out of the pool.
+
+        No forward pass may be under way.
+        """
+        for req, slots in zip(self._found(plan.parked), self._slots, strict=True):
+            self._policy.park_request(req, slots)
+        self._slots = []
+        for req in self._found(plan.retracted):
+            self._policy.retract(req)
+        self._chosen = self._compaction.withdraw(plan.num_chunks)
 
     def remove(self) -> int:
         """Give the withdrawn chunks to the system; returns the bytes."""
@@ -127,6 +165,10 @@ class KVResizer:
         for chunk in added:
             self._policy.allocator.restore(chunk)
         self._removed = [chunk for chunk in self._removed if chunk not in added]
+
+    def _found(self, rids: Sequence[str]) -> list[Req]:
+        found = [self._policy.find(rid) for rid in rids]
+        return [req for req in found if req is not None]
 
     @property
     def _num_pages(self) -> int:

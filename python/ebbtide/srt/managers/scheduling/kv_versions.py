@@ -34,6 +34,30 @@ class KVVersions:
         """The distinct versions behind these labels, oldest first."""
         return iter(dict.fromkeys(commit.version for label in labels for commit in self._commits_of[label]))
 
+    def spans(
+        self, cached: Sequence[tuple[int, int]], computed: Sequence[tuple[Commit, int]], page_size: int
+    ) -> list[tuple[Commit, int]]:
+        """(commit, first token) per span of all of a request's KV. Those of one page's begin together.
+
+        Args:
+            cached: (label, end page) per run of pages of the prefix cache.
+            computed: (commit, first token) per span that the request has computed.
+        """
+        starts: list[tuple[Commit, int]] = []
+        own_start = computed[0][1] if computed else None
+        page = 0
+        for label, end in cached:
+            if own_start is None or page * page_size < own_start:
+                starts += [(commit, page * page_size) for commit in self._commits_of[label]]
+            page = end
+        return [*starts, *computed]
+
+    @staticmethod
+    def behind(starts: Sequence[tuple[Commit, int]], first_token: int) -> list[tuple[Commit, int]]:
+        """The spans as they are from `first_token` on."""
+        reached = max((start for _, start in starts if start <= first_token), default=first_token)
+        return [(commit, max(start, first_token)) for commit, start in starts if start >= reached]
+
     def prefill_starts(
         self, cached: Sequence[tuple[int, int]], computed: Sequence[tuple[Commit, int]], page_size: int
     ) -> list[tuple[str, int]]:
@@ -52,7 +76,7 @@ class KVVersions:
         return [
             (version, start)
             for index, (version, start) in enumerate(starts)
-            if index == 0 or version != starts[index - 1][0]
+            if index == 0 or (version != starts[index - 1][0] and start > starts[index - 1][1])
         ]
 
     def runs(
@@ -61,7 +85,8 @@ class KVVersions:
         """Pages [first_page, end_page) as runs of one label each: yields (label, end of the run).
 
         Args:
-            starts: (commit, first token) per span of the KV, ascending; a span reaches to the next one.
+            starts: (commit, first token) per span of the KV, ascending; a span reaches to the next one. Of
+                spans that begin together each commit may have computed any part.
         """
         page = first_page
         while page < end_page:
@@ -73,9 +98,11 @@ class KVVersions:
     ) -> tuple[int, int]:
         """The label of `page`, and where the run of pages that share it ends."""
         inside: list[Commit] = []
+        inside_from = -1
         for commit, start in starts:
             if start <= page * page_size:
-                inside = [commit]
+                inside = [*inside, commit] if start == inside_from else [commit]
+                inside_from = start
             elif start < (page + 1) * page_size:
                 inside.append(commit)
             else:

@@ -14,7 +14,8 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter
 from ebbtide.srt.managers.scheduling.request import Req
-from ebbtide.srt.managers.scheduling.schedule_policy import ScheduledBatch, SchedulePolicy
+from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.model_executor.batch_plan import PositionLogprobs, StepResult
 

@@ -15,7 +15,7 @@ from ebbtide.srt.model_executor.batch_plan import SampleSpec
 
 
 class Phase(Enum):
-    """Where a request stands. Only a RUNNING request holds KV."""
+    """Where a request stands. Only a RUNNING request holds KV, a WAITING one at most in host memory."""
 
     HELD = auto()  # It waits for a weight version.
     WAITING = auto()
@@ -44,6 +44,23 @@ class KVHold:
     num_launched: int
     is_prefilled: bool = False
     commit_starts: list[tuple[Commit, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedKV:
+    """KV of a waiting request in host memory.
+
+    Attributes:
+        slots: of the page store, one for each page, in token order.
+        num_computed: tokens whose KV is in them.
+        is_prefilled: as of `KVHold`.
+        commit_starts: as of `KVHold`, for all of the KV.
+    """
+
+    slots: list[int]
+    num_computed: int
+    is_prefilled: bool
+    commit_starts: list[tuple[Commit, int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +96,7 @@ class Req:
 
     phase: Phase = Phase.WAITING
     kv: KVHold | None = None
+    parked: ParkedKV | None = None
     finish: FinishReason | None = None
     num_retractions: int = 0
     first_update: int | None = None
@@ -109,6 +127,11 @@ class Req:
             self.input_logprobs += [
                 TokenLogprobs(token_id, None) for token_id in prompt_ids[logprobs.start : logprobs.start + 1]
             ]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its KV was taken away: it is admitted again ahead of those that never had any."""
+        return self.num_retractions > 0 or self.parked is not None
 
     @property
     def num_to_come(self) -> int:

@@ -6,65 +6,24 @@ Nothing here reads a clock or the device: ranks that get the same messages decid
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control.ports import ParkingPlan
+from ebbtide.srt.managers.control.ports import PageStore, ParkingPlan
 from ebbtide.srt.managers.io_struct import FinishReason
+from ebbtide.srt.managers.scheduling.growth_reserve import GrowthReserve
 from ebbtide.srt.managers.scheduling.kv_versions import Commit, KVVersions
-from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
+from ebbtide.srt.managers.scheduling.request import KVHold, ParkedKV, Phase, Req
+from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.version_contract import ServedVersions, Standing
 from ebbtide.srt.managers.scheduling.waiting_order import WaitingOrder
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixCache
-from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
-
-
-@dataclass(slots=True)
-class ScheduledBatch:
-    """One forward pass: the plan for the runner, the requests behind its rows, and those that it starts.
-
-    Attributes:
-        holds: the KV that each request held when the step was planned. Who holds another by the time the
-            step has run was ended or retracted meanwhile: the row counts for nothing.
-    """
-
-    requests: list[Req]
-    holds: list[KVHold]
-    plan: BatchPlan
-    admitted: list[Req]
-
-
-class GrowthReserve:
-    """How many pages to leave free for running requests, when a new one asks to be admitted.
-
-    Few requests use all of their `max_new_tokens`, so a share of it is set aside: more after a retraction,
-    which costs a second prefill, and slowly less while all goes well.
-    """
-
-    SHARE_AT_START, SHARE_MIN, STEP_UP, DECAY = 0.4, 0.1, 0.2, 0.999
-
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
-        self._share = self.SHARE_AT_START
-
-    def pages(self, num_tokens: int) -> int:
-        """For so many tokens that running requests may still generate."""
-        return int(self._share * num_tokens) // self._page_size
-
-    def note_step(self) -> None:
-        self._share = max(self.SHARE_MIN, self._share * self.DECAY)
-
-    def note_retraction(self) -> None:
-        self._share = min(1.0, self._share + self.STEP_UP)
 
 
 class SchedulePolicy:
@@ -86,6 +45,7 @@ class SchedulePolicy:
         cache: PrefixCache,
         table: PageTable,
         page_size: int,
+        page_store: PageStore,
         *,
         cache_by_version: bool = False,
     ) -> None:
@@ -94,6 +54,7 @@ class SchedulePolicy:
         self.cache = cache
         self.table = table
         self.page_size = page_size
+        self.page_store = page_store
         self.cache_by_version = cache_by_version
         self.shares_prefixes = not isinstance(cache, NoPrefixCache)
         self.kv_versions = KVVersions()
@@ -158,8 +119,11 @@ class SchedulePolicy:
             if reason is not None:
                 self.finish(req)
                 ended.append((req, reason))
-            elif is_update and req.phase is Phase.RUNNING and req.contract.on_update == "recompute":
-                self._retract(req)
+            elif is_update and req.contract.on_update == "recompute":
+                if req.phase is Phase.RUNNING:
+                    self.retract(req)
+                elif req.parked is not None:
+                    self._retract_parked(req)
         ready = [req for req in self.held if self._versions.standing(req.contract) is Standing.HOLDS]
         for req in ready:
             self.held.remove(req)
@@ -178,7 +142,8 @@ class SchedulePolicy:
         if contract.max_lag is not None and self._num_updates - req.first_update > contract.max_lag:
             message = f"more than {contract.max_lag} updates were committed while it ran (max_version_lag)"
             return FinishReason("stale", message=message)
-        if is_update and req.phase is Phase.RUNNING and contract.on_update == "abort":
+        has_kv = req.phase is Phase.RUNNING or req.parked is not None
+        if is_update and has_kv and contract.on_update == "abort":
             return FinishReason("abort", message="Aborted by a weight update (on_update)")
         return None
 
@@ -193,6 +158,7 @@ class SchedulePolicy:
                 self.held.remove(req)
             case Phase.WAITING:
                 self.waiting.remove(req)
+                self._drop_parked(req)
             case _:
                 self._release_kv(req, publish=True)
                 self.running.remove(req)
@@ -205,6 +171,7 @@ class SchedulePolicy:
         ended = self.running + queued
         self.waiting, self.held = [], []
         for req in queued:
+            self._drop_parked(req)
             req.phase = Phase.FINISHED
             del self._live[req.rid]
         self.finish_running(list(self.running))
@@ -219,10 +186,16 @@ class SchedulePolicy:
         self.running = [req for req in self.running if req.phase is Phase.RUNNING]
 
     def retract_all(self) -> int:
-        """Running requests give up their KV and wait again, ahead of all others. Returns how many."""
-        num_retracted = len(self.running)
+        """Running requests give up their KV and wait again, ahead of all others. Returns how many.
+
+        So do those that wait with KV in host memory.
+        """
+        parked = [req for req in self.waiting if req.parked is not None]
+        for req in parked:
+            self._retract_parked(req)
+        num_retracted = len(parked) + len(self.running)
         for req in list(self.running):
-            self._retract(req)
+            self.retract(req)
         return num_retracted
 
     def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
@@ -234,8 +207,7 @@ class SchedulePolicy:
         rids: set[str] = set()
         pages: set[int] = set()
         for req in self.running:
-            assert req.kv is not None
-            computed = req.kv.pages[: -(-req.kv.num_computed // self.page_size)]
+            computed = self.computed_pages(req)
             num_pages = len(pages) + sum(page not in pages for page in computed)
             if num_pages > max_pages:
                 break
@@ -249,14 +221,37 @@ class SchedulePolicy:
         """Let go of all KV but that of the plan; returns how many requests were retracted."""
         retracted = [req for req in self.running if req.rid not in plan.rids]
         for req in retracted:
-            self._retract(req)
+            self.retract(req)
         if not plan.keeps_cache:
             self.cache.flush()
         return len(retracted)
 
-    def retract_youngest(self) -> None:
-        """The request that runs and came last gives up its KV and waits again."""
-        self._retract(self.running[-1])
+    def computed_pages(self, req: Req) -> list[int]:
+        """The pages that hold KV of a running request."""
+        assert req.kv is not None
+        return req.kv.pages[: -(-req.kv.num_computed // self.page_size)]
+
+    def park_request(self, req: Req, slots: list[int]) -> None:
+        """Take a running request's pages away: what they hold has been copied to these slots of the store.
+
+        When it is admitted again it goes on from there.
+        """
+        kv = req.kv
+        assert kv is not None
+        starts = self.kv_versions.spans(kv.lease.runs, kv.commit_starts, self.page_size)
+        req.parked = ParkedKV(slots, kv.num_computed, kv.is_prefilled, starts)
+        self._leave(req)
+        self._enqueue(req)
+
+    def relocate(self, target_of: Mapping[int, int]) -> None:
+        """Pages have moved to others that are free: requests and the prefix cache have them there."""
+        self.allocator.move(target_of)
+        self.cache.relocate(target_of)
+        for req in self.running:
+            assert req.kv is not None
+            req.kv.pages = [target_of.get(page, page) for page in req.kv.pages]
+            req.kv.lease.relocate(target_of)
+            self.table.write(req.kv.row, 0, req.kv.pages)
 
     def borrow_pages(self, num_pages: int) -> list[int] | None:
         """Pages for what is no request, to be freed by the caller; None: the pool has not so many.
@@ -265,7 +260,7 @@ class SchedulePolicy:
         """
         while (pages := self._allocate(num_pages)) is None and self.running:
             self._reserve.note_retraction()
-            self.retract_youngest()
+            self.retract(self.running[-1])
         return pages
 
     def flush_cache(self) -> int:
@@ -307,7 +302,10 @@ class SchedulePolicy:
                 if budget <= 0:
                     break
         self._reserve.note_step()
-        return self._launch(requests, num_new, admitted) if requests else None
+        if not requests:
+            return None
+        self._num_in_flight += 1
+        return ScheduledBatch.launched(requests, num_new, admitted)
 
     def note_committed(self) -> None:
         """The oldest batch in flight has run."""
@@ -354,7 +352,7 @@ class SchedulePolicy:
                 if self._num_in_flight:
                     return False
                 self._reserve.note_retraction()
-                self._retract(self.running[-1])
+                self.retract(self.running[-1])
                 continue
             self.table.write(kv.row, len(kv.pages), page)
             kv.pages.extend(page)
@@ -386,6 +384,7 @@ class SchedulePolicy:
                 req.first_update = self._num_updates
             for version in self.kv_versions.versions(hold.lease.labels):
                 req.note_kv_used(version)
+            self._restore(req)
             prefilling.add(self._next_page_key(req))
             num_to_come += req.num_to_come
             yield req
@@ -409,7 +408,9 @@ class SchedulePolicy:
         lease = self.cache.match(self._namespace(req), tokens, req.reusable_tokens)
         num_cached = len(lease.pages) * self.page_size
         next_page = tokens[num_cached : num_cached + self.page_size]
-        is_shareable = self.shares_prefixes and num_cached + self.page_size <= req.reusable_tokens
+        is_shareable = (
+            self.shares_prefixes and req.parked is None and num_cached + self.page_size <= req.reusable_tokens
+        )
         if is_shareable and (num_cached, req.namespace, *next_page) in prefilling:
             lease.release()
             return _DEFERRED
@@ -433,46 +434,6 @@ class SchedulePolicy:
     def _is_decoding(self, req: Req) -> bool:
         assert req.kv is not None
         return req.num_tokens - req.kv.num_computed == 1 and bool(req.spec.output_ids)
-
-    def _launch(self, requests: list[Req], num_new: list[int], admitted: list[Req]) -> ScheduledBatch:
-        """The plan of a batch; from here on it counts as launched."""
-        starts: list[int] = []
-        rows: list[int] = []
-        samples: list[bool] = []
-        num_outputs: list[int] = []
-        input_ids: list[int] = []
-        holds: list[KVHold] = []
-        for req, count in zip(requests, num_new, strict=True):
-            kv = req.kv
-            assert kv is not None
-            start, output_ids = kv.num_launched, req.spec.output_ids
-            holds.append(kv)
-            starts.append(start)
-            rows.append(kv.row)
-            num_outputs.append(len(output_ids) + req.num_in_flight)
-            if req.num_in_flight:
-                input_ids.append(SAMPLED_BEFORE)
-                is_sampled = True
-            elif count == 1 and output_ids and start + 1 == req.num_tokens:
-                input_ids.append(output_ids[-1])
-                is_sampled = True
-            else:
-                input_ids.extend(req.tokens(start, start + count))
-                is_sampled = start + count == req.num_tokens and req.max_new_tokens > 0
-            samples.append(is_sampled)
-            kv.num_launched = start + count
-            req.num_in_flight += is_sampled
-        self._num_in_flight += 1
-        plan = BatchPlan(
-            input_ids_T=np.array(input_ids, dtype=np.int64),
-            page_rows_R=np.array(rows, dtype=np.int32),
-            starts_R=np.array(starts, dtype=np.int32),
-            num_new_R=np.array(num_new, dtype=np.int32),
-            samples_R=np.array(samples, dtype=np.bool_),
-            num_outputs_R=np.array(num_outputs, dtype=np.int64),
-            specs=[req.spec for req in requests],
-        )
-        return ScheduledBatch(requests, holds, plan, admitted)
 
     # --------------------------------------------------------------------------------------------- pages
 
@@ -516,16 +477,49 @@ class SchedulePolicy:
         self.table.free_row(kv.row)
         req.kv = None
 
-    def _retract(self, req: Req) -> None:
+    def retract(self, req: Req) -> None:
         """Take a running request's KV away; it re-prefills prompt and output when it is admitted again."""
+        self._leave(req)
+        self._requeue(req)
+
+    def _retract_parked(self, req: Req) -> None:
+        """A request that waits with KV in host memory loses it."""
+        self.waiting.remove(req)
+        self._drop_parked(req)
+        self._requeue(req)
+
+    def _leave(self, req: Req) -> None:
         assert req.num_in_flight == 0, "a token in flight would be lost"
         self._release_kv(req, publish=False)
         self.running.remove(req)
+
+    def _requeue(self, req: Req) -> None:
+        """A request whose KV is gone waits again."""
         req.num_retractions += 1
         if not req.has_input_logprobs:
             req.reset_input_logprobs()
-        req.phase = Phase.WAITING
         self._enqueue(req)
+
+    def _drop_parked(self, req: Req) -> None:
+        if req.parked is not None:
+            self.page_store.drop(req.parked.slots)
+            req.parked = None
+
+    def _restore(self, req: Req) -> None:
+        """Bring KV back from host memory, but for pages that are cached."""
+        kv, parked = req.kv, req.parked
+        assert kv is not None
+        if parked is None:
+            return
+        num_cached = len(kv.lease.pages)
+        if num_cached < len(parked.slots):
+            self.page_store.restore(parked.slots[num_cached:], kv.pages[num_cached : len(parked.slots)])
+            kv.num_computed = kv.num_launched = parked.num_computed
+        kv.is_prefilled = parked.is_prefilled
+        kv.commit_starts = self.kv_versions.behind(parked.commit_starts, num_cached * self.page_size)
+        self._drop_parked(req)
+        self._publish(req)
+        kv.commit_starts = self.kv_versions.behind(kv.commit_starts, len(kv.lease.pages) * self.page_size)
 
     def _enqueue(self, req: Req) -> None:
         req.phase = Phase.WAITING
@@ -544,5 +538,5 @@ def _by_arrival(req: Req) -> int:
 
 
 def _by_turn(req: Req) -> tuple[bool, int]:
-    """Retracted requests first; each group in order of arrival."""
-    return req.num_retractions == 0, req.arrival
+    """Requests that had KV first; each group in order of arrival."""
+    return not req.has_begun, req.arrival

@@ -54,7 +54,7 @@ class TimeLimits:
         """Whether this was a limit of a request; ends it, if it still waits for its first step, or runs."""
         if deadline_id.startswith(WAITING):
             req = self._find(deadline_id.removeprefix(WAITING))
-            if req is not None and req.phase in (Phase.HELD, Phase.WAITING) and req.num_retractions == 0:
+            if req is not None and req.phase in (Phase.HELD, Phase.WAITING) and not req.has_begun:
                 self._end(req, f"Aborted: it has waited {self._waiting_s:g} s (SGLANG_REQ_WAITING_TIMEOUT)")
             return True
         if deadline_id.startswith(RUNNING):

@@ -79,4 +79,4 @@ def dfs_places(pages: Mapping[str, Sequence[int]]) -> dict[str, Place]:
 
 
 def _ordered(requests: Sequence[Req], key: Callable[[Req], Key]) -> list[Req]:
-    return sorted(requests, key=lambda req: (req.num_retractions == 0, key(req)))
+    return sorted(requests, key=lambda req: (not req.has_begun, key(req)))

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
 from ebbtide.srt.managers.control.pace import Pace, Stall
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import Activity, CopyStream, Ranks, Slices, Work
+from ebbtide.srt.managers.control.weight_content import Valid, WeightContent
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, Staging, Weights
 from ebbtide.srt.managers.io_struct import UpdateWeightsReqOutput
 

@@ -17,7 +17,7 @@ from typing import Final
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Valid
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pace import Pace, Wake
 from ebbtide.srt.managers.control.pause import Generation, Paused
@@ -32,6 +32,7 @@ from ebbtide.srt.managers.control.ports import (
     Requests,
     Work,
 )
+from ebbtide.srt.managers.control.weight_content import Valid
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, TrialPass, Weights
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces
 from ebbtide.srt.managers.control.weights.canary import CanaryTrials

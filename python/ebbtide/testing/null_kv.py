@@ -1,0 +1,170 @@
+"""A KV cache whose pages hold the tokens themselves, and whose memory is only counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ebbtide.srt.mem_cache.page_allocator import PageIds
+from ebbtide.srt.mem_cache.page_table import PageTable
+
+if TYPE_CHECKING:
+    from ebbtide.testing.null_parts import NullMemory
+
+# What pages are called: as in a pool of which each chunk has a block that no page fills.
+PAGE_IDS = PageIds(per_chunk=4, stride=5)
+# What a second copy of the weights takes.
+NUM_WEIGHT_CHUNKS = 2
+CHUNK_BYTES = 300
+_NOTHING = -1
+
+
+class NullKV:
+    """What pages hold: the tokens whose KV it would be. A pass over other tokens is an AssertionError."""
+
+    def __init__(self, table: PageTable, page_size: int, num_pages: int) -> None:
+        num_chunks = -(-num_pages // PAGE_IDS.per_chunk)
+        self.tokens = np.full((num_chunks * PAGE_IDS.stride, page_size), _NOTHING, dtype=np.int64)
+        self._table = table
+
+    def compute(self, row: int, tokens: Sequence[int], start: int, end: int) -> None:
+        """A pass over the tokens from `start` to `end` of this row's request."""
+        page_size = self.tokens.shape[1]
+        pages = self._table.array[row, : -(-end // page_size)]
+        held = self.tokens[pages].reshape(-1)
+        assert held[:start].tolist() == list(tokens[:start]), "pages do not hold the KV of a request's tokens"
+        held[start:end] = tokens[start:end]
+        self.tokens[pages] = held.reshape(-1, page_size)
+
+    def lose(self, chunks: Sequence[int] | None = None) -> None:
+        """The memory of these chunks, or all of it, is gone."""
+        if chunks is None:
+            self.tokens[:] = _NOTHING
+        for chunk in chunks or ():
+            self.tokens[chunk * PAGE_IDS.stride : (chunk + 1) * PAGE_IDS.stride] = _NOTHING
+
+
+class NullPageStore:
+    """Host memory for so many pages.
+
+    Attributes:
+        faults: what saving and moving pages fails with, once.
+    """
+
+    num_bytes = 0
+
+    def __init__(self, max_pages: int = 12, kv: NullKV | None = None) -> None:
+        self._max_pages = max_pages
+        self._kv = kv
+        self._held: dict[int, list[int]] = {}
+        self._num_users: Counter[int] = Counter()
+        self._num_saved = 0
+        self.faults: dict[str, Exception] = {}
+
+    @property
+    def num_free(self) -> int:
+        return self._max_pages - len(self._held)
+
+    def save(self, owners: Sequence[Sequence[int]]) -> list[list[int]]:
+        self._fail_at("save")
+        slot_of: dict[int, int] = {}
+        for page in dict.fromkeys(page for owner in owners for page in owner):
+            slot_of[page] = self._num_saved = self._num_saved + 1
+            self._held[slot_of[page]] = self._kv.tokens[page].tolist() if self._kv is not None else []
+        assert self.num_free >= 0, "more pages are kept than there is room for"
+        kept = [[slot_of[page] for page in owner] for owner in owners]
+        for slots in kept:
+            self._num_users.update(slots)
+        self.num_bytes = len(self._held)
+        return kept
+
+    def restore(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        for slot, page in zip(slots, pages, strict=True):
+            assert slot in self._held, "a page is restored that is not kept"
+            if self._kv is not None:
+                self._kv.tokens[page] = self._held[slot]
+
+    def drop(self, slots: Sequence[int]) -> None:
+        self._num_users.subtract(slots)
+        assert all(self._num_users[slot] >= 0 for slot in slots), "a page is dropped twice"
+        self._held = {slot: held for slot, held in self._held.items() if self._num_users[slot] > 0}
+        self.num_bytes = len(self._held)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._fail_at("move")
+        assert len({*sources, *targets}) == len(sources) + len(targets), "pages overlap"
+        if self._kv is not None:
+            self._kv.tokens[targets] = self._kv.tokens[sources]
+
+    def _fail_at(self, step: str) -> None:
+        error = self.faults.pop(step, None)
+        if error is not None:
+            raise error
+
+
+class NullChunks:
+    """Chunks that are lent, and spare until a second copy has taken them, or given up."""
+
+    chunk_bytes = CHUNK_BYTES
+
+    def __init__(self, memory: NullMemory, kv: NullKV) -> None:
+        self.lent: set[int] = set()
+        self.num_spare = 0
+        self.removed: set[int] = set()
+        self._memory = memory
+        self._kv = kv
+
+    @property
+    def is_resident(self) -> bool:
+        return self._memory.resident_bytes > 0
+
+    def lend(self, chunks: Sequence[int]) -> None:
+        assert self.is_resident, "memory that is not there was lent"
+        assert not (self.lent | self.removed) & set(chunks), "a chunk was lent that is not there"
+        self.lent.update(chunks)
+        self.num_spare += len(chunks)
+        self._kv.lose(chunks)
+
+    def take_back(self, chunks: Sequence[int]) -> None:
+        returned = self.lent & set(chunks)
+        assert len(returned) <= self.num_spare, "a second copy still has what was lent for it"
+        self.lent -= returned
+        self.num_spare -= len(returned)
+
+    def remove(self, chunks: Sequence[int]) -> int:
+        assert self.is_resident, "memory that is not there was given up"
+        assert not (self.lent | self.removed) & set(chunks), "a chunk was given up that is not there"
+        self.removed.update(chunks)
+        self._kv.lose(chunks)
+        return self._memory.give(len(chunks) * CHUNK_BYTES)
+
+    def add(self, chunks: Sequence[int]) -> int:
+        assert self.is_resident, "a pool without memory grows"
+        assert self.removed >= set(chunks), "a chunk was added that is there"
+        taken_bytes = self._memory.take(len(chunks) * CHUNK_BYTES)
+        self.removed -= set(chunks)
+        return taken_bytes
+
+    def hold_back(self, chunks: Sequence[int]) -> None:
+        assert not self.is_resident, "memory was held back that is there"
+        assert not (self.lent | self.removed) & set(chunks)
+        self.removed.update(chunks)
+        self._memory.wanted_bytes -= len(chunks) * CHUNK_BYTES
+
+    def expect(self, chunks: Sequence[int]) -> None:
+        assert self.removed >= set(chunks)
+        self.removed -= set(chunks)
+        self._memory.wanted_bytes += len(chunks) * CHUNK_BYTES
+
+    def take_spare(self) -> int:
+        """For a second copy; how many there were."""
+        taken = min(self.num_spare, NUM_WEIGHT_CHUNKS)
+        self.num_spare -= taken
+        return taken
+
+    def return_spare(self, num_chunks: int) -> None:
+        """A second copy does not have them any more."""
+        self.num_spare += num_chunks
