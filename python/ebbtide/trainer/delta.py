@@ -140,7 +140,7 @@ class ServedWeights:
 
     def _coded(self, changes: list[_Change]) -> tuple[list[tuple[str, Tensor]], ChangeHeader]:
         assert self.version is not None, "without a version all is sent"
-        codes, counts = encode_positions([change.positions.long() for change in changes])
+        codes, counts = encode_positions([change.positions for change in changes])
         values = torch.cat([change.values for change in changes])
         self._on_commit += [change.carry_out for change in changes]
         listed = [change.header(count) for change, count in zip(changes, counts, strict=True)]

@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.weight_sync.broadcast import background
 from ebbtide.srt.weight_sync.broadcast.memberships import Memberships
+from ebbtide.srt.weight_sync.broadcast.packing import packed_slices
 from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
 from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
 
@@ -81,11 +83,18 @@ def join(groups: Memberships, trainer: BroadcastingTrainer, name: str = "g") -> 
 
 
 def source_of(
-    groups: Memberships, file: Path, load_format: str | None = None, timeout_s: float = ALL
+    groups: Memberships,
+    file: Path,
+    load_format: str | None = None,
+    timeout_s: float = ALL,
+    packed_buffer_bytes: int = 1 << 30,
 ) -> BroadcastSource:
-    return open_broadcast(
-        Announcement(**announcement(file), load_format=load_format), groups.get("g"), timeout_s
+    announced = Announcement(
+        **announcement(file), load_format=load_format, packed_buffer_bytes=packed_buffer_bytes
     )
+    source = open_broadcast(announced, groups.get("g"), timeout_s)
+    assert isinstance(source, BroadcastSource)
+    return source
 
 
 def assert_holds(source: BroadcastSource, file: Path) -> None:
@@ -112,6 +121,32 @@ def test_what_a_trainer_broadcasts_arrives_again_and_again(
         assert_holds(source, tensors)
         trainer.hear()
     assert groups.names == ["g"]
+
+
+def test_packed_broadcasts_are_cut_as_vllms_trainers_cut_them(
+    trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
+) -> None:
+    join(groups, trainer)
+    expected = load_file(tensors)
+    sizes = [tensor.nbytes for tensor in expected.values()]
+    assert sizes == [60, 1_200_000, 4, 14, 5]
+    # A chunk ends with the tensor by which it exceeds the buffer: as long as the buffer it goes on.
+    for buffer_bytes, num_broadcasts in ((1 << 30, 1), (4, 4), (59, 3), (60, 2)):
+        assert len(packed_slices(sizes, buffer_bytes)) == num_broadcasts
+        for is_kept in (True, False):
+            source = source_of(groups, tensors, "packed", packed_buffer_bytes=buffer_bytes)
+            rooms = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+            places = [Destination(rooms[entry.name], None) for entry in source.entries]
+            in_place = not is_kept and source.can_receive_in_place(torch.device("cpu"))
+            if in_place:
+                source.receive_in_place(lambda places=places: places)
+            trainer.tell("packed", "g", tensors, buffer_bytes)
+            wait_for(source.arrived)
+            if not in_place:
+                rooms = {name: tensor.clone() for name, tensor in source if isinstance(tensor, torch.Tensor)}
+            trainer.hear()
+            assert all(torch.equal(rooms[name], tensor) for name, tensor in expected.items())
+            source.close()
 
 
 @pytest.fixture
@@ -311,6 +346,7 @@ def test_one_joining_at_a_time_under_a_name(groups: Memberships, trainer: Broadc
         ({"rank": 2}, "rank_offset"),
         ({"world_size": 1}, "rank_offset"),
         ({"backend": "nccl"}, "this engine runs on the CPU"),
+        ({"backend": "raw_nccl"}, "this engine runs on the CPU"),
     ],
 )
 def test_an_address_that_cannot_be(groups: Memberships, changes: dict[str, Any], message: str) -> None:
@@ -342,6 +378,8 @@ def test_addresses_of_either_version(host: str) -> None:
         ({"dtypes": ["float33"]}, "a: unknown dtype 'float33'"),
         ({"dtypes": ["nn"]}, "unknown dtype"),
         ({"shapes": [[2, -1]]}, "a: expected sizes of 0 or more"),
+        ({"load_format": "sparse"}, "num_updates: expected one per tensor"),
+        ({"load_format": "sparse", "num_updates": [7]}, "a: 7 positions of a tensor of 6 elements"),
         ({"load_format": "direct"}, "load_format: unknown value 'direct'; valid: null, flattened_bucket"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -9,14 +10,25 @@ import torch
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.model_executor.weight_store import Destination
+from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
-from ebbtide.srt.weight_sync.broadcast.receive_plan import receive_plan
+from ebbtide.srt.weight_sync.broadcast.packing import packed_slices
+from ebbtide.srt.weight_sync.broadcast.receive_plan import packed_plan, receive_plan
 from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, Layout, WeightGroup
+from ebbtide.srt.weight_sync.delta.patch import Patch
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from ebbtide.srt.weight_sync.source import NamedTensor, TensorHeader, WeightSource
+from ebbtide.srt.weight_sync.sparse_source import (
+    MAX_ELEMENTS,
+    DeltaSource,
+    PlacedChanges,
+    PlacedPatches,
+    places_of,
+)
 
 # A request ends at its own deadline; a broadcast that nobody waits for any more ends a little later.
 GRACE_S: Final = 5.0
+FORMATS: Final = ("flattened_bucket", "packed", "sparse")
 
 
 class BroadcastSource(WeightSource):
@@ -24,16 +36,24 @@ class BroadcastSource(WeightSource):
 
     Nothing is received before the first `arrived`; iterate once that has returned True, unless it was told to
     receive in place. Closed in between, it leaves the group: nobody could tell which broadcast is the next.
+
+    Args:
+        chunks: which of the entries each broadcast holds, as bytes one behind the other; None: one each.
     """
 
     is_sent = True
 
     def __init__(
-        self, entries: Sequence[TensorHeader], group: WeightGroup, *, as_bucket: bool, timeout_s: float
+        self,
+        entries: Sequence[TensorHeader],
+        group: WeightGroup,
+        *,
+        timeout_s: float,
+        chunks: Sequence[slice] | None = None,
     ) -> None:
         super().__init__(entries, self._arrived_tensors)
         self._group = group
-        self._as_bucket = as_bucket
+        self._chunks = chunks
         self._timeout_s = timeout_s
         self._broadcasts: Broadcasts | None = None
         self._destinations: Callable[[], Sequence[Destination | None]] | None = None
@@ -43,7 +63,9 @@ class BroadcastSource(WeightSource):
         """Whether tensors can be received where they belong on this device, rather than be copied there."""
         names = {entry.name for entry in self.entries}
         # The later one of two tensors for one place counts, and so it does if they are copied in order.
-        is_simple = len(names) == len(self.entries) > 0 and not self._as_bucket
+        # A single chunk takes as much memory either way.
+        is_one_chunk = self._chunks is not None and len(self._chunks) == 1
+        is_simple = len(names) == len(self.entries) > 0 and not is_one_chunk
         return is_simple and self._group.device.type == device.type
 
     def receive_in_place(self, destinations: Callable[[], Sequence[Destination | None]]) -> None:
@@ -71,12 +93,14 @@ class BroadcastSource(WeightSource):
     def _arrived_tensors(self) -> Iterable[NamedTensor]:
         if self._tensors is None or self._destinations is not None:
             raise EngineError("nothing has arrived yet, or it was received where it belongs")
-        if self._as_bucket and self.entries:
-            (flat,) = self._tensors
-            bucket = FlattenedTensorBucket(flattened_tensor=flat, metadata=_positions(self.entries))
-            return bucket.iterate()
-        names = [entry.name for entry in self.entries]
-        return zip(names, self._tensors, strict=True)
+        if self._chunks is None:
+            names = [entry.name for entry in self.entries]
+            return zip(names, self._tensors, strict=True)
+        buckets = [
+            FlattenedTensorBucket(flattened_tensor=flat, metadata=_positions(self.entries[chunk]))
+            for chunk, flat in zip(self._chunks, self._tensors, strict=True)
+        ]
+        return itertools.chain.from_iterable(bucket.iterate() for bucket in buckets)
 
     def close(self) -> None:
         super().close()
@@ -95,19 +119,74 @@ class BroadcastSource(WeightSource):
 
     def _receive(self, timeout_s: float) -> Broadcasts:
         layout, destinations, device = self._layout(), self._destinations, self._group.device
+        chunks = self._chunks
         if destinations is None:
             return self._group.receive(layout, timeout_s)
+        if chunks is not None:
+            listed = [_positions(self.entries[chunk]) for chunk in chunks]
+            return self._group.receive_by(
+                lambda _: packed_plan(listed, _cut(destinations(), chunks), device), timeout_s
+            )
         return self._group.receive_by(
             lambda num_beside: receive_plan(layout, destinations(), device, num_beside=num_beside), timeout_s
         )
 
     def _layout(self) -> Layout:
-        if self._as_bucket and self.entries:
-            return [((sum(entry.num_bytes for entry in self.entries),), torch.uint8)]
-        return [(entry.shape, entry.dtype) for entry in self.entries]
+        if self._chunks is None:
+            return [(entry.shape, entry.dtype) for entry in self.entries]
+        sizes = [sum(entry.num_bytes for entry in self.entries[chunk]) for chunk in self._chunks]
+        return [((size,), torch.uint8) for size in sizes]
 
 
-def open_broadcast(announced: Announcement, group: WeightGroup, timeout_s: float) -> BroadcastSource:
+class SparseBroadcastSource(DeltaSource):
+    """Patches that a trainer broadcasts: of each, the positions as int32, then the values."""
+
+    is_sent = True
+    needs_own_dtype = False
+
+    def __init__(
+        self,
+        entries: Sequence[TensorHeader],
+        num_updates: Sequence[int],
+        group: WeightGroup,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(entries, {})
+        parts = [
+            TensorHeader(entry.name, (count,), dtype)
+            for entry, count in zip(entries, num_updates, strict=True)
+            for dtype in (torch.int32, entry.dtype)
+        ]
+        self._parts = BroadcastSource(parts, group, timeout_s=timeout_s)
+
+    def arrived(self) -> bool:
+        return self._parts.arrived()
+
+    def abandon(self) -> bool:
+        return self._parts.abandon()
+
+    def place(self, destinations: Sequence[Destination | None]) -> PlacedChanges:
+        """As `DeltaSource.place`.
+
+        Raises:
+            RequestRejected: 400, a position twice, or outside of its tensor.
+        """
+        # By gloo they come to host memory, wherever the weights are.
+        devices = {each.region.device for each in destinations if each is not None}
+        device = devices.pop() if devices else torch.device("cpu")
+        arrived = [whole(tensor).to(device) for _, tensor in self._parts]
+        rows = zip(self.entries, arrived[::2], arrived[1::2], strict=True)
+        patches = [Patch(entry.name, entry.shape, where, values).checked() for entry, where, values in rows]
+        return PlacedPatches(patches, places_of(destinations, [entry.shape for entry in self.entries]))
+
+    def close(self) -> None:
+        super().close()
+        self._parts.close()
+
+
+def open_broadcast(
+    announced: Announcement, group: WeightGroup, timeout_s: float
+) -> BroadcastSource | SparseBroadcastSource:
     """The source of what was announced. Nothing is received yet.
 
     Args:
@@ -116,9 +195,9 @@ def open_broadcast(announced: Announcement, group: WeightGroup, timeout_s: float
     Raises:
         RequestRejected: 400, the announcement is not consistent or names an unknown dtype or format.
     """
-    if announced.load_format not in (None, "flattened_bucket"):
+    if announced.load_format not in (None, *FORMATS):
         raise RequestRejected(
-            f"load_format: unknown value {announced.load_format[:200]!r}; valid: null, flattened_bucket"
+            f"load_format: unknown value {announced.load_format[:200]!r}; valid: null, {', '.join(FORMATS)}"
         )
     lengths = {len(announced.names), len(announced.dtypes), len(announced.shapes)}
     if len(lengths) != 1:
@@ -128,7 +207,38 @@ def open_broadcast(announced: Announcement, group: WeightGroup, timeout_s: float
         )
     listed = zip(announced.names, announced.dtypes, announced.shapes, strict=True)
     entries = [TensorHeader(name, _shape(name, shape), _dtype(name, dtype)) for name, dtype, shape in listed]
-    return BroadcastSource(entries, group, as_bucket=announced.load_format is not None, timeout_s=timeout_s)
+    if announced.load_format == "sparse":
+        _check_sparse(entries, announced.num_updates)
+        return SparseBroadcastSource(entries, announced.num_updates, group, timeout_s)
+    chunks: list[slice] | None = None
+    if announced.load_format is not None and entries:
+        sizes = [entry.num_bytes for entry in entries]
+        is_cut = announced.load_format == "packed"
+        chunks = packed_slices(sizes, announced.packed_buffer_bytes if is_cut else sum(sizes))
+    return BroadcastSource(entries, group, timeout_s=timeout_s, chunks=chunks)
+
+
+def _check_sparse(entries: Sequence[TensorHeader], num_updates: Sequence[int]) -> None:
+    if len(num_updates) != len(entries):
+        raise RequestRejected(
+            f"num_updates: expected one per tensor, got {len(num_updates)} for {len(entries)} tensors"
+        )
+    for entry, count in zip(entries, num_updates, strict=True):
+        num_elements = torch.Size(entry.shape).numel()
+        if num_elements > MAX_ELEMENTS:
+            raise RequestRejected(
+                f"{entry.name[:200]}: a patch is of at most {MAX_ELEMENTS} elements: send this tensor whole"
+            )
+        if count > num_elements:
+            raise RequestRejected(
+                f"num_updates: {entry.name[:200]}: {count} positions of a tensor of {num_elements} elements"
+            )
+
+
+def _cut(
+    destinations: Sequence[Destination | None], chunks: Sequence[slice]
+) -> list[Sequence[Destination | None]]:
+    return [destinations[chunk] for chunk in chunks]
 
 
 def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:

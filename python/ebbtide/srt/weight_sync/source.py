@@ -78,6 +78,18 @@ class WeightSource:
         if self._memory is not None:
             yield from self._memory.open()
 
+    def arrived(self) -> bool:
+        """Whether everything that others send is here; the first call begins to receive it.
+
+        Raises:
+            RequestRejected: 400, it will not come.
+        """
+        return True
+
+    def abandon(self) -> bool:
+        """Receive no more of it; whether nothing is written to destinations any more."""
+        return True
+
     def __iter__(self) -> Iterator[NamedTensor]:
         """Yields (name, tensor). May be repeated until the source is closed.
 

@@ -89,7 +89,7 @@ class PatchSource(DeltaSource):
 
     def place(self, destinations: Sequence[Destination | None]) -> PlacedChanges:
         shapes = [patch.shape for patch in self._patches]
-        return PlacedPatches(self._patches, _places(destinations, shapes))
+        return PlacedPatches(self._patches, places_of(destinations, shapes))
 
     def close(self) -> None:
         super().close()
@@ -149,7 +149,7 @@ class CodedSource(DeltaSource):
 
     def place(self, destinations: Sequence[Destination | None]) -> PlacedChanges:
         assert self._place is not None, "it is opened first"
-        return self._place(_places(destinations, [each.shape for each in self._changed]))
+        return self._place(places_of(destinations, [each.shape for each in self._changed]))
 
     def release(self) -> Iterator[int]:
         self._forget()
@@ -211,9 +211,10 @@ def open_sparse(
     return CodedSource(changed, payload, device)
 
 
-def _places(
+def places_of(
     destinations: Sequence[Destination | None], shapes: Sequence[tuple[int, ...]]
 ) -> list[Place | None]:
+    """Where tensors of these whole shapes lie on this rank."""
     return [
         None if destination is None else Place.of(destination, shape)
         for destination, shape in zip(destinations, shapes, strict=True)

@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
 from fixtures.servers import Server, running_server, wait_until
+from safetensors.torch import load_file, save_file
 
 PROMPT = [5, 6, 7]
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
@@ -154,6 +156,51 @@ def test_trl_beside_its_rollouts(server: Server, trainer: BroadcastingTrainer, c
     assert choice["finish_reason"] == "length"
     assert [span["version"] for span in choice["weight_versions"]] == ["default", "1"]
     assert len(choice["token_ids"]) == 1500
+
+
+def test_patches_are_one_update_from_start_to_finish(
+    server: Server, trainer: BroadcastingTrainer, checkpoints: Any, tmp_path: Path
+) -> None:
+    meet(server, trainer, packed=True)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weight = load_file(checkpoints.a / "model.safetensors")[name]
+
+    def patch(folder: Path, positions: list[int], status: int) -> dict[str, Any]:
+        folder.mkdir()
+        save_file({"": torch.tensor(positions, dtype=torch.int32)}, folder / "positions")
+        save_file({"": torch.full((2,), 9.0)}, folder / "values")
+        info = {
+            "names": [name],
+            "dtype_names": ["float32"],
+            "shapes": [list(weight.shape)],
+            "num_updates_list": [2],
+        }
+        ok(server.post("/start_weight_update"))
+        answers: list[httpx.Response] = []
+        body = {"update_info": info}
+        asking = threading.Thread(target=lambda: answers.append(server.post("/update_weights", body)))
+        asking.start()
+        for file in ("positions", "values"):
+            trainer.tell("plain", "vllm", folder / file)
+            trainer.hear()
+        asking.join()
+        assert answers[0].status_code == status, answers[0].text
+        reply: dict[str, Any] = answers[0].json()
+        return reply
+
+    def served() -> torch.Tensor:
+        rows = server.post("/get_weights_by_name", {"name": name, "truncate_size": len(weight)})
+        return torch.tensor(ok(rows))
+
+    for number, (positions, said) in enumerate([([7, 7], "twice"), ([3, weight.numel()], "elements")]):
+        assert said in patch(tmp_path / f"bad{number}", positions, 400)["message"]
+        assert server.post("/finish_weight_update").status_code == 409
+        assert torch.equal(served(), weight)
+    assert patch(tmp_path / "good", [7, 3], 200)["num_tensors"] == 1
+    assert torch.equal(served(), weight)
+    ok(server.post("/finish_weight_update", {"weight_version": "patched"}))
+    weight.view(-1)[[3, 7]] = 9.0
+    assert torch.equal(served(), weight)
 
 
 def test_a_failed_update_is_not_committed_by_trls_clean_up(

@@ -5,9 +5,8 @@ From start to finish is a session: nothing of it serves before the finish, and a
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import PurePath
 from typing import Any, Final, Literal
@@ -45,16 +44,20 @@ PACKED_BYTES: Final = 1 << 30
 
 
 class InitInfo(Struct, kw_only=True):
-    """How a trainer is met. `backend`: our own word for a group of torch's."""
+    """How a trainer is met: by the store at an address, or by the id of its communicator.
 
-    master_address: str
-    master_port: int
+    `backend`: our own word; "gloo" and "nccl" are groups of torch's.
+    """
+
     rank_offset: int
     world_size: int
+    master_address: str | None = None
+    master_port: int | None = None
+    nccl_unique_id_b64: str | None = None
     packed: bool = False
     packed_buffer_size_bytes: int = PACKED_BYTES
     packed_num_buffers: int = 2
-    backend: Literal["gloo", "nccl"] = "nccl"
+    backend: Literal["gloo", "nccl", "raw_nccl"] = "raw_nccl"
     timeout_s: float = 300.0
 
 
@@ -67,6 +70,7 @@ class UpdateInfo(Struct, kw_only=True):
     packed: bool | None = None
     packed_buffer_size_bytes: int | None = None
     packed_num_buffers: int | None = None
+    num_updates_list: list[int] | None = None
 
 
 class VllmWeightTransfer:
@@ -93,11 +97,17 @@ class VllmWeightTransfer:
         """Join the trainer's group, in the place of the one before."""
         info = self._checked_init(asked.init_info)
         fields = {
-            name: getattr(info, name)
-            for name in ("master_address", "master_port", "rank_offset", "world_size", "backend", "timeout_s")
+            "master_address": info.master_address or "",
+            "master_port": info.master_port or 0,
+            "rank_offset": info.rank_offset,
+            "world_size": info.world_size,
+            "backend": info.backend,
+            "nccl_unique_id": info.nccl_unique_id_b64,
+            "timeout_s": info.timeout_s,
+            "group_name": GROUP,
         }
         self._init_info = None
-        reply: Body = await self._control(InitWeightsUpdateGroupReqInput, {**fields, "group_name": GROUP})
+        reply: Body = await self._control(InitWeightsUpdateGroupReqInput, fields)
         self._init_info, self._last = info, None
         return {**reply, "message": "Weight transfer initialized"}
 
@@ -128,19 +138,16 @@ class VllmWeightTransfer:
         self._require_session("update")
         self._require_resident()
         try:
-            requests = list(self._requests(asked.update_info))
-            replies = [await self._control(UpdateWeightsFromDistributedReqInput, each) for each in requests]
+            reply: Body = await self._control(
+                UpdateWeightsFromDistributedReqInput, self._broadcast(asked.update_info)
+            )
         except (RequestRejected, EngineError) as error:
             self._is_started, self._failure = False, str(error)
             # An engine that has failed says so by the first error.
             with suppress(EngineError):
                 await self._control(AbortWeightUpdateReqInput, {})
             raise
-        totals = {
-            name: sum(reply[name] for reply in replies)
-            for name in ("num_tensors", "num_ignored", "num_bytes")
-        }
-        return {**replies[-1], **totals, "message": "Weights updated"}
+        return {**reply, "message": "Weights updated"}
 
     async def finish(self, asked: FinishParameters) -> Body:
         """Commit the session; requests that run go on with the KV that they have."""
@@ -192,17 +199,13 @@ class VllmWeightTransfer:
         return {**reply, "status": "ok"}
 
     def _checked_init(self, given: Mapping[str, Any]) -> InitInfo:
-        if "nccl_unique_id_b64" in given:
-            raise RequestRejected(
-                "nccl_unique_id_b64: not in this version; give master_address, master_port and backend",
-                param="body.init_info",
-            )
         info = checked(given, InitInfo, "body.init_info")
-        if "backend" not in given:
+        has_address = info.master_address is not None and info.master_port is not None
+        is_met_by_id = info.nccl_unique_id_b64 is not None
+        if has_address == is_met_by_id or (is_met_by_id and info.backend != "raw_nccl"):
             raise RequestRejected(
-                "init_info: vLLM's own rendezvous over raw NCCL is not in this version; give backend 'nccl' "
-                "or 'gloo', and join by torch's process group of the name 'vllm'",
-                param="body.init_info.backend",
+                "init_info: expected master_address and master_port, or nccl_unique_id_b64",
+                param="body.init_info",
             )
         last = info.rank_offset + self._num_ranks()
         if info.rank_offset < 1 or last > info.world_size:
@@ -213,25 +216,28 @@ class VllmWeightTransfer:
             )
         return info
 
-    def _requests(self, given: Mapping[str, Any] | list[dict[str, Any]]) -> Iterator[Body]:
-        """The update as broadcasts that we know: one per tensor, or one per chunk of packed ones."""
+    def _broadcast(self, given: Mapping[str, Any] | list[dict[str, Any]]) -> Body:
+        """The update as the fields of a broadcast."""
         init = self._init_info
         if init is None or GROUP not in self._state().weight_groups:
             raise RequestRejected("no trainer has been met: call /init_weight_transfer_engine", 409)
         info = self._checked_update(given)
-        common = {"group_name": GROUP, "flush_cache": False, "session_id": SESSION}
-        packed = init.packed if info.packed is None else info.packed
+        is_packed = init.packed if info.packed is None else info.packed
         size = info.packed_buffer_size_bytes
-        for part in (
-            packed_chunks(info, init.packed_buffer_size_bytes if size is None else size) if packed else [info]
-        ):
-            yield {
-                **common,
-                "names": part.names,
-                "dtypes": part.dtype_names,
-                "shapes": part.shapes,
-                "load_format": "flattened_bucket" if packed else None,
-            }
+        fields = {
+            "names": info.names,
+            "dtypes": info.dtype_names,
+            "shapes": info.shapes,
+            "group_name": GROUP,
+            "flush_cache": False,
+            "session_id": SESSION,
+        }
+        if info.num_updates_list is not None:
+            return {**fields, "load_format": "sparse", "num_updates": info.num_updates_list}
+        if is_packed:
+            size = init.packed_buffer_size_bytes if size is None else size
+            return {**fields, "load_format": "packed", "packed_buffer_bytes": size}
+        return fields
 
     def _checked_update(self, given: Mapping[str, Any] | list[dict[str, Any]]) -> UpdateInfo:
         where = "body.update_info"
@@ -242,7 +248,7 @@ class VllmWeightTransfer:
                     param=where,
                 )
             given = given[0]
-        for name in ("num_updates_list", "ipc_handles", "ipc_handles_pickled", "tensor_sizes"):
+        for name in ("ipc_handles", "ipc_handles_pickled", "tensor_sizes"):
             if given.get(name) is not None:
                 raise RequestRejected(f"{name}: not supported in this version", param=f"{where}.{name}")
         info = checked(given, UpdateInfo, where)
@@ -277,21 +283,3 @@ class VllmWeightTransfer:
 
 def _with_place(rank: Body) -> Body:
     return {**rank["parallelism_info"][0], "checksums": rank["checksums"]}
-
-
-def packed_chunks(info: UpdateInfo, buffer_bytes: int) -> Iterator[UpdateInfo]:
-    """What each packed broadcast holds: whole tensors, up to the one with which they exceed the buffer."""
-    first, num_bytes = 0, 0
-    for index, (dtype_name, shape) in enumerate(zip(info.dtype_names, info.shapes, strict=True)):
-        num_bytes += _num_bytes(dtype_name, shape)
-        if num_bytes > buffer_bytes or index == len(info.names) - 1:
-            part = slice(first, index + 1)
-            yield UpdateInfo(
-                names=info.names[part], dtype_names=info.dtype_names[part], shapes=info.shapes[part]
-            )
-            first, num_bytes = index + 1, 0
-
-
-def _num_bytes(dtype_name: str, shape: list[int]) -> int:
-    bits = re.search(r"\d+", dtype_name)
-    return math.prod(shape) * (1 if bits is None else int(bits[0]) // 8)

@@ -28,6 +28,7 @@ from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
 from ebbtide.srt.weight_sync.broadcast.memberships import Joining, Memberships
 from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
+from ebbtide.srt.weight_sync.broadcast.stateless import decode_id
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel, import_loaders
 from ebbtide.srt.weight_sync.delta.state_sum import as_hex
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
@@ -110,6 +111,7 @@ class EngineWeights:
             rank=request.rank_offset + self._config.parallel.rank,
             world_size=request.world_size,
             backend=request.backend,
+            unique_id=None if request.nccl_unique_id is None else decode_id(request.nccl_unique_id),
         )
         return self._groups.join(address, request.timeout_s)
 
@@ -252,6 +254,7 @@ class _Incoming:
         self._is_received_in_place = False
         self._received: list[tuple[str, Tensor]] | None = None
         self._nonfinite = NonFinite()
+        self._changes: PlacedChanges | None = None
         self._sums: Tensor | None = None
         self.problems: list[dict[str, str]] = []
 
@@ -297,10 +300,10 @@ class _Incoming:
         return True
 
     def arrived(self) -> bool:
-        return not isinstance(self._source, BroadcastSource) or self._source.arrived()
+        return self._source.arrived()
 
     def abandon(self) -> None:
-        if isinstance(self._source, BroadcastSource) and not self._source.abandon():
+        if not self._source.abandon():
             raise OutOfStep(
                 "the group of a weight update was left, and its broadcasts do not end: memory that they may "
                 "still write to cannot be given back"
@@ -320,8 +323,8 @@ class _Incoming:
         if self._received is not None:
             self._note_write_in_place()
             yield from self._look_at(self._received)
-        elif isinstance(self._source, DeltaSource):
-            yield from self._patch(self._source, staging)
+        elif self._changes is not None:
+            yield from self._patch(self._changes, staging)
         elif self._loader is None:
             yield from self._copies(staging)
         else:
@@ -334,8 +337,11 @@ class _Incoming:
     def sum_up(self, staging: Staging) -> Slices[None]:
         assert isinstance(staging, _InPlace | _Staged)
         assert isinstance(self._source, DeltaSource), "only a delta has sums"
+        self._changes = self._source.place(
+            [self._store.destination(entry.name, staging.shadow) for entry in self._source.entries]
+        )
         if self._source.checksums:
-            self._sums = self._placed(self._source, staging).sums_after()
+            self._sums = self._changes.sums_after()
             yield sum(entry.num_bytes for entry in self._source.entries)
 
     def sums(self) -> Mapping[str, int]:
@@ -358,14 +364,11 @@ class _Incoming:
                 "was damaged on its way: send the weights whole"
             )
 
-    def _placed(self, source: DeltaSource, staging: _InPlace | _Staged) -> PlacedChanges:
-        return source.place([self._store.destination(entry.name, staging.shadow) for entry in source.entries])
-
-    def _patch(self, source: DeltaSource, staging: _InPlace | _Staged) -> Slices[None]:
+    def _patch(self, changes: PlacedChanges, staging: _InPlace | _Staged) -> Slices[None]:
         if not staging.is_staged:
             self._store.note_write()
-        written = self._placed(source, staging).apply()
-        for entry, values in zip(source.entries, written, strict=True):
+        written = changes.apply()
+        for entry, values in zip(self._source.entries, written, strict=True):
             self._nonfinite.add(entry.name, values)
         yield sum(values.nbytes for values in written)
 
@@ -460,7 +463,8 @@ def _announced(request: UpdateWeightsFromDistributedReqInput) -> Announcement:
         given = {"names": names, "dtypes": dtypes, "shapes": shapes}
         missing = ", ".join(field for field, value in given.items() if value is None)
         raise RequestRejected(f"{missing}: required, one entry per tensor")
-    return Announcement(names, dtypes, shapes, request.load_format)
+    num_bytes = request.packed_buffer_bytes
+    return Announcement(names, dtypes, shapes, request.load_format, num_bytes, request.num_updates or ())
 
 
 def _port(given: int | str) -> int:

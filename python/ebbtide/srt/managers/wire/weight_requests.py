@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from ebbtide.srt.managers.wire import merge_rules as merge
 from ebbtide.srt.managers.wire.control_request import (
@@ -133,7 +133,10 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateRequest, frozen=True, kw_only=
 
 
 class UpdateWeightsFromDistributedReqInput(WeightUpdateRequest, frozen=True, kw_only=True):
-    """Take tensors that rank 0 of a group broadcasts. `name`, `dtype`, `shape` are older words for one."""
+    """Take tensors that rank 0 of a group broadcasts. `name`, `dtype`, `shape` are older words for one.
+
+    `packed_buffer_bytes`, `num_updates`: of the formats "packed" and "sparse", see wire_vllm section 2.3.
+    """
 
     row = _update("/update_weights_from_distributed")
 
@@ -142,6 +145,8 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateRequest, frozen=True, kw_
     shapes: list[list[int]] | None = None
     group_name: str = DEFAULT_GROUP
     load_format: str | None = None
+    packed_buffer_bytes: Annotated[int, Meta(gt=0)] = 1 << 30
+    num_updates: list[Annotated[int, Meta(ge=0)]] | None = None
     name: str | None = None
     dtype: str | None = None
     shape: list[int] | None = None
@@ -163,7 +168,11 @@ class WeightsUpdateGroupReqOutput(Reply, frozen=True, kw_only=True):
 
 
 class InitWeightsUpdateGroupReqInput(ControlRequest, frozen=True, kw_only=True):
-    """Join a process group whose rank 0 is the trainer. wire_api section 3.3. `pp_rank` is ignored."""
+    """Join a process group whose rank 0 is the trainer. wire_api section 3.3. `pp_rank` is ignored.
+
+    `backend`: with "raw_nccl" the trainer uses no process group of torch's, see wire_vllm section 2.2;
+    `nccl_unique_id`, its communicator's id in base64, then takes the place of the address.
+    """
 
     row = ControlRow(WeightsUpdateGroupReqOutput, "/init_weights_update_group", deadline=joining_deadline)
 
@@ -172,7 +181,8 @@ class InitWeightsUpdateGroupReqInput(ControlRequest, frozen=True, kw_only=True):
     rank_offset: int
     world_size: int
     group_name: str = DEFAULT_GROUP
-    backend: Literal["nccl", "gloo"] = "nccl"
+    backend: Literal["nccl", "gloo", "raw_nccl"] = "nccl"
+    nccl_unique_id: str | None = None
     timeout_s: float = 300.0
     pp_rank: Any = None
 

@@ -55,7 +55,7 @@ class Joining:
         self._groups.forget(self)
 
     def _join(self) -> Member:
-        member = connect(self.address, self._timeout_s)
+        member = connect(self.address, self._timeout_s, self._groups.buffer_device(self.address))
         if self._given_up is not None:
             abort([member])
             raise GroupLeft(self._given_up)
@@ -131,14 +131,15 @@ class Memberships:
             del self._joining[joining.address.name]
 
     def buffer_device(self, address: GroupAddress) -> torch.device:
-        return self._device if address.backend == "nccl" else torch.device("cpu")
+        return torch.device("cpu") if address.backend == "gloo" else self._device
 
     def _check(self, address: GroupAddress, timeout_s: float) -> None:
         if not address.name:
             raise RequestRejected("group_name: expected a name, got an empty one")
-        if not address.host:
+        is_met_by_id = address.unique_id is not None
+        if not address.host and not is_met_by_id:
             raise RequestRejected("master_address: expected an address, got an empty one")
-        if not 0 < address.port < 1 << 16:
+        if not 0 < address.port < 1 << 16 and not is_met_by_id:
             raise RequestRejected(f"master_port: expected 1..65535, got {address.port}")
         num_ranks = self._place.num_ranks
         rank_offset = address.rank - self._place.rank
@@ -149,5 +150,7 @@ class Memberships:
             )
         if not timeout_s > 0:
             raise RequestRejected(f"timeout_s: expected more than 0 seconds, got {timeout_s}")
-        if address.backend == "nccl" and self._device.type != "cuda":
-            raise RequestRejected("backend 'nccl': this engine runs on the CPU, expected 'gloo'")
+        if address.backend != "gloo" and self._device.type != "cuda":
+            raise RequestRejected(
+                f"backend {address.backend!r}: this engine runs on the CPU, expected 'gloo'"
+            )

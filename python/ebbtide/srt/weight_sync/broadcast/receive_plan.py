@@ -12,6 +12,7 @@ from torch import Tensor
 from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.weight_sync.broadcast.transfers import Transfer
 from ebbtide.srt.weight_sync.broadcast.weight_group import Layout
+from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
 # So much of what cannot be received where it belongs is on its way at a time.
 IN_FLIGHT_BYTES: Final = 1 << 30
@@ -66,6 +67,36 @@ def receive_plan(
     sizes = [_num_bytes(*expected) for expected in layout]
     beside = [num_bytes for num_bytes, is_in_place in zip(sizes, in_place, strict=True) if not is_in_place]
     return _transfers(layout, destinations, in_place, sizes, _Buffers(beside, device))
+
+
+def packed_plan(
+    chunks: Sequence[Sequence[FlattenedTensorMetadata]],
+    destinations: Sequence[Sequence[Destination | None]],
+    device: torch.device,
+) -> Iterator[Transfer]:
+    """As `receive_plan`, of chunks that hold tensors one behind the other: all received beside."""
+    sizes = [chunk[-1].end_idx for chunk in chunks]
+    return _packed_transfers(chunks, destinations, _Buffers(sizes, device))
+
+
+def _packed_transfers(
+    chunks: Sequence[Sequence[FlattenedTensorMetadata]],
+    destinations: Sequence[Sequence[Destination | None]],
+    buffers: _Buffers,
+) -> Iterator[Transfer]:
+    for chunk, places in zip(chunks, destinations, strict=True):
+        num_bytes = chunk[-1].end_idx
+        room = buffers.take((num_bytes,), torch.uint8, num_bytes)
+        yield Transfer(room, deliver=partial(_deliver_chunk, chunk, places, room), round=buffers.round)
+
+
+def _deliver_chunk(
+    chunk: Sequence[FlattenedTensorMetadata], places: Sequence[Destination | None], received: Tensor
+) -> None:
+    bucket = FlattenedTensorBucket(flattened_tensor=received, metadata=chunk)
+    for (_, tensor), place in zip(bucket.iterate(), places, strict=True):
+        if place is not None:
+            _deliver(place, tensor)
 
 
 def _transfers(

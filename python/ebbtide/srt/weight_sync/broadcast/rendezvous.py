@@ -15,10 +15,13 @@ from typing import Any, Final
 
 import torch.distributed
 
+from ebbtide.srt.weight_sync.broadcast.stateless import join_by_id, join_by_store
+
 _dist: Any = torch.distributed  # not all of it is exported
 
 # NCCL's own limit must never strike before that of the request, which tears down one group and no more.
 NCCL_TIMEOUT: Final = timedelta(days=1)
+CPU: Final = torch.device("cpu")
 # The trainer's rank.
 SOURCE_RANK: Final = 0
 
@@ -30,7 +33,8 @@ class GroupAddress:
     Attributes:
         rank: of this process: the engine's `rank_offset` and, of several ranks, which one it is.
         world_size: trainer and all ranks of all engines.
-        backend: "gloo" or "nccl".
+        backend: "gloo" or "nccl", of torch; "raw_nccl", see `stateless`.
+        unique_id: with "raw_nccl", of the communicator; there is no store then. None: it is in the store.
     """
 
     name: str
@@ -39,6 +43,7 @@ class GroupAddress:
     rank: int
     world_size: int
     backend: str
+    unique_id: bytes | None = None
 
     @property
     def bare_host(self) -> str:
@@ -52,18 +57,23 @@ class GroupAddress:
 
 @dataclass(frozen=True)
 class Member:
-    """A process's end of a group: torch's backend, and the store through which its members met."""
+    """A process's end of a group: torch's backend, and the store through which its members met, if any."""
 
     backend: Any
-    store: Any
+    store: Any | None
 
 
-def connect(address: GroupAddress, timeout_s: float) -> Member:
+def connect(address: GroupAddress, timeout_s: float, device: torch.device = CPU) -> Member:
     """Meet the others; the same keys and the same steps as torch's helper takes for a named group.
 
     The trainer, rank 0, keeps the store at the address: `host_store`. With gloo all have met when this
-    returns; NCCL meets in the first broadcast.
+    returns, and with raw NCCL; torch's NCCL meets in the first broadcast.
+
+    Args:
+        device: of this rank, for raw NCCL.
     """
+    if address.backend == "raw_nccl":
+        return _connect_without_torch(address, timeout_s, device)
     deadline_s = time.monotonic() + timeout_s
     # torch's own `rendezvous` would have rank 0 make the store as well.
     store = _dist.TCPStore(
@@ -91,6 +101,14 @@ def connect(address: GroupAddress, timeout_s: float) -> Member:
         if rank == SOURCE_RANK:
             _restore(before)  # The trainer's own groups keep torch's watchdogs.
     return Member(nccl, named)
+
+
+def _connect_without_torch(address: GroupAddress, timeout_s: float, device: torch.device) -> Member:
+    rank, world_size = address.rank, address.world_size
+    if address.unique_id is not None:
+        return Member(join_by_id(address.unique_id, rank, world_size, device, timeout_s), None)
+    communicator, store = join_by_store(address.bare_host, address.port, rank, world_size, device, timeout_s)
+    return Member(communicator, store)
 
 
 def host_store(port: int) -> Any:

@@ -120,7 +120,8 @@ class WeightGroup:
         if member is None:
             raise GroupLeft(self.why_closed)
         # NCCL meets the others in the first broadcast.
-        member.store.set_timeout(timedelta(seconds=timeout_s))
+        if member.store is not None:
+            member.store.set_timeout(timedelta(seconds=timeout_s))
         queue = BroadcastQueue(member.backend, SOURCE_RANK, timeout_s, keeps=keeps)
         stream = self._stream
         if stream is None:

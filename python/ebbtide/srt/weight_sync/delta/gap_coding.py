@@ -21,22 +21,32 @@ def encode_positions(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     """The codes of several tensors' positions, and how many there are of each.
 
     Args:
-        positions: for each tensor int64, ascending and different, from 0; all on one device.
+        positions: for each tensor int32 or int64, ascending and different, from 0; all on one device.
     """
-    gaps = torch.cat([torch.diff(one, prepend=one.new_full((1,), -1)) - 1 for one in positions])
-    sizes = {
-        dtype: dtype.itemsize * int((gaps // (escape - 1) + 1).sum()) for dtype, escape in ESCAPES.items()
+    # One tensor at a time: positions are many, and what becomes of them on the way takes memory.
+    counts = {
+        dtype: torch.stack([_num_codes(_gaps(one), escape) for one in positions]).tolist()
+        for dtype, escape in ESCAPES.items()
     }
-    dtype = min(sizes, key=lambda one: sizes[one])
+    dtype = min(counts, key=lambda one: one.itemsize * sum(counts[one]))
+    rows = zip(positions, counts[dtype], strict=True)
+    return torch.cat([_codes(_gaps(one), count, dtype) for one, count in rows]), counts[dtype]
+
+
+def _gaps(positions: Tensor) -> Tensor:
+    return torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
+
+
+def _num_codes(gaps: Tensor, escape: int) -> Tensor:
+    return (gaps // (escape - 1)).sum(dtype=torch.int64) + len(gaps)
+
+
+def _codes(gaps: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     escape = ESCAPES[dtype]
+    codes = torch.full((count,), -1, dtype=torch.int16, device=gaps.device).to(dtype)
     ends = torch.cumsum(gaps // (escape - 1) + 1, 0) - 1
-    codes = torch.full((sizes[dtype] // dtype.itemsize,), -1, dtype=torch.int16, device=gaps.device).to(dtype)
     codes[ends] = (gaps % (escape - 1)).to(torch.int32).to(dtype)
-    lasts = torch.cumsum(torch.tensor([len(one) for one in positions]), 0)
-    padded = torch.cat([ends.new_full((1,), -1), ends])
-    bounds = padded[lasts.to(padded.device)].tolist()
-    starts = [-1, *bounds[:-1]]
-    return codes, [end - start for start, end in zip(starts, bounds, strict=True)]
+    return codes
 
 
 def decode_positions(codes: Tensor) -> Tensor:

@@ -127,10 +127,31 @@ class PlacedBlocks:
         """This rank's share of each tensor's sum as it is to be, int64 [T]. Nothing is written."""
         sums_T = torch.zeros(len(self._places), dtype=torch.int64, device=self._values.device)
         self._launch(sums_T, writes=False)
-        for index, place in enumerate(self._places):
-            if place is not None and place.counts and place.region.numel():
-                _add_state_sum(place, sums_T[index])
+        self._add_state_sums(sums_T)
         return sums_T
+
+    def _add_state_sums(self, sums_T: Tensor) -> None:
+        tiles = [
+            0 if place is None or not place.counts else _num_tiles(place.region) for place in self._places
+        ]
+        num_tiles_T = torch.tensor(tiles)
+        total = int(num_tiles_T.sum())
+        if total == 0:
+            return
+        device = self._base.device
+        firsts_T = (torch.cumsum(num_tiles_T, 0) - num_tiles_T).to(device)
+        tensors_T = torch.arange(len(tiles), dtype=torch.int32, device=device)
+        tensor_of = torch.repeat_interleave(tensors_T, num_tiles_T.to(device), output_size=total)
+        _sum_state[(total,)](
+            tensor_of,
+            firsts_T,
+            self._places_T8,
+            self._base,
+            sums_T,
+            MASK=(1 << 8 * self._base.element_size()) - 1,
+            ROWS=SUM_ROWS,
+            COLUMNS=SUM_COLUMNS,
+        )
 
     def _launch(self, sums_T: Tensor, *, writes: bool) -> None:
         blocks = self._blocks
@@ -161,22 +182,9 @@ def _numbers(place: Place) -> list[int]:
     ]
 
 
-def _add_state_sum(place: Place, total: Tensor) -> None:
-    region = bits_of(place.region)
+def _num_tiles(region: Tensor) -> int:
     num_rows, num_columns = region.shape
-    grid = (triton.cdiv(num_columns, SUM_COLUMNS), triton.cdiv(num_rows, SUM_ROWS))
-    _sum_state[grid](
-        region,
-        total,
-        region.stride(0),
-        num_rows,
-        num_columns,
-        place.first_row,
-        place.first_column,
-        MASK=(1 << 8 * region.element_size()) - 1,
-        ROWS=SUM_ROWS,
-        COLUMNS=SUM_COLUMNS,
-    )
+    return -(-num_rows // SUM_ROWS) * -(-num_columns // SUM_COLUMNS)
 
 
 @triton.jit
@@ -256,24 +264,30 @@ def _patch(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum_state(  # type: ignore[no-untyped-def]
-    region_ptr,
-    total_ptr,
-    stride,
-    num_rows,
-    num_columns,
-    first_row,
-    first_column,
+    tensor_ptr,
+    first_ptr,
+    places_ptr,
+    base_ptr,
+    sums_ptr,
     MASK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    begin = tl.program_id(1).to(tl.int64) * ROWS
+    tile = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(tensor_ptr + tile)
+    place = places_ptr + tensor * 8
+    stride, num_rows, num_columns = tl.load(place + 1), tl.load(place + 4), tl.load(place + 6)
+    tile -= tl.load(first_ptr + tensor)
+    tiles_across = (num_columns + COLUMNS - 1) // COLUMNS
+    column = (tile % tiles_across) * COLUMNS + tl.arange(0, COLUMNS)
+    begin = (tile // tiles_across) * ROWS
+    first_row = tl.load(place + 3)
+    region = base_ptr + tl.load(place) + column
     sums = tl.zeros((COLUMNS,), dtype=tl.int64)
     for step in range(ROWS):
         row = begin + step
         inside = column < tl.where(row < num_rows, num_columns, 0)
-        bits = tl.load(region_ptr + row * stride + column, mask=inside, other=0)
+        bits = tl.load(region + row * stride, mask=inside, other=0)
         sums += (bits.to(tl.int64) & MASK) * _mixed((row + first_row) ^ _ROW_SEED)
-    total = tl.sum(sums * _mixed((column + first_column).to(tl.int64) ^ _COLUMN_SEED), 0)
-    tl.atomic_add(total_ptr, total)
+    total = tl.sum(sums * _mixed((column + tl.load(place + 5)) ^ _COLUMN_SEED), 0)
+    tl.atomic_add(sums_ptr + tensor, total)
