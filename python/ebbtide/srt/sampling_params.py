@@ -66,6 +66,7 @@ class SamplingParams:
     no_stop_trim: bool = False
     stream_interval: int | None = None
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     sampling_seed: int | None = None
     # Checked, then dropped: nothing reads it, and what it holds may not be fit to travel.
     custom_params: Mapping[str, Any] | None = None
@@ -203,6 +204,14 @@ def _stop_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
     return token_ids or None
 
 
+def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not value:
+        raise _rejected(name, "a list of at least one token id", value)
+    if not all(_is_int(token_id) and 0 <= token_id <= _INT64_MAX for token_id in value):
+        raise _rejected(name, "a list of token ids, each an integer ≥ 0", value)
+    return tuple(value)
+
+
 def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     expected = "an object from token id to a finite number"
     if not isinstance(value, Mapping):
@@ -284,6 +293,7 @@ _CHECKS: dict[str, _Check] = {
     "no_stop_trim": _boolean,
     "stream_interval": _integer(1, "an integer ≥ 1"),
     "logit_bias": _logit_bias,
+    "allowed_token_ids": _allowed_token_ids,
     "sampling_seed": _integer(-(2**63), "a signed 64-bit integer"),
     "custom_params": _object,
     "json_schema": _json_text,

@@ -189,7 +189,6 @@ def call_of(kind: str, **fields: Any) -> OpenAICall:
         *(
             (["chat", "completion"], {name: value})
             for name, value in {
-                "allowed_token_ids": [1],
                 "bad_words": ["no"],
                 "ec_transfer_params": {"a": 1},
                 "function_call": {"name": "f"},
@@ -198,7 +197,6 @@ def call_of(kind: str, **fields: Any) -> OpenAICall:
                 "guided_json": {"type": "object"},
                 "guided_regex": "a+",
                 "kv_transfer_params": {"a": 1},
-                "logprob_token_ids": [1],
                 "prompt_embeds": "AAAA",
                 "response_format": {"type": "json_schema"},
                 "stop_regex": "a+",
@@ -226,7 +224,7 @@ def test_what_cannot_be_kept_is_refused_by_name(kinds: list[str], fields: dict[s
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_what_asks_for_nothing_passes(kind: str) -> None:
-    names = ["allowed_token_ids", "bad_words", "structured_outputs", "use_beam_search", "stop_regex", "tools"]
+    names = ["logprob_token_ids", "bad_words", "structured_outputs", "use_beam_search", "stop_regex", "tools"]
     nothing = [None, [], {}, False, "", []]
     plain = call_of(kind, rid="r").generate
     fields = dict(zip(names, nothing, strict=True)) | {"prompt_logprobs": None, "echo": False}

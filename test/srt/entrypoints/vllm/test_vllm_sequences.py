@@ -138,6 +138,27 @@ def test_a_chat_has_ids_in_vllms_places(server: Server) -> None:
     assert ok(server.post("/v1/chat/completions", asked))["choices"][0]["stop_reason"] == stopping
 
 
+def test_ids_that_may_come_and_ids_that_are_told(server: Server) -> None:
+    asked = {"allowed_token_ids": [9, 10], "logprob_token_ids": [9, 11], "logprobs": 0}
+    shape = {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    [choice] = ok(server.post("/v1/completions", {**shape, **asked}))["choices"]
+    assert set(choice["token_ids"]) <= {9, 10}
+    for told in choice["logprobs"]["top_logprobs"]:
+        assert told["token_id:9"] > -50.0
+        assert told["token_id:11"] == -9999.0
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 8, **asked}}
+    [choice] = ok(server.post("/inference/v1/generate", body))["choices"]
+    assert set(choice["token_ids"]) <= {9, 10}
+    for token in choice["logprobs"]["content"]:
+        listed = {each["token_id"]: each["logprob"] for each in token["top_logprobs"]}
+        assert listed.keys() == {token["token_id"], 9, 11}
+        assert listed[11] == -9999.0
+    for wrong, message in ({"allowed_token_ids": []}, "at least one"), ({"allowed_token_ids": [999]}, "999"):
+        refused = server.post("/v1/completions", {"prompt": PROMPT, **wrong})
+        assert refused.status_code == 400
+        assert message in refused.json()["message"]
+
+
 def test_trl_beside_its_rollouts(server: Server, trainer: BroadcastingTrainer, checkpoints: Any) -> None:
     meet(server, trainer)
     rollouts: list[Any] = []

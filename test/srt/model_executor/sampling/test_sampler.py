@@ -332,6 +332,27 @@ def test_stop_ids_are_masked_until_the_minimum_and_then_allowed() -> None:
     assert each.output_ids[3] == 5
 
 
+def test_a_request_chooses_among_its_allowed_ids_and_no_other_does() -> None:
+    scores = torch.zeros(3, VOCAB)
+    scores[:, 5] = 50.0
+    # The minimum keeps a stop id out, allowed or not.
+    allowed = [[2, 7], None, [5, 8]]
+    specs = [
+        spec(allowed_token_ids=ids, stop_ids=[5], min_new_tokens=99 if row == 2 else 0, seed=row)
+        for row, ids in enumerate(allowed)
+    ]
+    sampler, chosen = new_sampler(), [set[int](), set[int](), set[int]()]
+    for _ in range(40):
+        tokens = step(sampler, scores, specs).token_ids
+        for each, ids, token_id in zip(specs, chosen, tokens, strict=True):
+            each.output_ids.append(token_id)
+            ids.add(token_id)
+    assert chosen == [{2, 7}, {5}, {8}]
+    wanted = LogprobSpec(token_ids=(2, 5), top=0)
+    entry = only_logprobs(scores[:1], spec(allowed_token_ids=[2, 7], logprobs=wanted))[0]
+    assert entry.chosen == [pytest.approx(math.log(0.5)), LOWEST]
+
+
 def test_a_masked_token_has_the_lowest_logprob() -> None:
     wanted = LogprobSpec(token_ids=(5,), top=VOCAB)
     entry = only_logprobs(logits(1), spec(stop_ids=[5], min_new_tokens=1, logprobs=wanted))[0]

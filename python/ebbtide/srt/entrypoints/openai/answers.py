@@ -38,7 +38,8 @@ class Piece:
     """What is new about one output: all of it, where there is no stream.
 
     Attributes:
-        logprobs, top_logprobs: per new token; empty when not asked for.
+        logprobs, top_logprobs, chosen_logprobs: per new token; empty when not asked for. The last ones are of
+            the ids that the request names.
         meta: as of now; the lists of logprobs in it hold what is new.
     """
 
@@ -48,8 +49,17 @@ class Piece:
     token_ids: list[int]
     logprobs: Sequence[Triple]
     top_logprobs: Sequence[Sequence[Triple] | None]
+    chosen_logprobs: Sequence[Sequence[Triple] | None]
     prompt_token_ids: list[int] | None
     meta: Mapping[str, Any]
+
+    def positions(self, num_top: int | None) -> list[tuple[Triple, Sequence[Triple] | None]]:
+        """Each new token with so many of the most likely ones, and those that the request names."""
+        positions = list(_zip(self.logprobs, self.top_logprobs, num_top))
+        if not self.chosen_logprobs:
+            return positions
+        pairs = zip(positions, self.chosen_logprobs, strict=True)
+        return [(own, _with(top or (), chosen or ())) for (own, top), chosen in pairs]
 
     @property
     def finish(self) -> Mapping[str, Any] | None:
@@ -85,6 +95,7 @@ def _piece(output: Mapping[str, Any], index: int, *, is_first: bool) -> Piece:
         token_ids=output["output_ids"],
         logprobs=meta.get("output_token_logprobs", ()),
         top_logprobs=meta.get("output_top_logprobs", ()),
+        chosen_logprobs=meta.get("output_token_ids_logprobs", ()),
         prompt_token_ids=output.get("prompt_token_ids"),
         meta=meta,
     )
@@ -207,7 +218,7 @@ class CompletionWriter:
 
     def _logprobs(self, piece: Piece) -> CompletionLogprobs:
         num_top = self._call.num_logprobs
-        positions = list(_zip(piece.logprobs, piece.top_logprobs, num_top))
+        positions = piece.positions(num_top)
         if self._call.echo is not None and piece.is_first:
             meta = piece.meta
             prompt = meta.get("input_token_logprobs", ()), meta.get("input_top_logprobs", ())
@@ -233,6 +244,12 @@ def _zip(
     """Positions with so many of their most likely tokens, if those were asked for."""
     fewest = [None if top is None else top[:num_top] for top in tops]
     return zip(triples, fewest or [()] * len(triples), strict=True)
+
+
+def _with(top: Sequence[Triple], chosen: Sequence[Triple]) -> list[Triple]:
+    """The most likely tokens, then those of the others that are not among them."""
+    known_ids = {token_id for _, token_id, _ in top}
+    return [*top, *(triple for triple in chosen if triple[1] not in known_ids)]
 
 
 def _by_text(top: Iterable[Triple] | None) -> dict[str, float] | None:
@@ -352,7 +369,7 @@ class ChatWriter:
                         for other in top or ()
                     ],
                 )
-                for triple, top in _zip(piece.logprobs, piece.top_logprobs, num_top)
+                for triple, top in piece.positions(num_top)
             ]
         )
 

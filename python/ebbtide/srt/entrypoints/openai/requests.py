@@ -31,7 +31,16 @@ COMPLETION_MAX_TOKENS = 16
 _SAMPLING = {
     **{name: name for name in ("n", "temperature", "top_p", "top_k", "min_p", "logit_bias", "stop")},
     **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")},
-    **{name: name for name in ("stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens")},
+    **{
+        name: name
+        for name in (
+            "allowed_token_ids",
+            "stop_token_ids",
+            "ignore_eos",
+            "no_stop_trim",
+            "skip_special_tokens",
+        )
+    },
     **{name: name for name in ("spaces_between_special_tokens", "regex", "ebnf", "json_schema")},
     "structural_tag": "structural_tag",
     "min_tokens": "min_new_tokens",
@@ -176,6 +185,8 @@ def _call(
 def _logprob_fields(request: OpenAIRequest, num_logprobs: int | None, *, with_prompt: bool = False) -> Fields:
     """What is asked of `/generate`: for the prompt as many of the most likely tokens as for the output."""
     num_prompt = request.prompt_logprobs
+    if request.logprob_token_ids and num_logprobs is None:
+        raise RequestRejected("logprob_token_ids: needs logprobs")
     for name, number in (("logprobs", num_logprobs), ("prompt_logprobs", num_prompt)):
         if number is not None and number < 0:
             raise RequestRejected(f"{name}: expected a number of tokens from 0, got {number}")
@@ -186,6 +197,7 @@ def _logprob_fields(request: OpenAIRequest, num_logprobs: int | None, *, with_pr
     return {
         "return_logprob": is_wanted,
         "top_logprobs_num": max(num_logprobs or 0, num_prompt or 0),
+        "token_ids_logprob": request.logprob_token_ids or None,
         "return_text_in_logprobs": is_wanted and _wants_texts(request),
         "logprob_start_len": 0 if of_prompt else -1,
     }

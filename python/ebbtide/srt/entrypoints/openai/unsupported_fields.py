@@ -13,11 +13,10 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_request import asks_for_nothing
 
 _OLDER: Final = "structured_outputs takes its place"
-_ONLY_BIAS: Final = "of single tokens, logit_bias changes the odds"
+_ONLY_BIAS: Final = "of single tokens, logit_bias changes the odds and allowed_token_ids says which may come"
 
 # Field → what there is instead.
 _UNSUPPORTED: Final[Mapping[str, str]] = {
-    "allowed_token_ids": _ONLY_BIAS,
     "audio": "answers are text",
     "bad_words": _ONLY_BIAS,
     "documents": "chat_template_kwargs are variables of the template",
@@ -29,7 +28,6 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
     "guided_regex": _OLDER,
     "kv_transfer_params": "prompts are computed here",
     "logits_processors": _ONLY_BIAS,
-    "logprob_token_ids": "/generate has token_ids_logprob",
     "prompt_embeds": "prompts are texts or token ids",
     "repetition_detection": "there are stop strings, stop_token_ids and penalties",
     "stop_regex": "stop takes strings",

@@ -85,6 +85,11 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
     params, ignored = sampling_params(request.sampling_params)
     num_logprobs = count_of(request.sampling_params, "logprobs")
     num_prompt_logprobs = count_of(request.sampling_params, "prompt_logprobs")
+    chosen_ids = request.sampling_params.get("logprob_token_ids")
+    if chosen_ids and num_logprobs is None:
+        raise RequestRejected(
+            "logprob_token_ids: needs logprobs", param="body.sampling_params.logprob_token_ids"
+        )
     rid = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex
     salt = request.cache_salt if request.cache_salt is not None else request.sampling_params.get("cache_salt")
     generate: Fields = {
@@ -96,6 +101,7 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         "truncate_prompt_tokens": request.sampling_params.get("truncate_prompt_tokens"),
         "return_logprob": num_logprobs is not None or num_prompt_logprobs is not None,
         "top_logprobs_num": max(num_logprobs or 0, num_prompt_logprobs or 0),
+        "token_ids_logprob": chosen_ids or None,
         "logprob_start_len": -1 if num_prompt_logprobs is None else 0,
         "return_prompt_token_ids": request.return_token_ids,
         "routed_dp_rank": _rank(headers.get("x-data-parallel-rank")),
@@ -170,19 +176,19 @@ class _Writer:
         num_top = self._call.common.num_logprobs
         if num_top is None:
             return None
-        tops = piece.top_logprobs or [()] * len(piece.logprobs)
-        pairs = zip(piece.logprobs, tops, strict=True)
-        return TokensLogprobs(content=[_chosen(own, (top or ())[:num_top]) for own, top in pairs])
+        content = [_chosen(own, top or (), num_top) for own, top in piece.positions(num_top)]
+        return TokensLogprobs(content=content)
 
     def _prompt_logprobs(self, piece: Piece) -> PromptLogprobs | None:
         wanted = self._call.common.num_prompt_logprobs
         return None if wanted is None else prompt_logprobs(piece.meta, wanted)
 
 
-def _chosen(own: Triple, top: Sequence[Triple]) -> ChosenToken:
-    ranked = {token_id: rank for rank, (_, token_id, _) in enumerate(top, 1)}
+def _chosen(own: Triple, listed: Sequence[Triple], num_top: int) -> ChosenToken:
+    """A token of the output. Of those listed, so many are the most likely ones, in order."""
+    ranked = {token_id: rank for rank, (_, token_id, _) in enumerate(listed[:num_top], 1)}
     first = _choice_of(own, ranked.get(own[1]))
-    others = [_choice_of(triple, rank) for rank, triple in enumerate(top, 1) if triple[1] != own[1]]
+    others = [_choice_of(triple, ranked.get(triple[1])) for triple in listed if triple[1] != own[1]]
     return ChosenToken(**msgspec.structs.asdict(first), top_logprobs=[first, *others])
 
 

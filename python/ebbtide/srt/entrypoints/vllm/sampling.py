@@ -15,6 +15,7 @@ _SAME = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "te
 _NAMES = {
     **{name: name for name in _SAME},
     **{name: name for name in ("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "logit_bias")},
+    "allowed_token_ids": "allowed_token_ids",
     "spaces_between_special_tokens": "spaces_between_special_tokens",
     "include_stop_str_in_output": "no_stop_trim",
     "min_tokens": "min_new_tokens",
@@ -22,14 +23,14 @@ _NAMES = {
 }
 # These would change the tokens, or are read back: empty values are taken, others refused.
 UNSUPPORTED = (
-    *("allowed_token_ids", "bad_words", "extra_args"),
-    *("logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"),
+    *("bad_words", "extra_args"),
+    *("prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"),
     *("routed_experts_prompt_start", "skip_reading_prefix_cache", "thinking_token_budget"),
 )
 # Read elsewhere, or without a meaning here.
 _OTHERS = (
     *("detokenize", "output_kind", "logprobs", "prompt_logprobs", "max_tokens", "top_k", "cache_salt"),
-    *("truncate_prompt_tokens", "structured_outputs"),
+    *("truncate_prompt_tokens", "structured_outputs", "logprob_token_ids"),
 )
 
 

@@ -299,6 +299,7 @@ class RequestNormalizer:
             if one.stop_strings:
                 self._need_tokenizer("sampling_params.stop")
             self._limits.check_ids("sampling_params.logit_bias", list(one.logit_bias or ()))
+            self._limits.check_ids("sampling_params.allowed_token_ids", one.allowed_token_ids or ())
             if one.grammar is not None:
                 self._need_tokenizer(f"sampling_params.{one.grammar.kind}")
         return params
