@@ -78,6 +78,10 @@ def test_one_warning_an_episode_with_the_reason_and_the_remedy(
         engine.send()
         engine.clock.advance(10 * SILENT_S)
         assert len(caplog.messages) == 1
+        # Another reason is worth another line: the first remedy would not help now.
+        engine.turn(can_run=False, reason="released(kv_cache)")
+        engine.clock.advance(SILENT_S)
+        assert [": released(kv_cache)." in message for message in caplog.messages] == [False, True]
         engine.turn()
         caplog.clear()
 

@@ -23,7 +23,7 @@ CallLater: TypeAlias = Callable[[float, Callable[[], None]], Timer]
 
 
 class WaitWarning:
-    """Warns once if requests have waited for a while because nothing can run, until something can.
+    """Warns once of each reason for which requests have waited for a while, until something can run again.
 
     Args:
         can_run: whether a forward pass may run, as far as is known.
@@ -44,14 +44,14 @@ class WaitWarning:
         self._num_waiting = num_waiting
         self._call_later = call_later
         self._timer: Timer | None = None
-        self._is_told = False
+        self._told_reason: str | None = None
 
     def note(self) -> None:
         """A request has been sent, or a state reported."""
         if self._can_run():
             self.cancel()
-            self._is_told = False
-        elif self._timer is None and not self._is_told and self._num_waiting():
+            self._told_reason = None
+        elif self._timer is None and self._num_waiting() and self._reason() != self._told_reason:
             self._timer = self._call_later(SILENT_S, self._tell)
 
     def cancel(self) -> None:
@@ -60,12 +60,16 @@ class WaitWarning:
             self._timer.cancel()
             self._timer = None
 
+    def _reason(self) -> str | None:
+        state = self._state()
+        return None if state is None else state.reason
+
     def _tell(self) -> None:
         self._timer = None
         state, num_waiting = self._state(), self._num_waiting()
         if state is None or state.can_run or not num_waiting:
             return
-        self._is_told = True
+        self._told_reason = state.reason
         logger.warning(
             "%d requests wait, for %g s or longer: %s. To go on: %s",
             num_waiting,
