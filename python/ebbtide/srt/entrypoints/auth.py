@@ -34,6 +34,8 @@ _OPEN_PATHS = frozenset(
         "/docs",
         "/docs/oauth2-redirect",
         "/openapi.json",
+        # The page alone, which holds nothing of the engine: what it shows comes from /dashboard/events.
+        "/dashboard",
     }
 )
 _NORMAL_PATHS = frozenset(

@@ -28,6 +28,7 @@ from ebbtide.srt.entrypoints.control_routes import (
     Endpoint,
     control_endpoint,
 )
+from ebbtide.srt.entrypoints.dashboard.routes import Dashboard
 from ebbtide.srt.entrypoints.drain import DrainRequest
 from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole, error_answer
 from ebbtide.srt.entrypoints.information import WeightVersion
@@ -80,6 +81,8 @@ def create_app(service: EngineService) -> FastAPI:
         app.add_route(path, control_endpoint(service, kind), methods=list(kind.row.methods))
     app.add_route("/transition", endpoints.transition, methods=["POST"])
     app.add_route("/drain", endpoints.drain, methods=["POST"])
+    for path, endpoint in Dashboard(service.timeline).routes().items():
+        app.add_route(path, endpoint, methods=["GET"])
     for path in NOT_IMPLEMENTED:
         app.add_route(path, _not_implemented, methods=ALL_METHODS)
     app.add_exception_handler(RequestRejected, _answer_rejection)

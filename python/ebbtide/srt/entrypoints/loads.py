@@ -13,6 +13,14 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import Load
 
+_SUMMABLE = (
+    "num_running_reqs",
+    "num_paused_reqs",
+    "num_waiting_reqs",
+    "num_used_tokens",
+    "max_total_num_tokens",
+    "gen_throughput",
+)
 # This version has no speculative decoding, LoRA or disaggregation: their sections are empty.
 SECTIONS = ("core", "memory", "queues", "spec", "lora", "disagg", "all")
 
@@ -95,6 +103,11 @@ def load_summaries(loads: Sequence[Load]) -> list[LoadSummary]:
         )
         for load in loads
     ]
+
+
+def load_totals(loads: Sequence[Load]) -> dict[str, float]:
+    """The sums over all replicas of what can be added up."""
+    return {name: sum(getattr(load, name) for load in loads) for name in _SUMMABLE} if loads else {}
 
 
 def wanted_sections(given: Sequence[str]) -> frozenset[str]:

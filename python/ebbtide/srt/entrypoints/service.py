@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from ebbtide.srt.config import EngineConfig
+from ebbtide.srt.entrypoints.dashboard.timeline import Timeline
 from ebbtide.srt.entrypoints.drain import DRAINING, Drain, DrainReply
 from ebbtide.srt.entrypoints.information import StartupTime, model_info, server_info
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
-from ebbtide.srt.entrypoints.loads import loads_body, loads_of_rank, wanted_sections
+from ebbtide.srt.entrypoints.loads import load_totals, loads_body, loads_of_rank, wanted_sections
 from ebbtide.srt.entrypoints.metrics.operations import OPERATIONS, TRANSITION
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.entrypoints.occupation import (
@@ -58,6 +59,7 @@ class EngineService:
 
     Attributes:
         metrics: what was asked for through both doors, and how that went.
+        timeline: the recent past, for the dashboard.
 
     Raises:
         ConfigurationError: the model, the tokenizer or the machine does not do.
@@ -77,6 +79,8 @@ class EngineService:
         self._manager: TokenizerManager | None = None
         self._drain = Drain()
         self.metrics = Metrics(config.model.weight_version)
+        self.timeline = Timeline(self._sample)
+        self.metrics.control.observers.append(self.timeline)
         self._transitions = Transitions(self.control)
         self._processes = EngineProcesses(config, targets, early)
         try:
@@ -147,6 +151,7 @@ class EngineService:
     async def close(self) -> None:
         """As `fail`, and close the channels. The processes are `shutdown`'s."""
         self.metrics.gc_pauses.remove()
+        self.timeline.close()
         if self._manager is not None:
             await self._manager.close()
 
@@ -309,6 +314,24 @@ class EngineService:
     async def metric_values(self) -> dict[str, float]:
         """The same samples by name and labels."""
         return self.metrics.values(self.state, await self.loads())
+
+    async def _sample(self) -> dict[str, Any]:
+        """What the dashboard shows of one moment. Without a load where the schedulers do not answer."""
+        state = self.state
+        occupation = await asyncio.to_thread(engine_state, state, self.config.parallel)
+        try:
+            loads = await self.loads()
+        except EngineError:
+            loads = []
+        return {
+            "resident_bytes": {tag: report.resident_bytes for tag, report in occupation.tags.items()},
+            "backup_bytes": {tag: report.backup_bytes for tag, report in occupation.tags.items()},
+            "device": msgspec.to_builtins(occupation.device),
+            "reason": self.not_ready,
+            "weight_version": state.weight_version,
+            "num_live": self.manager.num_live,
+            "load": load_totals(loads),
+        }
 
     async def memory_occupation(self) -> dict[str, Any]:
         """The body of `GET /memory_occupation`. Never waits for the engine."""

@@ -9,12 +9,13 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from ebbtide.srt.entrypoints.metrics.collectors import WeightedHistogram
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers import io_struct
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest, PauseMode, Reply, StateReport
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -69,14 +70,48 @@ class VersionLag:
         return self._num_commits - self._last_commit.get(version, self._num_commits)
 
 
+@dataclass(frozen=True)
+class EndedOperation:
+    """How a control operation went.
+
+    Attributes:
+        started_s: seconds since 1970.
+        outcome: done, incomplete, refused, failed or abandoned.
+        status: that of the answer over HTTP.
+        reply: None where there is none.
+    """
+
+    operation: str
+    started_s: float
+    duration_s: float
+    outcome: str
+    status: str
+    message: str
+    reply: Reply | None
+
+
+class Observer(Protocol):
+    """Who else hears of what `ControlMetrics` counts."""
+
+    def note_operation(self, ended: EndedOperation) -> None:
+        """A control operation has ended."""
+
+    def note_spans(self, spans: Sequence[Mapping[str, Any]]) -> None:
+        """An output has ended: its `weight_versions`."""
+
+
 class ControlMetrics:
     """Counts control operations as they end, and tokens by the age of their weights as outputs end.
 
     Args:
         version: that of the weights at the start.
+
+    Attributes:
+        observers: told of each operation and output that has ended.
     """
 
     def __init__(self, registry: CollectorRegistry, version: str) -> None:
+        self.observers: list[Observer] = []
         self._registry = registry
         self._version_lag = VersionLag(version)
         self._operations(registry)
@@ -148,28 +183,37 @@ class ControlMetrics:
         Raises:
             RequestRejected, EngineError: those of `work`.
         """
-        started_s = time.perf_counter()
-        outcome, status = "failed", "500"
+        began_s, started_s = time.time(), time.perf_counter()
+        outcome, status, message = "failed", "500", ""
+        reply: Reply | None = None
         self._running.labels(operation).inc()
         try:
             result = await work
             outcome, status = "done", "200"
             if isinstance(result, Reply):
+                reply, message = result, result.message
                 if not result.success:
                     outcome, status = "incomplete", "400"
                 self._note(operation, result)
             return result
         except RequestRejected as error:
-            outcome, status = "refused", str(error.status)
+            outcome, status, message = "refused", str(error.status), str(error)
+            raise
+        except EngineError as error:
+            message = str(error)
             raise
         except asyncio.CancelledError:
             # The operation goes on; it was only its caller that went, and nobody will hear how it ended.
             outcome, status = "abandoned", "499"
             raise
         finally:
+            duration_s = time.perf_counter() - started_s
             self._running.labels(operation).dec()
-            self._duration_s.labels(operation).observe(time.perf_counter() - started_s)
+            self._duration_s.labels(operation).observe(duration_s)
             self._ended.labels(operation, outcome, status).inc()
+            ended = EndedOperation(operation, began_s, duration_s, outcome, status, message, reply)
+            for observer in self.observers:
+                observer.note_operation(ended)
 
     def _note(self, operation: str, reply: Reply) -> None:
         match reply:
@@ -209,6 +253,8 @@ class ControlMetrics:
             self._lag.observe(self._version_lag.of(span["version"]), span["end"] - span["start"])
         if len({span["version"] for span in spans}) > 1:
             self._mixed.inc()
+        for observer in self.observers:
+            observer.note_spans(spans)
 
     def set_state(self, state: StateReport) -> None:
         """Take over the state machines as they stand."""

@@ -1,0 +1,120 @@
+"""What the dashboard shows: control operations, and samples of memory and load while somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final
+
+from ebbtide.srt.entrypoints.metrics.operations import EndedOperation
+
+# So much of the past a page begins with: an hour of a training loop has a few hundred control operations.
+MAX_OPERATIONS: Final = 512
+MAX_SAMPLES: Final = 1800
+SAMPLE_INTERVAL_S: Final = 1.0
+# A viewer that has not read so many events is not reading: a page that was left open on a sleeping machine.
+MAX_UNREAD: Final = 256
+# What a reply tells that is worth a line on the page.
+_REPLY_FIELDS: Final = (
+    "stall_ms",
+    "num_bytes",
+    "staged",
+    "weight_version",
+    "new_version",
+    "num_retracted",
+    "num_parked",
+    "num_aborted",
+    "freed_bytes",
+    "mapped_bytes",
+    "moved_bytes",
+)
+
+Event = dict[str, Any]
+
+
+class Timeline:
+    """The recent past of an engine, and a stream of events for each page that shows it.
+
+    Everything belongs to one event loop. Without viewers it costs a record for each control operation.
+
+    Args:
+        sample: measures now: the fields of a sample beside its time and the tokens by version.
+    """
+
+    def __init__(self, sample: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+        self._sample = sample
+        self._operations: deque[Event] = deque(maxlen=MAX_OPERATIONS)
+        self._samples: deque[Event] = deque(maxlen=MAX_SAMPLES)
+        self._tokens_by_version: Counter[str] = Counter()
+        self._viewers: set[asyncio.Queue[Event | None]] = set()
+        self._sampling: asyncio.Task[None] | None = None
+
+    def note_operation(self, ended: EndedOperation) -> None:
+        """A control operation has ended."""
+        told = ((name, getattr(ended.reply, name, None)) for name in _REPLY_FIELDS)
+        event: Event = {
+            "operation": ended.operation,
+            "started_s": ended.started_s,
+            "duration_s": ended.duration_s,
+            "outcome": ended.outcome,
+            "message": ended.message,
+            **{name: value for name, value in told if value},
+        }
+        self._operations.append(event)
+        self._publish({"operation": event})
+
+    def note_spans(self, spans: Sequence[Mapping[str, Any]]) -> None:
+        """An output has ended: its `weight_versions`."""
+        for span in spans:
+            self._tokens_by_version[span["version"]] += span["end"] - span["start"]
+
+    async def events(self) -> AsyncGenerator[Event]:
+        """First the past, as one event, then what happens. Ends at `close`, or for a reader too slow."""
+        unread: asyncio.Queue[Event | None] = asyncio.Queue(MAX_UNREAD)
+        self._viewers.add(unread)
+        if self._sampling is None:
+            self._tokens_by_version.clear()  # A second's tokens are shown, not those since the last viewer.
+            self._sampling = asyncio.create_task(self._keep_sampling())
+        try:
+            yield {"history": {"operations": list(self._operations), "samples": list(self._samples)}}
+            while (event := await unread.get()) is not None:
+                yield event
+        finally:
+            self._viewers.discard(unread)
+            if not self._viewers:
+                self._stop_sampling()
+
+    def close(self) -> None:
+        """End the streams of all viewers."""
+        self._stop_sampling()
+        for unread in list(self._viewers):
+            self._end(unread)
+
+    def _publish(self, event: Event) -> None:
+        for unread in list(self._viewers):
+            if unread.full():
+                self._end(unread)
+            else:
+                unread.put_nowait(event)
+
+    def _end(self, unread: asyncio.Queue[Event | None]) -> None:
+        self._viewers.discard(unread)
+        while not unread.empty():
+            unread.get_nowait()
+        unread.put_nowait(None)
+
+    def _stop_sampling(self) -> None:
+        if self._sampling is not None:
+            self._sampling.cancel()
+            self._sampling = None
+
+    async def _keep_sampling(self) -> None:
+        while True:
+            measured = await self._sample()
+            tokens, self._tokens_by_version = dict(self._tokens_by_version), Counter()
+            sample: Event = {"time_s": time.time(), "tokens_by_version": tokens, **measured}
+            self._samples.append(sample)
+            self._publish({"sample": sample})
+            await asyncio.sleep(SAMPLE_INTERVAL_S)

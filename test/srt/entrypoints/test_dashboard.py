@@ -1,0 +1,108 @@
+"""The dashboard: its timeline driven by hand, and the page in a browser over a server."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import pytest
+from fixtures.servers import running_server, url_of
+
+from ebbtide.srt.entrypoints.dashboard import timeline as module
+from ebbtide.srt.entrypoints.dashboard.timeline import MAX_UNREAD, Timeline
+from ebbtide.srt.entrypoints.metrics.operations import EndedOperation
+
+BROWSER = shutil.which("chromium")
+
+
+class Sampled:
+    """A timeline whose samples count themselves."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.timeline = Timeline(self._sample)
+
+    async def _sample(self) -> Mapping[str, Any]:
+        self.num_samples += 1
+        return {"number": self.num_samples}
+
+    def end(self, operation: str) -> None:
+        self.timeline.note_operation(EndedOperation(operation, 1.0, 0.5, "done", "200", "said", None))
+
+
+async def first(events: AsyncGenerator[dict[str, Any]], kind: str) -> Any:
+    """The next event of this kind."""
+    while kind not in (event := await anext(events)):
+        pass
+    return event[kind]
+
+
+def test_viewers_get_the_past_and_what_happens_and_nobody_else_costs_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "SAMPLE_INTERVAL_S", 0.001)
+
+    async def main() -> None:
+        sampled = Sampled()
+        sampled.end("flush_cache")
+        sampled.timeline.note_spans([{"version": "0", "start": 0, "end": 5}])
+        assert sampled.num_samples == 0
+
+        events = sampled.timeline.events()
+        history = await first(events, "history")
+        assert [entry["operation"] for entry in history["operations"]] == ["flush_cache"]
+        await first(events, "sample")
+        sampled.timeline.note_spans([{"version": "1", "start": 0, "end": 3}])
+        sampled.timeline.note_spans([{"version": "1", "start": 3, "end": 7}])
+        while not (sample := await first(events, "sample"))["tokens_by_version"]:
+            pass
+        assert sample["tokens_by_version"] == {"1": 7}, "of the viewer's own time alone"
+        sampled.end("pause_generation")
+        assert (await first(events, "operation"))["message"] == "said"
+
+        await events.aclose()
+        num_samples = sampled.num_samples
+        await asyncio.sleep(0.02)
+        assert sampled.num_samples == num_samples
+
+    asyncio.run(main())
+
+
+def test_a_viewer_that_does_not_read_and_one_of_a_server_that_ends_are_let_go() -> None:
+    async def main() -> None:
+        sampled = Sampled()
+        idle, reading = sampled.timeline.events(), sampled.timeline.events()
+        for events in (idle, reading):
+            assert "history" in await anext(events)
+        for _ in range(MAX_UNREAD + 1):
+            sampled.end("flush_cache")
+            await first(reading, "operation")
+        assert [event async for event in idle] == []
+        sampled.timeline.close()
+        assert [event async for event in reading] == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no chromium")
+def test_a_browser_shows_what_was_done() -> None:
+    with running_server("null", module="ebbtide.testing.null_engine") as server:
+        server.post("/pause_generation", {"mode": "in_place"})
+        server.post("/release_memory_occupation", {"tags": ["no_such_tag"]})
+        page = subprocess.run(
+            [
+                *(str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu"),
+                *("--virtual-time-budget=20000", "--dump-dom", f"{url_of(server)}/dashboard"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+    assert "waits: paused(in_place)" in page
+    assert "<td>pause_generation</td>" in page
+    assert 'class="refused"' in page
+    assert "no_such_tag" in page
