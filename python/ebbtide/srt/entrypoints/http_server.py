@@ -81,7 +81,7 @@ def create_app(service: EngineService) -> FastAPI:
         app.add_route(path, control_endpoint(service, kind), methods=list(kind.row.methods))
     app.add_route("/transition", endpoints.transition, methods=["POST"])
     app.add_route("/drain", endpoints.drain, methods=["POST"])
-    for path, endpoint in Dashboard(service.timeline).routes().items():
+    for path, endpoint in Dashboard(service).routes().items():
         app.add_route(path, endpoint, methods=["GET"])
     for path in NOT_IMPLEMENTED:
         app.add_route(path, _not_implemented, methods=ALL_METHODS)

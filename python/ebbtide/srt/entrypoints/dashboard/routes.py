@@ -12,8 +12,8 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ebbtide.srt.entrypoints.control_routes import Endpoint
-from ebbtide.srt.entrypoints.dashboard.timeline import Timeline
 from ebbtide.srt.entrypoints.http_answers import while_connected
+from ebbtide.srt.entrypoints.service import EngineService
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class Dashboard:
     """The endpoints over the timeline of one engine."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
         self._page = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 
     def routes(self) -> dict[str, Endpoint]:
@@ -36,7 +36,7 @@ class Dashboard:
         return _EventStream(self._encoded(), media_type="text/event-stream")
 
     async def _encoded(self) -> AsyncIterator[bytes]:
-        async for event in self._timeline.events():
+        async for event in self._service.timeline.events():
             yield b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
