@@ -23,7 +23,7 @@ CONTRACT = {"test_contract_sequences", "test_wire_traces"}
 # Who takes one of these starts processes. All other modules are of the tier "unit".
 STARTERS = {"subprocess", "multiprocessing", "ebbtide.demo.run", "ebbtide.testing.null_engine"}
 STARTERS |= {f"ebbtide.srt.entrypoints.{name}" for name in ("early_processes", "engine", "launcher")}
-STARTERS |= {f"fixtures.{name}" for name in ("broadcasting_trainer", "compat", "engines", "rank_processes")}
+STARTERS |= {f"fixtures.{name}" for name in ("broadcasting_trainer", "compat", "rank_processes")}
 STARTERS |= {"fixtures.servers", "fixtures.trainer_process"}
 
 

@@ -101,14 +101,15 @@ def test_plain_requests(server: Server, checkpoints: tuple[Path, Path]) -> None:
 
 
 def test_an_rl_loop_goes_on_when_answers_are_lost(server: Server, checkpoints: tuple[Path, Path]) -> None:
-    arguments = ["--model-path", str(checkpoints[0]), "--steps", "3"]
-    disturbed = run_example("rl_step_with_retries.py", *arguments, "--lose-every", "2")
+    arguments = ["--model-path", str(checkpoints[0]), "--url", url_of(server), "--steps", "2"]
+    outputs = []
+    for lose_every in ("2", "0"):
+        server.post("/update_weights_from_disk", {"model_path": str(checkpoints[0])}).raise_for_status()
+        outputs.append(run_example("rl_step_with_retries.py", *arguments, "--lose-every", lose_every))
+    disturbed, undisturbed = outputs
     assert disturbed.count("/transition (the answer was lost)") == disturbed.count("(replayed)") > 0
-    undisturbed = run_example(
-        "rl_step_with_retries.py", *arguments, "--lose-every", "0", "--url", url_of(server)
-    )
     assert "no answer" not in undisturbed
-    rewards = [re.findall(r"mean reward (\S+)", output) for output in (disturbed, undisturbed)]
+    rewards = [re.findall(r"mean reward (\S+)", output) for output in outputs]
     assert rewards[0] == rewards[1]
 
 

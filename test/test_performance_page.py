@@ -1,8 +1,9 @@
-"""The tables of docs/performance.md are those of the results, and say what nobody has measured."""
+"""The tables of the documents are those of the results, and say what nobody has measured."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,14 @@ def result(first_token_s: float, date: str) -> dict[str, Any]:
 def test_the_page_says_what_the_results_say() -> None:
     run = generate("--check")
     assert run.returncode == 0, run.stderr
+
+
+def test_the_table_of_scaling_is_that_of_the_results() -> None:
+    command = [sys.executable, str(ROOT / "bench" / "control_fan_out.py"), "--table"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    table = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert table.count("\n") > 10
+    assert table in (ROOT / "docs" / "scaling.md").read_text()
 
 
 def test_a_table_is_filled_from_the_latest_result(tmp_path: Path) -> None:

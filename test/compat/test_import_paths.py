@@ -9,7 +9,6 @@ import sys
 import venv
 from pathlib import Path
 
-import pytest
 from fixtures.compat import COMPAT, IMPORTS, output_of, run_python
 
 LIGHT = """
@@ -33,17 +32,14 @@ def test_the_version_is_sglangs_or_as_told() -> None:
     assert output_of(show, EBBTIDE_SGLANG_VERSION="0.5.7") == "0.5.7\n"
 
 
-@pytest.mark.parametrize(
-    "statement", ["import sglang.srt.managers.scheduler", "from sglang.srt.layers import attention"]
-)
-def test_other_paths_fail_with_one_line(statement: str) -> None:
-    done = run_python(statement)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1
-    assert "Error: " in last
-    assert "sglang" in last
-    caught = output_of(f"try:\n    {statement}\nexcept ImportError as error:\n    print(error)")
-    assert caught.count("\n") == 1
+def test_other_paths_fail_with_one_line() -> None:
+    statements = ["import sglang.srt.managers.scheduler", "from sglang.srt.layers import attention"]
+    script = "\n".join(
+        f"try:\n    {statement}\nexcept ImportError as error:\n    print(error)" for statement in statements
+    )
+    lines = output_of(script).splitlines()
+    assert len(lines) == len(statements)
+    assert all("sglang" in line for line in lines)
 
 
 NAMES_ONLY = """

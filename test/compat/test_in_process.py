@@ -14,7 +14,6 @@ import pytest
 import sglang.srt.entrypoints.engine as entrypoint
 import torch
 import torch.distributed as dist
-from fixtures.servers import is_alive
 from safetensors.torch import load_file
 from sglang.srt.entrypoints.http_server import _GlobalState, app, health_generate, set_global_state
 from sglang.srt.managers.io_struct import (
@@ -235,20 +234,3 @@ def test_the_application_serves_the_engine_of_this_process(manager: TokenizerMan
         asyncio.run(run())
     finally:
         app.router.routes[:] = routes
-
-
-def test_nothing_is_left_of_an_engine(checkpoints: tuple[Path, Path]) -> None:
-    manager, _, sizes, ports = entrypoint._launch_subprocesses(
-        entrypoint.ServerArgs(
-            model_path=str(checkpoints[0]),
-            skip_tokenizer_init=True,
-            max_total_tokens=64,
-            log_level="error",
-        )
-    )
-    assert sizes["max_total_num_tokens"] >= 64
-    assert ports.nccl_port > 0
-    pids = manager.core._service.pids.values()
-    assert all(is_alive(pid) for pid in pids)
-    manager.core.shutdown()
-    assert not any(is_alive(pid) for pid in pids)

@@ -231,12 +231,6 @@ def test_what_claims_to_be_huge_takes_nothing(
     assert torch.empty(0).set_(storage).tolist() == list(range(12))
 
 
-def test_a_payload_that_contains_itself_is_refused() -> None:
-    endless = b"\x80\x04]\x94h\x00a."
-    with pytest.raises(RequestRejected):
-        MultiprocessingSerializer.deserialize(endless)
-
-
 def test_a_pickle_that_is_named_often_is_read_as_often_as_one_payload_may_be() -> None:
     inner = MultiprocessingSerializer.serialize(torch.ones(4))
     # Its last value is kept again and again: a long way to a small tensor.
@@ -245,9 +239,3 @@ def test_a_pickle_that_is_named_often_is_read_as_often_as_one_payload_may_be() -
     assert len(payload) < 2 * MIB
     with pytest.raises(RequestRejected, match="more than 4000000 pickle opcodes"):
         read(payload, None)
-
-
-def test_a_safetensors_header_is_bounded() -> None:
-    header = (9 << 20).to_bytes(8, "little") + b"{}".ljust(9 << 20)
-    with pytest.raises(RequestRejected, match="header of at most"):
-        read(header, "safetensors")

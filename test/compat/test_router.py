@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -166,23 +166,6 @@ def test_requests_wait_for_a_server_that_sleeps(router: Router, pool: ThreadPool
     assert sorted(meta_info["weight_version"] for meta_info in finished) == ["1", "1", "default", "default"]
     assert {meta_info["finish_reason"]["type"] for meta_info in finished} == {"length"}
     assert num_requests(awake) == 0
-
-
-def test_pausing_every_server_ends_requests_without_an_error(
-    router: Router, pool: ThreadPoolExecutor
-) -> None:
-    answers: list[Future[httpx.Response]] = [pool.submit(router.generate, ENDLESS) for _ in range(4)]
-    wait_running(router, [2, 2])
-    for server in router.servers:
-        assert server.post("/pause_generation", {"mode": "abort"}).json()["num_aborted"] == 2
-    for answer in answers:
-        assert answer.result().status_code == 200
-        ended = answer.result().json()
-        assert ended["meta_info"]["finish_reason"]["type"] == "abort"
-        assert len(ended["output_ids"]) == ended["meta_info"]["completion_tokens"]
-    for server in router.servers:
-        server.post("/continue_generation")
-    assert router.generate().status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -46,22 +46,3 @@ def test_refusals_are_the_real_ones(engine: NullEngine) -> None:
     assert caught.value.status == 409
 
 
-def test_the_server_speaks_http() -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "ebbtide.testing.null_engine", "--port", str(port)]
-    with subprocess.Popen(command, env=ENVIRONMENT) as process:
-        try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-                for _ in range(600):
-                    try:
-                        client.get("/health").raise_for_status()
-                        break
-                    except httpx.TransportError:
-                        assert process.poll() is None
-                        time.sleep(0.05)
-                body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4}}
-                assert len(client.post("/generate", json=body).json()["output_ids"]) == 4
-                assert client.post("/pause_generation").json()["mode"] == "abort"
-        finally:
-            process.terminate()
-    assert process.returncode == 0

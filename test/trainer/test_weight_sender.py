@@ -135,13 +135,13 @@ def test_an_engine_in_this_process_serves_the_old_weights_until_all_are_there(
     assert serves(engine, new, "new")
 
 
-def test_parameters_views_types_and_a_kept_version(target: Any, old: Weights, new: Weights) -> None:
+def test_parameters_views_types_and_a_kept_version(engine: Any, new: Weights) -> None:
     odd: Weights = {name: torch.nn.Parameter(tensor) for name, tensor in new.items()}
     odd["lm_head.weight"] = new["lm_head.weight"].t().contiguous().t()
     odd["model.norm.weight"] = torch.arange(128, dtype=torch.float64)[::2]
-    sent = sender_to(target, bucket_bytes=1).send(odd.items())  # each a bucket of its own
+    sent = sender_to(engine, bucket_bytes=1).send(odd.items())  # each a bucket of its own
     assert sent.version is None
-    assert serves(target, {name: tensor.detach().float() for name, tensor in odd.items()}, "old")
+    assert serves(engine, {name: tensor.detach().float() for name, tensor in odd.items()}, "old")
 
 
 def test_an_engine_that_has_slept_serves_once_all_weights_are_there(engine: Any, new: Weights) -> None:
@@ -178,13 +178,6 @@ def test_the_next_bucket_is_gathered_while_one_is_on_its_way_and_no_more() -> No
     engine.on_update = take
     WeightSender(engine, bucket_bytes=32).send(gather())
     assert engine.updates == [["a"], ["b"], ["c"], ["d"]]
-
-
-def test_several_targets_get_the_same_update(engine: Any, server: Server, new: Weights) -> None:
-    sent = WeightSender([engine, url_of(server)], bucket_bytes=BUCKET_BYTES).send(new.items(), "new")
-    assert sent.num_tensors == len(new)
-    assert serves(engine, new, "new")
-    assert serves(server, new, "new")
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +219,7 @@ def replicas_agree(server: Server) -> bool:
 
 SENDING = """
 import sys, psutil
+from fixtures.sharding_trainer import send_from_two_processes
 from safetensors.torch import load_file
 from ebbtide.trainer import WeightSender
 
@@ -311,42 +305,30 @@ def test_what_is_no_set_of_named_tensors_is_refused(
     assert serves(engine, old, "old")
 
 
-def test_the_session_of_another_client_stays_as_it_is(target: Any, new: Weights) -> None:
-    def begin(one: Any) -> Any:
-        return (
-            one.post("/begin_weight_update").json() if isinstance(one, Server) else one.begin_weight_update()
-        )
-
-    assert begin(target)["success"]
+def test_the_session_of_another_client_stays_as_it_is(engine: Any, new: Weights) -> None:
+    engine.begin_weight_update()
     with pytest.raises(WeightSendError, match=r"begin_weight_update failed: .* session is open"):
-        sender_to(target).send(new.items(), version="new")
-    info = target.get("/server_info").json() if isinstance(target, Server) else target.server_info()
-    assert info["weight_update"]["session_open"]
+        sender_to(engine).send(new.items(), version="new")
+    assert engine.server_info()["weight_update"]["session_open"]
 
 
 @pytest.mark.parametrize("next_session", [None, "another"])
 def test_a_bucket_whose_session_has_ended_is_refused_and_the_old_weights_serve(
-    target: Any, old: Weights, new: Weights, next_session: str | None
+    engine: Any, old: Weights, new: Weights, next_session: str | None
 ) -> None:
-    def call(name: str, **fields: Any) -> None:
-        if isinstance(target, Server):
-            target.post(f"/{name}", fields).raise_for_status()
-        else:
-            getattr(target, name)(**fields)
-
     def gather() -> Iterator[tuple[str, torch.Tensor]]:
         for index, item in enumerate(new.items()):
             if index == 10:
-                call("abort_weight_update")
+                engine.abort_weight_update()
                 if next_session is not None:
-                    call("begin_weight_update", session_id=next_session)
+                    engine.begin_weight_update(session_id=next_session)
             yield item
 
     # The bucket before it may have been on its way still.
     ended = r"the session '\w+' is not open|the weight update session was discarded: aborted"
     with pytest.raises(WeightSendError, match=ended):
-        sender_to(target, bucket_bytes=1).send(gather(), version="new")
-    assert serves(target, old, "old")
+        sender_to(engine, bucket_bytes=1).send(gather(), version="new")
+    assert serves(engine, old, "old")
 
 
 def test_a_bucket_that_finds_no_session_is_told_of_as_a_mixture() -> None:
@@ -361,17 +343,21 @@ def test_a_bucket_that_finds_no_session_is_told_of_as_a_mixture() -> None:
     assert "no engine serves" not in str(caught.value)
 
 
-def test_one_of_several_targets_fails_and_none_serves_anything(
+def test_several_targets_serve_the_same_or_where_one_fails_none_of_it(
     engine: Any, server: Server, old: Weights, new: Weights
 ) -> None:
-    failing = FakeEngine()
-    failing.on_update = failing_times(99, RequestRejected("no room", 400))
-    sender = WeightSender([engine, failing, url_of(server)], bucket_bytes=BUCKET_BYTES, retry_pause_s=0.01)
+    other = FakeEngine()
+    other.on_update = failing_times(99, RequestRejected("no room", 400))
+    sender = WeightSender([engine, other, url_of(server)], bucket_bytes=BUCKET_BYTES, retry_pause_s=0.01)
     with pytest.raises(WeightSendError, match=r"bucket 0 .* engine 1: no room"):
         sender.send(new.items(), version="new")
-    assert failing.log[-1] == "abort"
+    assert other.log[-1] == "abort"
     assert serves(engine, old, "old")
     assert serves(server, old, "old")
+    other.on_update = lambda _: None
+    assert sender.send(new.items(), version="new").num_tensors == len(new)
+    assert serves(engine, new, "new")
+    assert serves(server, new, "new")
 
 
 def test_a_commit_that_fails_at_one_of_several_says_who_serves_what(engine: Any, new: Weights) -> None:
@@ -382,19 +368,6 @@ def test_a_commit_that_fails_at_one_of_several_says_who_serves_what(engine: Any,
     assert caught.value.committed == ("engine 0",)
     assert "served all the same by engine 0" in str(caught.value)
     assert serves(engine, new, "new")
-
-
-def test_whatever_is_sent_names_its_session(new: Weights) -> None:
-    """So that a bucket that comes too late is refused, rather than served by itself."""
-    named: list[tuple[str, Any]] = []
-    with fake_server(1, on_update=lambda _: None, on_request=lambda *request: named.append(request)) as url:
-        for _ in range(2):
-            WeightSender(url, transport="body").send([("a", torch.zeros(1))])
-    paths = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
-    sessions = [(path, fields["session_id"]) for path, fields in named if path in paths]
-    assert [path for path, _ in sessions] == paths * 2
-    assert [len({session for _, session in sessions[start : start + 3]}) for start in (0, 3)] == [1, 1]
-    assert sessions[0][1] != sessions[3][1]
 
 
 def test_nobody_answers() -> None:
@@ -464,10 +437,8 @@ def test_a_bucket_is_not_sent_again_to_an_engine_without_the_session() -> None:
 )
 @pytest.mark.parametrize("when", ["request", "answer"])
 def test_what_is_lost_on_its_way_is_made_good(server: Server, new: Weights, path: str, when: str) -> None:
-    with lossy_proxy(url_of(server), path, when) as (url, lost):
-        sent = WeightSender(url, bucket_bytes=BUCKET_BYTES, retries=1, retry_pause_s=0.01).send(
-            new.items(), version="new"
-        )
+    with lossy_proxy(url_of(server), path, when) as (url, lost, _):
+        sent = sender_to(url, retries=1).send(new.items(), version="new")
     assert lost == [path]
     assert serves(server, new, "new")
     is_unknown = path == "/end_weight_update" and when == "answer"
@@ -478,11 +449,24 @@ def test_a_server_that_stays_away_is_discarded_where_it_can_be(
     server: Server, old: Weights, new: Weights
 ) -> None:
     with (
-        lossy_proxy(url_of(server), "/update_weights_from_tensor", "answer", times=99) as (url, _),
+        lossy_proxy(url_of(server), "/update_weights_from_tensor", "answer", times=99) as (url, _, _),
         pytest.raises(WeightSendError, match=r"bucket 0 .* no answer"),
     ):
-        WeightSender(url, bucket_bytes=BUCKET_BYTES, retries=1, retry_pause_s=0.01).send(new.items(), "new")
+        sender_to(url, retries=1).send(new.items(), "new")
     assert serves(server, old, "old")
+
+
+def test_whatever_is_sent_names_its_session(server: Server) -> None:
+    """So that a bucket that comes too late is refused, rather than served by itself."""
+    paths = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+    named = [("model.norm.weight", torch.ones(64))]
+    with lossy_proxy(url_of(server), "/nothing", "request") as (url, _, passed):
+        for _ in range(2):
+            WeightSender(url, transport="body").send(named)
+    sessions = [(path, json.loads(body)["session_id"]) for path, body in passed if path in paths]
+    assert [path for path, _ in sessions] == paths * 2
+    assert [len({session for _, session in sessions[start : start + 3]}) for start in (0, 3)] == [1, 1]
+    assert sessions[0][1] != sessions[3][1]
 
 
 # ------------------------------------------------------------------------------------------------ stand-ins
@@ -539,80 +523,43 @@ class FakeEngine:
 
 
 @contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+def lossy_proxy(
+    upstream: str, path: str, when: str, times: int = 1
+) -> Iterator[tuple[str, list[str], list[tuple[str, bytes]]]]:
+    """Hands requests on, but for the first ones of a path: the request or the answer is lost there.
 
-
-class QuietHandler(BaseHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
-    def reply(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        self.do_POST()
-
-    def do_POST(self) -> None:
-        raise NotImplementedError
-
-
-@contextmanager
-def lossy_proxy(upstream: str, path: str, when: str, times: int = 1) -> Iterator[tuple[str, list[str]]]:
-    """Hands requests on, but for the first ones of a path: the request or the answer is lost there."""
+    Its address, the paths of what was lost, and paths and bodies of what was not.
+    """
     lost: list[str] = []
+    passed: list[tuple[str, bytes]] = []
 
-    class Handler(QuietHandler):
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Nothing is logged."""
+
+        def do_GET(self) -> None:
+            self.do_POST()
+
         def do_POST(self) -> None:
-            body = self.body()
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             is_lost = self.path == path and len(lost) < times
             if is_lost:
                 lost.append(path)
+            else:
+                passed.append((self.path, body))
             if not (is_lost and when == "request"):
                 answer = httpx.request(self.command, upstream + self.path, content=body, timeout=60)
             if not is_lost:
-                self.reply(answer.status_code, answer.content)
+                self.send_response(answer.status_code)
+                self.send_header("Content-Length", str(len(answer.content)))
+                self.end_headers()
+                self.wfile.write(answer.content)
 
-    with serving(Handler) as url:
-        yield url, lost
-
-
-@contextmanager
-def fake_server(
-    num_ranks: int,
-    on_update: Callable[[dict[str, Any]], None],
-    on_request: Callable[[str, dict[str, Any]], None] = lambda path, fields: None,
-) -> Iterator[str]:
-    """Answers as a server of several ranks."""
-
-    class Handler(QuietHandler):
-        def do_POST(self) -> None:
-            fields = json.loads(self.body() or b"{}")
-            on_request(self.path, fields)
-            answer: dict[str, Any] = {"success": True, "weight_version": "old"}
-            match self.path:
-                case "/memory_occupation":
-                    ranks = range(num_ranks)
-                    answer["ranks"] = [{"dp_rank": 0, "tp_rank": rank, "uuid": None} for rank in ranks]
-                case "/server_info":
-                    answer |= {"tp_size": num_ranks, "nnodes": 1}
-                case "/update_weights_from_tensor":
-                    on_update(fields)
-                    answer["committed"] = False
-            self.reply(200, json.dumps(answer).encode())
-
-    with serving(Handler) as url:
-        yield url
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", lost, passed
+        finally:
+            server.shutdown()
+            thread.join()

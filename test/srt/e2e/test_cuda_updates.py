@@ -22,8 +22,7 @@ from safetensors.torch import load_file
 from ebbtide import Engine
 from ebbtide.srt.entrypoints.engine import Engine as EngineClass
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
-from ebbtide.trainer.payload_encoding import serialize, serialize_bucket
+from ebbtide.trainer.payload_encoding import serialize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -123,33 +122,6 @@ def test_a_trainer_on_the_same_gpu_may_reuse_its_memory_after_the_reply(
     assert trainer.allocated_bytes() == 0
 
 
-def test_tensors_of_the_host_reach_the_gpu(engine: EngineClass, checkpoints: tuple[Path, Path]) -> None:
-    with TrainerProcess() as trainer:
-        entry = trainer.send("bucket", checkpoints[1] / "model.safetensors")
-        engine.update_weights_from_tensor([entry], "flattened_bucket")
-        trainer.drop()
-        assert trainer.shared_objects() == set()
-    assert_holds(engine, checkpoints[1])
-
-
-@pytest.mark.parametrize("form", ["named", "bucket", "direct"])
-def test_our_own_sender(engine: EngineClass, checkpoints: tuple[Path, Path], form: str) -> None:
-    weights = load_file(checkpoints[1] / "model.safetensors", device="cuda")
-    if form == "direct":
-        named = [(name, tensor) for name, tensor in weights.items() if "norm" in name]
-        engine.update_weights_from_tensor([serialize(named)], "direct")
-        for name, tensor in named:
-            assert torch.equal(torch.tensor(engine.get_weights_by_name(name)), tensor[:100].cpu())
-        return
-    if form == "named":
-        kept: Any = list(weights.items())
-        engine.update_weights_from_tensor([serialize(kept)])
-    else:
-        kept = FlattenedTensorBucket(list(weights.items()))
-        engine.update_weights_from_tensor([serialize_bucket(kept)], "flattened_bucket")
-    assert_holds(engine, checkpoints[1])
-
-
 def test_twenty_updates_leave_the_memory_as_it_was(
     engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
 ) -> None:
@@ -199,22 +171,6 @@ def test_streams_go_on_while_an_update_is_staged(
         assert [span["version"] for span in spans] == ["a", "b"]
         assert spans[0]["end"] == spans[1]["start"]
         assert spans[1]["end"] == len(output["output_ids"]) == num_tokens
-    assert_holds(engine, checkpoints[1])
-
-
-def test_buckets_of_a_session_are_served_from_its_end_on(
-    engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
-) -> None:
-    old = output_ids(engine)
-    engine.begin_weight_update()
-    entry = trainer.send("bucket", checkpoints[1] / "model.safetensors")
-    reply = engine.update_weights_from_tensor([entry], "flattened_bucket")
-    trainer.drop()
-    assert (reply["staged"], reply["committed"]) == (True, False)
-    assert trainer.allocated_bytes() == 0
-    assert output_ids(engine) == old
-    assert_holds(engine, checkpoints[0])
-    engine.end_weight_update(weight_version="b")
     assert_holds(engine, checkpoints[1])
 
 
@@ -303,12 +259,3 @@ def test_a_handle_that_is_none(engine: EngineClass, checkpoints: tuple[Path, Pat
     garbage, count = handle.subn(lambda match: match[1] + bytes(range(64)), payload)
     assert count == 1
     assert_refused(engine, checkpoints[0], garbage, "cannot be opened")
-
-
-def test_names_that_do_not_fit_are_refused_unopened(
-    engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
-) -> None:
-    entry = trainer.send("named")  # sample tensors
-    assert_refused(engine, checkpoints[0], entry, "do not fit the model")
-    trainer.drop()
-    assert trainer.allocated_bytes() == 0

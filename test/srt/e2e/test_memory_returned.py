@@ -83,19 +83,6 @@ def engine(shared_engine: EngineClass, wide_checkpoint: Path) -> EngineClass:
     return shared_engine
 
 
-@pytest.fixture(scope="module")
-def keeping_engine(wide_checkpoint: Path) -> Iterator[EngineClass]:
-    """An engine whose weights survive a release."""
-    with Engine(
-        model_path=str(wide_checkpoint),
-        max_total_tokens=4096,
-        skip_tokenizer_init=True,
-        enable_weights_cpu_backup=True,
-        **DEVICE.server_args,
-    ) as engine:
-        yield engine
-
-
 def scheduler_of(engine: EngineClass) -> psutil.Process:
     [rank] = engine.memory_occupation()["ranks"]
     return psutil.Process(rank["pid"])
@@ -192,44 +179,6 @@ def test_a_sleeping_engine_wakes_in_stages_and_serves_the_new_weights(
     assert -CACHE_BYTES - NOISE_BYTES <= held_bytes(engine) - resident <= NOISE_BYTES
     assert read_all(engine, trained) == rows_of(trained)
     assert generate(engine) != old
-
-
-# ------------------------------------------------------------------------------------------ what survives
-
-
-def test_kept_weights_come_back_bit_for_bit(
-    keeping_engine: EngineClass, wide_checkpoint: Path, trained: dict[str, torch.Tensor]
-) -> None:
-    engine = keeping_engine
-    weights = load_file(wide_checkpoint / "model.safetensors")
-    old = generate(engine)
-    assert engine.memory_occupation()["tags"]["weights"]["backup_bytes"] == 0
-    resident = held_bytes(engine)
-
-    engine.release_memory_occupation()
-    tag = engine.memory_occupation()["tags"]["weights"]
-    assert (tag["state"], tag["resident_bytes"], tag["content"]) == ("released", 0, "valid")
-    assert tag["backup_bytes"] == pytest.approx(TAG_BYTES["weights"], rel=SIZE_MARGIN)
-    engine.resume_memory_occupation()
-    assert read_all(engine, weights) == rows_of(weights)
-    assert generate(engine) == old
-
-    # The copy is taken once; it follows an update. The margins are for the heap, which the first requests of
-    # a kind make grow by some MiB; a second copy would be 76.
-    with_backup = held_bytes(engine)
-    if DEVICE.is_cuda:
-        # The copy is in the host's memory.
-        assert -CACHE_BYTES <= with_backup - resident <= NOISE_BYTES
-    else:
-        assert 0.95 * TAG_BYTES["weights"] <= with_backup - resident <= 1.25 * TAG_BYTES["weights"]
-    engine.update_weights_from_tensor(list(trained.items()))
-    new = generate(engine)
-    assert new != old
-    engine.release_memory_occupation(["weights"])
-    engine.resume_memory_occupation(["weights"])
-    assert read_all(engine, weights) == rows_of(trained)
-    assert generate(engine) == new
-    assert abs(held_bytes(engine) - with_backup) <= 0.25 * TAG_BYTES["weights"]
 
 
 # -------------------------------------------------------------------------------------------- no leaks
@@ -330,3 +279,41 @@ def test_an_update_is_staged_though_no_memory_is_free(
             assert (reply["staged"], reply["content"]) == (True, "valid")
     assert read_all(engine, trained) == rows_of(trained)
     assert abs(held_bytes(engine) - before) <= NOISE_BYTES
+
+
+# ------------------------------------------------------------------------------------------ what survives
+
+
+# The last one: the copy in host memory stays.
+def test_kept_weights_come_back_bit_for_bit(
+    engine: EngineClass, wide_checkpoint: Path, trained: dict[str, torch.Tensor]
+) -> None:
+    weights = load_file(wide_checkpoint / "model.safetensors")
+    old = generate(engine)
+    assert engine.memory_occupation()["tags"]["weights"]["backup_bytes"] == 0
+    resident = held_bytes(engine)
+
+    engine.release_memory_occupation(backup=True)
+    tag = engine.memory_occupation()["tags"]["weights"]
+    assert (tag["state"], tag["resident_bytes"], tag["content"]) == ("released", 0, "valid")
+    assert tag["backup_bytes"] == pytest.approx(TAG_BYTES["weights"], rel=SIZE_MARGIN)
+    engine.resume_memory_occupation()
+    assert read_all(engine, weights) == rows_of(weights)
+    assert generate(engine) == old
+
+    # The copy is taken once; it follows an update. The margins are for the heap, which the first requests of
+    # a kind make grow by some MiB; a second copy would be 76.
+    with_backup = held_bytes(engine)
+    if DEVICE.is_cuda:
+        # The copy is in the host's memory.
+        assert -CACHE_BYTES <= with_backup - resident <= NOISE_BYTES
+    else:
+        assert 0.95 * TAG_BYTES["weights"] <= with_backup - resident <= 1.25 * TAG_BYTES["weights"]
+    engine.update_weights_from_tensor(list(trained.items()))
+    new = generate(engine)
+    assert new != old
+    engine.release_memory_occupation(["weights"], backup=True)
+    engine.resume_memory_occupation(["weights"])
+    assert read_all(engine, weights) == rows_of(trained)
+    assert generate(engine) == new
+    assert abs(held_bytes(engine) - with_backup) <= 0.25 * TAG_BYTES["weights"]

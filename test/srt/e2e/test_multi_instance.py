@@ -29,8 +29,8 @@ def test_one_sleeps_while_the_other_serves(
     checkpoint_a: Path, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
 ) -> None:
     # What the second one finds free does not count what the first one will want back.
-    arguments: dict[str, Any] = {"max_total_tokens": 4096, "enable_weights_cpu_backup": True}
-    arguments |= DEVICE.server_args
+    arguments: dict[str, Any] = {"max_total_tokens": 4096, "skip_tokenizer_init": True}
+    arguments |= {"enable_weights_cpu_backup": True, **DEVICE.server_args}
     with Engine(model_path=str(checkpoint_a), **arguments) as one:
         assert_serves(one, reference_a)
         one.release_memory_occupation()

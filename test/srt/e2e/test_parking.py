@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.checkpoints import make_checkpoint
 from fixtures.gpu_device import DEVICE
+from fixtures.layouts import ONE_RANK, TWO_RANKS
 
 from ebbtide import Engine
 
@@ -35,32 +36,35 @@ async def rollouts(engine: Engine, prompts: list[list[int]], interrupt: Any) -> 
     return await asyncio.gather(*streams)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "layout"), [(PROMPTS[-1:], {}), (PROMPTS, {"tp_size": 2})], ids=["one", "six, tp2"]
-)
+@pytest.fixture(scope="module", params=[ONE_RANK, TWO_RANKS] if DEVICE.is_cuda else [TWO_RANKS])
+def engine(request: pytest.FixtureRequest, checkpoint_a: Path) -> Iterator[Engine]:
+    arguments = {"max_total_tokens": 4096, "skip_tokenizer_init": True, **DEVICE.server_args}
+    with Engine(model_path=str(checkpoint_a), **arguments, **request.param.server_args) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[-1:], PROMPTS], ids=["one", "six"])
 def test_parked_requests_end_as_if_the_engine_had_never_slept(
-    tmp_path: Path, prompts: list[list[int]], layout: dict[str, int]
+    engine: Engine, checkpoint_a: Path, prompts: list[list[int]]
 ) -> None:
-    checkpoint = make_checkpoint(tmp_path / "model", "Qwen3ForCausalLM", **DEVICE.checkpoint)
-    arguments = {"max_total_tokens": 4096, **DEVICE.server_args, **layout}
     replies: list[dict[str, Any]] = []
-    with Engine(model_path=str(checkpoint), **arguments) as engine:
 
-        async def nothing() -> None:
-            await engine.async_flush_cache()
+    async def nothing() -> None:
+        await engine.async_flush_cache()
 
-        async def sleep() -> None:
-            replies.append(await engine.async_release_memory_occupation(["kv_cache"], preserve="live"))
-            report = await engine.async_memory_occupation()
-            assert report["tags"]["kv_cache"]["resident_bytes"] == 0
-            assert report["tags"]["kv_cache"]["backup_bytes"] == replies[0]["parked_bytes"] > 0
-            # The weights of the same values, while the requests are parked: they keep their KV.
-            await engine.async_update_weights_from_disk(str(checkpoint), flush_cache=False)
-            await engine.async_resume_memory_occupation(["kv_cache"])
+    async def sleep() -> None:
+        replies.append(await engine.async_release_memory_occupation(["kv_cache"], preserve="live"))
+        report = await engine.async_memory_occupation()
+        assert report["tags"]["kv_cache"]["resident_bytes"] == 0
+        assert report["tags"]["kv_cache"]["backup_bytes"] == replies[0]["parked_bytes"] > 0
+        # The weights of the same values, while the requests are parked: they keep their KV.
+        await engine.async_update_weights_from_disk(str(checkpoint_a), flush_cache=False)
+        await engine.async_resume_memory_occupation(["kv_cache"])
 
-        undisturbed = asyncio.run(rollouts(engine, prompts, nothing))
-        engine.flush_cache()
-        parked = asyncio.run(rollouts(engine, prompts, sleep))
+    engine.flush_cache()
+    undisturbed = asyncio.run(rollouts(engine, prompts, nothing))
+    engine.flush_cache()
+    parked = asyncio.run(rollouts(engine, prompts, sleep))
     assert (replies[0]["num_parked"], replies[0]["num_retracted"]) == (len(prompts), 0)
     for one, other in zip(undisturbed, parked, strict=True):
         assert other["output_ids"] == one["output_ids"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.checkpoints import EOS_ID, GEMMA3, make_checkpoint
-from fixtures.engines import Engines
+from fixtures.gpu_device import DEVICE
 from fixtures.references import Reference
 
 from ebbtide import Engine
@@ -20,13 +20,8 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos"
 LOGPROB_TOLERANCE = 1e-4
 PROMPTS = [[(31 * index + 7 * position) % 250 for position in range(1 + 11 * index)] for index in range(6)]
 # Small enough that eight requests push one another out, and that every prompt above comes in pieces.
-TIGHT = {"max_total_tokens": 192, "page_size": 8, "chunked_prefill_size": 10, "disable_radix_cache": True}
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
-    with Engines() as engines:
-        yield engines
+TIGHT: dict[str, Any] = {"max_total_tokens": 192, "page_size": 8, "chunked_prefill_size": 10}
+TIGHT |= {"disable_radix_cache": True}
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +33,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(engines: Engines, checkpoint: Path) -> Engine:
-    return engines(checkpoint)
+def engine(checkpoint: Path) -> Iterator[Engine]:
+    with Engine(model_path=str(checkpoint), max_total_tokens=8192, **DEVICE.server_args) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def tight(checkpoint: Path) -> Iterator[Engine]:
+    with Engine(model_path=str(checkpoint), **TIGHT, **DEVICE.server_args) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +105,12 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(engine: Engine, re
         check_against_reference(output, prompt, reference)
 
 
-def test_the_prefix_cache_changes_no_output(engines: Engines, engine: Engine, checkpoint: Path) -> None:
+def test_the_prefix_cache_changes_no_output(engine: Engine, tight: Engine) -> None:
     prefix = [(13 * position) % 251 for position in range(80)]
     prompts = [prefix + [index] * index for index in range(8)]
-    uncached = engines(checkpoint, **TIGHT)
     engine.flush_cache()
     for prompt in prompts:
-        cold = uncached.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True)
+        cold = tight.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True)
         for _ in range(2):
             warm = engine.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True)
             assert_same_output(warm, cold)
@@ -156,10 +157,7 @@ def test_200_requests_at_once_give_what_each_gives_alone(engine: Engine) -> None
     assert {type(reason["matched"]) for reason in reasons if "matched" in reason} == {int, str}
 
 
-def test_retraction_in_a_tiny_pool_changes_no_output(
-    engines: Engines, engine: Engine, checkpoint: Path
-) -> None:
-    tight = engines(checkpoint, **TIGHT)
+def test_retraction_in_a_tiny_pool_changes_no_output(engine: Engine, tight: Engine) -> None:
     params = [
         {"temperature": index % 2, "max_new_tokens": 60, "ignore_eos": True, "sampling_seed": index}
         for index in range(8)

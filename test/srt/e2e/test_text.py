@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.engines import Engines
+from fixtures.gpu_device import DEVICE
 from fixtures.scripts import EOS, make_script_checkpoint, script_ids
 from fixtures.tokenizers import byte_level
 
@@ -21,19 +20,10 @@ SAID = " quick brown fox jumps over the lazy dog🎉é好ж!"
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
-    with Engines() as engines:
-        yield engines
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_script_checkpoint(tmp_path_factory.mktemp("script"))
-
-
-@pytest.fixture(scope="module")
-def engine(engines: Engines, checkpoint: Path) -> Engine:
-    return engines(checkpoint)
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    checkpoint = make_script_checkpoint(tmp_path_factory.mktemp("script"))
+    with Engine(model_path=str(checkpoint), max_total_tokens=8192, **DEVICE.server_args) as engine:
+        yield engine
 
 
 def decode(token_ids: list[int]) -> str:
@@ -133,49 +123,3 @@ def test_an_abort_in_the_middle_of_a_stream_keeps_what_was_said(engine: Engine) 
     assert len(last["output_ids"]) == meta["completion_tokens"] == len(meta["output_token_logprobs"])
     assert last["output_ids"][: len(first["output_ids"])] == first["output_ids"]
     assert last["text"] == decode(last["output_ids"])
-
-
-# -------------------------------------------------------------------------------------------------- lengths
-
-
-def test_no_new_tokens_scores_the_prompt_only(engine: Engine) -> None:
-    params = {**GREEDY, "max_new_tokens": 0}
-    output = engine.generate("The quick", params, return_logprob=True, logprob_start_len=0)
-    meta = output["meta_info"]
-    assert (output["text"], output["output_ids"]) == ("", [])
-    assert meta["finish_reason"] == {"type": "length", "length": 0}
-    assert (meta["completion_tokens"], meta["output_token_logprobs"]) == (0, [])
-    first, *rest = meta["input_token_logprobs"]
-    assert first == (None, PROMPT, None)
-    assert [triple[1] for triple in rest] == byte_level().encode("The quick")[1:]
-    assert all(triple[0] == pytest.approx(0.0, abs=1e-3) for triple in rest)
-
-
-# ------------------------------------------------------------------------------------------ logprobs and ids
-
-
-def test_logprobs_come_with_the_texts_of_their_tokens(engine: Engine) -> None:
-    output = engine.generate(
-        "The quick",
-        {**GREEDY, "max_new_tokens": 4},
-        return_logprob=True,
-        logprob_start_len=1,
-        top_logprobs_num=2,
-        token_ids_logprob=[token_of("ump"), EOS],
-        return_text_in_logprobs=True,
-    )
-    meta = output["meta_info"]
-    assert [text for _, _, text in meta["output_token_logprobs"]] == [" bro", "wn", " f", "ox"]
-    assert [text for _, _, text in meta["input_token_logprobs"]] == [" qu", "ic", "k"]
-    for chosen, top, (_, token_id, text) in zip(
-        meta["output_token_ids_logprobs"],
-        meta["output_top_logprobs"],
-        meta["output_token_logprobs"],
-        strict=True,
-    ):
-        assert [triple[1:] for triple in chosen] == [(token_of("ump"), "ump"), (EOS, "</s>")]
-        assert len(top) == 2
-        assert top[0][1:] == (token_id, text)
-        assert top[0][0] > top[1][0] == pytest.approx(chosen[1][0])
-    silent = engine.generate("The", GREEDY)["meta_info"]
-    assert not any("logprob" in key for key in silent)

@@ -4,16 +4,15 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
-import openai
 import pytest
-from fixtures.servers import running_server
+from fixtures.application import Client, ask
 from starlette.types import Message
 
 from ebbtide.srt.entrypoints.auth import Access, Keys, access_of
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENTED
 from ebbtide.srt.entrypoints.http_server import create_app
 from ebbtide.srt.server_args import ServerArgs
+from ebbtide.testing.null_engine import NullEngine
 
 OPEN = ["/health", "/liveness", "/health_generate", "/ready", "/metrics"]
 NORMAL = ["/generate", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/loads", "/get_load"]
@@ -43,15 +42,6 @@ class Service:
     async def control(self, kind: type, fields: Any) -> Any:
         self.asked.append(kind.__name__)
         return {"success": True, "message": ""}
-
-
-def ask(service: Any, method: str, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
-    async def answer() -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, headers=headers)
-
-    return asyncio.run(answer())
 
 
 def bearer(key: str | None) -> dict[str, str]:
@@ -156,20 +146,18 @@ def test_keys_are_not_shown() -> None:
     assert "secret" not in repr(Keys("secret", "secret"))
 
 
-def test_a_server_keeps_its_keys_to_itself(checkpoints: Any) -> None:
+def test_an_engine_keeps_its_keys_to_itself(capfd: pytest.CaptureFixture[str]) -> None:
     keys = ("reader-8f3a", "trainer-91cc")
-    flags = ("--api-key", keys[0], "--admin-api-key", keys[1])
-    with running_server(checkpoints.a, *flags) as server:
-        reader, trainer = (bearer(key) for key in keys)
-        assert server.get("/server_info").status_code == 401
-        info = server.get("/server_info", headers=reader)
+    reader, trainer = map(bearer, keys)
+    with NullEngine(api_key=keys[0], admin_api_key=keys[1], log_level="info") as engine:
+        client = Client(engine)
+        assert client.send("GET", "/server_info").status_code == 401
+        info = client.send("GET", "/server_info", headers=reader)
         assert (info.json()["api_key"], info.json()["admin_api_key"]) == ("***", "***")
-        assert server.post("/generate", {"text": "a"}, headers=reader).status_code == 200
-        assert server.post("/pause_generation", headers=reader).status_code == 401
-        assert server.get("/memory_occupation", headers=reader).json()["generation"]["state"] == "running"
-        assert server.post("/pause_generation", headers=trainer).status_code == 200
-        assert server.post("/generate", {"text": "a"}, headers=trainer).status_code == 401
-        with openai.OpenAI(base_url=f"{server.client.base_url}/v1", api_key=keys[0]) as client:
-            assert len(client.models.list().data) == 1
-        for text in (info.text, server.log):
+        assert client.send("POST", "/generate", {"input_ids": [1]}, headers=reader).status_code == 200
+        assert client.send("POST", "/pause_generation", headers=reader).status_code == 401
+        assert client.send("POST", "/pause_generation", headers=trainer).status_code == 200
+        assert client.send("POST", "/generate", {"input_ids": [1]}, headers=trainer).status_code == 401
+        logged = capfd.readouterr()
+        for text in (info.text, logged.out, logged.err):
             assert not any(key in text for key in keys)

@@ -94,18 +94,6 @@ def test_no_replica_serves_an_update_that_another_is_still_reading(engine: TwoRe
     assert engine.versions == [version, version]
 
 
-def test_an_update_whose_deadline_one_replica_misses_changes_none(engine: TwoReplicas) -> None:
-    chunks = engine.generate(input_ids=[1], sampling_params=LONG, stream=True, routed_dp_rank=1)
-    next(chunks)
-    with pytest.raises(RequestRejected, match=r"^replica 1: the update was given up at its deadline"):
-        engine.update_weights_from_disk("5", weight_version="7", timeout_s=0.2)
-    next(chunks)
-    chunks.close()
-    assert engine.versions == ["default", "default"]
-    engine.update_weights_from_disk("6", weight_version="8")
-    assert engine.versions == ["8", "8"]
-
-
 def test_replicas_that_hold_different_weights_have_different_checksums(engine: TwoReplicas) -> None:
     alike = engine.check_weights()
     assert len(alike["ranks"]) == 2

@@ -5,23 +5,17 @@ import gc
 import inspect
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from fixtures.checkpoints import make_checkpoint
-from fixtures.servers import ENVIRONMENT, is_alive, wait_until
+from fixtures.servers import is_alive, wait_until
 
 from ebbtide import Engine, SamplingParams, ServerArgs
 from ebbtide.srt.entrypoints.engine import Engine as EngineClass
-from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
+from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.testing.null_engine import NullEngine
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -97,20 +91,6 @@ def test_coroutines_work_in_the_callers_loop(engine: EngineClass) -> None:
         with pytest.raises(RequestRejected):
             await engine.async_generate("")
         assert (await engine.async_model_info())["model_type"] == "qwen3"
-
-    asyncio.run(main())
-
-
-def test_a_cancelled_coroutine_aborts_its_request(engine: EngineClass) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(30):
-            task = asyncio.create_task(engine.async_generate("tide", ENDLESS))
-            while not (await engine.async_pause_generation("in_place"))["num_running"]:
-                await engine.async_continue_generation()
-            task.cancel()
-            while (await engine.async_pause_generation("in_place"))["num_running"]:
-                await asyncio.sleep(0.01)
-        assert task.cancelled()
 
     asyncio.run(main())
 
@@ -275,46 +255,8 @@ def test_an_engine_in_an_event_loop() -> None:
     assert not is_alive(pid)
 
 
-def test_a_start_that_fails_raises_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    others = psutil.Process().children()
-    unreadable = make_checkpoint(tmp_path / "model", "Qwen3ForCausalLM")
-    (unreadable / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
-    with tempfile.TemporaryDirectory(prefix="eb-") as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        with pytest.raises(ConfigurationError, match=r"model\.safetensors"):
-            Engine(model_path=str(unreadable))
-        assert list(Path(folder).glob("ebbtide-*")) == []
-    assert set(psutil.Process().children()) <= set(others)
-
-
 def test_arguments_that_do_not_exist_are_type_errors() -> None:
     with pytest.raises(TypeError, match="modell_path"):
         Engine(modell_path="x")
     with pytest.raises(TypeError, match="dtype"):
         Engine(server_args=ServerArgs(model_path="x"), dtype="float32")
-
-
-# Neither a `__main__` guard nor a shutdown.
-SCRIPT = """
-from ebbtide import Engine
-
-engine = Engine(model_path={model!r}, max_total_tokens=2048)
-print(*engine._service.pids.values())
-print(len(engine.generate("tide", {{"max_new_tokens": 5, "ignore_eos": True}})["output_ids"]))
-"""
-
-
-def test_a_script_without_guard_or_shutdown_works_and_leaves_nothing(
-    tmp_path: Path, checkpoints: Any
-) -> None:
-    script = tmp_path / "rollout.py"
-    script.write_text(SCRIPT.format(model=str(checkpoints.a)))
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    pids, num_tokens = done.stdout.splitlines()
-    assert num_tokens == "5"
-    assert not any(is_alive(int(pid)) for pid in pids.split())

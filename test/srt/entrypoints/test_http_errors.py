@@ -1,13 +1,11 @@
 """What the application answers when the engine behind it fails, without an engine."""
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
+from fixtures.application import ask
 
-from ebbtide.srt.entrypoints.http_server import create_app
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.server_args import ServerArgs
 
@@ -28,15 +26,6 @@ class FailingService:
         raise self._error
 
     check_health = check_generation = memory_occupation = server_info = control
-
-
-def ask(service: Any, method: str, path: str) -> httpx.Response:
-    async def answer() -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path)
-
-    return asyncio.run(answer())
 
 
 PATHS = [

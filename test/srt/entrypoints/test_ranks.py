@@ -132,22 +132,6 @@ def test_there_is_a_process_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> N
     assert not any(is_alive(pid) for pid in pids.values())
 
 
-def test_two_engines_of_one_host_share_nothing() -> None:
-    config = config_of(tp_size=2, dp_size=2)
-    with running(EngineProcesses(config, target("converse"))) as one:
-        with running(EngineProcesses(config, target("converse"))) as other:
-            assert set(one.wait_ready()) == {"seed"}
-            assert set(other.wait_ready()) == {"seed"}
-            places = [
-                address
-                for two in (one, other)
-                for replica in two.replicas
-                for address in addresses_in(replica)
-            ]
-            assert len(set(places)) == len(places)
-        assert all(is_alive(pid) for pid in one.pids.values())
-
-
 def test_a_rank_that_dies_takes_the_others_along() -> None:
     deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
     with running(EngineProcesses(config_of(tp_size=3), target("report_rank"))) as processes:
@@ -266,18 +250,14 @@ def test_a_rank_that_dies_ends_every_node(nodes: Callable[..., Nodes], victim: i
     wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "all have gone", 5)
 
 
-def test_a_stop_of_node_0_stops_the_others(nodes: Callable[..., Nodes]) -> None:
+@pytest.mark.parametrize(("stopped", "said"), [(0, "stopped"), (1, "node 1 was stopped")])
+def test_a_stop_of_one_node_is_the_end_of_the_other(
+    nodes: Callable[..., Nodes], stopped: int, said: str
+) -> None:
     both = nodes("report_rank", tp_size=2, nnodes=2)
     both.start_all()
-    both.processes[0].shutdown()
-    assert both.ends[1].get(timeout=5) == "stopped"
-
-
-def test_a_stop_of_another_node_is_the_end_of_the_engine(nodes: Callable[..., Nodes]) -> None:
-    both = nodes("report_rank", tp_size=2, nnodes=2)
-    both.start_all()
-    both.processes[1].shutdown()
-    assert both.ends[0].get(timeout=5) == "node 1 was stopped"
+    both.processes[stopped].shutdown()
+    assert both.ends[1 - stopped].get(timeout=5) == said
 
 
 def test_a_node_that_is_lost_without_a_word_is_the_end_of_the_engine(

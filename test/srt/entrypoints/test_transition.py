@@ -54,12 +54,8 @@ def test_steps_run_in_order_with_their_fields() -> None:
         ("ReleaseMemoryOccupationReqInput", {"tags": ["kv_cache"]}),
         ("ContinueGenerationReqInput", {}),
     ]
-    assert (outcome["success"], outcome["op_id"], outcome["replayed"], outcome["num_done"]) == (
-        True,
-        "one",
-        False,
-        3,
-    )
+    assert (outcome["success"], outcome["op_id"]) == (True, "one")
+    assert (outcome["replayed"], outcome["num_done"]) == (False, 3)
     assert [step["op"] for step in outcome["steps"]] == ["pause", "release", "continue"]
     assert all(step["status"] == 200 and step["duration_ms"] >= 0 for step in outcome["steps"])
 
@@ -121,15 +117,8 @@ def test_a_retry_while_it_runs_waits_for_it_and_a_lost_caller_does_not_end_it() 
 
 
 def test_an_op_id_cannot_be_reused_for_other_steps() -> None:
-    control = ScriptedControl()
-
-    async def reuse() -> None:
-        transitions = Transitions(control)
-        await transitions.run({"steps": SLEEP, "op_id": "x"})
-        with pytest.raises(RequestRejected, match="other steps"):
-            await transitions.run({"steps": SLEEP[:1], "op_id": "x"})
-
-    asyncio.run(reuse())
+    with pytest.raises(RequestRejected, match="other steps"):
+        run(ScriptedControl(), {"steps": SLEEP, "op_id": "x"}, {"steps": SLEEP[:1], "op_id": "x"})
 
 
 def test_an_engine_failure_is_one() -> None:
@@ -140,14 +129,9 @@ def test_an_engine_failure_is_one() -> None:
 
 def test_without_an_op_id_each_call_runs() -> None:
     control = ScriptedControl()
-    first, second = run(control, {"steps": SLEEP[:1]}, {"steps": SLEEP[:1]})
+    first, second = run(control, {"steps": []}, {"steps": []})
     assert first["op_id"] != second["op_id"]
-    assert len(control.calls) == 2
-
-
-def test_no_steps_are_done_at_once() -> None:
-    [outcome] = run(ScriptedControl(), {"steps": []})
-    assert (outcome["success"], outcome["num_done"]) == (True, 0)
+    assert [outcome["success"] for outcome in (first, second)] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
+from fixtures.servers import free_port
 from safetensors.torch import load_file, save_file
 
 from ebbtide.srt.config import ParallelConfig
@@ -26,8 +27,21 @@ from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSo
 ALL = 60.0
 
 
+@pytest.fixture(scope="module")
+def shared_trainer() -> Iterator[BroadcastingTrainer]:
+    with BroadcastingTrainer() as process:
+        yield process
+
+
 @pytest.fixture
-def trainer() -> Iterator[BroadcastingTrainer]:
+def trainer(shared_trainer: BroadcastingTrainer) -> Iterator[BroadcastingTrainer]:
+    """One that tests leave as it was: heard to the end of what it was told."""
+    yield shared_trainer
+    shared_trainer.leave()
+
+
+@pytest.fixture
+def mortal_trainer() -> Iterator[BroadcastingTrainer]:
     with BroadcastingTrainer() as process:
         yield process
 
@@ -108,14 +122,11 @@ def assert_holds(source: BroadcastSource, file: Path) -> None:
     source.close()
 
 
-@pytest.mark.parametrize(
-    ("command", "load_format"), [("plain", None), ("async", None), ("bucket", "flattened_bucket")]
-)
 def test_what_a_trainer_broadcasts_arrives_again_and_again(
-    trainer: BroadcastingTrainer, groups: Memberships, tensors: Path, command: str, load_format: str | None
+    trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
 ) -> None:
     join(groups, trainer)
-    for _ in range(3):
+    for command, load_format in (("plain", None), ("async", None), ("bucket", "flattened_bucket")):
         source = source_of(groups, tensors, load_format)
         trainer.tell(command, "g", tensors)
         assert_holds(source, tensors)
@@ -149,8 +160,7 @@ def test_packed_broadcasts_are_cut_as_vllms_trainers_cut_them(
             source.close()
 
 
-@pytest.fixture
-def ranks(trainer: BroadcastingTrainer) -> list[Memberships]:
+def three_ranks(trainer: BroadcastingTrainer) -> list[Memberships]:
     """Three ranks of an engine that have joined group "g"."""
     places = [ParallelConfig(tp_rank=rank, tp_size=3) for rank in range(3)]
     ranks = [Memberships(torch.device("cpu"), place) for place in places]
@@ -165,17 +175,9 @@ def ranks(trainer: BroadcastingTrainer) -> list[Memberships]:
     return ranks
 
 
-@pytest.mark.parametrize(
-    ("command", "load_format"), [("plain", None), ("async", None), ("bucket", "flattened_bucket")]
-)
-def test_every_rank_receives_all_of_it(
-    trainer: BroadcastingTrainer,
-    ranks: list[Memberships],
-    tensors: Path,
-    command: str,
-    load_format: str | None,
-) -> None:
-    for _ in range(2):
+def test_every_rank_receives_all_of_it(trainer: BroadcastingTrainer, tensors: Path) -> None:
+    ranks = three_ranks(trainer)
+    for command, load_format in (("plain", None), ("bucket", "flattened_bucket")):
         sources = [source_of(groups, tensors, load_format) for groups in ranks]
         assert not any(source.arrived() for source in sources)
         trainer.tell(command, "g", tensors)
@@ -185,12 +187,13 @@ def test_every_rank_receives_all_of_it(
 
 
 def test_no_rank_stays_where_the_trainer_or_one_of_them_is_gone(
-    trainer: BroadcastingTrainer, ranks: list[Memberships], tensors: Path
+    mortal_trainer: BroadcastingTrainer, tensors: Path
 ) -> None:
+    ranks = three_ranks(mortal_trainer)
     sources = [source_of(groups, tensors) for groups in ranks]
     assert not any(source.arrived() for source in sources)
-    trainer.tell("half", "g", tensors)
-    trainer.kill()
+    mortal_trainer.tell("half", "g", tensors)
+    mortal_trainer.kill()
     refusals: dict[int, str] = {}
 
     def all_have_failed() -> bool:
@@ -211,10 +214,12 @@ def test_no_rank_stays_where_the_trainer_or_one_of_them_is_gone(
 
 
 def test_a_rank_that_has_everything_leaves_where_another_has_not(
-    trainer: BroadcastingTrainer, ranks: list[Memberships], tensors: Path
+    trainer: BroadcastingTrainer, tensors: Path
 ) -> None:
+    ranks = three_ranks(trainer)
     sources = [source_of(groups, tensors) for groups in ranks]
     trainer.tell("plain", "g", tensors)
+    trainer.hear()
     have_arrived = [False] * len(sources)
 
     def all_have_arrived() -> bool:
@@ -258,6 +263,7 @@ def test_two_groups_by_name(trainer: BroadcastingTrainer, groups: Memberships, t
     assert refusal.value.status == 400
     trainer.tell("plain", "g", tensors)
     assert_holds(source_of(groups, tensors), tensors)
+    trainer.hear()
 
 
 def test_a_group_of_the_same_name_replaces_the_first(
@@ -272,25 +278,26 @@ def test_a_group_of_the_same_name_replaces_the_first(
         wait_for(late.arrived)
     trainer.tell("plain", "g", tensors)
     assert_holds(source_of(groups, tensors), tensors)
+    trainer.hear()
 
 
 def test_a_trainer_that_ends_half_way(
-    trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
+    trainer: BroadcastingTrainer, mortal_trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
 ) -> None:
-    join(groups, trainer)
+    join(groups, mortal_trainer)
     source = source_of(groups, tensors)
-    trainer.tell("half", "g", tensors)
+    mortal_trainer.tell("half", "g", tensors)
     assert source.arrived() is False
-    trainer.hear()
-    trainer.kill()
+    mortal_trainer.hear()
+    mortal_trainer.kill()
     with pytest.raises(RequestRejected, match="nothing of the update is served: the group 'g' was left"):
         wait_for(source.arrived)
     source.close()
     assert groups.names == []
-    with BroadcastingTrainer() as next_trainer:
-        join(groups, next_trainer)
-        next_trainer.tell("plain", "g", tensors)
-        assert_holds(source_of(groups, tensors), tensors)
+    join(groups, trainer)
+    trainer.tell("plain", "g", tensors)
+    assert_holds(source_of(groups, tensors), tensors)
+    trainer.hear()
 
 
 def test_an_update_that_is_given_up_leaves_its_group(
@@ -313,8 +320,8 @@ def test_an_update_that_has_not_begun_leaves_its_group_alone(
     assert groups.names == ["g"]
 
 
-def test_nobody_at_the_address(groups: Memberships, trainer: BroadcastingTrainer) -> None:
-    fields = trainer.join("elsewhere", world_size=3)  # One more than will come.
+def test_nobody_at_the_address(groups: Memberships, mortal_trainer: BroadcastingTrainer) -> None:
+    fields = mortal_trainer.join("elsewhere", world_size=3)  # One more than will come.
     joining = groups.join(address({**fields, "group_name": "g"}), 1.0)
     with pytest.raises(RequestRejected, match="was not joined as rank 1 of 3 within 1 s") as refusal:
         wait_for(joining.poll)
@@ -323,11 +330,13 @@ def test_nobody_at_the_address(groups: Memberships, trainer: BroadcastingTrainer
     assert groups.names == []
 
 
-def test_one_joining_at_a_time_under_a_name(groups: Memberships, trainer: BroadcastingTrainer) -> None:
-    fields = trainer.join("g", world_size=3)
-    first = groups.join(address(fields), ALL)
+def test_one_joining_at_a_time_under_a_name(groups: Memberships) -> None:
+    # Nobody listens there: it goes on joining for as long as it may.
+    fields = {"host": "127.0.0.1", "port": free_port(), "rank": 1, "world_size": 3, "backend": "gloo"}
+    address = GroupAddress("g", **fields)  # type: ignore[arg-type]
+    first = groups.join(address, ALL)
     with pytest.raises(RequestRejected, match="just being joined") as refusal:
-        groups.join(address(fields), ALL)
+        groups.join(address, ALL)
     assert refusal.value.status == 409
     assert groups.leave("g", "destroyed") is not None
     with pytest.raises(RequestRejected, match="was not joined: destroyed"):
@@ -371,9 +380,9 @@ def test_addresses_of_either_version(host: str) -> None:
     assert GroupAddress("g", "localhost", 80, 1, 2, "gloo").url == "tcp://localhost:80"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_an_announcement_that_cannot_be(groups: Memberships, trainer: BroadcastingTrainer) -> None:
+    join(groups, trainer)
+    for changes, message in (
         ({"names": ["a", "b"]}, "got 2, 1 and 1"),
         ({"dtypes": ["float33"]}, "a: unknown dtype 'float33'"),
         ({"dtypes": ["nn"]}, "unknown dtype"),
@@ -381,13 +390,8 @@ def test_addresses_of_either_version(host: str) -> None:
         ({"load_format": "sparse"}, "num_updates: expected one per tensor"),
         ({"load_format": "sparse", "num_updates": [7]}, "a: 7 positions of a tensor of 6 elements"),
         ({"load_format": "direct"}, "load_format: unknown value 'direct'; valid: null, flattened_bucket"),
-    ],
-)
-def test_an_announcement_that_cannot_be(
-    groups: Memberships, trainer: BroadcastingTrainer, changes: dict[str, Any], message: str
-) -> None:
-    join(groups, trainer)
-    fields = {"names": ["a"], "dtypes": ["torch.float32"], "shapes": [[2, 3]], **changes}
-    with pytest.raises(RequestRejected, match=message):
-        open_broadcast(Announcement(**fields), groups.get("g"), ALL)
+    ):
+        fields: Any = {"names": ["a"], "dtypes": ["torch.float32"], "shapes": [[2, 3]], **changes}
+        with pytest.raises(RequestRejected, match=message):
+            open_broadcast(Announcement(**fields), groups.get("g"), ALL)
     assert groups.names == ["g"]

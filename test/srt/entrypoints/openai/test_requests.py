@@ -222,6 +222,34 @@ def test_what_cannot_be_kept_is_refused_by_name(kinds: list[str], fields: dict[s
         assert raised.value.status == 400
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("completion", {"prompt": None}, "missing required field `prompt`"),
+        ("completion", {"prompt": ["a", [1]]}, "got a mixture"),
+        ("completion", {"suffix": "x"}, "suffix: not supported"),
+        ("completion", {"best_of": 2}, "best_of: expected null or n"),
+        ("completion", {"logprobs": -1}, "logprobs: expected a number of tokens from 0"),
+        ("chat", {"messages": []}, "messages: at least one is needed"),
+        ("chat", {"messages": None}, "messages: at least one is needed"),
+        ("chat", {"messages": [{"content": "a"}]}, "missing required field `role`"),
+        ("chat", {"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "only parts with text"),
+        ("chat", {"logprobs": False, "top_logprobs": 2}, "top_logprobs: needs logprobs"),
+    ],
+)
+def test_what_is_wrong_is_refused(kind: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestRejected, match=message) as raised:
+        call_of(kind, **fields).render()  # type: ignore[misc]
+    assert raised.value.status == 400
+
+
+def test_lengths_and_prompts_where_nothing_else_is_said() -> None:
+    assert call_of("completion").generate["sampling_params"] == {"max_new_tokens": 16}
+    assert call_of("chat").generate["sampling_params"] == {"max_new_tokens": None}
+    assert call_of("chat", messages=[], input_ids=[7]).generate["input_ids"] == [7]
+    assert render({"messages": [{"role": "user", "content": None}]}) == "user=;"
+
+
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_what_asks_for_nothing_passes(kind: str) -> None:
     names = ["logprob_token_ids", "bad_words", "structured_outputs", "use_beam_search", "stop_regex", "tools"]

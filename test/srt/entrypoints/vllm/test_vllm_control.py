@@ -6,48 +6,21 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
+from fixtures.application import Client
 from fixtures.servers import wait_until
 from hypothesis import given, settings, strategies as st
 
-from ebbtide.srt.entrypoints.http_server import create_app
 from ebbtide.testing.null_engine import NullEngine
 
 PROMPT = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4, "seed": 3}}
 
 
-class Client:
-    """Posts to an engine of this process, in its own loop."""
-
-    def __init__(self, engine: NullEngine) -> None:
-        self.engine = engine
-        self._app = create_app(engine._service)
-
-    def send(self, method: str, path: str, body: Any = None) -> httpx.Response:
-        async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(app=self._app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-                return await client.request(method, path, json=body)
-
-        return self.engine._wait(send())
-
-    def ask(self, method: str, path: str, body: Any = None, status: int = 200) -> Any:
-        answer = self.send(method, path, body)
-        assert answer.status_code == status, answer.text
-        return answer.json()
-
-    def post(self, path: str, body: Any = None, status: int = 200) -> Any:
-        return self.ask("POST", path, body, status)
-
-    def get(self, path: str) -> Any:
-        return self.ask("GET", path)
-
-    def start(self, **sampling_params: Any) -> asyncio.Future[Any]:
-        """A generation that is not waited for."""
-        params = {"max_new_tokens": 3000, "ignore_eos": True, **sampling_params}
-        generating = self.engine.async_generate(input_ids=[1, 2, 3], sampling_params=params)
-        return self.engine._runner.submit(generating)  # type: ignore[return-value]
+def start(client: Client, **sampling_params: Any) -> asyncio.Future[Any]:
+    """A generation that is not waited for."""
+    params = {"max_new_tokens": 3000, "ignore_eos": True, **sampling_params}
+    generating = client.engine.async_generate(input_ids=[1, 2, 3], sampling_params=params)
+    return client.engine._runner.submit(generating)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +126,7 @@ def test_sleep_drops_or_keeps_the_weights_by_its_level(client: Client) -> None:
     woken = client.post("/wake_up?tags=kv_cache")
     assert (woken["status"], woken["resumed"]) == ("awake", True)
     # Nothing is computed with weights that nobody has written.
-    generation = client.start(max_new_tokens=4)
+    generation = start(client, max_new_tokens=4)
     assert "stale" in client.engine.memory_occupation()["reason"]
     assert not generation.done()
     client.post("/update_weights", {"weight_dir": "7"})
@@ -161,7 +134,7 @@ def test_sleep_drops_or_keeps_the_weights_by_its_level(client: Client) -> None:
 
 
 def test_requests_survive_a_sleep_that_keeps_them_and_waking_ends_any_pause(client: Client) -> None:
-    generation = client.start()
+    generation = start(client)
     client.engine.pause_generation("in_place")
     assert client.post("/sleep?level=1&mode=keep")["mode"] == "retract"
     assert client.post("/wake_up?tags=scheduling")["resumed"] is False
@@ -209,7 +182,7 @@ def test_requests_are_aborted_by_the_ids_that_they_were_posted_or_answered_with(
 
 
 def test_the_prefix_cache_is_reset_also_under_running_requests(client: Client) -> None:
-    generation = client.start()
+    generation = start(client)
     wait_until(lambda: client.engine.loads()["loads"][0]["num_running_reqs"] == 1, "it runs")
     assert client.post("/reset_prefix_cache")["success"] is False
     assert client.post("/reset_prefix_cache", {"reset_running_requests": True})["success"] is True
@@ -319,7 +292,7 @@ class TestCollectiveRpc:
     def test_skyrls_sleep_leaves_the_pause_as_it_is(
         self, client: Client, offload_kv: bool, num_retractions: int
     ) -> None:
-        generation = client.start()
+        generation = start(client)
         wait_until(lambda: client.engine.loads()["loads"][0]["num_running_reqs"] == 1, "it runs")
         client.post("/pause?mode=keep&clear_cache=false")
         sleep = {"method": "skyrl_sleep_for_weight_sync", "kwargs": {"offload_kv": offload_kv}}
@@ -363,7 +336,7 @@ def test_two_dialects_in_any_order_are_carried_out_or_refused(
     shared_client: Client, calls: list[tuple[str, Any]]
 ) -> None:
     client = shared_client
-    generations = [client.start(max_new_tokens=50) for _ in range(4)]
+    generations = [start(client, max_new_tokens=50) for _ in range(4)]
     for path, body in calls:
         answer = client.send("GET" if path == "/is_sleeping" else "POST", path, body)
         assert answer.status_code in (200, 400, 409), answer.text

@@ -11,28 +11,19 @@ import httpx
 import pytest
 import torch
 from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
-from fixtures.servers import Server, running_server, wait_until
+from fixtures.servers import Server, wait_until
 from safetensors.torch import load_file, save_file
 
 PROMPT = [5, 6, 7]
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def server(checkpoints: Any) -> Iterator[Server]:
-    with running_server(checkpoints.a) as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
-def clean(server: Server, checkpoints: Any) -> Iterator[None]:
-    """The server is left as it was found."""
+def no_session(server: Server) -> Iterator[None]:
+    """Beside what else the server is left like."""
     yield
-    server.post("/abort_requests")
     server.post("/abort_weight_update")
     server.post("/wake_up")
-    update = {"model_path": str(checkpoints.a), "weight_version": "default"}
-    assert server.post("/update_weights_from_disk", update).is_success
 
 
 @pytest.fixture

@@ -152,17 +152,14 @@ def file(tensors: dict[str, Tensor], tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("max_under_way", [1, 3, 100])
 def test_parts_fused_rows_and_other_types_arrive_through_little_memory(
     monkeypatch: pytest.MonkeyPatch,
     trainer: BroadcastingTrainer,
     group: WeightGroup,
     tensors: dict[str, Tensor],
     file: Path,
-    max_under_way: int,
 ) -> None:
     monkeypatch.setattr(plans, "IN_FLIGHT_BYTES", 10_000)  # Two of them at a time.
-    monkeypatch.setattr(broadcast_transfers, "MAX_UNDER_WAY", max_under_way)
     sent = list(tensors.values())
     fused = torch.zeros(80, 30)
     regions = [fused[:40], fused[40:], *(torch.zeros(40, 30) for _ in range(6))]
@@ -173,7 +170,8 @@ def test_parts_fused_rows_and_other_types_arrive_through_little_memory(
         Destination(torch.zeros(40, 15), Part(1, 15, 15, is_first=True)),
         whole(torch.zeros(40, 30, dtype=torch.bfloat16)),
     ]
-    for _ in range(2):
+    for max_under_way in (1, 3, 100):
+        monkeypatch.setattr(broadcast_transfers, "MAX_UNDER_WAY", max_under_way)
         for destination in destinations:
             if destination is not None:
                 destination.region.zero_()
