@@ -9,10 +9,7 @@ import pytest
 import torch
 from fixtures.compat import COMPAT_ENVIRONMENT, output_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 SENDER = """
 import sys

@@ -263,7 +263,4 @@ def test_a_sharded_trainer_sends_every_ranks_tensors_as_one_update(tmp_path: Pat
     script += f"two_ranks.rank_of_trainer, args=({str(tmp_path / 'rendezvous')!r},), nprocs=2)"
     lines = sorted(output_of(script).splitlines())
     whole = [0.0, 1.0, 2.0, 3.0]
-    assert lines == [
-        f"0 {[{'sharded': whole, 'own': [0.0]}, {'sharded': whole, 'own': [1.0]}]}",
-        "1 None",
-    ]
+    assert lines == [f"0 {[{'sharded': whole, 'own': [0.0]}, {'sharded': whole, 'own': [1.0]}]}", "1 None"]

@@ -55,10 +55,10 @@ def test_answers_without_an_advantage_teach_nothing():
 
 
 def test_warm_up_ends_at_its_goal():
-    probabilities = list(Trainer(num_steps=1, seed=0).warm_up(ProblemSet(seed=0), goal=0.002))
+    probabilities = list(Trainer(num_steps=1, seed=0).warm_up(ProblemSet(seed=0), goal=0.0003))
     assert len(probabilities) > 1
-    assert all(probability < 0.002 for probability in probabilities[:-1])
-    assert probabilities[-1] >= 0.002
+    assert all(probability < 0.0003 for probability in probabilities[:-1])
+    assert probabilities[-1] >= 0.0003
 
 
 def test_warm_up_that_does_not_get_there_fails(monkeypatch):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
-from fixtures.servers import ENVIRONMENT, free_port
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.testing import NullRunner
@@ -44,5 +39,3 @@ def test_refusals_are_the_real_ones(engine: NullEngine) -> None:
     with pytest.raises(RequestRejected, match="no weight update session is open") as caught:
         engine.end_weight_update()
     assert caught.value.status == 409
-
-

@@ -16,10 +16,7 @@ from safetensors.torch import load_file
 from ebbtide import Engine
 from ebbtide.trainer import WeightSender
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 ALL_ROWS = 10**6
 BUCKET_BYTES = 32 << 10

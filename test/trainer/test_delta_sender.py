@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fixtures.servers import Server, running_server, url_of
+from fixtures.servers import Server, url_of
 from safetensors.torch import save
 
-from ebbtide import Engine
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.trainer import WeightSender, WeightSendError
 
 Weights = dict[str, torch.Tensor]
 ALL_ROWS = 10**6
 FUSED = "model.layers.0.self_attn.q_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def engine(checkpoint: Path) -> Iterator[Any]:
-    with Engine(
-        model_path=str(checkpoint), device="cpu", max_total_tokens=4096, skip_tokenizer_init=True
-    ) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def divided_engine(checkpoint: Path) -> Iterator[Any]:
-    with Engine(
-        model_path=str(checkpoint), device="cpu", tp_size=2, max_total_tokens=4096, skip_tokenizer_init=True
-    ) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[Server]:
-    with running_server(checkpoint, "--device", "cpu", "--skip-tokenizer-init") as server:
-        yield server
 
 
 def read(target: Any, name: str) -> torch.Tensor:

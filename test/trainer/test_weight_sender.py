@@ -20,7 +20,6 @@ from fixtures.servers import ENVIRONMENT, Server, free_port, is_alive, running_s
 from fixtures.sharding_trainer import send_from_two_processes
 from safetensors.torch import load_file
 
-from ebbtide import Engine
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.trainer import WeightSender, WeightSendError
 
@@ -28,35 +27,6 @@ Weights = dict[str, torch.Tensor]
 ALL_ROWS = 10**6
 # Of a model of 380 kB: a dozen buckets.
 BUCKET_BYTES = 32 << 10
-
-
-@pytest.fixture(scope="module")
-def shared_engine(checkpoint: Path) -> Iterator[Any]:
-    with Engine(
-        model_path=str(checkpoint), device="cpu", max_total_tokens=4096, skip_tokenizer_init=True
-    ) as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(shared_engine: Any, checkpoint: Path) -> Any:
-    shared_engine.abort_weight_update()
-    shared_engine.update_weights_from_disk(str(checkpoint), weight_version="old")
-    return shared_engine
-
-
-@pytest.fixture(scope="module")
-def shared_server(checkpoint: Path) -> Iterator[Server]:
-    with running_server(checkpoint, "--device", "cpu", "--skip-tokenizer-init") as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared_server: Server, checkpoint: Path) -> Server:
-    shared_server.post("/abort_weight_update").raise_for_status()
-    body = {"model_path": str(checkpoint), "weight_version": "old"}
-    shared_server.post("/update_weights_from_disk", body).raise_for_status()
-    return shared_server
 
 
 @pytest.fixture(autouse=True)
@@ -219,7 +189,6 @@ def replicas_agree(server: Server) -> bool:
 
 SENDING = """
 import sys, psutil
-from fixtures.sharding_trainer import send_from_two_processes
 from safetensors.torch import load_file
 from ebbtide.trainer import WeightSender
 

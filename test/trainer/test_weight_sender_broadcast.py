@@ -12,7 +12,6 @@ import pytest
 import torch
 from fixtures.servers import Server, free_port, running_server, url_of, wait_until
 
-from ebbtide import Engine
 from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
 from ebbtide.trainer import WeightSender, WeightSendError
 from ebbtide.trainer.targets import EngineTarget
@@ -22,26 +21,15 @@ Weights = dict[str, torch.Tensor]
 BUCKET_BYTES = 32 << 10
 
 
-@pytest.fixture(scope="module")
-def shared_engine(checkpoint: Path) -> Iterator[Any]:
-    """Of two ranks, in the environment of a trainer that torchrun has started."""
-    arguments: dict[str, Any] = {"device": "cpu", "max_total_tokens": 4096, "skip_tokenizer_init": True}
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        environment.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-        with Engine(model_path=str(checkpoint), tp_size=2, **arguments) as engine:
-            yield engine
+@pytest.fixture
+def engine(divided_engine: Any) -> Iterator[Any]:
+    """An engine of two ranks, which has left every group in the end."""
+    yield divided_engine
+    assert groups_of(divided_engine) == []
 
 
 @pytest.fixture
-def engine(shared_engine: Any, checkpoint: Path) -> Iterator[Any]:
-    shared_engine.update_weights_from_disk(str(checkpoint), weight_version="old")
-    yield shared_engine
-    assert groups_of(shared_engine) == []
-
-
-@pytest.fixture
-def server(checkpoint: Path) -> Iterator[Server]:
+def mortal_server(checkpoint: Path) -> Iterator[Server]:
     with running_server(checkpoint, "--device", "cpu", "--skip-tokenizer-init") as server:
         yield server
 
@@ -156,8 +144,9 @@ def test_an_engine_that_does_not_join_keeps_nobody_waiting(
 
 
 def test_several_targets_until_one_dies_in_the_middle(
-    engine: Any, server: Server, old: Weights, new: Weights, no_broadcast_is_left: Callable[[], bool]
+    engine: Any, mortal_server: Server, old: Weights, new: Weights, no_broadcast_is_left: Callable[[], bool]
 ) -> None:
+    server = mortal_server
 
     def gather() -> Iterator[tuple[str, torch.Tensor]]:
         for index, item in enumerate(new.items()):

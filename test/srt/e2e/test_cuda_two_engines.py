@@ -14,10 +14,7 @@ from ebbtide import Engine
 from ebbtide.srt.entrypoints.engine import Engine as EngineClass
 from ebbtide.srt.errors import RequestRejected
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 # Of the device's free memory, for the KV pool of each: two of them do not fit.
 POOL_SHARE = 0.6

@@ -24,18 +24,11 @@ from ebbtide.srt.entrypoints.engine import Engine as EngineClass
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.trainer.payload_encoding import serialize
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 MIB = 1 << 20
 # 200 MiB in float32: what is leaked stands out from the steps in which a process takes memory.
-WIDE: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 4096,
-}
+WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 8192, "max_position_embeddings": 4096}
 NOISE_BYTES = 40 * MIB
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
 PROMPT = [3, 1, 4, 1, 5]

@@ -17,10 +17,7 @@ from ebbtide.trainer.payload_encoding import serialize
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 PROMPTS = [[3, 1, 4, 1, 5], list(range(40)), [200]]
-LOADERS = {
-    name: f"fixtures.weight_loaders.{name}"
-    for name in ("scale", "strip_prefix", "copy_own", "fail_where_told")
-}
+LOADERS = {name: f"fixtures.weight_loaders.{name}" for name in ("scale", "copy_own", "fail_where_told")}
 LAYER_0, LAYER_1 = "model.layers.0.", "model.layers.1."
 DOUBLE = [(LAYER_0, torch.tensor(2.0))]
 
@@ -83,12 +80,6 @@ def test_it_changes_the_weights_that_serve(engine: Engine, reference_a: Referenc
     assert [
         out["output_ids"] for out in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
     ] == tokens_before
-
-
-def test_whole_tensors_reach_every_ranks_part(engine: Engine, reference_b: Reference) -> None:
-    named = [(f"policy.{name}", tensor) for name, tensor in reference_b.weights().items()]
-    engine.update_weights_from_tensor(named, LOADERS["strip_prefix"], weight_version="b")
-    assert_serves(engine, reference_b.weights(), "b")
 
 
 def test_a_rank_is_given_its_own_entry(engine: Engine, reference_a: Reference) -> None:

@@ -14,11 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ebbtide.srt.entrypoints.metrics.collectors import GcPauses
 from ebbtide.srt.entrypoints.metrics.operations import ControlMetrics
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.io_struct import (
-    Reply,
-    UpdateWeightsReqOutput,
-    UpdateWeightVersionReqOutput,
-)
+from ebbtide.srt.managers.io_struct import Reply, UpdateWeightsReqOutput, UpdateWeightVersionReqOutput
 from ebbtide.testing.null_engine import NullEngine
 
 # A null engine's tags; see `ebbtide.testing.NullDevice`.

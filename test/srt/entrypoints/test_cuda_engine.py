@@ -18,10 +18,7 @@ from ebbtide import Engine
 from ebbtide.srt.entrypoints.engine import Engine as EngineClass
 from ebbtide.srt.errors import RequestRejected
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 ALL_ROWS = 10**6
 

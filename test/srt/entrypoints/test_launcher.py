@@ -125,8 +125,7 @@ def test_a_process_that_does_not_end_when_asked_is_killed(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("backend", "mode", "preloaded"),
-    [("torch_memory_saver", "preload", True), ("auto", "preload", False)],
+    ("backend", "mode", "preloaded"), [("torch_memory_saver", "preload", True), ("auto", "preload", False)]
 )
 def test_torch_memory_saver_is_preloaded_where_it_is_asked_for(
     backend: str, mode: str, preloaded: bool, monkeypatch: pytest.MonkeyPatch

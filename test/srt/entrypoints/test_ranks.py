@@ -299,9 +299,7 @@ def test_a_node_waits_for_node_0_only_so_long(nodes: Callable[..., Nodes]) -> No
         both.start(1, dist_timeout_s=0.5).result(60)
 
 
-def test_a_node_that_was_started_otherwise_is_refused_and_may_come_again(
-    nodes: Callable[..., Nodes],
-) -> None:
+def test_a_node_that_was_started_otherwise_is_refused_and_may_come_again(nodes: Callable[..., Nodes]) -> None:
     both = nodes("report_rank", tp_size=2, nnodes=2)
     first = both.start(0)
     different = r"alike: page_size is 8 here and 16 on node 0"

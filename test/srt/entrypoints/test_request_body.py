@@ -72,8 +72,7 @@ def outcome(fields: dict[str, Any]) -> Any:
 @given(
     entries=st.lists(st.binary(max_size=40)),
     others=st.dictionaries(
-        st.text(),
-        st.integers() | st.text() | st.none() | st.lists(st.floats(0, 1) | st.lists(st.integers())),
+        st.text(), st.integers() | st.text() | st.none() | st.lists(st.floats(0, 1) | st.lists(st.integers()))
     ),
 )
 def test_large_and_small_bodies_make_the_same_request(entries: list[bytes], others: dict[str, Any]) -> None:

@@ -219,7 +219,6 @@ def test_a_rank_that_has_everything_leaves_where_another_has_not(
     ranks = three_ranks(trainer)
     sources = [source_of(groups, tensors) for groups in ranks]
     trainer.tell("plain", "g", tensors)
-    trainer.hear()
     have_arrived = [False] * len(sources)
 
     def all_have_arrived() -> bool:
@@ -228,6 +227,7 @@ def test_a_rank_that_has_everything_leaves_where_another_has_not(
         return all(have_arrived)
 
     wait_for(all_have_arrived)
+    trainer.hear()
     for groups, source in zip(ranks, sources, strict=True):
         assert groups.leave("g", "rank 1: the broadcast failed") is not None
         source.close()

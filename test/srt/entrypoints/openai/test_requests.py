@@ -8,12 +8,7 @@ import pytest
 from fixtures.checkpoints import make_tokenizer
 from fixtures.scripted_engine import Engine, run, start
 
-from ebbtide.srt.entrypoints.openai.answers import (
-    ChatWriter,
-    CompletionWriter,
-    write_answer,
-    write_chunks,
-)
+from ebbtide.srt.entrypoints.openai.answers import ChatWriter, CompletionWriter, write_answer, write_chunks
 from ebbtide.srt.entrypoints.openai.chat_template import (
     ChatTemplate,
     read_chat_template,

@@ -215,27 +215,6 @@ def test_patches_are_one_update_from_start_to_finish(
     assert torch.equal(served(), weight)
 
 
-def test_a_failed_update_is_not_committed_by_trls_clean_up(
-    server: Server, trainer: BroadcastingTrainer, checkpoints: Any
-) -> None:
-    before = tokens(server)
-    meet(server, trainer)
-    ok(server.post("/start_weight_update"))
-    info = update_info(checkpoints.b)
-    info["names"][0] = "model.no_such.weight"
-    refused = server.post("/update_weights", {"update_info": info})
-    assert refused.status_code == 400
-    assert "model.no_such.weight" in refused.json()["error"]["message"]
-    finish = server.post("/finish_weight_update")
-    assert (finish.status_code, "nothing was committed" in finish.json()["message"]) == (409, True)
-    assert tokens(server) == before
-    ok(server.post("/start_weight_update"))
-    body = {"update_info": update_info(checkpoints.b)}
-    send(server, trainer, checkpoints.b, "/update_weights", body)
-    ok(server.post("/finish_weight_update"))
-    assert tokens(server) != before
-
-
 def test_prime_rl_by_folder(server: Server, checkpoints: Any, tmp_path: Path) -> None:
     folder = tmp_path / "step_12"
     folder.symlink_to(checkpoints.b)

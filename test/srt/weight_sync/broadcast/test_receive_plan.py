@@ -189,11 +189,7 @@ def test_parts_fused_rows_and_other_types_arrive_through_little_memory(
 
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_nothing_is_written_once_the_group_was_left(
-    trainer: BroadcastingTrainer,
-    group: WeightGroup,
-    tensors: dict[str, Tensor],
-    file: Path,
-    comes_back: bool,
+    trainer: BroadcastingTrainer, group: WeightGroup, tensors: dict[str, Tensor], file: Path, comes_back: bool
 ) -> None:
     """Neither by a trainer that ends, nor by one that was stopped and goes on."""
     sent = list(tensors.values())
