@@ -244,20 +244,14 @@ def test_a_mapping_that_begins_elsewhere_is_refused(gpu: Gpu) -> None:
     ("changes", "message"),
     [
         ({"offset": 1}, "reaches beyond its storage of 24 bytes"),
-        ({"num_bytes": 20}, "beyond its storage of 20 bytes"),
         ({"num_bytes": 2**63}, "storage size: expected an integer"),
         ({"offset_bytes": 2**63}, "storage offset: expected an integer"),
-        ({"handle": b""}, "memory handle: not one"),
         ({"handle": b"\x02x" + b"h" * 64}, "memory handle: not one"),
         ({"handle": b"\x02c" + b"h" * 63}, "memory handle: not one"),
-        ({"handle": None}, "beyond its storage of 0 bytes"),
         ({"counter_file": b"/etc/passwd"}, "counter file: expected the form"),
         ({"counter_file": b"/torch_1_2/../passwd"}, "counter file: expected the form"),
-        ({"counter_file": None}, "counter file: expected the form"),
         ({"counter_index": 10_000}, "counter index: expected 0 to 9999"),
-        ({"counter_index": None}, "counter index: expected"),
         ({"event": b"e" * 63}, "event handle: expected 64 bytes"),
-        ({"event": None}, "event handle: expected 64 bytes"),
     ],
 )
 def test_broken_references_are_refused_unopened(gpu: Gpu, changes: dict[str, Any], message: str) -> None:
