@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ebbtide.srt.mem_cache import kv_pool
-from ebbtide.srt.mem_cache.kv_layout import KVLayout
+from ebbtide.srt.mem_cache.kv_layout import KVLayout, cuda_chunk_bytes
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -127,6 +127,15 @@ def test_pages_move_with_all_their_layers_and_nothing_else_changes(pool, monkeyp
         assert torch.equal(plane[rest], old[rest])
     with pytest.raises(AssertionError, match="overlap"):
         pool.move(sources, sources)
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "pool_gib", "chunk_mib"),
+    [(140, None, 1024), (79, None, 512), (24, None, 128), (140, 64, 1024), (140, 4, 128), (140, 0, 64)],
+)
+def test_large_devices_and_pools_have_large_chunks(device_gib, pool_gib, chunk_mib):
+    pool_bytes = None if pool_gib is None else pool_gib << 30
+    assert cuda_chunk_bytes(device_gib << 30, pool_bytes) == chunk_mib << 20
 
 
 def test_an_arena_that_is_too_small_is_refused():

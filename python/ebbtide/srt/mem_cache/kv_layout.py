@@ -20,11 +20,26 @@ from ebbtide.srt.memory_saver.arena import Arena, round_up
 # A kernel reads one plane after the other. With runs of this size, a page of the driver's, it touches no more
 # pages of addresses than if each plane lay in one piece.
 CUDA_MIN_RUN_BYTES = 2 << 20
-# Each chunk costs a call to map and, where it is made accessible, 30 microseconds of the driver's
-# (bench/gpu_kv_layout.py, on an H200).
-CUDA_MIN_CHUNK_BYTES = 256 << 20
+# 100 GiB in chunks of 1 GiB go back to the driver in 36 ms, in chunks of 256 MiB in 82 ms; they are taken in 31
+# and 65 ms. Attention does not notice (an H200: docs/performance.md).
+CUDA_CHUNK_BYTES = (64 << 20, 1 << 30)
+# Of small chunks more are to be had: a device's memory makes so many of them, and a pool of a given size.
+CHUNKS_OF_DEVICE, CHUNKS_OF_POOL = 128, 32
 # Between the last page of a chunk and its end there is less than a page: at most 1/32 of the pool.
 MIN_CHUNK_PAGES = 32
+
+
+def cuda_chunk_bytes(device_bytes: int, pool_bytes: int | None) -> int:
+    """The least size of a chunk on a device of this size: a power of two.
+
+    Args:
+        pool_bytes: of the KV cache; None: it takes what the device has.
+    """
+    wanted = device_bytes // CHUNKS_OF_DEVICE
+    if pool_bytes is not None:
+        wanted = min(wanted, pool_bytes // CHUNKS_OF_POOL)
+    least, most = CUDA_CHUNK_BYTES
+    return min(max(1 << max(0, wanted.bit_length() - 1), least), most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,11 @@ class KVPool:
             part = slice(start, start + step)
             self.write(targets[part], self.read(sources[part]))
 
+    def warm_up(self) -> None:
+        """Have the kernel that moves pages compiled. Nothing is in the pool yet."""
+        if self.num_pages > 1:
+            self.move([0], [1])
+
     def _rows(self, pages: Sequence[int]) -> torch.Tensor:
         """The blocks of these pages in all planes, page after page."""
         first = torch.tensor(pages, device=self.device)

@@ -18,10 +18,10 @@ from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionShape, kinds_of
 from ebbtide.srt.layers.attention.registry import choose_backend
 from ebbtide.srt.mem_cache.kv_layout import (
-    CUDA_MIN_CHUNK_BYTES,
     CUDA_MIN_RUN_BYTES,
     MIN_CHUNK_PAGES,
     KVLayout,
+    cuda_chunk_bytes,
 )
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
@@ -67,7 +67,9 @@ def build_model_runner(
     model_config = of_rank(model_config, group)
     dtype, torch_device = DTYPES[model_config.dtype], torch.device(device.name)
     is_cuda = torch_device.type == "cuda"
-    layout = kv_layout(model_config, cache_config, saver, is_cuda=is_cuda)
+    # A page has the same id on all ranks, so they must have the same chunks.
+    device_bytes = group.smallest(device.memory_info().total_bytes) if is_cuda else None
+    layout = kv_layout(model_config, cache_config, saver, device_bytes)
     pool = saver.chunk_pool(layout.chunk_bytes)
     arenas: ArenaSource = saver if pool is None else pool
     model = build_model(model_config.architecture, model_config.hf_config, dtype, torch_device)
@@ -185,6 +187,7 @@ def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> None:
     """
     longest = runner.page_table.array.shape[1] * runner.kv_pool.page_size
     runner.sampler.warm_up(dtype)
+    runner.kv_pool.warm_up()
     for count in sorted({1, min(16, longest), min(num_tokens, longest)}):
         plan = BatchPlan(
             input_ids_T=np.zeros(count, dtype=np.int64),
@@ -230,20 +233,28 @@ def capture_graphs(
 
 
 def kv_layout(
-    model_config: ModelConfig, cache_config: CacheConfig, saver: MemorySaver, *, is_cuda: bool
+    model_config: ModelConfig, cache_config: CacheConfig, saver: MemorySaver, device_bytes: int | None
 ) -> KVLayout:
-    """What this rank stores of each token, and where. `model_config` has the heads of this rank."""
-    return KVLayout(
+    """What this rank stores of each token, and where. `model_config` has the heads of this rank.
+
+    Args:
+        device_bytes: memory of the GPU; None for the CPU.
+    """
+    layout = KVLayout(
         num_layers=model_config.num_layers,
         page_size=cache_config.page_size,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
         dtype=DTYPES[cache_config.dtype],
         granularity=saver.granularity,
-        min_chunk_bytes=CUDA_MIN_CHUNK_BYTES if is_cuda else 1,
         min_chunk_pages=MIN_CHUNK_PAGES,
-        min_run_bytes=CUDA_MIN_RUN_BYTES if is_cuda else 1,
     )
+    if device_bytes is None:
+        return layout
+    num_tokens = cache_config.max_total_tokens
+    pool_bytes = num_tokens // layout.page_size * layout.page_bytes if num_tokens is not None else None
+    chunk_bytes = cuda_chunk_bytes(device_bytes, pool_bytes)
+    return replace(layout, min_chunk_bytes=chunk_bytes, min_run_bytes=CUDA_MIN_RUN_BYTES)
 
 
 def build_kv_pool(
