@@ -20,8 +20,8 @@ from ebbtide.srt.memory_saver.arena import Arena, round_up
 # A kernel reads one plane after the other. With runs of this size, a page of the driver's, it touches no more
 # pages of addresses than if each plane lay in one piece.
 CUDA_MIN_RUN_BYTES = 2 << 20
-# 100 GiB in chunks of 1 GiB go back to the driver in 36 ms, in chunks of 256 MiB in 82 ms; they are taken in 31
-# and 65 ms. Attention does not notice (an H200: docs/performance.md).
+# 100 GiB in chunks of 1 GiB go back to the driver in 36 ms, in chunks of 256 MiB in 82 ms; they are taken in
+# 31 and 65 ms. Attention does not notice (an H200: docs/performance.md).
 CUDA_CHUNK_BYTES = (64 << 20, 1 << 30)
 # Of small chunks more are to be had: a device's memory makes so many of them, and a pool of a given size.
 CHUNKS_OF_DEVICE, CHUNKS_OF_POOL = 128, 32
