@@ -32,6 +32,8 @@ GRANULARITY = 2 << 20
 
 # Left to the process itself: taking the last byte of a control group gets the process killed, not refused.
 HEADROOM_BYTES = 64 << 20
+# To ask what is free takes as long as to take 2 MiB. What was free may be gone by now: half of the headroom.
+UNASKED_BYTES = HEADROOM_BYTES // 2
 
 _PROT_NONE = 0
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -51,7 +53,7 @@ class HostVirtualMemory:
     """VirtualMemory over anonymous host memory; a fresh handle holds zeros.
 
     Args:
-        free_bytes: how much may be taken now. It is asked before each `create`, because the kernel promises
+        free_bytes: how much may be taken now. It is asked ahead of `create`, because the kernel promises
             memory that it does not have and ends the process when that is touched.
 
     Raises:
@@ -64,6 +66,7 @@ class HostVirtualMemory:
     def __init__(self, free_bytes: Callable[[], int] = available_bytes) -> None:
         _require_linux()
         self._free_bytes = free_bytes
+        self._granted_bytes = 0  # may be taken without asking again
         self._keys = count()
         self._reservations: set[Reservation] = set()
         self._parked_at: dict[Handle, int] = {}  # where the pages of unmapped handles are
@@ -89,10 +92,13 @@ class HostVirtualMemory:
 
     def create(self, num_bytes: int) -> Handle:
         _require_size(num_bytes)
-        free = self._free_bytes()
-        if num_bytes > free:
-            raise OutOfDeviceMemory(num_bytes, free)
-        with _running_out_of_memory(num_bytes, lambda: free):
+        if num_bytes > self._granted_bytes:
+            free = self._free_bytes()
+            if num_bytes > free:
+                raise OutOfDeviceMemory(num_bytes, free)
+            self._granted_bytes = num_bytes + min(free - num_bytes, UNASKED_BYTES)
+        self._granted_bytes -= num_bytes
+        with _running_out_of_memory(num_bytes, self._free_bytes):
             address = _reserve_aligned(num_bytes)
             try:
                 _populate(address, num_bytes)
