@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.testing.soak import Soak, Tally
+from ebbtide.testing.soak.doors import HttpDoor
+from ebbtide.testing.soak.storm import Soak
+from ebbtide.testing.soak.tally import Tally
 
 
-def test_a_short_storm_loses_nothing() -> None:
+@pytest.mark.parametrize("door", ["http", "engine"])
+def test_a_short_storm_loses_nothing(door: str) -> None:
     command = [sys.executable, "-m", "ebbtide.testing.soak", "--minutes", "0.1", "--streams", "4"]
+    command += ["--door", door]
     run = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -25,7 +29,7 @@ def test_what_is_wrong_is_seen(
     tmp_path: Path, tokens: list[int], finish: str, span_end: int, column: str
 ) -> None:
     tally = Tally()
-    soak = Soak(Namespace(seed=0), "http://127.0.0.1:1", tmp_path, tally)
+    soak = Soak(Namespace(seed=0), HttpDoor("http://127.0.0.1:1", 0), tmp_path, tally)
     soak._expected = [[1, 2, 3, 4]]
     spans = [{"version": "v1", "start": 0, "end": span_end}]
     meta = {"finish_reason": {"type": finish}, "weight_versions": spans}

@@ -131,7 +131,7 @@ def test_pages_move_with_all_their_layers_and_nothing_else_changes(pool, monkeyp
 
 @pytest.mark.parametrize(
     ("device_gib", "pool_gib", "chunk_mib"),
-    [(140, None, 1024), (79, None, 512), (24, None, 128), (140, 64, 1024), (140, 4, 128), (140, 0, 64)],
+    [(140, None, 1024), (79, None, 512), (24, None, 128), (140, 64, 1024), (140, 4, 128), (140, 0, 2)],
 )
 def test_large_devices_and_pools_have_large_chunks(device_gib, pool_gib, chunk_mib):
     pool_bytes = None if pool_gib is None else pool_gib << 30

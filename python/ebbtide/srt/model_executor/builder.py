@@ -254,7 +254,10 @@ def kv_layout(
     num_tokens = cache_config.max_total_tokens
     pool_bytes = num_tokens // layout.page_size * layout.page_bytes if num_tokens is not None else None
     chunk_bytes = cuda_chunk_bytes(device_bytes, pool_bytes)
-    return replace(layout, min_chunk_bytes=chunk_bytes, min_run_bytes=CUDA_MIN_RUN_BYTES)
+    run_bytes = CUDA_MIN_RUN_BYTES
+    if pool_bytes is not None:  # Where the pool is small, more chunks are worth more than long runs.
+        run_bytes = min(run_bytes, chunk_bytes // layout.num_planes)
+    return replace(layout, min_chunk_bytes=chunk_bytes, min_run_bytes=run_bytes)
 
 
 def build_kv_pool(

@@ -1,0 +1,159 @@
+"""The two doors of an engine: a server's, and `Engine`'s in this process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import httpx
+
+from ebbtide import Engine
+from ebbtide.srt.errors import RequestRejected
+
+START_TIMEOUT_S: Final = 300.0
+# Longer than any operation of the storm may take: a reply that has not come by then is a hang.
+REPLY_TIMEOUT_S: Final = 120.0
+MAX_TOTAL_TOKENS: Final = 16384
+
+
+class Door(Protocol):
+    """How clients reach the engine.
+
+    Attributes:
+        target: of a `WeightSender`.
+        pid: of the process that the engine's others are children of.
+    """
+
+    target: Any
+    pid: int
+
+    async def call(self, name: str, **body: Any) -> tuple[int, dict[str, Any]]:
+        """The status of HTTP, and the reply, of a request that is known by this name. Raises OSError."""
+        ...
+
+    def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a generation; left early, it is aborted. Raises OSError or ValueError."""
+        ...
+
+
+class HttpDoor:
+    """A server at this address."""
+
+    def __init__(self, url: str, pid: int) -> None:
+        self.target = url
+        self.pid = pid
+        limits = httpx.Limits(max_connections=None)
+        self._client = httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(REPLY_TIMEOUT_S), limits=limits)
+
+    async def call(self, name: str, **body: Any) -> tuple[int, dict[str, Any]]:
+        try:
+            if name == "memory_occupation":
+                response = await self._client.get(f"/{name}")
+            else:
+                response = await self._client.post(f"/{name}", json=body)
+        except httpx.HTTPError as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        try:
+            return response.status_code, response.json()
+        except ValueError:
+            return response.status_code, {"success": response.status_code == 200, "text": response.text}
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        timeout = httpx.Timeout(None)
+        body = body | {"stream": True}
+        try:
+            async with self._client.stream("POST", "/generate", json=body, timeout=timeout) as response:
+                if response.status_code != 200:
+                    raise ValueError(f"{response.status_code} {(await response.aread())[:300]!r}")
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        yield json.loads(line[len("data: ") :])
+        except httpx.HTTPError as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+class EngineDoor:
+    """An engine whose methods are called here."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.target = engine
+        self.pid = os.getpid()
+        self._engine = engine
+
+    async def call(self, name: str, **body: Any) -> tuple[int, dict[str, Any]]:
+        if "serialized_named_tensors" in body:
+            body["named_tensors"] = body.pop("serialized_named_tensors")
+        if body.pop("report", None) is not None and not body.get("abort_all"):
+            raise AssertionError("only an abort of all is reported")
+        try:
+            reply: dict[str, Any] = await getattr(self._engine, f"async_{name}")(**body)
+        except RequestRejected as error:
+            return error.status, {"success": False, "message": error.message}
+        except Exception as error:
+            return 500, {"success": False, "message": f"{type(error).__name__}: {error}"}
+        return 200, reply
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        async with aclosing(await self._engine.async_generate(**body, stream=True)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+@contextmanager
+def open_door(args: argparse.Namespace, folder: Path) -> Iterator[Door]:
+    """Start the engine on the tiny model.
+
+    Raises:
+        SystemExit: it does not start.
+    """
+    if args.door == "engine":
+        with Engine(
+            model_path=str(folder / "model"),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            device=args.device,
+            max_total_tokens=MAX_TOTAL_TOKENS,
+            log_level="warning",
+        ) as engine:
+            yield EngineDoor(engine)
+        return
+    log_file = folder / "log"
+    process, url = _serve(args, folder, log_file)
+    try:
+        _wait_ready(process, url, log_file)
+        yield HttpDoor(url, process.pid)
+    finally:
+        process.terminate()
+        process.wait(60)
+        print(f"the server's log ends so:\n{log_file.read_text(errors='replace')[-2000:]}", file=sys.stderr)
+
+
+def _serve(args: argparse.Namespace, folder: Path, log_file: Path) -> tuple[subprocess.Popen[bytes], str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    command = [sys.executable, "-m", "ebbtide.launch_server", "--model-path", str(folder / "model")]
+    command += ["--port", str(port), "--skip-tokenizer-init", "--dtype", "float32", "--device", args.device]
+    command += ["--max-total-tokens", str(MAX_TOTAL_TOKENS), "--log-level", "warning", *args.server_flags]
+    with log_file.open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log), f"http://127.0.0.1:{port}"
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log_file: Path) -> None:
+    until_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < until_s and process.poll() is None:
+        try:
+            if httpx.get(url + "/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise SystemExit(f"the server did not start: {log_file.read_text(errors='replace')[-2000:]}")

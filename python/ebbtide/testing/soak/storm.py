@@ -1,0 +1,311 @@
+"""The clients, and the storm of control requests around them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors.torch import load_file
+
+from ebbtide.srt.errors import EbbtideError
+from ebbtide.testing.soak.doors import REPLY_TIMEOUT_S, Door
+from ebbtide.testing.soak.model import SHAPE
+from ebbtide.testing.soak.tally import Tally, shared_objects
+
+NUM_PROMPTS: Final = 48
+MAX_OUTPUT: Final = 96
+KILLED_SENDER: Final = """
+import base64, json, sys, time
+from safetensors.torch import load_file
+from ebbtide.trainer.payload_encoding import serialize_tensors
+shared = serialize_tensors(sorted(load_file(sys.argv[1]).items()))
+print(json.dumps([base64.b64encode(entry).decode() for entry in shared.entries]), flush=True)
+time.sleep(600)
+"""
+
+
+class Soak:
+    """One engine, its clients and its storm."""
+
+    def __init__(self, args: argparse.Namespace, door: Door, folder: Path, tally: Tally) -> None:
+        self._args = args
+        self._door = door
+        self._model = folder / "model"
+        self._other = folder / "other"
+        self._tally = tally
+        self._rng = random.Random(args.seed)
+        self._until_s = 0.0
+        # Requests that were under way between the sending of an abort and its reply may come back as aborted.
+        self._num_aborts_sent = 0
+        self._num_aborts_answered = 0
+        # Process ids of all that have lent tensors to the engine.
+        self.senders = [os.getpid()]
+        self._version = 0
+        self._prompts = [
+            [self._rng.randrange(SHAPE["vocab_size"]) for _ in range(self._rng.randrange(4, 200))]
+            for _ in range(NUM_PROMPTS)
+        ]
+        self._expected: list[list[int]] = []
+
+    async def run(self) -> None:
+        self._expected = await asyncio.gather(*(self._alone(prompt) for prompt in self._prompts))
+        await self._post("flush_cache")
+        self._until_s = time.monotonic() + 60 * self._args.minutes
+        streams = [asyncio.create_task(self._streams(number)) for number in range(self._args.streams)]
+        await self._storm()
+        await asyncio.wait_for(asyncio.gather(*streams), REPLY_TIMEOUT_S)
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """Forget what was cached, so that holdings can be compared.
+
+        What a killed sender had lent is unlinked by torch's manager of shared memory, some time later.
+        """
+        await self._post("flush_cache", timeout_s=30.0)
+        until_s = time.monotonic() + 30
+        while shared_objects(self.senders) and time.monotonic() < until_s:
+            await asyncio.sleep(0.1)
+
+    # ----------------------------------------------------------------------------------------- the clients
+
+    async def _alone(self, prompt: list[int]) -> list[int]:
+        tokens: list[int] = []
+        async with aclosing(self._door.stream(self._body(prompt, MAX_OUTPUT))) as chunks:
+            async for chunk in chunks:
+                tokens = chunk["output_ids"]
+        return tokens
+
+    def _body(self, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
+        params = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        return {"input_ids": prompt, "sampling_params": params}
+
+    async def _streams(self, number: int) -> None:
+        rng = random.Random(self._args.seed * 1000 + number)
+        while time.monotonic() < self._until_s:
+            index = rng.randrange(NUM_PROMPTS)
+            length = rng.randrange(1, MAX_OUTPUT + 1)
+            hangs_up_after = rng.randrange(1, length + 1) if rng.random() < 0.05 else None
+            self._tally.requests += 1
+            try:
+                await asyncio.wait_for(self._stream(index, length, hangs_up_after), 5 * REPLY_TIMEOUT_S)
+            except (TimeoutError, OSError, EbbtideError, ValueError, KeyError) as error:
+                self._tally.lost += 1
+                self._tally.note(f"a request was lost: {type(error).__name__}: {error}")
+
+    async def _stream(self, index: int, length: int, hangs_up_after: int | None) -> None:
+        num_aborts = self._num_aborts_answered
+        last: dict[str, Any] | None = None
+        async with aclosing(self._door.stream(self._body(self._prompts[index], length))) as chunks:
+            async for last in chunks:
+                if "error" in last:
+                    raise ValueError(str(last))
+                if hangs_up_after is not None and len(last["output_ids"]) >= hangs_up_after:
+                    self._tally.hung_up += 1
+                    return
+        if last is None:
+            raise ValueError("the stream ended without a chunk")
+        self._check(last, index, length, may_be_aborted=self._num_aborts_sent > num_aborts)
+
+    def _check(self, last: dict[str, Any], index: int, length: int, *, may_be_aborted: bool) -> None:
+        tokens, meta = last["output_ids"], last["meta_info"]
+        if tokens != self._expected[index][: len(tokens)]:
+            self._tally.wrong += 1
+            self._tally.note(f"prompt {index}: {tokens} instead of {self._expected[index][:length]}")
+            return
+        spans = meta["weight_versions"]
+        covered = [span["start"] for span in spans[1:]] == [span["end"] for span in spans[:-1]]
+        if tokens and not (covered and spans[0]["start"] == 0 and spans[-1]["end"] == len(tokens)):
+            self._tally.wrong += 1
+            self._tally.note(f"spans {spans} do not cover {len(tokens)} tokens")
+        reason = meta["finish_reason"]["type"] if meta["finish_reason"] else None
+        if reason == "abort" and may_be_aborted:
+            self._tally.aborted += 1
+        elif reason != "length" or len(tokens) != length:
+            self._tally.lost += 1
+            self._tally.note(f"a request ended with {meta['finish_reason']} after {len(tokens)} of {length}")
+
+    # ------------------------------------------------------------------------------------------- the storm
+
+    async def _storm(self) -> None:
+        storms: dict[str, tuple[int, Callable[[], Awaitable[None]]]] = {
+            "pause": (4, self._pause),
+            "release": (4, self._release),
+            "park": (2 if self._args.park else 0, self._park),
+            "resize": (2 if self._args.resize else 0, self._resize),
+            "update from disk": (3, self._update_from_disk),
+            "session": (3, self._session),
+            "session given up": (2, self._session_given_up),
+            "refused update": (2, self._refused_update),
+            "killed sender": (1, self._killed_sender),
+            "flush": (1, self._flush),
+            "abort": (1, self._abort),
+        }
+        names = list(storms)
+        weights = [storms[name][0] for name in names]
+        while time.monotonic() < self._until_s:
+            (name,) = self._rng.choices(names, weights)
+            self._tally.operations[name] += 1
+            await storms[name][1]()
+            await self._run_again()
+            await asyncio.sleep(self._rng.random() * self._args.calm_s)
+
+    async def _post(self, name: str, **body: Any) -> dict[str, Any]:
+        """A reply. A refusal counts; a failure of the engine, or none at all, is a failure."""
+        try:
+            status, reply = await asyncio.wait_for(self._door.call(name, **body), REPLY_TIMEOUT_S)
+        except OSError as error:
+            status, reply = 500, {"success": False, "message": f"{type(error).__name__}: {error}"}
+        if status >= 500:
+            self._tally.failures += 1
+            self._tally.note(f"{name}: {status} {reply}")
+        elif status != 200:
+            self._tally.refusals[f"{name} {status}"] += 1
+        return reply
+
+    async def _must(self, name: str, **body: Any) -> dict[str, Any]:
+        reply = await self._post(name, **body)
+        if not reply.get("success", True):
+            self._tally.failures += 1
+            self._tally.note(f"{name} was refused: {reply}")
+        return reply
+
+    async def _run_again(self) -> None:
+        await self._must("resume_memory_occupation")
+        await self._must("continue_generation")
+
+    async def _wait(self) -> None:
+        await asyncio.sleep(self._rng.random() * self._args.calm_s)
+
+    def _next_version(self) -> str:
+        self._version += 1
+        return f"v{self._version}"
+
+    async def _pause(self) -> None:
+        await self._must("pause_generation", mode=self._rng.choice(["in_place", "retract"]))
+        await self._wait()
+
+    async def _release(self, **fields: Any) -> None:
+        """Any of the tags; weights come back stale, and are written again."""
+        tags = self._rng.choice([["kv_cache"], ["weights"], ["kv_cache", "weights"], []])
+        tags = fields.pop("tags", tags)
+        await self._must("release_memory_occupation", tags=tags, **fields)
+        await self._wait()
+        if self._rng.random() < 0.3:
+            await self._post("release_memory_occupation", tags=tags)
+        if tags != ["kv_cache"]:
+            await self._must("resume_memory_occupation", tags=["weights"])
+            await self._must(
+                "update_weights_from_disk",
+                model_path=str(self._model),
+                flush_cache=False,
+                pause_mode="in_place",
+                weight_version=self._next_version(),
+            )
+        await self._must("resume_memory_occupation", tags=tags, lazy=self._rng.random() < 0.3)
+
+    async def _park(self) -> None:
+        await self._release(tags=["kv_cache"], preserve=self._rng.choice(["live", "all"]))
+
+    async def _resize(self) -> None:
+        _, report = await self._door.call("memory_occupation")
+        num_bytes = report["tags"]["kv_cache"]["virtual_bytes"]
+        smaller = int(num_bytes * self._rng.uniform(0.3, 0.9))
+        preserve = self._rng.choice(["none", "live"])
+        await self._post("resize_memory_occupation", num_bytes=smaller, preserve=preserve)
+        await self._wait()
+        await self._must("resize_memory_occupation", num_bytes=num_bytes)
+
+    async def _update_from_disk(self) -> None:
+        mode = self._rng.choice(["in_place", "retract"])
+        await self._must(
+            "update_weights_from_disk",
+            model_path=str(self._model),
+            pause_mode=mode,
+            flush_cache=mode == "retract",
+            weight_version=self._next_version(),
+        )
+
+    async def _session(self) -> None:
+        """As a trainer sends it, in buckets."""
+        from ebbtide.trainer import WeightSender
+
+        def send() -> None:
+            mode = self._rng.choice(["in_place", "retract"])
+            with WeightSender(self._door.target, bucket_bytes=1 << 20, pause_mode=mode) as sender:
+                sender.send(
+                    sorted(load_file(self._model / "model.safetensors").items()), self._next_version()
+                )
+
+        try:
+            await asyncio.to_thread(send)
+        except Exception as error:
+            self._tally.failures += 1
+            self._tally.note(f"session: {type(error).__name__}: {error}")
+
+    async def _session_given_up(self) -> None:
+        """Other weights, which must never be seen."""
+        await self._must("begin_weight_update")
+        await self._must(
+            "update_weights_from_disk",
+            model_path=str(self._other),
+            pause_mode="in_place",
+            flush_cache=False,
+        )
+        await self._wait()
+        await self._must("abort_weight_update")
+
+    async def _refused_update(self) -> None:
+        reply = await self._post(
+            "update_weights_from_disk",
+            model_path=str(self._other.parent / "wrong"),
+            pause_mode="in_place",
+            flush_cache=False,
+        )
+        if reply.get("success", True):
+            self._tally.failures += 1
+            self._tally.note(f"an update of a wrong shape was taken: {reply}")
+
+    async def _killed_sender(self) -> None:
+        """The sender goes, with or without its memory, while the update is under way."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            KILLED_SENDER,
+            str(self._model / "model.safetensors"),
+            stdout=asyncio.subprocess.PIPE,
+            limit=1 << 24,
+        )
+        assert process.stdout is not None
+        self.senders.append(process.pid)
+        entries = json.loads(await process.stdout.readline())
+        update = asyncio.create_task(
+            self._post(
+                "update_weights_from_tensor",
+                serialized_named_tensors=entries,
+                pause_mode="in_place",
+                flush_cache=False,
+                weight_version=self._next_version(),
+            )
+        )
+        await asyncio.sleep(self._rng.random() * 0.02)
+        process.kill()
+        await process.wait()
+        await update
+
+    async def _flush(self) -> None:
+        await self._post("flush_cache")
+
+    async def _abort(self) -> None:
+        """Every request comes back with what it has."""
+        self._num_aborts_sent += 1
+        await self._must("abort_request", abort_all=True, report=True)
+        self._num_aborts_answered += 1
