@@ -21,7 +21,6 @@ NAMES_ONLY: Mapping[str, Sequence[str]] = {
     "sglang.srt.distributed": (),
     "sglang.srt.distributed.parallel_state": ("ParallelismContext", "RankParallelismConfig"),
     "sglang.srt.entrypoints.openai.encoding_dsv4": (),
-    "sglang.srt.function_call.core_types": ("ToolCallItem",),
     "sglang.srt.layers": (),
     "sglang.srt.layers.moe": ("initialize_moe_config",),
     "sglang.srt.layers.moe.routed_experts_capturer": ("extract_routed_experts_from_meta_info",),
@@ -30,8 +29,6 @@ NAMES_ONLY: Mapping[str, Sequence[str]] = {
     "sglang.srt.layers.quantization.fp8_utils": ("initialize_fp8_gemm_config",),
     "sglang.srt.model_loader": ("get_model",),
     "sglang.srt.model_loader.parameter_mapper": ("ParameterMapper",),
-    "sglang.srt.parser": (),
-    "sglang.srt.parser.reasoning_parser": ("ReasoningParser",),
 }
 
 

@@ -25,10 +25,12 @@ from fixtures.tokenizers import byte_level
 from sglang.srt import constants
 from sglang.srt.debug_utils.dumper import DumperConfig, _get_rank, dumper
 from sglang.srt.entrypoints.EngineBase import EngineBase
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Function, Tool
+from sglang.srt.function_call.core_types import ToolCallItem
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.model_executor.model_runner import LocalSerializedTensor
 from sglang.srt.model_executor.model_runner_components.weight_updater import _model_load_weights_direct
+from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs, prepare_server_args
 from sglang.srt.utils import (
@@ -294,7 +296,6 @@ def test_small_things(tmp_path: Path) -> None:
     ]
     assert tags == ["kv_cache", "weights", "cuda_graph"]
     assert sorted(constants.GPU_MEMORY_ALL_TYPES) == sorted(tags)
-    assert FunctionCallParser.ToolCallParserEnum == {}
     assert dumper.configure(enable=True) is None
     assert dumper.dump("name", torch.zeros(1), layer=3) is None
     DumperConfig(enable=True)
@@ -307,6 +308,23 @@ def test_small_things(tmp_path: Path) -> None:
     assert ChatCompletionRequest.model_validate(body).messages[0].role == "user"
     byte_level().hf.save_pretrained(tmp_path)
     assert get_tokenizer(str(tmp_path), trust_remote_code=True).encode("hello")
+
+
+def test_calls_and_reasoning_are_found() -> None:
+    tools = [Tool(function=Function(name="f"))]
+    text = 'So: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    parser = FunctionCallParser(tools, "qwen25")
+    assert parser.has_tool_call(text)
+    plain, [item] = parser.parse_non_stream(text)
+    assert (plain, item) == ("So: ", ToolCallItem(tool_index=0, name="f", parameters='{"a": 1}'))
+    told = [parser.parse_stream_chunk(character) for character in text]
+    assert "".join(plain for plain, _ in told) == "So: "
+    assert [one for _, items in told for one in items] == [item]
+    with pytest.raises(ValueError, match="expected one of qwen, "):
+        FunctionCallParser(tools, "x")
+    reasoning = ReasoningParser("deepseek-r1")
+    assert reasoning.detector.think_end_token == "</think>"
+    assert reasoning.parse_non_stream("hmm</think>yes") == ("hmm", "yes")
 
 
 def test_importing_starts_no_gpu() -> None:

@@ -35,6 +35,13 @@ class Arg:
 _DTYPES = ("auto", "float32", "float", "float16", "half", "bfloat16", "bf16")
 OWN_SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "priority", "random")
 _OTHER_SCHEDULE_POLICIES = ("routing-key", "hrrn", "shortest-prefill-first")
+# Spelled out, since this module imports nothing that parses: the keys of `TOOL_CALL_FORMATS`, and of
+# `REASONING_FORMATS`.
+TOOL_CALL_PARSERS = (
+    *("qwen", "qwen25", "hermes", "qwen3_coder", "llama3", "mistral", "deepseekv3", "deepseekv31", "glm45"),
+    *("kimi_k2", "pythonic"),
+)
+REASONING_PARSERS = ("deepseek-r1", "deepseek-v3", "glm45", "kimi", "kimi_k2", "qwen3", "qwen3-thinking")
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -167,6 +174,17 @@ class ServerArgs(SglangArguments):
             choices=("scaled", "raw_logprobs", "processed_logprobs"),
         ),
     ] = "scaled"
+    tool_call_parser: Annotated[
+        str | None,
+        Arg("How the model writes calls of tools (default: they stay text).", choices=TOOL_CALL_PARSERS),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Arg(
+            "How the model marks its reasoning (default: it stays with the answer).",
+            choices=REASONING_PARSERS,
+        ),
+    ] = None
     stream_interval: Annotated[int, Arg("Tokens between chunks of a stream.", minimum=1)] = 1
     incremental_streaming_output: Annotated[bool, Arg("Chunks hold what is new, not everything so far.")] = (
         False

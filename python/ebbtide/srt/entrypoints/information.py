@@ -35,8 +35,8 @@ class ModelInfo(Reply, kw_only=True):
     weight_version: str
     weight_versions: list[str] | UnsetType = UNSET
     load_format: str
-    reasoning_parser: None = None
-    tool_call_parser: None = None
+    reasoning_parser: str | None
+    tool_call_parser: str | None
     disaggregation_mode: Literal["null"] = "null"
     has_image_understanding: bool = False
     has_audio_understanding: bool = False
@@ -101,6 +101,8 @@ def model_info(config: EngineConfig, state: StateReport, reports: Sequence[State
         weight_version=state.weight_version,
         weight_versions=[report.weight_version for report in reports] if len(reports) > 1 else UNSET,
         load_format=state.load_format,
+        reasoning_parser=config.server_args.reasoning_parser,
+        tool_call_parser=config.server_args.tool_call_parser,
         model_type=model.model_type,
         architectures=model.architectures,
         context_len=model.context_len,

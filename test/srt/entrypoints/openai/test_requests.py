@@ -8,13 +8,20 @@ import pytest
 from fixtures.checkpoints import make_tokenizer
 from fixtures.scripted_engine import Engine, run, start
 
-from ebbtide.srt.entrypoints.openai.answers import ChatWriter, CompletionWriter, write_answer, write_chunks
+from ebbtide.srt.entrypoints.openai.answers import (
+    ChatWriter,
+    CompletionWriter,
+    whole_pieces,
+    write_answer,
+    write_chunks,
+)
 from ebbtide.srt.entrypoints.openai.chat_template import (
     ChatTemplate,
     read_chat_template,
     recommended_sampling,
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call
+from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput, TokenLogprobs
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
@@ -316,3 +323,34 @@ def test_an_echo_is_the_prompt_as_it_was_sent_or_cut() -> None:
         answer = write_answer(CompletionWriter(call), call, {**output, "prompt_token_ids": ids})
         assert answer.choices[0].text == f"{text}!"
         assert answer.choices[0].prompt_token_ids is msgspec.UNSET
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_reasoning_and_calls_are_told_apart_from_the_answer(is_stream: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    text = '<think>hm</think>So <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    fields = {"messages": [USER], "tools": tools}
+    call = chat_call(fields, "tide", template(), {}, Parsers("hermes", "qwen3"))
+    assert call.generate["sampling_params"]["skip_special_tokens"] is False
+    writer = ChatWriter(call, return_meta_info=False)
+    finish = {"type": "stop", "matched": 3}
+    texts = list(text) if is_stream else [text]
+    content = reasoning = ""
+    calls: list[Any] = []
+    for number, piece in enumerate(texts, 1):
+        is_last = number == len(texts)
+        output = {"text": piece, "output_ids": [1], "meta_info": meta([1], finish if is_last else None)}
+        [new] = whole_pieces(output)
+        if is_stream:
+            choice = msgspec.to_builtins(writer.chunk(new))["choices"][0]
+        else:
+            choice = msgspec.to_builtins(write_answer(writer, call, output))["choices"][0]
+        said = choice["delta" if is_stream else "message"]
+        content += said["content"]
+        reasoning += said.get("reasoning_content", "")
+        calls += said.get("tool_calls", [])
+    assert (content, reasoning, choice["finish_reason"]) == ("So ", "hm", "tool_calls")
+    [made] = calls
+    assert made["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    plain = chat_call({**fields, "tool_choice": "none"}, "tide", template(), {}, Parsers("hermes"))
+    assert (plain.form.parser, "skip_special_tokens" in plain.generate["sampling_params"]) == (None, False)

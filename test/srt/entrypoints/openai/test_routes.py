@@ -215,3 +215,6 @@ def test_metrics_count_what_was_answered(server: Server, client: openai.OpenAI) 
     after = [metric(server, name) for name in names]
     grown = [new - old for new, old in zip(after, before, strict=True)]
     assert grown == [8, 2 * NUM_TOKENS, 2, 2]
+
+
+from typing import Any

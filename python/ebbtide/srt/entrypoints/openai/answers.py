@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     VersionSpan,
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
+from ebbtide.srt.entrypoints.openai.tool_use import AnswerParts, AnswerReader
 
 # This character stands for a part of one.
 REPLACEMENT = "\ufffd"
@@ -303,6 +305,7 @@ class ChatWriter:
     def __init__(self, call: OpenAICall, *, return_meta_info: bool) -> None:
         self._call = call
         self._return_meta_info = return_meta_info
+        self._readers: defaultdict[int, AnswerReader] = defaultdict(lambda: AnswerReader(call.form))
 
     def answer(self, pieces: Sequence[Piece], usage: Usage) -> ChatCompletion:
         metadata = pieces[0].metadata
@@ -319,12 +322,17 @@ class ChatWriter:
         )
 
     def chunk(self, piece: Piece) -> ChatCompletionChunk:
-        call = self._call
+        call, parts = self._call, self._parts(piece)
         choice = ChatChunkChoice(
             index=piece.index,
-            delta=ChatDelta(content=piece.text, role="assistant" if piece.is_first else UNSET),
+            delta=ChatDelta(
+                content=parts.content,
+                role="assistant" if piece.is_first else UNSET,
+                reasoning_content=parts.reasoning or UNSET,
+                tool_calls=parts.calls or UNSET,
+            ),
             logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
+            finish_reason=self._finish_reason(piece),
             matched_stop=piece.matched_stop,
             stop_reason=stop_reason(call, piece),
             response_token_ids=piece.token_ids if call.return_token_ids else UNSET,
@@ -339,12 +347,16 @@ class ChatWriter:
         return ChatCompletionChunk(**_head(self._call), choices=[], usage=usage)
 
     def _choice(self, piece: Piece) -> ChatChoice:
-        call = self._call
+        call, parts = self._call, self._parts(piece)
         return ChatChoice(
             index=piece.index,
-            message=AssistantMessage(content=piece.text),
+            message=AssistantMessage(
+                content=parts.content,
+                reasoning_content=UNSET if call.form.reasoning is None else parts.reasoning or None,
+                tool_calls=parts.calls or UNSET,
+            ),
             logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
+            finish_reason=self._finish_reason(piece),
             matched_stop=piece.matched_stop,
             stop_reason=stop_reason(call, piece),
             response_token_ids=piece.token_ids if call.return_token_ids else UNSET,
@@ -353,6 +365,14 @@ class ChatWriter:
             weight_versions=_weight_versions(call, piece),
             meta_info=dict(piece.meta) if self._return_meta_info else UNSET,
         )
+
+    def _parts(self, piece: Piece) -> AnswerParts:
+        return self._readers[piece.index].push(piece.text, is_last=piece.finish is not None)
+
+    def _finish_reason(self, piece: Piece) -> Any:
+        """Once its parts were read: an answer that stops with calls stops for them."""
+        has_calls = self._readers[piece.index].num_calls > 0
+        return "tool_calls" if piece.finish_reason == "stop" and has_calls else piece.finish_reason
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         num_top = self._call.num_logprobs

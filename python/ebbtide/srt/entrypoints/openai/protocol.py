@@ -113,7 +113,10 @@ class ChatMessage(Struct, kw_only=True):
 
 
 class ChatCompletionRequest(OpenAIRequest, kw_only=True):
-    """`messages`, or `input_ids` in the place of what the chat template makes of them."""
+    """`messages`, or `input_ids` in the place of what the chat template makes of them.
+
+    `separate_reasoning`: false leaves it with the answer.
+    """
 
     messages: list[ChatMessage] | None = None
     input_ids: list[int] | None = None
@@ -122,6 +125,9 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -145,6 +151,7 @@ def parse(kind: type[R], fields: Mapping[str, Any]) -> R:
 # -------------------------------------------------------------------------------------------------- answers
 
 FinishReasonName = Literal["stop", "length", "abort", "stale"]
+ChatFinishReasonName = FinishReasonName | Literal["tool_calls"]
 
 
 class PromptTokensDetails(Struct, kw_only=True):
@@ -233,17 +240,37 @@ class ChatLogprobs(Struct, kw_only=True):
     refusal: None = None
 
 
+class ToolCallFunction(Struct, kw_only=True):
+    """`arguments`: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(Struct, kw_only=True):
+    """A call of a tool, told whole in streams too."""
+
+    index: int
+    id: str
+    type: Literal["function"] = "function"
+    function: ToolCallFunction
+
+
 class AssistantMessage(Struct, kw_only=True):
+    """`reasoning_content`: with a reasoning parser; null where there was none."""
+
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
+    reasoning_content: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCallBody] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReasonName
+    finish_reason: ChatFinishReasonName
     matched_stop: int | str | None = None
     stop_reason: int | str | None = None
     response_token_ids: list[int] | UnsetType = UNSET
@@ -270,13 +297,15 @@ class ChatCompletion(Struct, kw_only=True):
 class ChatDelta(Struct, kw_only=True):
     content: str
     role: Literal["assistant"] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallBody] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReasonName | None = None
+    finish_reason: ChatFinishReasonName | None = None
     matched_stop: int | str | None = None
     stop_reason: int | str | None = None
     response_token_ids: list[int] | UnsetType = UNSET

@@ -17,9 +17,11 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     parse,
 )
 from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
+from ebbtide.srt.entrypoints.openai.tool_use import NO_PARSERS, PLAIN, AnswerForm, Parsers, answer_form
 from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_request import PASSED_ON_FIELDS, UNSUPPORTED_FIELDS, Render
+from ebbtide.srt.sampling_params import GRAMMAR_KINDS
 
 Fields = dict[str, Any]
 # The text of a prompt, from its number and its ids.
@@ -63,6 +65,7 @@ class OpenAICall:
         num_samples: per prompt.
         num_logprobs, num_prompt_logprobs: how many of the most likely tokens are told; None: no logprobs.
         stop_token_ids: those that the request itself brought.
+        form: how the text of a chat's answers is taken apart.
         echo: tells what is to be put in front of a prompt's samples; None if nothing is.
     """
 
@@ -80,6 +83,7 @@ class OpenAICall:
     stop_token_ids: frozenset[int | None] = frozenset()
     render: Render | None = None
     echo: Echo | None = None
+    form: AnswerForm = PLAIN
 
 
 def completion_call(
@@ -114,11 +118,13 @@ def chat_call(
     default_model: str,
     template: ChatTemplate | None,
     defaults: Mapping[str, Any],
+    parsers: Parsers = NO_PARSERS,
 ) -> OpenAICall:
     """A request of `/v1/chat/completions`.
 
     Args:
         defaults: sampling parameters that the model's authors recommend.
+        parsers: the server's.
 
     Raises:
         RequestRejected: 400.
@@ -130,14 +136,20 @@ def chat_call(
     if request.top_logprobs and not request.logprobs:
         raise RequestRejected("top_logprobs: needs logprobs to be true")
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    form = answer_form(request, parsers)
     params = {**defaults, **_sampling_params(request), "max_new_tokens": limit}
+    if form.calls_schema is not None:
+        _refuse_other_grammar(params)
+        params["json_schema"] = form.calls_schema
+    if form.reads_marks:
+        params.setdefault("skip_special_tokens", False)
     generate = _generate_fields(request, fields)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     generate |= _logprob_fields(request, num_logprobs)
     generate["sampling_params"] = params
     if request.input_ids is not None:
         generate["input_ids"] = request.input_ids
-        return _call(request, generate, default_model, "chatcmpl-", num_logprobs)
+        return _call(request, generate, default_model, "chatcmpl-", num_logprobs, form=form)
     # The template writes the special tokens.
     generate["add_special_tokens"] = bool(request.add_special_tokens)
     render = functools.partial(
@@ -148,7 +160,7 @@ def chat_call(
         continue_final_message=bool(request.continue_final_message),
         add_generation_prompt=request.add_generation_prompt,
     )
-    return _call(request, generate, default_model, "chatcmpl-", num_logprobs, render=render)
+    return _call(request, generate, default_model, "chatcmpl-", num_logprobs, render=render, form=form)
 
 
 def _call(
@@ -159,6 +171,7 @@ def _call(
     num_logprobs: int | None,
     render: Render | None = None,
     echo: Echo | None = None,
+    form: AnswerForm = PLAIN,
 ) -> OpenAICall:
     rid = request.rid if request.rid is not None else (request.request_id or uuid.uuid4().hex)
     posted_id = None if request.request_id is None else id_prefix + request.request_id
@@ -179,7 +192,14 @@ def _call(
         stop_token_ids=frozenset(request.stop_token_ids or ()),
         render=render,
         echo=echo,
+        form=form,
     )
+
+
+def _refuse_other_grammar(params: Fields) -> None:
+    given = next((kind for kind in GRAMMAR_KINDS if params.get(kind)), None)
+    if given is not None:
+        raise RequestRejected(f"tool_choice: its calls leave no room for what {given} asks for")
 
 
 def _logprob_fields(request: OpenAIRequest, num_logprobs: int | None, *, with_prompt: bool = False) -> Fields:

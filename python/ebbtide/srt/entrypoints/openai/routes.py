@@ -26,6 +26,7 @@ from ebbtide.srt.entrypoints.openai.chat_template import (
 from ebbtide.srt.entrypoints.openai.protocol import ModelCard, ModelList
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call
 from ebbtide.srt.entrypoints.openai.tokenization import Tokenization
+from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import RequestRejected
@@ -66,7 +67,7 @@ class OpenAIApi:
 
     async def _chat_completions(self, request: Request) -> Response:
         fields = await _fields_of(request)
-        call = chat_call(fields, self._model_name, self._template, self._recommended)
+        call = chat_call(fields, self._model_name, self._template, self._recommended, self._parsers)
         wants_meta = fields.get("return_meta_info") is True
         return await self._answer(request, call, ChatWriter(call, return_meta_info=wants_meta))
 
@@ -98,6 +99,11 @@ class OpenAIApi:
             root=model.served_model_name,
             max_model_len=model.context_len,
         )
+
+    @property
+    def _parsers(self) -> Parsers:
+        args = self._service.config.server_args
+        return Parsers(args.tool_call_parser, args.reasoning_parser)
 
     @property
     def _model_name(self) -> str:

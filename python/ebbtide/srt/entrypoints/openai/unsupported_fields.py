@@ -21,7 +21,7 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
     "bad_words": _ONLY_BIAS,
     "documents": "chat_template_kwargs are variables of the template",
     "ec_transfer_params": "prompts are computed here",
-    "functions": "tools are shown to the chat template",
+    "functions": "tools takes its place",
     "guided_choice": _OLDER,
     "guided_grammar": _OLDER,
     "guided_json": _OLDER,
@@ -54,10 +54,9 @@ def refuse_unsupported(fields: Mapping[str, Any], *, is_chat: bool) -> None:
     for name in sorted(unsupported.keys() & fields.keys()):
         if not asks_for_nothing(fields[name]):
             raise RequestRejected(f"{name}: not supported in this version: {unsupported[name]}")
-    _expect(
-        fields, "tool_choice", ("none", "auto"), "what the model answers is not parsed for calls of tools"
-    )
-    _expect(fields, "function_call", ("none", "auto"), "what the model answers is not parsed for calls")
+    if not is_chat:
+        _expect(fields, "tool_choice", ("none", "auto"), "chats have tools")
+    _expect(fields, "function_call", ("none", "auto"), "tool_choice takes its place")
     _expect(fields, "truncation_side", ("left",), "the last tokens of a prompt are kept")
 
 
