@@ -1,7 +1,7 @@
 """OpenAI's endpoints of a real server, asked by OpenAI's own client."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -217,4 +217,74 @@ def test_metrics_count_what_was_answered(server: Server, client: openai.OpenAI) 
     assert grown == [8, 2 * NUM_TOKENS, 2, 2]
 
 
-from typing import Any
+# ------------------------------------------------------------------------------------------ tools and JSON
+
+
+class Tide(pydantic.BaseModel):
+    """The model's words are noise: what is checked is that OpenAI's own helpers take them."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    high: bool
+    height: Literal["one", "two"]
+
+
+TOOL: Any = openai.pydantic_function_tool(Tide, name="tide")
+
+
+def test_openais_helper_for_json(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(model=NAME, messages=MESSAGES, response_format=Tide, temperature=1)
+    assert isinstance(answer.choices[0].message.parsed, Tide)
+    plain = client.chat.completions.create(
+        model=NAME, messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=64
+    )
+    assert (plain.choices[0].message.content or "").startswith("{")
+
+
+@pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "tide"}}])
+def test_openais_helper_for_tools_that_must_be_called(client: openai.OpenAI, tool_choice: Any) -> None:
+    call: dict[str, Any] = {
+        "model": NAME,
+        "messages": MESSAGES,
+        "tools": [TOOL],
+        "tool_choice": tool_choice,
+        "parallel_tool_calls": False,
+        "temperature": 1,
+    }
+    answer = client.chat.completions.parse(**call)
+    [choice] = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "")
+    [made] = choice.message.tool_calls or []
+    assert made.function.name == "tide"
+    assert isinstance(made.function.parsed_arguments, Tide)
+    with client.chat.completions.stream(**call) as stream:
+        final = stream.get_final_completion()
+    [streamed] = final.choices[0].message.tool_calls or []
+    assert isinstance(streamed.function.parsed_arguments, Tide)
+    said = [*MESSAGES, choice.message.model_dump(exclude_none=True)]
+    said.append({"role": "tool", "tool_call_id": made.id, "content": "high"})
+    client.chat.completions.create(model=NAME, messages=said, tools=[TOOL], tool_choice="none", max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"tool_choice": "required"}, "tool_choice: expected tools to choose from"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "of the tools (tide)",
+        ),
+        ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice: expected null, 'none'"),
+        ({"tools": [{"type": "function"}]}, "a function that has a name"),
+        (
+            {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "leave no room",
+        ),
+    ],
+)
+def test_tools_that_make_no_sense_are_refused(
+    client: openai.OpenAI, fields: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=NAME, messages=MESSAGES, **fields)
+    assert problem in refused.value.message
