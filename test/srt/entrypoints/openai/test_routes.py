@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 from fixtures.servers import Server, running_server
 
