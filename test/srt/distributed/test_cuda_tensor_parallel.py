@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import moe_checkpoints
 from fixtures.checkpoints import make_checkpoint
 from fixtures.model_runs import RunnerDriver
 from fixtures.rank_processes import Output, Ranks, generate, outputs_of
@@ -46,9 +45,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("moe")
-    return moe_checkpoints.make_checkpoint(
-        folder, "Qwen3MoeForCausalLM", seed=5, head_dim=128, moe_intermediate_size=64
-    )
+    return make_checkpoint(folder, "Qwen3MoeForCausalLM", seed=5, head_dim=128, moe_intermediate_size=64)
 
 
 @pytest.fixture(params=["qwen3", "qwen3_moe"])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import moe_checkpoints
 from fixtures.checkpoints import GEMMA3, make_checkpoint
 from fixtures.model_runs import RunnerDriver
 from fixtures.rank_processes import Ranks, held_by, load_and_read
@@ -32,8 +31,6 @@ EMBED, K = "model.embed_tokens.weight", LAYER + "self_attn.k_proj.weight"
 
 def make(path: Path, name: str) -> Path:
     architecture, options = CHECKPOINTS[name]
-    if architecture in moe_checkpoints.ARCHITECTURES:
-        return moe_checkpoints.make_checkpoint(path, architecture, **options)
     return make_checkpoint(path, architecture, **options)
 
 

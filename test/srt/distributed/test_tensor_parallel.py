@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures import moe_checkpoints
 from fixtures.checkpoints import GEMMA2, GEMMA3, make_checkpoint
 from fixtures.rank_processes import Output, Ranks, generate
 
@@ -31,12 +30,6 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 
 
-def make(path: Path, architecture: str, **options: Any) -> Path:
-    if architecture in moe_checkpoints.ARCHITECTURES:
-        return moe_checkpoints.make_checkpoint(path, architecture, seed=5, **options)
-    return make_checkpoint(path, architecture, seed=5, **options)
-
-
 def assert_equal(outputs: list[Output], alone: Output) -> None:
     """Ranks sample without talking: what they compute is the same to the last bit."""
     assert all(output == outputs[0] for output in outputs)
@@ -48,7 +41,7 @@ def assert_equal(outputs: list[Output], alone: Output) -> None:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_two_ranks_generate_what_one_does(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
     architecture, options = CHECKPOINTS[name]
-    path = make(tmp_path, architecture, **options)
+    path = make_checkpoint(tmp_path, architecture, **options, seed=5)
     alone = generate(None, path, PROMPTS, NUM_TOKENS)
 
     outputs = two_ranks.run(generate, path, PROMPTS, NUM_TOKENS)
@@ -62,7 +55,7 @@ def test_two_ranks_generate_what_one_does(name: str, two_ranks: Ranks, tmp_path:
 def test_three_ranks_divide_a_vocabulary_that_is_not_a_multiple(
     vocab_size: int, three_ranks: Ranks, tmp_path: Path
 ) -> None:
-    path = make(tmp_path, "LlamaForCausalLM", vocab_size=vocab_size, **SIX_HEADS)
+    path = make_checkpoint(tmp_path, "LlamaForCausalLM", vocab_size=vocab_size, **SIX_HEADS, seed=5)
     alone = generate(None, path, PROMPTS, NUM_TOKENS)
 
     outputs = three_ranks.run(generate, path, PROMPTS, NUM_TOKENS)
@@ -72,7 +65,7 @@ def test_three_ranks_divide_a_vocabulary_that_is_not_a_multiple(
 
 
 def test_the_kv_pool_has_the_pages_of_the_rank_with_least_room(two_ranks: Ranks, tmp_path: Path) -> None:
-    path = make(tmp_path, "Qwen3ForCausalLM")
+    path = make_checkpoint(tmp_path, "Qwen3ForCausalLM", seed=5)
 
     outputs = two_ranks.run(generate_with_room, path)
 
@@ -106,7 +99,7 @@ def generate_with_room(group: Any, path: Path) -> Output:
 def test_models_that_ranks_cannot_divide_are_refused(
     architecture: str, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    path = make(tmp_path, architecture, **options)
+    path = make_checkpoint(tmp_path, architecture, **options, seed=5)
 
     with pytest.raises(ConfigurationError, match=f"tp_size: {message}"):
         generate(FirstOfFour(), path, [[1]], 1)

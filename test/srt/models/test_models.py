@@ -1,35 +1,60 @@
-"""Which configs the models take, and what they refuse instead of computing something else."""
+"""Which configs the models take, what they refuse instead of computing something else, single experts.
 
+What they compute: model_executor/test_model_runner.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import ARCHITECTURES, TINY_SHAPE
+from fixtures.checkpoints import ARCHITECTURES, make_checkpoint, make_config
+from fixtures.model_runs import RunnerDriver
+from fixtures.references import Reference
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
 
 from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.registry import build_model
 
+PROMPT = list(b"Each wave finds its own way up the beach.")
+# Checkpoint names of one expert's up projection.
+UP = {
+    "Qwen3MoeForCausalLM": "model.layers.1.mlp.experts.2.up_proj.weight",
+    "MixtralForCausalLM": "model.layers.1.block_sparse_moe.experts.2.w3.weight",
+}
+
 
 def build(architecture: str, **options: Any) -> CausalLM:
-    config_class, _ = ARCHITECTURES[architecture]
-    config = config_class(**{**TINY_SHAPE, **options})
+    config = make_config(architecture, **options)
     return build_model(architecture, config, torch.bfloat16, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_map_covers_every_parameter_exactly_once(architecture: str, tied: bool) -> None:
-    config_class, model_class = ARCHITECTURES[architecture]
-    config = config_class(**{**TINY_SHAPE, "tie_word_embeddings": tied})
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        *((architecture, options) for architecture in ARCHITECTURES for options in ({}, {"tied": True})),
+        ("Qwen3MoeForCausalLM", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
+        ("Qwen3MoeForCausalLM", {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
+    ],
+    ids=str,
+)
+def test_the_map_names_the_tensors_of_a_checkpoint_and_fills_every_parameter_once(
+    architecture: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    checkpoint = load_file(make_checkpoint(tmp_path, architecture, **options) / "model.safetensors")
+    config = AutoConfig.from_pretrained(tmp_path)
     model = build_model(architecture, config, torch.bfloat16, torch.device("cpu"))
-    with torch.device("meta"):
-        reference = model_class(config)
 
     targets = model.checkpoint_map()
 
     assert {name: target.shape for name, target in targets.items()} == {
-        name: tuple(parameter.shape) for name, parameter in reference.named_parameters()
+        name: tuple(tensor.shape) for name, tensor in checkpoint.items()
     }
     for name, parameter in model.named_parameters():
         pieces = sorted(
@@ -37,13 +62,9 @@ def test_the_map_covers_every_parameter_exactly_once(architecture: str, tied: bo
         )
         assert [start for start, _ in pieces] == [sum(n for _, n in pieces[:i]) for i in range(len(pieces))]
         assert sum(length for _, length in pieces) == parameter.shape[0]
+        assert parameter.is_meta
+        assert parameter.dtype == torch.bfloat16
     assert len(dict(model.named_parameters())) < len(targets)
-
-
-def test_parameters_take_no_memory_and_buffers_are_real() -> None:
-    model = build("Qwen3ForCausalLM")
-
-    assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 
@@ -56,28 +77,22 @@ def test_ignored_names() -> None:
     assert not tied.ignored("model.norm.weight")
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+LINEAR_ATTENTION = {"layer_types": ["full_attention", "linear_attention"]}
+
+
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
-        (
-            "Qwen3ForCausalLM",
-            {"layer_types": ["full_attention", "linear_attention"]},
-            "'linear_attention' is not",
-        ),
+        ("Qwen3ForCausalLM", LINEAR_ATTENTION, "'linear_attention' is not"),
         ("Gemma2ForCausalLM", {"sliding_window": None}, "sliding_attention needs a sliding_window ≥ 1"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 9.0}, "attn_logit_softcapping is not supported"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not"),
         ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        (
-            "LlamaForCausalLM",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope type 'dynamic' is not supported; supported are default, linear, llama3",
-        ),
-        (
-            "Qwen2ForCausalLM",
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
-            "rope type 'yarn' is not supported",
-        ),
+        ("Qwen2ForCausalLM", {"rope_parameters": YARN}, "'yarn' is not .* are default, linear, llama3"),
+        ("Qwen3MoeForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}, "experts take silu"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 .* the 4 experts"),
+        ("Qwen3MoeForCausalLM", {"num_experts": 0}, "num_experts_per_tok 3 .* the 0 experts"),
     ],
     ids=str,
 )
@@ -96,3 +111,51 @@ def test_windows_are_in_the_layers_that_the_config_names() -> None:
     assert windows(build("Qwen2ForCausalLM", use_sliding_window=False, **sliding)) == [None, None, None]
     assert windows(build("Gemma2ForCausalLM", num_hidden_layers=3, sliding_window=8)) == [8, None, 8]
     assert windows(build("Gemma3ForCausalLM", num_hidden_layers=7, sliding_window=8)) == [8] * 5 + [None, 8]
+
+
+@pytest.mark.parametrize("architecture", UP)
+def test_one_experts_tensor_is_updated_by_its_name(architecture: str, tmp_path: Path) -> None:
+    path, name = make_checkpoint(tmp_path, architecture), UP[architecture]
+    driver = RunnerDriver(path)
+    store = driver.runner.weight_store
+    before = {other: store.read(other, 10**9) for other in store.names}
+    new = torch.randn(before[name].shape, generator=torch.Generator().manual_seed(7))
+    transposed = store.check(name, tuple(new.T.shape), torch.float32)
+    unknown = store.check(name.replace("experts.2", "experts.6"), tuple(new.shape), torch.float32)
+    assert transposed is not None
+    assert f"expected shape {list(new.shape)}" in transposed.reason
+    assert unknown is not None
+    assert "no parameter of this name" in unknown.reason
+
+    assert store.check(name, tuple(new.shape), torch.bfloat16) is None
+    assert store.write(name, new, None) == new.nbytes
+
+    assert torch.equal(store.read(name, 10**9), new)
+    assert all(torch.equal(store.read(other, 10**9), before[other]) for other in before if other != name)
+    run = driver.start(PROMPT, logprobs=LogprobSpec(start=0))
+    driver.generate([run], 1)
+    ours = torch.tensor([entry.token for entry in run.prompt_logprobs])
+    reference = Reference(path)
+    assert (chosen_logprobs(reference) - ours).abs().max() > 1e-2
+    experts = reference.model.model.layers[1].mlp.experts
+    experts.gate_up_proj.data[2, len(new) :] = new
+    assert chosen_logprobs(reference) == pytest.approx(ours, abs=1e-4)
+
+
+def chosen_logprobs(reference: Reference) -> Tensor:
+    """Of the prompt's tokens after the first."""
+    return reference.logprobs(PROMPT)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None]).squeeze(1)
+
+
+def test_the_names_of_older_configurations_are_read(tmp_path: Path) -> None:
+    """Hub checkpoints say `num_experts`; transformers 5 writes `num_local_experts`."""
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16, '
+        '"num_experts_per_tok": 4, "moe_intermediate_size": 32, "num_hidden_layers": 1, "hidden_size": 64}'
+    )
+    config = AutoConfig.from_pretrained(tmp_path)
+
+    model = build_model("Qwen3MoeForCausalLM", config, torch.bfloat16, torch.device("cpu"))
+
+    assert model.checkpoint_map()["model.layers.0.mlp.gate.weight"].shape == (16, 64)
+    assert "model.layers.0.mlp.experts.15.down_proj.weight" in model.checkpoint_map()
