@@ -14,5 +14,6 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """For what two cannot show: sums in another order."""
     with Ranks(3, tmp_path_factory.mktemp("three")) as ranks:
         yield ranks

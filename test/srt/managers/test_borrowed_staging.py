@@ -97,9 +97,7 @@ def test_cached_pages_make_room_where_no_chunk_is_empty(make_rank: Callable[...,
     assert not allocator.withdrawable()
     live, expected = (one.generate(prompt(8, 200), 50) for one in (rank, undisturbed))
     rank.turn(4)
-    reply = rank.apply(update(path))
-    assert isinstance(reply, UpdateWeightsReqOutput), reply
-    assert reply.staged
+    assert rank.apply(update(path)).staged
     assert 0 < cache.num_cached_pages < num_cached
     rank.run()
     undisturbed.run()
@@ -108,33 +106,18 @@ def test_cached_pages_make_room_where_no_chunk_is_empty(make_rank: Callable[...,
 
 
 @pytest.mark.parametrize(
-    ("args", "num_requests"), [({"update_staging": "never"}, 0), ({}, 7)], ids=["never", "all pages are live"]
+    ("update_staging", "num_requests", "is_staged"),
+    [("never", 0, False), ("auto", 7, False), ("always", 7, True)],
 )
-def test_without_anything_to_borrow_updates_are_written_in_place(
-    make_rank: Callable[..., Rank], path: Path, args: dict[str, Any], num_requests: int
+def test_where_all_pages_are_live_only_a_copy_that_must_be_takes_the_memory_of_the_youngest(
+    make_rank: Callable[..., Rank], path: Path, update_staging: str, num_requests: int, is_staged: bool
 ) -> None:
-    rank = make_rank(**args)
+    rank, undisturbed = make_rank(update_staging=update_staging), make_rank()
     rids = [rank.generate(prompt(seed, 200), 40) for seed in range(num_requests)]
-    rank.turn(15)
-    reply = rank.apply(update(path))
-    assert isinstance(reply, UpdateWeightsReqOutput), reply
-    assert not reply.staged
-    rank.run()
-    assert all(len(rank.tokens[rid]) == 40 for rid in rids)
-    rank.assert_whole()
-
-
-def test_a_copy_that_must_be_takes_its_memory_from_the_youngest(
-    make_rank: Callable[..., Rank], path: Path
-) -> None:
-    rank, undisturbed = make_rank(update_staging="always"), make_rank()
-    rids = [rank.generate(prompt(seed, 200), 40) for seed in range(7)]
-    expected = [undisturbed.generate(prompt(seed, 200), 40) for seed in range(7)]
+    expected = [undisturbed.generate(prompt(seed, 200), 40) for seed in range(num_requests)]
     undisturbed.run()
     rank.turn(15)
-    reply = rank.apply(update(path))
-    assert isinstance(reply, UpdateWeightsReqOutput), reply
-    assert reply.staged
+    assert rank.apply(update(path)).staged is is_staged
     rank.run()
     assert [rank.tokens[rid] for rid in rids] == [undisturbed.tokens[rid] for rid in expected]
     rank.assert_whole()
@@ -221,6 +204,8 @@ def test_a_pool_that_is_full_gives_up_what_is_cached_and_then_the_youngest(
     make_rank: Callable[..., Rank], preserve: Preserve
 ) -> None:
     rank, undisturbed = make_rank(), make_rank()
+    for size in ({}, {"num_tokens": 1, "num_bytes": 1}, {"num_tokens": 0}, {"num_bytes": 1 << 60}):
+        assert rank.apply(resize(**size)).status == 400
     rids = [rank.generate(prompt(seed, 150), 90) for seed in range(7)]
     expected = [undisturbed.generate(prompt(seed, 150), 90) for seed in range(7)]
     undisturbed.run()
@@ -269,25 +254,6 @@ def test_live_pages_are_moved_together_and_nobody_notices(
     rank.run()
     assert [rank.tokens[rid] for rid in rids] == [undisturbed.tokens[rid] for rid in expected]
     rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256))
-    rank.assert_whole()
-
-
-@pytest.mark.parametrize(
-    ("size", "status"),
-    [
-        ({}, 400),
-        ({"num_tokens": 1, "num_bytes": 1}, 400),
-        ({"num_tokens": 0}, 400),
-        ({"num_bytes": 1 << 60}, 400),
-    ],
-)
-def test_a_size_that_is_none_is_refused(
-    make_rank: Callable[..., Rank], size: dict[str, int], status: int
-) -> None:
-    rank = make_rank()
-    reply = rank.apply(resize(**size))
-    assert isinstance(reply, Refusal)
-    assert reply.status == status
     rank.assert_whole()
 
 

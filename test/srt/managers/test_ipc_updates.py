@@ -45,14 +45,13 @@ class Sender(threading.Thread):
         done_by_the_end: what the device had done when the first word of the end was answered.
     """
 
-    def __init__(self, gpu: Gpu, folder: Path, tensors: dict[str, torch.Tensor], last: int | None) -> None:
+    def __init__(self, gpu: Gpu, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.address = f"ipc://{folder}/weights"
         self.heard: list[str] = []
         self.done_by_the_end: list[str] = []
         self._gpu = gpu
         self._tensors = tensors
-        self._last = last
         self._buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8)
         self._socket = zmq.Context.instance().socket(zmq.REQ)
         self._socket.bind(self.address)
@@ -61,10 +60,7 @@ class Sender(threading.Thread):
         try:
             if self._say(self._gpu.share(self._buffer, device=5).__reduce__()):
                 return
-            for number, (_, listed) in enumerate(self._buckets()):
-                if number == self._last:
-                    self._say(RuntimeError("out of memory"))
-                    return
+            for listed in self._buckets():
                 if self._say(listed):
                     self._say(RuntimeError("told by the engine"))
                     return
@@ -80,18 +76,18 @@ class Sender(threading.Thread):
         self.heard.append(self._socket.recv().decode())
         return self.heard[-1]
 
-    def _buckets(self) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    def _buckets(self) -> Iterator[list[dict[str, Any]]]:
         listed: list[dict[str, Any]] = []
         offset = 0
         for name, tensor in self._tensors.items():
             piece = tensor.contiguous().reshape(-1).view(torch.uint8)
             if offset + len(piece) > BUFFER_BYTES:
-                yield offset, listed
+                yield listed
                 listed, offset = [], 0
             self._buffer[offset : offset + len(piece)] = piece
             listed.append({"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "offset": offset})
             offset += len(piece)
-        yield offset, listed
+        yield listed
 
 
 @pytest.fixture
@@ -112,14 +108,10 @@ Bring = Callable[..., tuple[Any, Sender]]
 
 @pytest.fixture
 def bring(rank: RealRank, gpu: Gpu) -> Bring:
-    def bring(tensors: dict[str, torch.Tensor], last: int | None = None, **fields: Any) -> tuple[Any, Sender]:
-        """The reply, and the sender when it has ended.
-
-        Args:
-            last: the sender gives up in place of the bucket of this number.
-        """
+    def bring(tensors: dict[str, torch.Tensor], **fields: Any) -> tuple[Any, Sender]:
+        """The reply, and the sender when it has ended."""
         with TemporaryDirectory(prefix="eb-") as folder:  # the path of a Unix socket must be short
-            sender = Sender(gpu, Path(folder), tensors, last)
+            sender = Sender(gpu, Path(folder), tensors)
             handles = {"GPU-other": "ipc:///other", f"GPU-{UUID}": sender.address}
             sender.start()
             reply = rank.apply(UpdateWeightsFromIPCReqInput(zmq_handles=handles, **fields))
@@ -164,30 +156,6 @@ def test_a_tensor_that_does_not_fit_is_answered_with_its_name(
     assert counters.values == [0]
     assert bring(new, weight_version="b")[0].committed
     assert_serves(rank, new)
-
-
-def test_a_write_that_fails_is_answered_and_the_old_weights_serve(
-    rank: RealRank,
-    bring: Bring,
-    counters: Counters,
-    new: dict[str, torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before, write = rank.store.checksum(), rank.store.write_by_slices
-
-    def failing_write(name: str, *rest: Any) -> Iterator[int]:
-        if name == "model.norm.weight":
-            raise RuntimeError("the copy failed")
-        return write(name, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rank.store, "write_by_slices", failing_write)
-        reply, sender = bring(new)
-    assert isinstance(reply, Refusal)
-    assert "the old weights serve: RuntimeError: the copy failed" in reply.message
-    assert "the copy failed" in sender.heard[-2]
-    assert rank.store.checksum() == before
-    assert counters.values == [0]
 
 
 def test_an_engine_on_the_cpu_says_what_to_use(checkpoints: tuple[Path, Path]) -> None:

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control import pace
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -52,18 +51,18 @@ def rank(checkpoints: tuple[Path, Path]) -> Iterator[RealRank]:
     rank.store.arena.close()
 
 
-def failing_after(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, but for call number `count` and all later ones."""
-    calls = 0
+def fail_after(patch: pytest.MonkeyPatch, owner: Any, name: str, count: int) -> None:
+    """Let so many calls of a method pass, and no more."""
+    function, calls = getattr(owner, name), 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls > count:
-            raise Fault(f"call {calls} of {function.__name__}")
+            raise Fault(f"call {calls} of {name}")
         return function(*args, **kwargs)
 
-    return call
+    patch.setattr(owner, name, call)
 
 
 def failing_iterator(*args: Any) -> Iterator[int]:
@@ -73,20 +72,12 @@ def failing_iterator(*args: Any) -> Iterator[int]:
 
 # What is broken, and how: the steps of an update in their order.
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch, RealRank], None]] = {
-    "finding room": lambda patch, rank: patch.setattr(
-        rank.store.arena, "stage_by_chunks", failing_after(0, rank.store.arena.stage_by_chunks)
-    ),
-    "first write": lambda patch, rank: patch.setattr(
-        rank.store, "write_by_slices", failing_after(0, rank.store.write_by_slices)
-    ),
-    "a later write": lambda patch, rank: patch.setattr(
-        rank.store, "write_by_slices", failing_after(7, rank.store.write_by_slices)
-    ),
+    "finding room": lambda patch, rank: fail_after(patch, rank.store.arena, "stage_by_chunks", 0),
+    "first write": lambda patch, rank: fail_after(patch, rank.store, "write_by_slices", 0),
+    "a later write": lambda patch, rank: fail_after(patch, rank.store, "write_by_slices", 7),
     "completing": lambda patch, rank: patch.setattr(rank.store, "complete", failing_iterator),
-    "swapping": lambda patch, rank: patch.setattr(
-        rank.store.arena, "swap", failing_after(0, rank.store.arena.swap)
-    ),
-    "making a view": lambda patch, rank: patch.setattr(Shadow, "view", failing_after(3, Shadow.view)),
+    "swapping": lambda patch, rank: fail_after(patch, rank.store.arena, "swap", 0),
+    "making a view": lambda patch, rank: fail_after(patch, Shadow, "view", 3),
 }
 
 
@@ -173,7 +164,7 @@ def test_a_fault_over_stale_weights_leaves_them_stale(
     rank.apply(ResumeMemoryOccupationReqInput(tags=tags))
     update = UpdateWeightFromDiskReqInput(model_path=str(checkpoints[0]), pause_mode=PauseMode.IN_PLACE)
     with monkeypatch.context() as patch:
-        patch.setattr(rank.store, "write_by_slices", failing_after(count, rank.store.write_by_slices))
+        fail_after(patch, rank.store, "write_by_slices", count)
         reply = rank.apply(update)
     assert isinstance(reply, Refusal)
     assert reply.status == 500
@@ -446,20 +437,3 @@ class TestCopiesBesideForwardPasses:
         assert rank.scheduler.control.allows_forward is is_intact
         assert (rank.store.checksum() == before) is (is_staged or not num_read)
         assert source.is_closed
-
-    def test_every_tensor_may_end_a_turn(
-        self,
-        rank: RealRank,
-        device: BusyDevice,
-        checkpoints: tuple[Path, Path],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        monkeypatch.setattr(pace, "IDLE_TURN_S", 0.0)
-        num_tensors = len(load_file(checkpoints[1] / "model.safetensors"))
-        call = rank.call(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1])))
-        num_turns = 0
-        while call not in rank.replies:
-            rank.scheduler.turn()
-            device.is_done = True
-            num_turns += 1
-        assert num_turns > num_tensors

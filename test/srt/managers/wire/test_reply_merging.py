@@ -76,14 +76,6 @@ def both(*replies: AnyReply) -> Merged:
     return Merged(merge_ranks(replies), merge_replicas(replies))
 
 
-def test_one_reply_is_itself() -> None:
-    reply = released(7)
-    merged = both(reply)
-    assert merged.ranks is reply
-    assert merged.replicas is reply
-    assert "ranks" not in msgspec.to_builtins(merged.replicas)
-
-
 def test_a_field_without_a_rule_is_refused_where_its_row_is_written() -> None:
     class Unruled(Reply, frozen=True, kw_only=True):
         num_found: int
@@ -93,7 +85,12 @@ def test_a_field_without_a_rule_is_refused_where_its_row_is_written() -> None:
 
 
 def test_bytes_are_summed_per_tag_and_the_slowest_rank_gives_the_time() -> None:
-    for merged in (both(released(3), released(5)).ranks, both(released(3), released(5)).replicas):
+    reply = released(7)
+    assert both(reply) == Merged(reply, reply)
+    assert "ranks" not in msgspec.to_builtins(reply), "one reply is itself"
+    summed = both(released(3), released(5))
+    assert (summed.ranks.num_retracted, summed.replicas.num_retracted) == (2, 4), "ranks share requests"
+    for merged in (summed.ranks, summed.replicas):
         assert merged.freed_bytes == {MemoryTag.WEIGHTS: 8, MemoryTag.KV_CACHE: 20}
         assert (merged.device_free_bytes_before, merged.device_free_bytes_after) == (200, 228)
         assert merged.duration_ms == 5.0
@@ -101,14 +98,10 @@ def test_bytes_are_summed_per_tag_and_the_slowest_rank_gives_the_time() -> None:
         assert [share["freed_bytes"]["weights"] for share in merged.ranks] == [3, 5]
 
 
-def test_requests_are_counted_once_per_replica() -> None:
-    merged = both(released(3), released(5))
-    assert merged.ranks.num_retracted == 2
-    assert merged.replicas.num_retracted == 4
-
-
 def test_the_shares_of_all_ranks_of_all_replicas_are_listed() -> None:
     replicas = [merge_ranks([released(1), released(2)]), merge_ranks([released(3), released(4)])]
+    # As they come from their processes.
+    replicas = [msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=AnyReply) for each in replicas]
     body = msgspec.to_builtins(merge_replicas(replicas))
     assert [
         (share["dp_rank"], share["tp_rank"], share["freed_bytes"]["weights"]) for share in body["ranks"]
@@ -119,12 +112,6 @@ def test_the_shares_of_all_ranks_of_all_replicas_are_listed() -> None:
         (1, 1, 4),
     ]
     assert body["freed_bytes"]["weights"] == 10
-
-
-def test_a_merged_reply_of_ranks_travels() -> None:
-    merged = merge_ranks([released(1), released(2)])
-    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(merged), type=AnyReply)
-    assert merge_replicas([decoded, decoded]).freed_bytes[MemoryTag.WEIGHTS] == 6  # type: ignore[union-attr]
 
 
 def test_one_stale_rank_makes_all_stale() -> None:
@@ -141,41 +128,49 @@ def test_one_stale_rank_makes_all_stale() -> None:
 
     stale = WeightsContent(content="stale", num_missing=1, missing=["norm"])
     assert both(resumed(WeightsContent(content="valid")), resumed(stale)).ranks.weights == stale
-    merged = both(updated(), updated(content="stale", num_missing=2, staged=False)).replicas
-    assert (merged.content, merged.num_missing, merged.staged) == ("stale", 2, False)
 
 
-def test_something_changed_if_it_changed_anywhere() -> None:
-    merged = both(
-        AbortReqOutput(changed=False, num_aborted=0, message="Aborted 0 requests."),
-        AbortReqOutput(changed=True, num_aborted=3, message="Aborted 3 requests."),
-    ).replicas
-    assert merged.changed
-    assert merged.num_aborted == 3
-    assert merged.message == "replica 0: Aborted 0 requests.; replica 1: Aborted 3 requests."
+def aborted(number: int) -> AbortReqOutput:
+    return AbortReqOutput(changed=number > 0, num_aborted=number, message=f"Aborted {number} requests.")
 
 
-def test_a_flush_is_full_if_every_replica_s_is() -> None:
-    full = FlushCacheReqOutput(fully_flushed=True, freed_tokens=4)
-    partial = FlushCacheReqOutput(success=False, fully_flushed=False, freed_tokens=1)
-    merged = both(full, partial).replicas
-    assert (merged.success, merged.fully_flushed, merged.freed_tokens) == (False, False, 5)
+def left(number: int) -> Refusal:
+    return Refusal(status=409, message=f"{number} left", fields={"num_running": number})
 
 
-def test_versions_that_differ_are_told_apart() -> None:
-    merged = both(updated(weight_version="7"), updated(weight_version="8")).replicas
-    assert merged.success
-    assert merged.weight_version == "mixed: 7, 8"
+FULL = FlushCacheReqOutput(fully_flushed=True, freed_tokens=4)
+PARTIAL = FlushCacheReqOutput(success=False, fully_flushed=False, freed_tokens=1)
+RELEASED = Refusal(status=409, message="kv_cache is released", fields={"needed_bytes": 5})
+BOTH_ABORTED = "replica 0: Aborted 0 requests.; replica 1: Aborted 3 requests."
 
 
-def test_ranks_that_refuse_alike_refuse_as_one() -> None:
-    refusal = Refusal(status=409, message="kv_cache is released", fields={"needed_bytes": 5})
-    merged = both(refusal, refusal)
-    assert merged.ranks == refusal
-    assert merged.replicas == refusal
+@pytest.mark.parametrize(
+    ("replies", "expected"),
+    [
+        ([aborted(0), aborted(3)], {"changed": True, "num_aborted": 3, "message": BOTH_ABORTED}),
+        ([FULL, PARTIAL], {"success": False, "fully_flushed": False, "freed_tokens": 5}),
+        (
+            [updated(weight_version="7"), updated(weight_version="8")],
+            {"success": True, "weight_version": "mixed: 7, 8"},
+        ),
+        (
+            [updated(), updated(content="stale", num_missing=2, staged=False)],
+            {"content": "stale", "num_missing": 2, "staged": False},
+        ),
+        ([RELEASED, RELEASED], {"status": 409, "message": RELEASED.message, "fields": RELEASED.fields}),
+        ([left(2), left(3)], {"fields": {"num_running": 5}}),
+    ],
+    ids=["abort", "flush", "versions", "stale", "alike", "sums"],
+)
+def test_replies_of_two_replicas_become_one(replies: list[Any], expected: dict[str, Any]) -> None:
+    merged = merge_replicas(replies)
+    assert {name: getattr(merged, name) for name in expected} == expected
 
 
 def test_a_refusal_names_the_ranks() -> None:
+    refusals = {rank: Refusal(status=409, message="no room", fields={"free_bytes": rank}) for rank in (1, 2)}
+    assert merge_refusals(refusals, 2).message == "no room", "of all ranks, with other figures"
+    assert merge_refusals(refusals, 3).message == "ranks 1-2: no room"
     merged = merge_ranks(
         [
             PingReqOutput(),
@@ -191,12 +186,6 @@ def test_a_refusal_names_the_ranks() -> None:
     assert merged.fields == {"needed_bytes": 13, "free_bytes": 3}
 
 
-def test_ranks_that_all_refuse_with_one_message_but_other_figures_have_one_message() -> None:
-    refusals = {rank: Refusal(status=409, message="no room", fields={"free_bytes": rank}) for rank in (1, 2)}
-    assert merge_refusals(refusals, 2).message == "no room"
-    assert merge_refusals(refusals, 3).message == "ranks 1-2: no room"
-
-
 def test_the_errors_of_ranks_say_whose_they_are_and_are_at_most_twenty() -> None:
     def refusal(count: int) -> Refusal:
         errors = [{"name": f"w{index}", "reason": "shape"} for index in range(count)]
@@ -210,14 +199,6 @@ def test_the_errors_of_ranks_say_whose_they_are_and_are_at_most_twenty() -> None
     assert merged.fields["errors"][0] == {"name": "w0", "reason": "shape", "rank": 0}
     assert merged.fields["errors"][2]["rank"] == 3
     assert merge_replicas([refusal(1), refusal(2)]).fields["errors"][1]["dp_rank"] == 1  # type: ignore[union-attr]
-
-
-def test_a_refused_pause_counts_the_requests_of_all_replicas_that_refused() -> None:
-    merged = merge_replicas(
-        [Refusal(status=409, message=f"{count} left", fields={"num_running": count}) for count in (2, 3)]
-    )
-    assert isinstance(merged, Refusal)
-    assert merged.fields["num_running"] == 5
 
 
 def test_an_update_that_one_replica_refused_says_what_serves_where() -> None:

@@ -119,25 +119,13 @@ def test_greedy_takes_the_most_likely_token_among_random_rows() -> None:
     assert chosen[1] == sample(scores[1:2], specs[1])[0]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_draws_follow_the_distribution(temperature: float) -> None:
     row = logits(1, seed=1)[0]
 
     counts = draw_many(row, 20_000, temperature=temperature)
 
     assert chi_square(counts, (row / temperature).softmax(-1).tolist()) < CHI_SQUARE_BOUND
-
-
-def test_draws_over_positions_of_one_request_follow_the_distribution() -> None:
-    row = logits(1, seed=2)[0]
-    each = spec(seed=-3)
-    sampler, counts = new_sampler(), [0] * VOCAB
-    for _ in range(5_000):
-        token = step(sampler, row.unsqueeze(0), [each]).token_ids[0]
-        each.output_ids.append(token)
-        counts[token] += 1
-
-    assert chi_square(counts, row.softmax(-1).tolist()) < CHI_SQUARE_BOUND
 
 
 def test_filtered_draws_are_renormalised() -> None:
@@ -150,7 +138,7 @@ def test_filtered_draws_are_renormalised() -> None:
     assert chi_square(counts[:2], [4 / 7, 3 / 7]) < 15.1
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     seed=st.integers(0, 10_000),
     is_coarse=st.booleans(),
@@ -172,21 +160,6 @@ def test_filters_keep_what_the_reference_keeps(
     assert set(kept[0].nonzero().flatten().tolist()) == kept_by_reference(probs[0].tolist(), params)
     assert torch.equal(kept[0][kept[0] > 0], probs[0][kept[0] > 0])
     assert len(kept[1].nonzero()) == len(kept_by_reference(probs[1].tolist(), other))
-
-
-def test_filters_of_one_row_leave_the_others_alone() -> None:
-    scores = logits(1).expand(3, -1)
-    choices = {
-        tuple(
-            sample(
-                scores, spec(seed=seed), spec(seed=seed, top_k=1), spec(seed=seed, temperature=3.0, min_p=0.9)
-            )
-        )
-        for seed in range(300)
-    }
-
-    assert {choice[1] for choice in choices} == {int(scores[0].argmax())}
-    assert len({choice[0] for choice in choices}) > 6
 
 
 def test_equal_scores_at_the_cut_keep_the_lowest_ids_in_any_batch() -> None:
@@ -216,14 +189,6 @@ def test_the_chosen_token_is_the_first_of_those_that_are_as_likely(temperature: 
         assert [value for value, _ in entry.top] == sorted((value for value, _ in entry.top), reverse=True)
 
 
-def test_top_k_beyond_the_vocabulary_is_off() -> None:
-    scores = logits(1)
-
-    assert [sample(scores, spec(seed=seed, top_k=10**12)) for seed in range(50)] == [
-        sample(scores, spec(seed=seed)) for seed in range(50)
-    ]
-
-
 def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
     scores = logits(4)
     specs = [spec(seed=seed, output=[0] * seed) for seed in range(4)]
@@ -232,6 +197,10 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
 
     assert together == [sample(scores[row : row + 1], specs[row])[0] for row in range(4)]
     assert together[::-1] == sample(scores.flip(0), *specs[::-1])
+    # What others drop, and a top-k beyond the vocabulary, change nothing.
+    beside = [spec(seed=seed, output=[0] * seed, top_k=10**12) for seed in range(4)]
+    beside += [spec(seed=9, top_k=1), spec(seed=9, temperature=3.0, min_p=0.9)]
+    assert sample(torch.cat((scores, scores[:2])), *beside)[:4] == together
 
 
 def test_noise_is_uniform_and_differs_by_seed_and_position() -> None:
@@ -412,15 +381,6 @@ def test_logprobs_are_of_what_the_mode_says(mode: str, filters: dict[str, Any]) 
     assert result.token_ids == step(new_sampler(), scores, rows).token_ids
 
 
-def test_logprobs_ignore_the_filters() -> None:
-    scores = logits(1)
-    wanted = LogprobSpec(token_ids=tuple(range(VOCAB)))
-
-    filtered = only_logprobs(scores, spec(top_k=1, logprobs=wanted))[0]
-
-    assert filtered.chosen == pytest.approx(scores[0].log_softmax(-1).tolist(), abs=1e-5)
-
-
 @pytest.mark.parametrize(
     "params",
     [
@@ -460,10 +420,3 @@ def test_broken_logits_of_one_request_harm_no_other(broken: float, params: dict[
     entry = result.logprobs[1]
     assert entry is not None
     assert [entry.token, *(value for value, _ in entry.top)] == [LOWEST] * 3
-
-
-def test_half_precision_logits_are_sampled_in_float32() -> None:
-    scores = logits(1).bfloat16()
-    entry = only_logprobs(scores, spec(logprobs=LogprobSpec(token_ids=(0, 1))))[0]
-
-    assert entry.chosen == pytest.approx(scores.float().log_softmax(-1)[0, :2].tolist(), abs=1e-5)
