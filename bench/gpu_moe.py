@@ -1,19 +1,24 @@
-"""The experts of one layer of Qwen3-30B-A3B in bfloat16, against what the memory and the tensor cores allow.
+"""The experts of one layer in bfloat16, against what the memory and the tensor cores allow.
 
 Everything runs in CUDA graphs, as decoding does: each holds many calls, with a new input (and so other
 experts) every time, in turn on the weights of two layers, so that no weight is still in the cache. `layer`
 is the whole MLP with its router, `experts` only what comes after it. The limit is the time to read the
 weights of the experts that the tokens chose, plus inputs and outputs, at the rate of a copy measured in the
-same process, or that of the products at the rate of a large product, whichever is longer.
+same process, or that of the products at the rate of a large product, whichever is longer. `grouped_mm` is the
+two products alone by torch's grouped GEMM, on tokens that are sorted by expert already: what else there is
+to do comes on top.
 
-`--sweep` also tries other tiles for every number of tokens and prints the quickest.
+`--sweep` tries tiles for every number of tokens; with `--keep` the quickest go into `moe_tiles.json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -22,27 +27,59 @@ from common import write_result
 from gpu_machine import Machine
 from torch import Tensor, nn
 
-from ebbtide.srt.layers.kernels import fused_moe
-from ebbtide.srt.layers.kernels.fused_moe import Plan, Tile
+from ebbtide.srt.layers.kernels.fused_moe import fused_experts
+from ebbtide.srt.layers.kernels.moe_plan import (
+    DEFAULTS,
+    ONE_BY_ONE,
+    TILES_FILE,
+    Layer,
+    Plan,
+    Tile,
+    choose_plan,
+    measured,
+)
+from ebbtide.srt.layers.kernels.moe_routing import route
 from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
 
-HIDDEN = 2048
-CONFIG = MoeConfig(num_experts=128, num_experts_per_token=8, inner_size=768, renormalize=True)
+SHAPES = {
+    "qwen30b": (2048, MoeConfig(128, 8, 768, renormalize=True)),
+    "qwen30b_tp2": (2048, MoeConfig(128, 8, 384, renormalize=True)),
+    "qwen30b_tp4": (2048, MoeConfig(128, 8, 192, renormalize=True)),
+    "mixtral": (4096, MoeConfig(8, 2, 14_336, renormalize=True)),
+    "mixtral_tp2": (4096, MoeConfig(8, 2, 7168, renormalize=True)),
+}
 NUM_TOKENS = (1, 32, 256, 4096)
 NUM_RUNS = 5
 DEVICE = torch.device("cuda")
 
+ALONE = [
+    Tile(rows, step, warps, 1)
+    for rows, step, warps in (
+        (2, 1024, 4),
+        (2, 2048, 4),
+        (4, 512, 4),
+        (4, 1024, 4),
+        (4, 1024, 8),
+        (8, 512, 4),
+        (8, 1024, 8),
+        (16, 256, 4),
+    )
+]
 FEW_ROWS = [
     Tile(rows, step, warps, stages)
     for rows, step, warps, stages in (
-        (16, 128, 2, 4),
         (16, 256, 4, 4),
-        (32, 64, 4, 6),
         (32, 128, 4, 3),
         (32, 128, 4, 5),
         (32, 256, 4, 3),
         (64, 64, 4, 5),
+        (64, 64, 4, 8),
         (64, 128, 4, 3),
+        (64, 128, 4, 4),
+        (64, 256, 4, 3),
+        (128, 64, 4, 4),
+        (128, 64, 8, 5),
+        (128, 128, 8, 3),
     )
 ]
 MANY_ROWS = [
@@ -54,17 +91,24 @@ MANY_ROWS = [
 class Batch:
     """Inputs for many calls with the same number of tokens, and two layers to run them on."""
 
-    def __init__(self, num_tokens: int, layers: Sequence[MoeMLP]) -> None:
-        self.num_tokens = num_tokens
+    def __init__(self, num_tokens: int, hidden: int, config: MoeConfig, layers: Sequence[MoeMLP]) -> None:
+        self.num_tokens, self.hidden, self.config = num_tokens, hidden, config
         self.layers = layers
         self.num_calls = 4 if num_tokens > 1024 else 24
-        shape = (self.num_calls, num_tokens, HIDDEN)
+        shape = (self.num_calls, num_tokens, hidden)
         self.inputs = torch.randn(shape, device=DEVICE).to(torch.bfloat16)
         self.routes = [self._route(call) for call in range(self.num_calls)]
+        self.sorted = [self._sorted(experts) for _, experts in self.routes]
 
     def _route(self, call: int) -> tuple[Tensor, Tensor]:
-        logits = self.layers[call % 2].gate(self.inputs[call])
-        return fused_moe.route(logits, CONFIG.num_experts_per_token, CONFIG.renormalize)
+        scores = self.layers[call % 2].scores(self.inputs[call])
+        return route(scores, self.config.num_experts_per_token, self.config.renormalize)
+
+    def _sorted(self, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens in the order of their experts, and where each expert's end."""
+        flat = experts.flatten().long()
+        counts = flat.bincount(minlength=self.config.num_experts)
+        return flat.argsort() // experts.shape[1], counts.cumsum(0).int()
 
     def layer(self, call: int) -> Tensor:
         out: Tensor = self.layers[call % 2](self.inputs[call])
@@ -73,22 +117,35 @@ class Batch:
     def experts(self, call: int, plan: Plan | None = None) -> Tensor:
         experts = self.layers[call % 2].experts
         weights = (experts.gate_up_proj, experts.down_proj)
-        return fused_moe.fused_experts(self.inputs[call], *weights, *self.routes[call], plan)
+        return fused_experts(self.inputs[call], *weights, *self.routes[call], plan)
+
+    def grouped_mm(self, call: int) -> Tensor:
+        experts, (tokens, ends) = self.layers[call % 2].experts, self.sorted[call]
+        gate_up = experts.gate_up_proj.view(self.config.num_experts, -1, self.hidden)
+        down = experts.down_proj.view(self.config.num_experts, self.hidden, -1)
+        inner = torch._grouped_mm(self.inputs[call][tokens], gate_up.transpose(1, 2), ends)
+        half = inner[:, : down.shape[2]].contiguous()
+        return torch._grouped_mm(half, down.transpose(1, 2), ends)
 
     def limit_us(self, machine: Machine) -> tuple[float, str]:
         """The least time of a call, and what sets it."""
         num_chosen = statistics.mean(len(experts.unique()) for _, experts in self.routes)
-        num_slots = self.num_tokens * CONFIG.num_experts_per_token
-        weights = num_chosen * 3 * CONFIG.inner_size * HIDDEN
-        activations = 2 * self.num_tokens * HIDDEN
+        num_slots = self.num_tokens * self.config.num_experts_per_token
+        weights = num_chosen * 3 * self.config.inner_size * self.hidden
+        activations = 2 * self.num_tokens * self.hidden
         reading_s = 2 * (weights + activations) / machine.copy_bytes_per_s
-        computing_s = num_slots * 6 * CONFIG.inner_size * HIDDEN / machine.flops
+        computing_s = num_slots * 6 * self.config.inner_size * self.hidden / machine.flops
         if reading_s > computing_s:
             return reading_s * 1e6, f"memory, {num_chosen:.1f} experts"
         return computing_s * 1e6, "tensor cores"
 
-    def time_us(self, call: Callable[[int], Tensor]) -> list[float]:
-        """Microseconds per call, of `NUM_RUNS` replays of a graph of all calls."""
+    @property
+    def key(self) -> Layer:
+        config = self.config
+        return Layer(config.num_experts, config.num_experts_per_token, self.hidden, config.inner_size)
+
+    def time_us(self, call: Callable[[int], Tensor], num_runs: int = NUM_RUNS) -> list[float]:
+        """Microseconds per call, of so many replays of a graph of all calls."""
         call(0)
         call(1)  # compiled and loaded before the capture
         torch.cuda.synchronize()
@@ -96,7 +153,7 @@ class Batch:
         with torch.cuda.graph(graph):
             for index in range(self.num_calls):
                 call(index)
-        times = [replay_ms(graph) * 1e3 / self.num_calls for _ in range(NUM_RUNS + 1)]
+        times = [replay_ms(graph) * 1e3 / self.num_calls for _ in range(num_runs + 1)]
         return times[1:]
 
 
@@ -109,8 +166,8 @@ def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     return float(start.elapsed_time(end))
 
 
-def make_layer() -> MoeMLP:
-    layer = MoeMLP(CONFIG, HIDDEN, torch.bfloat16)
+def make_layer(hidden: int, config: MoeConfig) -> MoeMLP:
+    layer = MoeMLP(config, hidden, torch.bfloat16)
     for module, name in (
         (layer.gate, "weight"),
         (layer.experts, "gate_up_proj"),
@@ -122,35 +179,68 @@ def make_layer() -> MoeMLP:
     return layer
 
 
-def candidates(num_tokens: int, best: Plan) -> Iterator[Plan]:
-    """Other tiles and block sizes, one change at a time."""
-    tiles = FEW_ROWS if num_tokens <= 256 else MANY_ROWS
-    yield from (replace(best, gate_up=tile) for tile in tiles)
-    yield from (replace(best, down=tile) for tile in tiles)
-    for block_tokens in (16, 32, 64, 128):
-        gate_up, down = fused_moe.TILES[block_tokens]
-        for lists_slots in (False, True):
-            if (lists_slots and num_tokens > 1) or num_tokens <= block_tokens <= 2 * num_tokens:
-                yield Plan(block_tokens, lists_slots, gate_up, down)
+def starts(num_tokens: int, config: MoeConfig) -> list[Plan]:
+    """Sizes of blocks that may suit so many tokens."""
+    share = num_tokens * config.num_experts_per_token / config.num_experts
+    found = [
+        plan for size, plan in DEFAULTS.items() if size <= max(16, 4 * share) and size >= min(128, share)
+    ]
+    return [ONE_BY_ONE] * (num_tokens <= 8) + found
 
 
-def sweep(batch: Batch) -> list[dict[str, Any]]:
-    """Median microseconds of every candidate, quickest first; one that does not compile is noted."""
-    num_slots = batch.num_tokens * CONFIG.num_experts_per_token
-    default = fused_moe.choose_plan(batch.num_tokens, num_slots, CONFIG.num_experts, torch.bfloat16)
+def sweep(batch: Batch) -> tuple[Plan, list[dict[str, Any]]]:
+    """The quickest plan, and median microseconds of all that were tried, or why one was not."""
     rows: list[dict[str, Any]] = []
-    for plan in (default, *candidates(batch.num_tokens, default)):
-        row: dict[str, Any] = {"plan": str(plan)}
+
+    def time_us(plan: Plan) -> float:
         try:
-            row["us"] = statistics.median(batch.time_us(lambda call, plan=plan: batch.experts(call, plan)))
+            us = statistics.median(batch.time_us(lambda call: batch.experts(call, plan), num_runs=2))
         except Exception as error:
-            row["error"] = f"{type(error).__name__}: {error}"[:200]
-        rows.append(row)
-    rows[0]["default"] = True
-    rows.sort(key=lambda row: float(row.get("us", "inf")))
-    for row in rows[:5]:
-        print(f"    {row.get('us', float('nan')):9.1f} us  {row['plan']}{'  (default)' * ('default' in row)}")
-    return rows
+            rows.append({"plan": plan.fields(), "error": f"{type(error).__name__}: {error}"[:200]})
+            return float("inf")
+        rows.append({"plan": plan.fields(), "us": us})
+        return us
+
+    quickest: list[tuple[float, Plan]] = []
+    for start in starts(batch.num_tokens, batch.config):
+        size = start.block_tokens
+        tiles = ALONE if size == 1 else FEW_ROWS if size <= 32 else MANY_ROWS + FEW_ROWS[4:9:2]
+        plans = [replace(start, gate_up=tile, down=tile) for tile in tiles]
+        with ThreadPoolExecutor(16) as pool:
+            compiled = list(pool.map(lambda plan: _compiles(batch, plan), plans))
+        plans = [start, *itertools.compress(plans, compiled)]
+        us, best = min(((time_us(replace(start, gate_up=plan.gate_up)), plan) for plan in plans), key=_first)
+        best = replace(start, gate_up=best.gate_up)
+        quickest.append(
+            min(
+                ((time_us(replace(best, down=plan.down)), replace(best, down=plan.down)) for plan in plans),
+                key=_first,
+            )
+        )
+    us, best = min(quickest, key=_first)
+    print(f"    {us:9.1f} us  {best}", flush=True)
+    return best, rows
+
+
+def _compiles(batch: Batch, plan: Plan) -> bool:
+    try:
+        batch.experts(0, plan)
+    except Exception:
+        return False
+    return True
+
+
+def _first(pair: tuple[float, Plan]) -> float:
+    return pair[0]
+
+
+def keep(layer: Layer, plans: dict[int, Plan]) -> None:
+    """Write plans into the file that `choose_plan` reads."""
+    kept = json.loads(TILES_FILE.read_text())
+    rows = kept.setdefault(torch.cuda.get_device_name(), {}).setdefault(layer.key, {})
+    rows.update({str(tokens): plan.fields() for tokens, plan in plans.items()})
+    TILES_FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    measured.cache_clear()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -158,37 +248,51 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--shapes", choices=tuple(SHAPES), nargs="+", default=["qwen30b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=NUM_TOKENS)
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     machine = Machine.measure("cuda")
     results: dict[str, Any] = {
-        "hidden_size": HIDDEN,
-        "moe": vars(CONFIG),
         "copy_bytes_per_s": machine.copy_bytes_per_s,
         "flops": machine.flops,
         "machine_runs": machine.runs,
-        "rows": {},
     }
     print(f"copy {machine.copy_bytes_per_s / 1e12:.2f} TB/s, products {machine.flops / 1e12:.0f} TFLOP/s")
-    layers = [make_layer() for _ in range(2)]
-    for num_tokens in args.tokens:
-        batch = Batch(num_tokens, layers)
-        limit_us, basis = batch.limit_us(machine)
-        row: dict[str, Any] = {"limit_us": limit_us, "limit_basis": basis}
-        for name, call in (("layer", batch.layer), ("experts", batch.experts)):
-            runs = batch.time_us(call)
-            median = statistics.median(runs)
-            row[name] = {"median_us": median, "runs_us": runs, "fraction_of_limit": limit_us / median}
-            print(
-                f"{num_tokens:5d} tokens, {name:7s}: {median:9.1f} us, limit {limit_us:8.1f} us ({basis}), "
-                f"{limit_us / median:.0%}",
-                flush=True,
-            )
-        if args.sweep:
-            row["sweep"] = sweep(batch)
-        results["rows"][str(num_tokens)] = row
+    for name in args.shapes:
+        hidden, config = SHAPES[name]
+        results[name] = {"hidden_size": hidden, "moe": vars(config), "rows": {}}
+        layers = [make_layer(hidden, config) for _ in range(2)]
+        for num_tokens in args.tokens:
+            batch = Batch(num_tokens, hidden, config, layers)
+            row: dict[str, Any] = {}
+            if args.sweep:
+                best, row["sweep"] = sweep(batch)
+                if args.keep:
+                    keep(batch.key, {num_tokens: best})
+            results[name]["rows"][str(num_tokens)] = row | measure(name, batch, machine)
     print(f"written to {write_result('gpu_moe', results)}")
+
+
+def measure(name: str, batch: Batch, machine: Machine) -> dict[str, Any]:
+    limit_us, basis = batch.limit_us(machine)
+    row: dict[str, Any] = {"limit_us": limit_us, "limit_basis": basis}
+    for what, call in (("layer", batch.layer), ("experts", batch.experts), ("grouped_mm", batch.grouped_mm)):
+        try:
+            runs = batch.time_us(call)
+        except Exception as error:
+            print(f"{name} {batch.num_tokens:5d} tokens, {what}: {error}"[:200])
+            continue
+        median = statistics.median(runs)
+        row[what] = {"median_us": median, "runs_us": runs, "fraction_of_limit": limit_us / median}
+        print(
+            f"{name} {batch.num_tokens:5d} tokens, {what:10s}: {median:9.1f} us, limit {limit_us:8.1f} us "
+            f"({basis}), {limit_us / median:.0%}",
+            flush=True,
+        )
+    row["plan"] = choose_plan(batch.num_tokens, batch.key, torch.bfloat16, DEVICE).fields()
+    return row
 
 
 if __name__ == "__main__":

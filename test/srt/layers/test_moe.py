@@ -21,17 +21,19 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 
 @pytest.fixture(scope="module")
-def fused_moe() -> ModuleType:
-    """The kernels, for `DEVICE`."""
+def kernels() -> ModuleType:
+    """Those for experts, for `DEVICE`."""
     if not HAS_GPU:
         # Triton reads this when it is imported, and transformers imports it.
         os.environ.setdefault("TRITON_INTERPRET", "1")
     language = pytest.importorskip("triton.language")
     if not HAS_GPU and type(language.sum).__name__ != "InterpretedFunction":
         pytest.skip("Triton was imported before TRITON_INTERPRET was set")
-    from ebbtide.srt.layers.kernels import fused_moe
+    from ebbtide.srt.layers import kernels
+    from ebbtide.srt.layers.kernels import fused_moe, moe_routing
 
-    return fused_moe
+    assert (kernels.fused_moe, kernels.moe_routing) == (fused_moe, moe_routing)
+    return kernels
 
 
 def random_experts(
@@ -91,7 +93,7 @@ def test_the_loop_computes_the_weighted_sum_of_the_chosen_experts(num_tokens: in
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_the_routing_kernel_agrees(
-    fused_moe: ModuleType,
+    kernels: ModuleType,
     num_tokens: int,
     num_experts: int,
     top_k: int,
@@ -103,18 +105,18 @@ def test_the_routing_kernel_agrees(
     ranks = torch.stack([torch.randperm(num_experts) for _ in range(num_tokens)])
     logits = (ranks / num_experts * 8 - 4).to(DEVICE, dtype)
 
-    weights, experts = fused_moe.route(logits, top_k, renormalize)
+    weights, experts = kernels.moe_routing.route(logits, top_k, renormalize)
 
     expected_weights, expected_experts = route(logits, top_k, renormalize)
     assert torch.equal(experts.long(), expected_experts)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
 
-def test_scores_that_are_no_numbers_lead_to_existing_experts(fused_moe: ModuleType) -> None:
+def test_scores_that_are_no_numbers_lead_to_existing_experts(kernels: ModuleType) -> None:
     inf, nan = float("inf"), float("nan")
     logits = torch.tensor([[nan] * 6, [-inf] * 6, [nan, inf, 0.0, -inf, inf, 1.0]], device=DEVICE)
 
-    _, experts = fused_moe.route(logits, 4, True)
+    _, experts = kernels.moe_routing.route(logits, 4, True)
 
     for row in experts.tolist():
         assert len(set(row)) == 4
@@ -126,9 +128,10 @@ def test_scores_that_are_no_numbers_lead_to_existing_experts(fused_moe: ModuleTy
     [
         (1, 8, 2, 64, 48),
         (2, 4, 4, 64, 32),  # more slots than experts
-        (5, 16, 3, 80, 40),  # K no power of two, sizes no multiple of a tile
+        (3, 16, 3, 1100, 520),  # more than one tile of columns
+        (5, 16, 3, 80, 40),  # from here on slots are listed; K no power of two, sizes no multiple of a tile
         (20, 64, 8, 64, 48),
-        (33, 16, 8, 64, 48),  # from here on slots are listed
+        (33, 16, 8, 64, 48),
         (40, 12, 4, 128, 256),
         (90, 4, 2, 136, 72),
         (150, 2, 2, 64, 48),
@@ -136,7 +139,7 @@ def test_scores_that_are_no_numbers_lead_to_existing_experts(fused_moe: ModuleTy
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_the_kernels_agree_with_the_loop(
-    fused_moe: ModuleType,
+    kernels: ModuleType,
     num_tokens: int,
     num_experts: int,
     top_k: int,
@@ -149,16 +152,25 @@ def test_the_kernels_agree_with_the_loop(
     gate_up, down = random_experts(num_experts, hidden, inner, dtype)
     weights, experts = route(torch.randn(num_tokens, num_experts, device=DEVICE), top_k, True)
 
-    out = fused_moe.fused_experts(x, gate_up, down, weights, experts.int())
+    out = kernels.fused_moe.fused_experts(x, gate_up, down, weights, experts.int())
+    residual = x.clone()
+    kernels.fused_moe.fused_experts(x, gate_up, down, weights, experts.int(), residual_TD=residual)
 
+    expected = run_experts(x, gate_up, down, weights, experts)
     assert out.dtype == dtype
-    check_close(out, run_experts(x, gate_up, down, weights, experts), dtype)
+    check_close(out, expected, dtype)
+    check_close(residual, x + expected, dtype)
 
 
 @pytest.mark.parametrize("block_tokens", [16, 32, 64, 128])
 @pytest.mark.parametrize("favourite", [0, 5])
+@pytest.mark.parametrize("counts_by_itself", [True, False])
 def test_every_slot_is_listed_once_with_its_expert(
-    fused_moe: ModuleType, block_tokens: int, favourite: int
+    kernels: ModuleType,
+    block_tokens: int,
+    favourite: int,
+    counts_by_itself: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Uneven: one expert has all tokens, others few or none."""
     torch.manual_seed(2)
@@ -166,11 +178,12 @@ def test_every_slot_is_listed_once_with_its_expert(
     others = torch.tensor([expert for expert in range(num_experts - 1) if expert != favourite])
     second = others[torch.randint(len(others), (num_tokens,))]
     experts = torch.stack((torch.full((num_tokens,), favourite), second), dim=1).int().to(DEVICE)
-    gate_up, down = fused_moe.TILES[block_tokens]
 
-    blocks = fused_moe.list_slots(experts, num_experts, fused_moe.Plan(block_tokens, True, gate_up, down))
+    if not counts_by_itself:
+        monkeypatch.setattr(kernels.moe_routing, "FEW_SLOTS", 64)
+    blocks = kernels.moe_routing.list_slots(experts, num_experts, block_tokens)
 
-    _, block_experts, block_slots = (tensor.flatten().tolist() for tensor in blocks.tensors)
+    block_experts, block_slots = blocks.experts.tolist(), blocks.slots.tolist()
     assert len(block_experts) == blocks.number
     found: dict[int, int] = {}
     for block, expert in enumerate(block_experts):
@@ -222,7 +235,7 @@ def test_the_layer_routes_by_its_gate() -> None:
     ids=["qwen3", "mixtral"],
 )
 def test_on_a_gpu_at_real_sizes_in_bfloat16(
-    fused_moe: ModuleType, num_tokens: int, hidden: int, config: MoeConfig
+    kernels: ModuleType, num_tokens: int, hidden: int, config: MoeConfig
 ) -> None:
     torch.manual_seed(4)
     layer = moe_layer(config, hidden, torch.bfloat16, DEVICE)
@@ -230,7 +243,9 @@ def test_on_a_gpu_at_real_sizes_in_bfloat16(
 
     out = layer(x)
 
-    weights, experts = fused_moe.route(layer.gate(x), config.num_experts_per_token, config.renormalize)
+    weights, experts = kernels.moe_routing.route(
+        layer.scores(x), config.num_experts_per_token, config.renormalize
+    )
     wide = (x.float(), layer.experts.gate_up_proj.float(), layer.experts.down_proj.float())
     expected = run_experts(*wide, weights, experts.long())
     error = (out.float() - expected).norm() / expected.norm()

@@ -52,15 +52,27 @@ class Experts(nn.Module):
 
     def forward(self, x_TD: Tensor, logits_TE: Tensor) -> Tensor:
         """The weighted sum [T, D] of each token's experts, whom the router's scores choose."""
+        return self.group.all_reduce_(self._part(x_TD, logits_TE, None))
+
+    def add_to(self, residual_TD: Tensor, x_TD: Tensor, logits_TE: Tensor) -> None:
+        """residual += that sum, in place."""
+        if self.group.size > 1:
+            self.group.add_reduced_(self._part(x_TD, logits_TE, None), residual_TD)
+        else:
+            self._part(x_TD, logits_TE, residual_TD)
+
+    def _part(self, x_TD: Tensor, logits_TE: Tensor, residual_TD: Tensor | None) -> Tensor:
+        """What this rank's columns add to the sum: in place where there is a residual."""
         top_k, renormalize = self.config.num_experts_per_token, self.config.renormalize
         weights = (self.gate_up_proj, self.down_proj)
         if x_TD.is_cuda:
-            from ebbtide.srt.layers.kernels import fused_moe
+            from ebbtide.srt.layers.kernels.fused_moe import fused_experts
+            from ebbtide.srt.layers.kernels.moe_routing import route as route_at_once
 
-            out_TD = fused_moe.fused_experts(x_TD, *weights, *fused_moe.route(logits_TE, top_k, renormalize))
-        else:
-            out_TD = run_experts(x_TD, *weights, *route(logits_TE, top_k, renormalize))
-        return self.group.all_reduce_(out_TD)
+            routed = route_at_once(logits_TE, top_k, renormalize)
+            return fused_experts(x_TD, *weights, *routed, residual_TD=residual_TD)
+        out_TD = run_experts(x_TD, *weights, *route(logits_TE, top_k, renormalize))
+        return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
 
 class MoeMLP(nn.Module):
@@ -73,13 +85,18 @@ class MoeMLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] of the normalised hidden states [T, D]."""
-        # A router has so few outputs that kernels for few tokens would gain nothing.
-        out_TD: Tensor = self.experts(x_TD, self.gate.multiply(x_TD, None))
+        out_TD: Tensor = self.experts(x_TD, self.scores(x_TD))
         return out_TD
 
     def add_to(self, residual_TD: Tensor, norm: RMSNorm) -> None:
         """residual += what the experts make of norm(residual), in place."""
-        residual_TD += self(norm(residual_TD))
+        x_TD = norm(residual_TD)
+        self.experts.add_to(residual_TD, x_TD, self.scores(x_TD))
+
+    def scores(self, x_TD: Tensor) -> Tensor:
+        """The router's, [T, E]."""
+        # It has so few outputs that the kernels for few tokens gain nothing unless there is only one.
+        return self.gate.project(x_TD) if len(x_TD) == 1 else self.gate.multiply(x_TD, None)
 
 
 def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:

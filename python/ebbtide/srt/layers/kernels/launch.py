@@ -29,3 +29,9 @@ def num_multiprocessors(device: torch.device) -> int:
         return 4
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+@cache
+def card(device: torch.device) -> str:
+    """What a GPU calls itself; for other devices their type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,151 @@
+"""Experts for so few tokens that hardly two of them have one in common: each reads its experts' weights.
+
+Products stay per column, in float32, until the end; the next tile is read while one is multiplied. The
+weighted sum over a token's experts is part of the second product, and so is the residual.
+
+Shapes: T tokens, D hidden, K experts per token, I an expert's inner size, S = T·K slots, R rows of a weight.
+"""
+
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.srt.layers.kernels.launch import overlap_options
+from ebbtide.srt.layers.kernels.moe_plan import Plan
+from ebbtide.srt.layers.kernels.moe_routing import follow
+
+
+def few_tokens_(
+    out_TD: Tensor,
+    x_TD: Tensor,
+    gate_up_RD: Tensor,
+    down_RI: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    plan: Plan,
+    *,
+    add: bool,
+) -> None:
+    """The weighted sum of each token's experts into `out_TD`, or added to it; arguments as in `fused_moe`."""
+    (num_tokens, hidden), inner, top_k = x_TD.shape, down_RI.shape[1], experts_TK.shape[1]
+    inner_SI = x_TD.new_empty((experts_TK.numel(), inner))
+    gate_up, down = plan.gate_up, plan.down
+    options = overlap_options(x_TD)
+    _gate_up_kernel[(triton.cdiv(inner, gate_up.rows), experts_TK.numel())](
+        x_TD,
+        gate_up_RD,
+        inner_SI,
+        experts_TK,
+        HIDDEN=hidden,
+        INNER=inner,
+        TOP_K=top_k,
+        ROWS=gate_up.rows,
+        STEP=gate_up.step,
+        num_warps=gate_up.num_warps,
+        **options,
+    )
+    _down_kernel[(triton.cdiv(hidden, down.rows), num_tokens)](
+        inner_SI,
+        down_RI,
+        out_TD,
+        weights_TK,
+        experts_TK,
+        HIDDEN=hidden,
+        INNER=inner,
+        TOP_K=top_k,
+        ROWS=down.rows,
+        STEP=down.step,
+        ADD=add,
+        num_warps=down.num_warps,
+        **options,
+    )
+
+
+@triton.jit
+def _gate_up_kernel(  # type: ignore[no-untyped-def]
+    x_TD,
+    gate_up_RD,
+    inner_SI,
+    experts_S,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """silu(gate) · up of one slot, some columns of it."""
+    follow(OVERLAPPED)
+    slot = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, STEP)
+    expert = tl.load(experts_S + slot).to(tl.int64)
+    tile = gate_up_RD + expert * (2 * INNER * HIDDEN) + rows[:, None] * HIDDEN + columns[None, :]
+    x_at = x_TD + (slot // TOP_K).to(tl.int64) * HIDDEN + columns
+    inside = (rows < INNER)[:, None]
+    gate_next = tl.load(tile, mask=inside & (columns < HIDDEN)[None, :], other=0.0)
+    up_next = tl.load(tile + INNER * HIDDEN, mask=inside & (columns < HIDDEN)[None, :], other=0.0)
+    gate = tl.zeros((ROWS, STEP), tl.float32)
+    up = tl.zeros((ROWS, STEP), tl.float32)
+    for start in range(0, HIDDEN, STEP):
+        gate_weight, up_weight = gate_next, up_next
+        wanted = inside & (start + STEP + columns < HIDDEN)[None, :]
+        gate_next = tl.load(tile + start + STEP, mask=wanted, other=0.0)
+        up_next = tl.load(tile + INNER * HIDDEN + start + STEP, mask=wanted, other=0.0)
+        x = tl.load(x_at + start, mask=start + columns < HIDDEN, other=0.0).to(tl.float32)[None, :]
+        gate += gate_weight.to(tl.float32) * x
+        up += up_weight.to(tl.float32) * x
+    gates = tl.sum(gate, axis=1)
+    value = gates * tl.sigmoid(gates) * tl.sum(up, axis=1)
+    at = inner_SI + slot.to(tl.int64) * INNER + rows
+    tl.store(at, value.to(inner_SI.dtype.element_ty), mask=rows < INNER)
+
+
+@triton.jit
+def _down_kernel(  # type: ignore[no-untyped-def]
+    inner_SI,
+    down_RI,
+    out_TD,
+    weights_S,
+    experts_S,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Some columns of one token's output."""
+    STEPS: tl.constexpr = (INNER + STEP - 1) // STEP
+    token = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, STEP)
+    inside = (rows < HIDDEN)[:, None]
+    tile = down_RI + rows[:, None] * INNER + columns[None, :]
+    first_slot = token * TOP_K
+    # The predecessor computes only what is multiplied here: who the experts are was known before it.
+    expert = tl.load(experts_S + first_slot).to(tl.int64)
+    ahead = tl.load(tile + expert * (HIDDEN * INNER), mask=inside & (columns < INNER)[None, :], other=0.0)
+    follow(OVERLAPPED)
+    total = tl.zeros((ROWS, STEP), tl.float32)
+    for number in range(TOP_K * STEPS):
+        slot, start = first_slot + number // STEPS, number % STEPS * STEP
+        weight = ahead
+        after = number + 1
+        next_start = after % STEPS * STEP
+        is_there = after < TOP_K * STEPS
+        next_expert = tl.load(experts_S + first_slot + after // STEPS, mask=is_there, other=0).to(tl.int64)
+        wanted = inside & ((next_start + columns < INNER) & is_there)[None, :]
+        ahead = tl.load(tile + next_expert * (HIDDEN * INNER) + next_start, mask=wanted, other=0.0)
+        value = tl.load(
+            inner_SI + slot.to(tl.int64) * INNER + start + columns, mask=start + columns < INNER, other=0.0
+        ).to(tl.float32)
+        total += weight.to(tl.float32) * (value * tl.load(weights_S + slot))[None, :]
+    product = tl.sum(total, axis=1)
+    at = out_TD + token.to(tl.int64) * HIDDEN + rows
+    if ADD:
+        product += tl.load(at, mask=rows < HIDDEN, other=0.0).to(tl.float32)
+    tl.store(at, product.to(out_TD.dtype.element_ty), mask=rows < HIDDEN)

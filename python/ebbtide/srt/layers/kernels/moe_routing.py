@@ -1,0 +1,215 @@
+"""Which experts each token takes, and which tokens each expert gets.
+
+A *slot* is one of the T·K pairs of a token and an expert; slot s belongs to token s // K. A *block* is one
+expert and up to so many of its slots. Grids depend on the number of tokens alone and nothing waits for the
+device, so a CUDA graph can hold all of it. Nothing is added atomically: equal inputs give equal bits.
+
+Every kernel waits for its predecessor first, and only then lets its successor start: what the kernel before
+the predecessor wrote can thus be read at once.
+
+Shapes: T tokens, E experts, K experts per token, S = T·K slots.
+"""
+
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.srt.layers.kernels.launch import overlap_options
+
+LIST_CHUNK = 1024
+# Up to so many slots every program counts all of them by itself.
+FEW_SLOTS = 4096
+# Lower than any score a router gives, and finite.
+LOWEST_SCORE = -3e38
+
+
+def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The weights (float32) and numbers (int32) of each token's experts, both [T, K], best first."""
+    num_tokens, num_experts = logits_TE.shape
+    weights_TK = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits_TE.device)
+    experts_TK = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits_TE.device)
+    _route_kernel[(num_tokens,)](
+        logits_TE,
+        weights_TK,
+        experts_TK,
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        RENORMALIZE=renormalize,
+        LOWEST=LOWEST_SCORE,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_K=triton.next_power_of_2(top_k),
+        num_warps=1,
+        **overlap_options(logits_TE),
+    )
+    return weights_TK, experts_TK
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a batch.
+
+    Attributes:
+        number: as many as there can be.
+        experts: int32, the expert of each block; −1: none.
+        slots: int32, the slots of each block, `block_tokens` of them, filled up with S.
+    """
+
+    number: int
+    experts: Tensor
+    slots: Tensor
+
+
+def list_slots(experts_TK: Tensor, num_experts: int, block_tokens: int) -> Blocks:
+    """Blocks of a batch; every slot is in one."""
+    num_slots = experts_TK.numel()
+    num_chosen = min(num_slots, num_experts)
+    # A chosen expert has one block that may be partly filled; the others are full.
+    num_blocks = num_chosen + (num_slots - num_chosen) // block_tokens
+    counts_E, block_experts, block_slots = (
+        torch.empty(size, dtype=torch.int32, device=experts_TK.device)
+        for size in (num_experts, num_blocks, num_blocks * block_tokens)
+    )
+    options = overlap_options(experts_TK)
+    is_counted = num_slots > FEW_SLOTS
+    if is_counted:
+        _count_kernel[(num_experts,)](experts_TK, counts_E, num_slots, CHUNK=LIST_CHUNK, **options)
+    _list_kernel[(num_experts,)](
+        experts_TK,
+        counts_E,
+        block_experts,
+        block_slots,
+        num_slots,
+        num_blocks,
+        NUM_EXPERTS=num_experts,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_S=max(16, triton.next_power_of_2(min(num_slots, FEW_SLOTS))),
+        BLOCK_T=block_tokens,
+        IS_COUNTED=is_counted,
+        CHUNK=LIST_CHUNK if is_counted else min(LIST_CHUNK, max(16, triton.next_power_of_2(num_slots))),
+        **options,
+    )
+    return Blocks(num_blocks, block_experts, block_slots)
+
+
+@triton.jit
+def follow(OVERLAPPED: tl.constexpr) -> None:
+    """Wait until the kernel before has ended, then let the next one start."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _route_kernel(  # type: ignore[no-untyped-def]
+    logits_TE,
+    weights_TK,
+    experts_TK,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    LOWEST: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Softmax over the experts of one token, and the largest of it."""
+    follow(OVERLAPPED)
+    token = tl.program_id(0)
+    lanes_E, lanes_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    real = lanes_E < NUM_EXPERTS
+    scores = tl.load(logits_TE + token * NUM_EXPERTS + lanes_E, mask=real, other=0.0).to(tl.float32)
+    # A score that is not a number must not lead to an expert that does not exist: its weights would be read.
+    scores = tl.where(scores > LOWEST, scores, LOWEST)
+    scores = tl.where(real, scores, float("-inf"))
+    powers = tl.exp(scores - tl.max(scores, axis=0))
+    total = tl.sum(powers, axis=0)
+    weights = tl.zeros([BLOCK_K], dtype=tl.float32)
+    experts = tl.zeros([BLOCK_K], dtype=tl.int32)
+    for rank in tl.static_range(TOP_K):
+        best = tl.argmax(scores, axis=0)
+        power = tl.sum(tl.where(lanes_E == best, powers, 0.0), axis=0)
+        weights = tl.where(lanes_K == rank, power, weights)
+        experts = tl.where(lanes_K == rank, best, experts)
+        scores = tl.where(lanes_E == best, float("-inf"), scores)
+    if RENORMALIZE:
+        total = tl.sum(weights, axis=0)
+    places = token * TOP_K + lanes_K
+    tl.store(weights_TK + places, weights / total, mask=lanes_K < TOP_K)
+    tl.store(experts_TK + places, experts, mask=lanes_K < TOP_K)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _count_kernel(  # type: ignore[no-untyped-def]
+    experts_S, counts_E, num_slots, CHUNK: tl.constexpr, OVERLAPPED: tl.constexpr
+):
+    """How many slots one expert has."""
+    follow(OVERLAPPED)
+    expert = tl.program_id(0)
+    hits = tl.zeros([CHUNK], dtype=tl.int32)
+    first = 0
+    while first < num_slots:
+        slots = first + tl.arange(0, CHUNK)
+        chosen = tl.load(experts_S + slots, mask=slots < num_slots, other=-1)
+        hits += (chosen == expert).to(tl.int32)
+        first += CHUNK
+    tl.store(counts_E + expert, tl.sum(hits, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
+def _list_kernel(  # type: ignore[no-untyped-def]
+    experts_S,
+    counts_E,
+    block_experts,
+    block_slots,
+    num_slots,
+    num_blocks,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    IS_COUNTED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """The blocks of one expert, which follow those of the experts before it."""
+    follow(OVERLAPPED)
+    expert = tl.program_id(0)
+    if IS_COUNTED:
+        lanes_E = tl.arange(0, BLOCK_E)
+        counts = tl.load(counts_E + lanes_E, mask=lanes_E < NUM_EXPERTS, other=0)
+    else:
+        # One bin more, or as many again, for what is no slot.
+        lanes_E = tl.arange(0, 2 * BLOCK_E)
+        all_slots = tl.arange(0, BLOCK_S)
+        counts = tl.histogram(
+            tl.load(experts_S + all_slots, mask=all_slots < num_slots, other=BLOCK_E), 2 * BLOCK_E
+        )
+    blocks = tl.cdiv(counts, BLOCK_T)
+    first_block = tl.sum(tl.where(lanes_E < expert, blocks, 0), axis=0)
+    own_blocks = tl.sum(tl.where(lanes_E == expert, blocks, 0), axis=0)
+    room = block_slots + first_block * BLOCK_T
+    first, num_listed = 0, 0
+    while first < num_slots:
+        slots = first + tl.arange(0, CHUNK)
+        hits = tl.load(experts_S + slots, mask=slots < num_slots, other=-1) == expert
+        ranks = num_listed + tl.cumsum(hits.to(tl.int32), axis=0) - 1
+        tl.store(room + ranks, slots, mask=hits)
+        num_listed += tl.sum(hits.to(tl.int32), axis=0)
+        first += CHUNK
+    rest = num_listed + tl.arange(0, BLOCK_T)
+    tl.store(room + rest, tl.zeros([BLOCK_T], dtype=tl.int32) + num_slots, mask=rest < own_blocks * BLOCK_T)
+    block = first_block
+    while block < first_block + own_blocks:
+        tl.store(block_experts + block, expert)
+        block += 1
+    # The last expert also marks the blocks that nobody needs.
+    while (expert == NUM_EXPERTS - 1) & (block < num_blocks):
+        tl.store(block_experts + block, -1)
+        block += 1
