@@ -151,20 +151,20 @@ def test_the_activation_equals_that_of_torch(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", [(3, 2304), (1, 4, 40)], ids=str)
-def test_a_norm_whose_weight_is_added_to_one_equals_that_of_torch(
-    device: str, dtype: torch.dtype, shape: tuple[int, ...]
+@pytest.mark.parametrize(("shape", "offset"), [((3, 2304), 1.0), ((1, 4, 40), 1.0), ((5, 96), 0.0)], ids=str)
+def test_a_norm_equals_that_of_torch(
+    device: str, dtype: torch.dtype, shape: tuple[int, ...], offset: float
 ) -> None:
-    from ebbtide.srt.layers.kernels.norm import offset_rms_norm
+    from ebbtide.srt.layers.kernels.norm import rms_norm_at_once
 
     torch.manual_seed(0)
     x, weight = torch.randn(shape).to(dtype), 0.1 * torch.randn(shape[-1]).to(dtype)
 
-    out = offset_rms_norm(x.to(device), weight.to(device), 1e-6, 1.0)
+    out = rms_norm_at_once(x.to(device), weight.to(device), 1e-6, offset)
 
     assert (out.dtype, out.shape) == (dtype, x.shape)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(out.cpu(), rms_norm(x, weight, 1e-6, 1.0), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(out.cpu(), rms_norm(x, weight, 1e-6, offset), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)

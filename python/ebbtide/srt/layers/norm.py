@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension, accumulated in float32."""
+    if x.is_cuda:
+        from ebbtide.srt.layers.kernels.norm import rms_norm_at_once
+
+        return rms_norm_at_once(x, weight, eps, offset)
     if offset == 0.0:
         return F.rms_norm(x, weight.shape, weight, eps)
-    if x.is_cuda:
-        from ebbtide.srt.layers.kernels.norm import offset_rms_norm
-
-        return offset_rms_norm(x, weight, eps, offset)
     # The sum of weight and offset has more digits than either.
     return F.rms_norm(x.float(), weight.shape, weight.float() + offset, eps).to(x.dtype)
 

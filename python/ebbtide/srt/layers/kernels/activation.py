@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.kernels.launch import overlap_options
+
 _BLOCK = 1024
 
 
@@ -22,7 +24,13 @@ def gated(gate_up_T2I: Tensor, activation: str) -> Tensor:
     num_tokens, inner = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
     out_TI = gate_up_T2I.new_empty((num_tokens, inner))
     _gated[(num_tokens, triton.cdiv(inner, _BLOCK))](
-        gate_up_T2I, out_TI, inner, GELU=activation == "gelu_tanh", BLOCK=_BLOCK, num_warps=4
+        gate_up_T2I,
+        out_TI,
+        inner,
+        GELU=activation == "gelu_tanh",
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **overlap_options(gate_up_T2I),
     )
     return out_TI
 
@@ -38,8 +46,11 @@ def activate(gate, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gated(  # type: ignore[no-untyped-def]
-    gate_up_ptr, out_ptr, inner, GELU: tl.constexpr, BLOCK: tl.constexpr
+    gate_up_ptr, out_ptr, inner, GELU: tl.constexpr, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr
 ) -> None:
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation whose weight is added to a number.
+"""Root-mean-square normalisation in one pass.
 
 Shapes: M rows, D columns.
 """
@@ -10,12 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.kernels.launch import overlap_options
 
-def offset_rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
+
+def rms_norm_at_once(x: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension, in float32 and rounded once."""
     x_MD = x.contiguous().view(-1, len(weight_D))
     out_MD = torch.empty_like(x_MD)
-    _offset_rms_norm[(len(x_MD),)](
+    _rms_norm[(len(x_MD),)](
         x_MD,
         weight_D,
         out_MD,
@@ -24,18 +26,30 @@ def offset_rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float) -> T
         COLUMNS=len(weight_D),
         BLOCK=triton.next_power_of_2(len(weight_D)),
         num_warps=8 if len(weight_D) > 2048 else 4,
+        **overlap_options(x_MD),
     )
     return out_MD.view(x.shape)
 
 
 @triton.jit
-def _offset_rms_norm(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, out_ptr, eps, offset, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+def _rms_norm(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    offset,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ) -> None:
-    start = tl.program_id(0).to(tl.int64) * COLUMNS
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
     inside = columns < COLUMNS
-    x = tl.load(x_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32) + offset
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
+    start = tl.program_id(0).to(tl.int64) * COLUMNS
+    x = tl.load(x_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / COLUMNS + eps)
     tl.store(out_ptr + start + columns, x * scale * weight, mask=inside)
