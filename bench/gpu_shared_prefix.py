@@ -24,7 +24,7 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
     Workspace,
     partial_bytes,
 )
-from ebbtide.srt.layers.attention.work_items import NO_RUNS, SharedRuns
+from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns
 
 SHAPE = AttentionShape(32, 8, HEAD_DIM, PAGE_SIZE, torch.bfloat16, torch.bfloat16, (KIND,))
 # Groups, rows of each, shared tokens, own tokens.

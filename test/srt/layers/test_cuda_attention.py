@@ -20,7 +20,7 @@ from ebbtide.srt.layers.attention.base import (
     LayerAttention,
 )
 from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS
-from ebbtide.srt.layers.attention.work_items import NO_RUNS, SharedRuns
+from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding
 
@@ -222,7 +222,13 @@ def test_replayed_graphs_agree_with_torch_and_padding_is_not_stored(
 # Groups of requests, requests of each, pages that they share, and requests of the graph.
 @pytest.mark.parametrize(("groups", "count", "num_shared", "size"), [(3, 5, 20, 16), (40, 9, 6, 384)])
 def test_graphs_that_read_shared_pages_once_agree_with_torch(
-    heads: Heads, kind: AttentionKind, groups: int, count: int, num_shared: int, size: int
+    heads: Heads,
+    kind: AttentionKind,
+    groups: int,
+    count: int,
+    num_shared: int,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_requests, shared_len = groups * count, num_shared * PAGE_SIZE
     requests = Requests(num_requests, shared_len + 150, PAGE_SIZE, device="cuda")
@@ -242,6 +248,10 @@ def test_graphs_that_read_shared_pages_once_agree_with_torch(
         expected = both.expected(batch, qkv, positions, None)
 
         near(captured.replay(batch, qkv, both.rotary(positions, torch.bfloat16), shared), expected)
+        # An eager step finds by itself what neighbours share.
+        is_worth_it = shared is runs
+        monkeypatch.setattr(both.backend, "is_worth_sharing", lambda *_, answer=is_worth_it: answer)
+        near(both.eager(batch, qkv, positions, None), expected)
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 128), (14, 2, 128)], ids=str)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionShape
 from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers
-from ebbtide.srt.layers.attention.work_items import NO_RUNS, SharedRuns
+from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns
 
 CPU = torch.device("cpu")
 PAGE_SIZE, NUM_HEADS, HEAD_DIM, NUM_PAGES = 4, 8, 16, 4096

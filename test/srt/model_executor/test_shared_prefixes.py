@@ -8,8 +8,9 @@ from itertools import count
 import numpy as np
 import pytest
 
+from ebbtide.srt.layers.attention.shared_runs import best_runs
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
-from ebbtide.srt.model_executor.shared_prefixes import PrefixFinder, best_runs
+from ebbtide.srt.model_executor.shared_prefixes import PrefixFinder
 from ebbtide.srt.sampling_params import SamplingParams
 
 PAGE_SIZE, WIDTH = 4, 32

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionBackend, CapturedAttention, DecodeBuffers
-from ebbtide.srt.layers.attention.work_items import SharedRuns
+from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.model_executor.batch_plan import BatchPlan

@@ -9,12 +9,13 @@ Shapes: R requests, P pages, G runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbtide.srt.layers.attention.work_items import SharedRuns, ranges
+from ebbtide.srt.layers.attention.shared_runs import SharedRuns, runs_of_neighbours
+from ebbtide.srt.layers.attention.work_items import ranges
 from ebbtide.srt.model_executor.batch_plan import BatchPlan
 
 
@@ -73,13 +74,9 @@ class PrefixFinder:
         # Any order of page ids brings equal beginnings together.
         by_bytes = table_RP.view(f"V{table_RP.strides[0]}")[:, 0].tolist()
         order_R = np.array(sorted(range(len(page_rows_R)), key=by_bytes.__getitem__))
-        table_RP, num_full_R = table_RP[order_R], num_full_R[order_R]
-        differs = np.ones((len(order_R) - 1, width + 1), dtype=np.bool_)
-        np.not_equal(table_RP[1:], table_RP[:-1], out=differs[:, :width])
-        num_common = np.minimum(differs.argmax(axis=1), np.minimum(num_full_R[1:], num_full_R[:-1]))
-        runs = best_runs(num_common.tolist())
-        num_saved = int(((runs.num_rows_G - 1) * runs.num_pages_G).sum())
-        if not (num_saved and self._is_worth_it(len(order_R), num_saved)):
+        table_RP = table_RP[order_R]
+        runs = runs_of_neighbours(table_RP, num_full_R[order_R])
+        if not self._is_worth_it(len(order_R), runs.num_saved):
             return None
         places = ranges(runs.first_row_G, runs.num_rows_G)
         num_pages = np.repeat(runs.num_pages_G, runs.num_rows_G)
@@ -104,41 +101,3 @@ class _Sharers:
     requests: NDArray[np.int64]
     num_pages: NDArray[np.int32]
     last_pages: NDArray[np.int32]
-
-
-@dataclass(slots=True)
-class _Node:
-    """Adjacent requests that share `depth` pages, and the best that can be made of parts of them."""
-
-    depth: int
-    first: int
-    saved: int = 0
-    runs: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def close(self, end: int) -> None:
-        """All of its requests up to `end` are known: are they better as one run than as its parts?"""
-        count = end - self.first
-        if (count - 1) * self.depth > self.saved:
-            self.saved, self.runs = (count - 1) * self.depth, [(self.first, count, self.depth)]
-
-
-def best_runs(num_common: list[int]) -> SharedRuns:
-    """The runs, each of adjacent requests, that save most reading.
-
-    Args:
-        num_common: how many pages each request but the last has in common with the next one.
-    """
-    # The nodes that are open, each inside the one before it.
-    open_nodes = [_Node(0, 0)]
-    for last, depth in enumerate([*num_common, 0]):
-        if open_nodes[-1].depth < depth:
-            open_nodes.append(_Node(depth, last))
-        while open_nodes[-1].depth > depth:
-            closed = open_nodes.pop()
-            closed.close(last + 1)
-            if open_nodes[-1].depth < depth:
-                open_nodes.append(_Node(depth, closed.first))
-            open_nodes[-1].saved += closed.saved
-            open_nodes[-1].runs += closed.runs
-    found = np.array(open_nodes[0].runs, dtype=np.int32).reshape(-1, 3)
-    return SharedRuns(found[:, 0], found[:, 1], found[:, 2])

@@ -38,7 +38,7 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
     partial_bytes,
     prefill_kernel,
 )
-from ebbtide.srt.layers.attention.work_items import NO_RUNS, SharedRuns
+from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns, runs_of_neighbours
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 
 
@@ -64,10 +64,16 @@ class _Layers:
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    """What serves layers of one kind. A step may have both kernels in it, each with a plan of its own."""
+    """What serves layers of one kind. A step may have several in it, each with a plan of its own.
+
+    Attributes:
+        shared: for decoding requests that share pages; None for layers with a window, which do not look that
+            far back.
+    """
 
     decode: PagedKernel
     prefill: PagedKernel
+    shared: ItemKernel | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,7 @@ class FlashInferAttention(AttentionBackend):
             kind: _Kernels(
                 decode_kernel(shape, kind, Workspace(partial)),
                 prefill_kernel(shape, kind, Workspace(partial)),
+                ItemKernel(shape, kind, device) if kind.window is None else None,
             )
             for kind in shape.kinds
         }
@@ -140,21 +147,40 @@ class FlashInferAttention(AttentionBackend):
         others = np.flatnonzero(batch.num_new_R != 1)
         num_decoding = int(others[0]) if len(others) else num_requests
         parts: dict[AttentionKind, list[_Part]] = {kind: [] for kind in self._kernels}
+        items = self._items(batch, num_decoding)
         for kind, kernels in self._kernels.items():
-            if num_decoding:
+            if num_decoding and items is not None and kernels.shared is not None:
+                parts[kind].append(_Part(kernels.shared, *items, slice(0, num_decoding)))
+            elif num_decoding:
                 parts[kind].append(_plan_part(batch, kernels.decode, 0, num_decoding))
             if num_decoding < num_requests:
                 parts[kind].append(_plan_part(batch, kernels.prefill, num_decoding, num_requests))
         self._step = _Step(parts, batch.slots_T)
+
+    def _items(self, batch: PagedBatch, num_decoding: int) -> tuple[ItemBuffers, DevicePages] | None:
+        """What the first requests do, those that decode, where neighbours among them share enough pages."""
+        num_full_R = (batch.lens_R[:num_decoding] - 1) // self._shape.page_size
+        runs = runs_of_neighbours(batch.page_table_RP[:num_decoding], num_full_R)
+        if not self.is_worth_sharing(num_decoding, runs.num_saved):
+            return None
+        items = ItemBuffers(self._shape, num_decoding, self._device)
+        items.plan(batch.kv_indptr_R1[: num_decoding + 1], batch.last_page_len_R[:num_decoding], runs)
+        bounds, requests = slice(0, num_decoding + 1), slice(0, num_decoding)
+        pages = DevicePages(
+            batch.q_indptr_dev[bounds],
+            batch.kv_indptr_dev[bounds],
+            batch.kv_indices,
+            batch.last_page_len_dev[requests],
+        )
+        return items, pages
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         assert self._step is not None
         return self._layers.forward(layer, qkv_TNH, rope, norms, self._step)
 
     def captured(self, batch_size: int, buffers: DecodeBuffers, *, shared: bool = False) -> GraphDecode:
-        kernels = {kind: kernels.decode for kind, kernels in self._kernels.items()}
         items = ItemBuffers(self._shape, batch_size, self._device) if shared else None
-        return GraphDecode(self._layers, kernels, self._shape, batch_size, buffers, items)
+        return GraphDecode(self._layers, self._kernels, self._shape, batch_size, buffers, items)
 
     def is_worth_sharing(self, num_requests: int, num_pages: int) -> bool:
         return saves_time(self._shape, num_requests, num_pages)
@@ -187,14 +213,13 @@ class GraphDecode:
     A plan and the contents of the buffers are what changes from replay to replay.
 
     Args:
-        items: what steps whose requests share pages are listed in; None for steps that share none. Layers
-            with a window do not look that far back: they attend as in other steps.
+        items: what steps whose requests share pages are listed in; None for steps that share none.
     """
 
     def __init__(
         self,
         layers: _Layers,
-        kernels: dict[AttentionKind, PagedKernel],
+        kernels: dict[AttentionKind, _Kernels],
         shape: AttentionShape,
         batch_size: int,
         buffers: DecodeBuffers,
@@ -213,12 +238,12 @@ class GraphDecode:
         )
         self._rows = slice(0, batch_size)
         self._step = _Step({}, buffers.slots_B[:batch_size])
-        self._planned = kernels
-        if items is not None:
-            self._planned = {kind: kernel for kind, kernel in kernels.items() if kind.window is not None}
-            for kind in kernels.keys() - self._planned.keys():
-                kernel = ItemKernel(shape, kind, device)
-                self._step.parts[kind] = [_Part(kernel, items, self._pages, self._rows)]
+        self._planned: dict[AttentionKind, PagedKernel] = {}
+        for kind, each in kernels.items():
+            if items is not None and each.shared is not None:
+                self._step.parts[kind] = [_Part(each.shared, items, self._pages, self._rows)]
+            else:
+                self._planned[kind] = each.decode
 
     def plan(
         self,

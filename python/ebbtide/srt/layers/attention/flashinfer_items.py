@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.flashinfer_kernels import DevicePages, TileModule
-from ebbtide.srt.layers.attention.work_items import SharedRuns, WorkItems, cut, piece_pages
+from ebbtide.srt.layers.attention.shared_runs import SharedRuns
+from ebbtide.srt.layers.attention.work_items import WorkItems, cut, piece_pages
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
 # Query rows of a block: the least that its product on tensor cores takes.
@@ -69,7 +70,7 @@ class ItemBuffers:
         sizes = [len(constants), *[2 * self.num_items + 2] * 4, num_rows]
         self._starts = np.cumsum([0, *sizes]).tolist()
         self.words = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
-        self.words[: len(constants)].copy_(torch.from_numpy(constants))
+        _send(constants, self.words[: len(constants)])
         _, q, kv, last, _, num_parts = torch.split(self.words, sizes)
         requests = 2 * self.num_items
         self.q_indptr, self.kv_indptr, self.last_page_len = q[:requests], kv[: requests + 1], last[:requests]
@@ -96,10 +97,7 @@ class ItemBuffers:
             max_rows=self._max_rows,
             max_pages=max_pages,
         )
-        host = torch.from_numpy(self.listed(items, int(kv_indptr_B1[-1])))
-        if self.words.is_cuda:
-            host = host.pin_memory()
-        self.words[self._starts[1] :].copy_(host, non_blocking=True)
+        _send(self.listed(items, int(kv_indptr_B1[-1])), self.words[self._starts[1] :])
 
     def listed(self, items: WorkItems, end_page: int) -> NDArray[np.int32]:
         """The part of `words` that changes from step to step; what follows the last item is empty.
@@ -143,6 +141,12 @@ class ItemBuffers:
             False,  # enable_cuda_graph
             False,  # split_kv: each item writes its result where the list says
         ]
+
+
+def _send(array: NDArray[np.int32], to: Tensor) -> None:
+    """Copy without waiting for the device, from memory that torch keeps from reuse until it has run."""
+    host = torch.from_numpy(array)
+    to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
 
 
 class ItemKernel:

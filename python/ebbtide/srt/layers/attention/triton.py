@@ -22,7 +22,7 @@ from ebbtide.srt.layers.attention.base import (
     LayerAttention,
     PagedBatch,
 )
-from ebbtide.srt.layers.attention.work_items import SharedRuns
+from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 
 if TYPE_CHECKING:

@@ -10,26 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class SharedRuns:
-    """Adjacent rows that begin with the same pages.
-
-    Attributes:
-        first_row_G, num_rows_G: the rows of each run.
-        num_pages_G: pages that all rows of a run begin with, all of them full.
-    """
-
-    first_row_G: Ints
-    num_rows_G: Ints
-    num_pages_G: Ints
-
-
-NO_RUNS = SharedRuns(*(np.zeros(0, dtype=np.int32) for _ in range(3)))
+from ebbtide.srt.layers.attention.shared_runs import Ints, SharedRuns
 
 
 @dataclass(frozen=True, slots=True)
