@@ -5,6 +5,8 @@ Shapes: T tokens, R requests, B requests of a graph, N query heads, K KV heads, 
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -259,13 +261,16 @@ def test_graphs_that_read_shared_pages_once_agree_with_torch(
 def test_planning_does_not_wait_for_the_device(name: str, heads: Heads) -> None:
     requests = Requests(4, 100, PAGE_SIZE, device="cuda")
     both = Both(name, heads, requests.num_pages)
-    captured = CapturedStep(both, 4, requests.num_pages)
+    captured = [
+        CapturedStep(both, 4, requests.num_pages, shared=shared)
+        for shared in (False, True)[: 1 + both.backend.shares_prefixes]
+    ]
     prefill, _ = requests.grow([20, 30, 40, 50])
     decode, _ = requests.grow([1, 1, 1, 1])
     for prepare in (
         lambda: both.backend.prepare(prefill),
         lambda: both.backend.prepare(decode),
-        lambda: captured.attention.plan(decode.kv_indptr_R1, decode.last_page_len_R),
+        *(partial(step.attention.plan, decode.kv_indptr_R1, decode.last_page_len_R) for step in captured),
     ):
         torch.cuda.synchronize()
         torch.cuda._sleep(2_000_000_000)  # cycles: about a second
