@@ -20,6 +20,7 @@ from ebbtide.srt.layers.attention.base import (
     AttentionStep,
     DecodeBuffers,
     LayerAttention,
+    StepKind,
 )
 from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns
@@ -151,7 +152,7 @@ def test_a_large_decode_batch_agrees_with_torch(name: str, heads: Heads, num_req
 class CapturedStep:
     """A decode step in a CUDA graph, with the inputs at fixed addresses."""
 
-    def __init__(self, both: Both, size: int, max_pages: int, *, shared: bool = False) -> None:
+    def __init__(self, both: Both, size: int, max_pages: int, kind: StepKind = StepKind.ANY) -> None:
         num_q, num_kv, head_dim = both.heads
         self.size, self.layer = size, both.layers[LAYER]
         self.qkv = torch.zeros(size, num_q + 2 * num_kv, head_dim, dtype=torch.bfloat16, device="cuda")
@@ -162,7 +163,7 @@ class CapturedStep:
             torch.zeros(max_pages, dtype=torch.int32, device="cuda"),
             torch.ones(size, dtype=torch.int32, device="cuda"),
         )
-        self.attention = both.backend.captured(size, self.buffers, shared=shared)
+        self.attention = both.backend.captured(size, self.buffers, kind)
         self.attention.plan(np.arange(size + 1, dtype=np.int32), np.ones(size, dtype=np.int32))
         self.graph = torch.cuda.CUDAGraph()
         self.run(self.attention)
@@ -203,14 +204,17 @@ def test_replayed_graphs_agree_with_torch_and_padding_is_not_stored(
     max_len = 600 if num_requests < 10 else 60
     requests = Requests(num_requests, max_len, PAGE_SIZE, device="cuda")
     both = Both(name, heads, requests.num_pages, kind)
-    captured = CapturedStep(both, size, requests.num_pages + size)
+    captured = [CapturedStep(both, size, requests.num_pages + size)]
+    if both.backend.has_even(size):
+        captured.append(CapturedStep(both, size, requests.num_pages + size, StepKind.EVEN))
     both.step(requests, [1 + (row * 97) % (max_len - 20) for row in range(num_requests)], None)
     for _ in range(3):
         batch, positions = requests.grow([1] * num_requests)
         qkv = both.random_qkv(num_requests, seed=int(requests.lens.sum()))
         expected = both.expected(batch, qkv, positions, None)
 
-        near(captured.replay(batch, qkv, both.rotary(positions, torch.bfloat16)), expected)
+        for step in captured:
+            near(step.replay(batch, qkv, both.rotary(positions, torch.bfloat16)), expected)
         # An eager step between replays uses the same workspace.
         near(both.eager(batch, qkv, positions, None), expected)
     assert both.pool.keys[LAYER][requests.spare_pages].isnan().all()
@@ -235,7 +239,7 @@ def test_graphs_that_read_shared_pages_once_agree_with_torch(
     num_requests, shared_len = groups * count, num_shared * PAGE_SIZE
     requests = Requests(num_requests, shared_len + 150, PAGE_SIZE, device="cuda")
     both = Both("flashinfer", heads, requests.num_pages, kind)
-    captured = CapturedStep(both, size, requests.num_pages + size, shared=True)
+    captured = CapturedStep(both, size, requests.num_pages + size, StepKind.SHARED)
     # The first of each group brings the pages for the others.
     both.step(requests, [shared_len * (row % count == 0) for row in range(num_requests)], None)
     first = np.arange(num_requests) // count * count
@@ -262,8 +266,8 @@ def test_planning_does_not_wait_for_the_device(name: str, heads: Heads) -> None:
     requests = Requests(4, 100, PAGE_SIZE, device="cuda")
     both = Both(name, heads, requests.num_pages)
     captured = [
-        CapturedStep(both, 4, requests.num_pages, shared=shared)
-        for shared in (False, True)[: 1 + both.backend.shares_prefixes]
+        CapturedStep(both, 4, requests.num_pages, step_kind)
+        for step_kind in (StepKind if both.backend.shares_prefixes else [StepKind.ANY])
     ]
     prefill, _ = requests.grow([20, 30, 40, 50])
     decode, _ = requests.grow([1, 1, 1, 1])

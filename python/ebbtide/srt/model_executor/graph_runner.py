@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, by batch size and by whether requests share pages, all in one scratch arena.
+"""Decode steps as CUDA graphs, by kind of step and batch size, all in one scratch arena.
 
 A graph reads its inputs at fixed addresses and computes the final hidden states; logits and sampling follow
 as ordinary launches, since they depend on what the requests ask for. Addresses of weights, KV and scratch do
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.layers.attention.base import AttentionBackend, CapturedAttention, DecodeBuffers
+from ebbtide.srt.layers.attention.base import AttentionBackend, CapturedAttention, DecodeBuffers, StepKind
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
@@ -146,11 +146,15 @@ class DecodeGraphs:
         device = next_tokens.device
         self.inputs = DecodeInputs(batch_sizes[-1], max_pages, len(next_tokens) - 1, device)
         buffers = self.inputs.buffers
-        self._plain = [_Captured(size, attention.captured(size, buffers)) for size in batch_sizes]
-        self._shared = [
-            _Captured(size, attention.captured(size, buffers, shared=True))
-            for size in (_sizes_for_sharing(batch_sizes) if attention.shares_prefixes else ())
-        ]
+        sizes = {StepKind.ANY: list(batch_sizes), StepKind.EVEN: [], StepKind.SHARED: []}
+        sizes[StepKind.EVEN] = [size for size in batch_sizes if attention.has_even(size)]
+        if attention.shares_prefixes:
+            sizes[StepKind.SHARED] = _sizes_for_sharing(batch_sizes)
+        self._captured = {
+            kind: [_Captured(size, attention.captured(size, buffers, kind)) for size in of_kind]
+            for kind, of_kind in sizes.items()
+        }
+        self._is_even, self._largest = attention.is_even, batch_sizes[-1]
         started = time.monotonic()
         stream = _cuda.Stream(device)
         stream.wait_stream(_cuda.current_stream(device))
@@ -162,11 +166,10 @@ class DecodeGraphs:
         _cuda.current_stream(device).wait_stream(stream)
         self._pool.trim()
         logger.info(
-            "CUDA graphs: batch_sizes=%d..%d graphs=%d for_shared_prefixes=%d scratch_bytes=%d s=%.1f",
+            "CUDA graphs: batch_sizes=%d..%d graphs=%s scratch_bytes=%d s=%.1f",
             batch_sizes[0],
             batch_sizes[-1],
-            len(self._plain),
-            len(self._shared),
+            {kind.name.lower(): len(captured) for kind, captured in self._captured.items()},
             self.arena.num_bytes,
             time.monotonic() - started,
         )
@@ -176,11 +179,12 @@ class DecodeGraphs:
 
         Without the scratch memory, which the device may have had no room to bring back, none can.
         """
-        return self.arena.is_resident and plan.is_decode and len(plan.specs) <= self._plain[-1].size
+        return self.arena.is_resident and plan.is_decode and len(plan.specs) <= self._largest
 
     def can_share(self, plan: BatchPlan) -> bool:
         """Whether there is a graph for a step of this size whose requests share pages."""
-        return bool(self._shared) and self._shared[0].size <= 2 * len(plan.specs)
+        captured = self._captured[StepKind.SHARED]
+        return bool(captured) and captured[0].size <= 2 * len(plan.specs)
 
     def replay(self, plan: BatchPlan, layout: Layout, runs: SharedRuns | None = None) -> Tensor:
         """Launch a step; final hidden states [R, D], good until the next replay.
@@ -189,16 +193,29 @@ class DecodeGraphs:
             runs: who shares which pages, if the step `can_share`.
         """
         num_requests = len(plan.specs)
-        captured = _first_of(self._plain if runs is None else self._shared, num_requests)
+        captured = self._choose(num_requests, layout, runs)
         captured.attention.plan(*self.inputs.fill(captured.size, plan, layout), runs)
         captured.graph.replay()
         assert captured.hidden_BD is not None
         return captured.hidden_BD[:num_requests]
 
+    def _choose(self, num_requests: int, layout: Layout, runs: SharedRuns | None) -> _Captured:
+        """The smallest graph of the step's kind that takes so many requests."""
+        kind = StepKind.ANY
+        if runs is not None:
+            kind = StepKind.SHARED
+        elif self._is_even(layout.lens_R):
+            kind = StepKind.EVEN
+        captured = self._captured[kind]
+        if not captured or captured[-1].size < num_requests:
+            captured = self._captured[StepKind.ANY]
+        return captured[bisect_left(captured, num_requests, key=lambda one: one.size)]
+
     @property
     def _by_size(self) -> list[_Captured]:
         """The largest first: the smaller ones find room in what it leaves."""
-        return sorted([*self._plain, *self._shared], key=lambda captured: -captured.size)
+        captured = [one for of_kind in self._captured.values() for one in of_kind]
+        return sorted(captured, key=lambda one: -one.size)
 
     def _warm_up(self) -> int:
         """Run every size once, so that kernels are compiled and workspaces made.
@@ -244,11 +261,6 @@ class DecodeGraphs:
         inputs, size = self.inputs, captured.size
         input_ids_B = resolve_tokens(inputs.input_ids[:size], inputs.rows[:size], self._next_tokens)
         return self._model.forward(input_ids_B, inputs.positions[:size], captured.attention)
-
-
-def _first_of(captured: Sequence[_Captured], num_requests: int) -> _Captured:
-    """The smallest that takes so many."""
-    return captured[bisect_left(captured, num_requests, key=lambda one: one.size)]
 
 
 def _sizes_for_sharing(batch_sizes: Sequence[int]) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -136,6 +137,18 @@ class DecodeBuffers:
     last_page_len_B: Tensor
 
 
+class StepKind(Enum):
+    """Which decode steps a CUDA graph is for: it suits some better than others.
+
+    ANY: all of them. EVEN: requests of about one length, see `AttentionBackend.is_even`. SHARED: requests
+    that begin with the same pages.
+    """
+
+    ANY = auto()
+    EVEN = auto()
+    SHARED = auto()
+
+
 class AttentionStep(Protocol):
     """Attention that has been prepared for a step: what a model's layers call."""
 
@@ -157,7 +170,7 @@ class CapturedAttention(AttentionStep, Protocol):
 
         Args:
             kv_indptr_B1, last_page_len_B: what the buffers hold, or will hold when the graph is replayed.
-            runs: who shares which pages, where `captured` was told so; None for nobody.
+            runs: who shares which pages, in graphs for `StepKind.SHARED`; None for nobody.
         """
         ...
 
@@ -194,7 +207,7 @@ class AttentionBackend(ABC):
 
     Attributes:
         captures: whether decode steps can be captured in CUDA graphs.
-        shares_prefixes: whether captured steps can read pages once that several requests begin with.
+        shares_prefixes: whether there are graphs for `StepKind.SHARED`.
     """
 
     captures = False
@@ -231,13 +244,19 @@ class AttentionBackend(ABC):
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         """As `LayerAttention` says, of the prepared batch."""
 
-    def captured(self, batch_size: int, buffers: DecodeBuffers, *, shared: bool = False) -> CapturedAttention:
-        """Attention for a CUDA graph of so many requests with one new token each.
-
-        Args:
-            shared: for steps whose requests share pages, where the backend `shares_prefixes`.
-        """
+    def captured(
+        self, batch_size: int, buffers: DecodeBuffers, kind: StepKind = StepKind.ANY
+    ) -> CapturedAttention:
+        """Attention for a CUDA graph of so many requests with one new token each."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured")
+
+    def is_even(self, lens_R: NDArray[np.int32]) -> bool:
+        """Whether a step of requests so long is quicker in a graph for `StepKind.EVEN`."""
+        return False
+
+    def has_even(self, batch_size: int) -> bool:
+        """Whether graphs of so many requests for `StepKind.EVEN` differ from those for any step."""
+        return False
 
     def is_worth_sharing(self, num_requests: int, num_pages: int) -> bool:
         """Whether a step is quicker when it leaves out reading so many pages again that requests share."""

@@ -25,6 +25,7 @@ from ebbtide.srt.layers.attention.base import (
     LayerAttention,
     PagedBatch,
     Progress,
+    StepKind,
 )
 from ebbtide.srt.layers.attention.flashinfer_compile import compile_kernels
 from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel, saves_time
@@ -35,11 +36,18 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
     PlannedAttention,
     Workspace,
     decode_kernel,
+    on_cuda_cores,
     partial_bytes,
     prefill_kernel,
+    unsplit_from,
 )
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns, runs_of_neighbours
 from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.kernels.launch import num_multiprocessors
+
+# Requests that one block each reads soon enough, and how much longer than others the longest may be where
+# there are blocks for every multiprocessor.
+_SHORT_TOKENS, _EVEN = 400, 1.25
 
 
 class _Layers:
@@ -178,9 +186,20 @@ class FlashInferAttention(AttentionBackend):
         assert self._step is not None
         return self._layers.forward(layer, qkv_TNH, rope, norms, self._step)
 
-    def captured(self, batch_size: int, buffers: DecodeBuffers, *, shared: bool = False) -> GraphDecode:
-        items = ItemBuffers(self._shape, batch_size, self._device) if shared else None
-        return GraphDecode(self._layers, self._kernels, self._shape, batch_size, buffers, items)
+    def captured(self, batch_size: int, buffers: DecodeBuffers, kind: StepKind = StepKind.ANY) -> GraphDecode:
+        items = ItemBuffers(self._shape, batch_size, self._device) if kind is StepKind.SHARED else None
+        whole = kind is StepKind.EVEN
+        return GraphDecode(self._layers, self._kernels, self._shape, batch_size, buffers, items, whole=whole)
+
+    def has_even(self, batch_size: int) -> bool:
+        # From there on no request is cut in any step.
+        return not on_cuda_cores(self._shape) and batch_size < unsplit_from(self._shape, self._device)
+
+    def is_even(self, lens_R: NDArray[np.int32]) -> bool:
+        """Whether cutting requests would take longer than it saves (bench/gpu_attention.py, on an H200)."""
+        longest = int(lens_R.max())
+        is_busy = len(lens_R) * self._shape.num_kv_heads >= num_multiprocessors(self._device)
+        return longest <= _SHORT_TOKENS or (is_busy and longest <= _EVEN * float(lens_R.mean()))
 
     def is_worth_sharing(self, num_requests: int, num_pages: int) -> bool:
         return saves_time(self._shape, num_requests, num_pages)
@@ -214,6 +233,7 @@ class GraphDecode:
 
     Args:
         items: what steps whose requests share pages are listed in; None for steps that share none.
+        whole: no request is cut.
     """
 
     def __init__(
@@ -224,8 +244,11 @@ class GraphDecode:
         batch_size: int,
         buffers: DecodeBuffers,
         items: ItemBuffers | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         self._layers, self._page_size, self._items = layers, shape.page_size, items
+        self._whole = whole
         # One new token each.
         q_indptr_B1 = torch.arange(batch_size + 1, dtype=torch.int32)
         self._host_q_indptr_B1 = q_indptr_B1
@@ -268,7 +291,7 @@ class GraphDecode:
             torch.from_numpy(lens_B.astype(np.int32)),
         )
         for kind, kernel in self._planned.items():
-            plan = kernel.plan(lens, captured=True)
+            plan = kernel.plan(lens, captured=True, whole=self._whole)
             if kind not in self._step.parts:
                 self._step.parts[kind] = [_Part(kernel, plan, self._pages, self._rows)]
             elif list(plan) != list(self._step.parts[kind][0].plan):

@@ -67,11 +67,12 @@ class PlannedAttention(Protocol):
 class PagedKernel(PlannedAttention, Protocol):
     """One way to attend to pages, with its plans."""
 
-    def plan(self, lens: HostLens, *, captured: bool) -> Any:
+    def plan(self, lens: HostLens, *, captured: bool, whole: bool = False) -> Any:
         """Plan a step and enqueue the plan's copy.
 
         Args:
             captured: `run` is part of a CUDA graph, which later plans of as many requests serve too.
+            whole: no request is cut, where the kernel can do that.
         """
         ...
 
@@ -114,7 +115,7 @@ class DecodeKernel:
         self._of_dtype = torch.empty(0, dtype=shape.dtype)
         self._overlapped = can_overlap(workspace.partial.device)
 
-    def plan(self, lens: HostLens, *, captured: bool) -> Any:
+    def plan(self, lens: HostLens, *, captured: bool, whole: bool = False) -> Any:
         shape = self._shape
         return self._workspace.plan(
             self._module.plan,
@@ -237,13 +238,13 @@ class PrefillKernel:
         self._shape, self._kind, self._workspace = shape, kind, workspace
         self._causal, self._backend = causal, backend
         self._module = TileModule(shape, kind, device, causal=causal, backend=backend)
-        self._unsplit_from = _unsplit_from(shape, device)
+        self._unsplit_from = unsplit_from(shape, device)
 
-    def plan(self, lens: HostLens, *, captured: bool) -> Any:
+    def plan(self, lens: HostLens, *, captured: bool, whole: bool = False) -> Any:
         shape, num_requests = self._shape, len(lens.lens_R)
         # With so many requests every multiprocessor has enough to do. Planned as if nothing were captured,
         # the grid then depends on their number alone: FlashInfer's plan for graphs splits always.
-        unsplit = captured and num_requests >= self._unsplit_from
+        unsplit = captured and (whole or num_requests >= self._unsplit_from)
         args: list[Any] = [
             lens.q_indptr_R1,
             lens.kv_indptr_R1,
@@ -279,12 +280,13 @@ def decode_kernel(shape: AttentionShape, kind: AttentionKind, workspace: Workspa
     Up to two query heads per KV head CUDA cores are the quicker ones, with more of them tensor cores
     (bench/gpu_attention.py, on an H200).
     """
-    if _on_cuda_cores(shape):
+    if on_cuda_cores(shape):
         return DecodeKernel(shape, kind, workspace)
     return PrefillKernel(shape, kind, workspace, causal=False, backend="fa2")
 
 
-def _on_cuda_cores(shape: AttentionShape) -> bool:
+def on_cuda_cores(shape: AttentionShape) -> bool:
+    """Whether `DecodeKernel` is what decodes."""
     return shape.group <= 2
 
 
@@ -303,7 +305,7 @@ def module_specs(shape: AttentionShape, device: torch.device) -> dict[str, Any]:
         key = _module_key(shape, kind)
         variant = f"{', windowed' if kind.window is not None else ''}{', capped' if kind.soft_cap else ''}"
         tiles = gen_batch_prefill_module("fa2", *key, False)
-        if _on_cuda_cores(shape):
+        if on_cuda_cores(shape):
             specs[f"decode attention{variant}"] = gen_batch_decode_module(*key)
             if kind.window is None:
                 specs[f"attention to shared prefixes{variant}"] = tiles
@@ -334,7 +336,7 @@ def partial_bytes(shape: AttentionShape, device: torch.device) -> int:
     decode_rows = num_sms * (_THREADS_PER_SM // _DECODE_THREADS) // shape.num_kv_heads
     # The grid of a graph: FlashInfer's upper bound of tiles, or as many blocks as run at once.
     tile = next((rows for rows in (16, 64) if shape.group <= rows), _LARGEST_TILE)
-    num_requests = _unsplit_from(shape, device)
+    num_requests = unsplit_from(shape, device)
     tiles = -(-num_requests * shape.group // tile) + num_requests
     graph_rows = max(blocks, tiles) * tile
     return shape.num_q_heads * max(prefill_rows, decode_rows, graph_rows) * row_bytes + _SPARE_BYTES
@@ -343,7 +345,7 @@ def partial_bytes(shape: AttentionShape, device: torch.device) -> int:
 _LARGEST_TILE = 128
 
 
-def _unsplit_from(shape: AttentionShape, device: torch.device) -> int:
+def unsplit_from(shape: AttentionShape, device: torch.device) -> int:
     """Requests from which four rounds of blocks are reached without splitting any of them."""
     num_sms = num_multiprocessors(device)
     return -(-8 * num_sms // shape.num_kv_heads)

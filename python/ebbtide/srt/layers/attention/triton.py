@@ -21,6 +21,7 @@ from ebbtide.srt.layers.attention.base import (
     KVPages,
     LayerAttention,
     PagedBatch,
+    StepKind,
 )
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
@@ -93,7 +94,7 @@ class TritonAttention(AttentionBackend):
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         return self._layers.forward(layer, qkv_TNH, rope, norms, self._slots_T, self._parts)
 
-    def captured(self, batch_size: int, buffers: DecodeBuffers, *, shared: bool = False) -> GraphDecode:
+    def captured(self, batch_size: int, buffers: DecodeBuffers, kind: StepKind = StepKind.ANY) -> GraphDecode:
         return GraphDecode(self._layers, batch_size, buffers)
 
 
