@@ -1,7 +1,7 @@
 """How a layer of experts is cut for a number of tokens: tiles that were measured, kept as data.
 
-`moe_tiles.json`: card → sizes of the layer → up to how many tokens → a plan; bench/gpu_moe.py finds them. A
-card or a layer that is not in it takes what is there for one like it, or what is here.
+`moe_tiles.json`: card → sizes of the layer → up to how many tokens → a plan; bench/gpu_moe.py finds them.
+What is not in it takes the plans that are here.
 
 Shapes: E experts, D hidden, I an expert's inner size.
 """
