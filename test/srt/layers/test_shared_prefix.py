@@ -26,6 +26,7 @@ GROUPS = {
     "nobody shares": [(1, 7)] * 6,
     "few long ones": [(2, 300), (1, 200)],
     "one prompt for all": [(40, 50)],
+    "more pairs than are listed": [(2, pages) for pages in range(1, 30)],
 }
 
 

@@ -62,8 +62,9 @@ class ItemBuffers:
         self._max_rows = max(1, _TILE_ROWS // shape.group)
         self._resident = _BLOCKS_PER_SM * num_multiprocessors(device) // shape.num_kv_heads + 1
         self.max_parts = min(_MAX_PARTS, max(_MIN_PARTS, _MAX_PARTS_OF_STEP // num_rows))
-        # One for each row, one for every two that share, and as many again as the device holds at a time.
-        self.num_items = num_rows + num_rows // 2 + self._resident
+        # One for each row, one for every four that share, and some for those that are cut: blocks without
+        # work are not free.
+        self.num_items = num_rows + num_rows // 4 + 2 * self._resident
         constants = np.zeros(2 * self.num_items + 4, dtype=np.int32)
         constants[: self.num_items] = 2 * np.arange(self.num_items)
         constants[2 * self.num_items] = _WHOLE
@@ -81,6 +82,7 @@ class ItemBuffers:
         self, kv_indptr_B1: NDArray[np.int32], last_page_len_B: NDArray[np.int32], runs: SharedRuns
     ) -> None:
         """List a step's work, and send the list; the device is not waited for."""
+        runs = runs.best(self.num_items - self._num_rows, self._max_rows)
         max_pages = piece_pages(
             kv_indptr_B1,
             runs,

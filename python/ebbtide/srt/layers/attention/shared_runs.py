@@ -31,6 +31,15 @@ class SharedRuns:
         """Pages that need not be read again."""
         return int(((self.num_rows_G - 1) * self.num_pages_G).sum())
 
+    def best(self, max_tiles: int, tile_rows: int) -> SharedRuns:
+        """Those that save most, of at most so many tiles of rows together."""
+        num_tiles_G = -(-self.num_rows_G // tile_rows)
+        if num_tiles_G.sum() <= max_tiles:
+            return self
+        order_G = np.argsort(-(self.num_rows_G - 1) * self.num_pages_G, kind="stable")
+        kept_G = np.sort(order_G[np.cumsum(num_tiles_G[order_G]) <= max_tiles])
+        return SharedRuns(self.first_row_G[kept_G], self.num_rows_G[kept_G], self.num_pages_G[kept_G])
+
 
 NO_RUNS = SharedRuns(*(np.zeros(0, dtype=np.int32) for _ in range(3)))
 

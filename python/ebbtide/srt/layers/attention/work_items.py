@@ -37,6 +37,8 @@ class WorkItems:
 
 # What a block costs beside reading its pages, in pages (bench/gpu_shared_prefix.py, on an H200).
 _BLOCK_PAGES = 8
+# With so many items for each that the device holds at a time there is enough to do.
+_MANY_ROUNDS = 4
 # Sizes of pieces that are tried, in pages: four to each doubling, and one that cuts nothing.
 _PIECES = np.append(np.rint(8 * 2 ** (np.arange(40) / 4)).astype(np.int64), 1 << 20)
 
@@ -48,6 +50,8 @@ def piece_pages(
 
     Few long requests are cut so that every multiprocessor has something to do. With more items than the
     device holds at a time, the time is that of the whole divided evenly, and at the end some of a last item.
+    Where there are many items anyway only the longest are cut: the tiles of a run read the same pages at the
+    same time, and then only once from memory.
 
     Args:
         max_rows: of an item.
@@ -65,7 +69,8 @@ def piece_pages(
     even_C = (whole.sum() + _BLOCK_PAGES * num_items_C) / num_resident
     pages_C = np.where(num_items_C <= num_resident, longest_C, even_C + longest_C / 2)
     num_parts_C = (-(-own_B // _PIECES[:, None]) - (-num_shared_B // _PIECES[:, None])).max(axis=1)
-    pages_C[(num_items_C > max_items) | (num_parts_C > max_parts)] = np.inf
+    most_items = min(max_items, max(_MANY_ROUNDS * num_resident, len(whole) + len(whole) // 16))
+    pages_C[(num_items_C > most_items) | (num_parts_C > max_parts)] = np.inf
     pages_C[-1] = min(pages_C[-1], np.finfo(np.float64).max)
     return int(_PIECES[pages_C.argmin()])
 

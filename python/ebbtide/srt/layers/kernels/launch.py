@@ -35,3 +35,13 @@ def num_multiprocessors(device: torch.device) -> int:
 def card(device: torch.device) -> str:
     """What a GPU calls itself; for other devices their type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+# By compute capability, the card on which tiles were measured.
+_MEASURED = {(9, 0): "NVIDIA H200"}
+
+
+@cache
+def card_like(device: torch.device) -> str:
+    """The card on which tiles were measured that has the compute capability of this one; "" for none."""
+    return _MEASURED.get(torch.cuda.get_device_capability(device), "") if device.type == "cuda" else ""

@@ -1,7 +1,7 @@
 """How a layer of experts is cut for a number of tokens: tiles that were measured, kept as data.
 
 `moe_tiles.json`: card → sizes of the layer → up to how many tokens → a plan; bench/gpu_moe.py finds them.
-What is not in it takes the plans that are here.
+Cards of one compute capability have room for the same tiles; what is not in it takes the plans that are here.
 
 Shapes: E experts, D hidden, I an expert's inner size.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.srt.layers.kernels.launch import card
+from ebbtide.srt.layers.kernels.launch import card, card_like
 
 TILES_FILE = Path(__file__).with_name("moe_tiles.json")
 
@@ -73,11 +73,11 @@ class Layer:
 
 # Up to so many tokens each reads the weights of its experts by itself: few have an expert in common.
 FEW_TOKENS = 4
-ONE_BY_ONE = Plan(1, Tile(4, 512, 4, 1), Tile(4, 1024, 4, 1))
+ONE_BY_ONE = Plan(1, Tile(2, 2048, 4, 1), Tile(4, 1024, 8, 1))
 # By tokens of a block. With few of them all the time goes into reading weights: programs are many and small.
 DEFAULTS = {
-    16: Plan(16, Tile(32, 128, 4, 4), Tile(64, 128, 4, 4)),
-    32: Plan(32, Tile(32, 128, 4, 4), Tile(64, 128, 4, 4)),
+    16: Plan(16, Tile(64, 128, 4, 4), Tile(128, 64, 8, 5)),
+    32: Plan(32, Tile(32, 128, 4, 4), Tile(128, 64, 8, 5)),
     64: Plan(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: Plan(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4)),
 }
@@ -89,7 +89,7 @@ def choose_plan(num_tokens: int, layer: Layer, dtype: torch.dtype, device: torch
     """The plan for a batch: what was measured where there is any."""
     if dtype == torch.float32:
         return ONE_BY_ONE if num_tokens <= FEW_TOKENS else WIDE
-    for most_tokens, plan in measured(layer.key, card(device)):
+    for most_tokens, plan in measured(layer.key, card(device)) or measured(layer.key, card_like(device)):
         if num_tokens <= most_tokens:
             return plan
     if num_tokens <= FEW_TOKENS:
