@@ -86,6 +86,7 @@ class ScheduleConfig:
 
     `overlap`: a step is planned and launched while the one before it runs. `waiting_timeout_s` and
     `running_timeout_s`: how long a request may wait for its first step, and run; None: as long as it takes.
+    `prefill_share`: of a pass's prefill tokens, what one prompt gets at most.
     `decode_log_interval`: forward passes from one line in the log to the next; 0: never.
     """
 
@@ -100,6 +101,7 @@ class ScheduleConfig:
     waiting_timeout_s: float | None = None
     running_timeout_s: float | None = None
     decode_log_interval: int = 0
+    prefill_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +364,7 @@ def _resolve_schedule(args: ServerArgs, device: str) -> ScheduleConfig:
         waiting_timeout_s=_seconds_from("SGLANG_REQ_WAITING_TIMEOUT"),
         running_timeout_s=_seconds_from("SGLANG_REQ_RUNNING_TIMEOUT"),
         decode_log_interval=args.decode_log_interval or 0,
+        prefill_share=args.prefill_share,
     )
 
 

@@ -146,6 +146,9 @@ class ServerArgs(SglangArguments):
     max_prefill_tokens: Annotated[int, Arg("Prompt tokens of all requests per forward pass.", minimum=1)] = (
         16384
     )
+    prefill_share: Annotated[
+        float, Arg("Of the prompt tokens of a forward pass, what a single prompt gets at most.")
+    ] = 0.125
     schedule_policy: Annotated[
         str,
         Arg(

@@ -220,6 +220,7 @@ class SchedulerHarness:
         namespace: tuple[str, ...] = (),
         contract: VersionContract | None = None,
         priority: int = 0,
+        grammar: str | None = None,
         **params: Any,
     ) -> str:
         """Queue a request; returns its rid."""
@@ -236,6 +237,7 @@ class SchedulerHarness:
                 cache_namespace=namespace,
                 contract=contract if contract is not None else VersionContract(),
                 priority=priority,
+                grammar=grammar,
             )
         )
         return rid

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.ports import Slices
 from ebbtide.srt.managers.control.weight_ports import Conversation, GroupJoining, IncomingWeights, Staging
@@ -69,8 +71,10 @@ class NullRunner:
         self._check_tokens(plan, value)
         self.num_steps += 1
         self.num_under_way += 1
+        if before_masks is not None and any(spec.mask is not None for spec in plan.specs):
+            before_masks()
         tokens = [
-            self.token(spec.seed, num_outputs, value) if samples else -1
+            self._choose(spec, num_outputs, value) if samples else -1
             for spec, num_outputs, samples in zip(
                 plan.specs, plan.num_outputs_R.tolist(), plan.samples_R.tolist(), strict=True
             )
@@ -80,6 +84,14 @@ class NullRunner:
         if any(spec.logprobs is not None and spec.logprobs.start is not None for spec in plan.specs):
             result.input_logprobs = [self._input_logprobs(spec, value) for spec in plan.specs]
         return NullStep(self, value, result)
+
+    def _choose(self, spec: SampleSpec, num_outputs: int, value: int) -> int:
+        """The first token that a mask allows, where there is one."""
+        if spec.mask is None:
+            return self.token(spec.seed, num_outputs, value)
+        words_W = np.empty(-(-self.VOCAB_SIZE // 32), dtype=np.int32)
+        spec.mask.fill(words_W)
+        return int(np.flatnonzero(np.unpackbits(words_W.view(np.uint8), bitorder="little"))[0])
 
     def _input_logprobs(self, spec: SampleSpec, value: int) -> list[PositionLogprobs] | None:
         """Of a prompt in one piece: as the value says."""

@@ -96,7 +96,7 @@ class Scheduler:
         self.control = control
         self._report = report
         self._tokenizer = tokenizer
-        self._grammars = grammars
+        self.grammars = grammars
         self._eos_token_ids = eos_token_ids
         self._overlap = overlap
         self._pace = pace
@@ -208,8 +208,8 @@ class Scheduler:
             self._outputs.send(output)
 
     def _shelf(self) -> GrammarShelf:
-        assert self._grammars is not None, "the API process has refused grammars where there is no tokenizer"
-        return self._grammars
+        assert self.grammars is not None, "the API process has refused grammars where there is no tokenizer"
+        return self.grammars
 
     def _admit(self, message: TokenizedGenerateReqInput) -> None:
         req = self._request(message)

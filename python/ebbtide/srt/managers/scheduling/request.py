@@ -72,6 +72,7 @@ class Req:
         arrival: position in the order of arrival; retracted requests come back in this order.
         namespace: the prefix cache's namespace of this request, without the weight version.
         contract: what it asks of the weights.
+        head_start: requests that it may overtake in the queue.
         first_update: updates that had been committed when it began to run; None before.
         cached_tokens: prompt tokens taken from the prefix cache at the first prefill; None before it.
         num_in_flight: output tokens that steps in flight are sampling.
@@ -93,6 +94,7 @@ class Req:
     stop_strings: StopStringMatcher | None = None
     priority: int = 0
     contract: VersionContract = NO_CONTRACT
+    head_start: int = 0
 
     phase: Phase = Phase.WAITING
     kv: KVHold | None = None

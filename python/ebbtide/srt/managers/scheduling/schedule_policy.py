@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.ports import PageStore, ParkingPlan
 from ebbtide.srt.managers.io_struct import FinishReason
 from ebbtide.srt.managers.scheduling.growth_reserve import GrowthReserve
 from ebbtide.srt.managers.scheduling.kv_versions import Commit, KVVersions
+from ebbtide.srt.managers.scheduling.prefill_share import PrefillShare
 from ebbtide.srt.managers.scheduling.request import KVHold, ParkedKV, Phase, Req
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.version_contract import ServedVersions, Standing
@@ -24,6 +25,10 @@ from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixC
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
+
+
+# So many requests that came before it may the next turn of a conversation overtake: none waits for ever.
+NEXT_TURN_OVERTAKES: Final = 256
 
 
 class SchedulePolicy:
@@ -68,6 +73,7 @@ class SchedulePolicy:
         self._live: dict[str, Req] = {}
         self._num_in_flight = 0
         self._reserve = GrowthReserve(page_size)
+        self._share = PrefillShare(config)
         self._order = WaitingOrder(config.policy)
 
     # ------------------------------------------------------------------------------------------ requests
@@ -99,11 +105,17 @@ class SchedulePolicy:
         if standing is Standing.PASSED:
             raise RequestRejected(self._why_passed(req), status=409)
         self._live[req.rid] = req
+        if self.config.policy == "fcfs" and self._is_next_turn(req):
+            req.head_start = NEXT_TURN_OVERTAKES
         if standing is Standing.NOT_YET:
             req.phase = Phase.HELD
             self.held.append(req)
         else:
             self._enqueue(req)
+
+    def _is_next_turn(self, req: Req) -> bool:
+        """Whether most of its prompt is in the cache: there is little to compute, and an agent waits."""
+        return 2 * len(self._matched(req)) * self.page_size >= req.num_tokens
 
     def serve(self, commit: Commit, *, is_update: bool) -> list[tuple[Req, FinishReason]]:
         """Other weights serve, or the same ones under another version; returns the requests that this ends.
@@ -278,24 +290,25 @@ class SchedulePolicy:
         """
         if self._must_commit_first() or not self._grow_running():
             return None
-        budget = self.config.chunked_prefill_size or self.config.max_prefill_tokens
+        admits = bool(self.waiting) and not self.holds_admission
+        chunks = self._share.of_running(self.running, admits=admits)
+        budget = self._share.budget
         requests: list[Req] = []
         num_new: list[int] = []
         for req in self.running:
             missing = req.num_missing
             if missing > 1:
-                missing = min(missing, budget)
+                missing = chunks[req]
                 budget -= missing
             if missing == 0:
                 continue
             requests.append(req)
             num_new.append(missing)
         admitted: list[Req] = []
-        if self.waiting and not self.holds_admission:
+        if admits:
             for req in self._admissible(budget):
                 admitted.append(req)
-                missing = req.num_missing
-                chunk = min(missing, budget) if self.config.chunked_prefill_size else missing
+                chunk = self._share.of_admitted(req, budget)
                 budget -= chunk
                 requests.append(req)
                 num_new.append(chunk)
@@ -538,5 +551,5 @@ def _by_arrival(req: Req) -> int:
 
 
 def _by_turn(req: Req) -> tuple[bool, int]:
-    """Requests that had KV first; each group in order of arrival."""
-    return not req.has_begun, req.arrival
+    """Requests that had KV first; each group in order of arrival, but for head starts."""
+    return not req.has_begun, req.arrival - req.head_start

@@ -1,0 +1,46 @@
+"""How prompts share a forward pass: none takes so much of it that short ones wait for long ones to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ebbtide.srt.managers.scheduling.request import Req
+
+if TYPE_CHECKING:
+    from ebbtide.srt.config import ScheduleConfig
+
+
+class PrefillShare:
+    """What one prompt gets of a pass at most, whoever else is there: who comes next waits for that pass.
+
+    Attributes:
+        budget: prompt tokens of a pass.
+        tokens: of one prompt; without chunks there are no shares.
+    """
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        chunk = config.chunked_prefill_size
+        self.budget = config.max_prefill_tokens if chunk is None else chunk
+        self.tokens = self.budget if chunk is None else max(1, int(chunk * config.prefill_share))
+        self._is_chunked = chunk is not None
+
+    def of_running(self, running: Iterable[Req], *, admits: bool) -> dict[Req, int]:
+        """How many tokens a pass computes of each prompt that is being prefilled; of some none.
+
+        Those that end with it come first.
+
+        Args:
+            admits: others wait to be admitted: a share is left to them.
+        """
+        budget = self.budget - (self.tokens if admits and 2 * self.tokens <= self.budget else 0)
+        chunks: dict[Req, int] = {}
+        prefilling = [req for req in running if req.num_missing > 1]
+        for req in sorted(prefilling, key=lambda req: req.num_missing > self.tokens):
+            chunks[req] = min(req.num_missing, self.tokens, budget)
+            budget -= chunks[req]
+        return chunks
+
+    def of_admitted(self, req: Req, budget: int) -> int:
+        """How many tokens a pass computes of a prompt that it begins with."""
+        return min(req.num_missing, budget, self.tokens) if self._is_chunked else req.num_missing

@@ -1,0 +1,94 @@
+"""Long prompts share the road, an agent's next turn comes first, and masks follow the tokens."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ebbtide.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    PauseMode,
+)
+from ebbtide.testing import SchedulerHarness, default_schedule
+
+
+def turns_to_first_token(harness: SchedulerHarness, rid: str) -> int:
+    turns = 0
+    while not harness.outputs[rid].token_ids:
+        harness.turn()
+        turns += 1
+    return turns
+
+
+@pytest.mark.parametrize("num_long", [1, 6])
+def test_a_short_prompt_does_not_wait_for_long_ones(num_long: int) -> None:
+    def shares(share: float) -> SchedulerHarness:
+        schedule = default_schedule(chunked_prefill_size=16, prefill_share=share, max_running_requests=16)
+        return SchedulerHarness(num_pages=1024, context_len=512, schedule=schedule)
+
+    took = {}
+    for share in (0.25, 1.0):
+        harness = shares(share)
+        long = [harness.generate(range(n, n + 400), max_new_tokens=2) for n in range(num_long)]
+        harness.turn(3)
+        took[share] = turns_to_first_token(harness, harness.generate(range(800, 804), max_new_tokens=2))
+        harness.run_until_idle()
+        assert [len(harness.outputs[rid].token_ids) for rid in long] == [2] * num_long
+    assert took[0.25] <= 3
+    assert took[1.0] >= 20
+
+
+def test_the_next_turn_of_a_conversation_overtakes_new_ones() -> None:
+    schedule = default_schedule(max_running_requests=1)
+    harness = SchedulerHarness(num_pages=256, context_len=256, schedule=schedule)
+    conversation = list(range(1, 41))
+    first = harness.generate(conversation, max_new_tokens=8)
+    harness.run_until_idle()
+    busy = harness.generate(range(500, 510), max_new_tokens=20)
+    harness.turn_until(lambda: bool(harness.outputs[busy].token_ids))
+    others = [harness.generate(range(n, n + 30), max_new_tokens=2) for n in (600, 700)]
+    said = [*conversation, *harness.outputs[first].token_ids, 7, 8, 9]
+    turn = harness.generate(said, max_new_tokens=2)
+    harness.turn_until(lambda: harness.outputs[turn].finish is not None)
+    assert harness.outputs[turn].cached_tokens >= 40
+    assert not any(harness.outputs[rid].token_ids for rid in others)
+    harness.run_until_idle()
+    assert all(harness.outputs[rid].finish is not None for rid in others)
+
+
+class Counting:
+    """Allows one token at each place: its number."""
+
+    def __init__(self) -> None:
+        self.num_accepted = 0
+
+    def fill(self, words_W: NDArray[np.int32]) -> None:
+        words_W.fill(0)
+        bits = words_W.view(np.uint32)
+        bits[self.num_accepted // 32] |= np.uint32(1 << self.num_accepted % 32)
+
+    def accept(self, token_id: int) -> bool:
+        is_next = token_id == self.num_accepted
+        self.num_accepted += 1
+        return is_next
+
+
+class Shelf:
+    def mask(self, key: str) -> Counting:
+        return Counting()
+
+
+def test_masks_are_made_of_the_tokens_before_whatever_is_in_flight_or_comes_in_between() -> None:
+    harness = SchedulerHarness(num_pages=64)
+    harness.scheduler.grammars = Shelf()  # type: ignore[assignment]
+    masked = [harness.generate(range(n, n + 9), grammar="any", max_new_tokens=40) for n in (1, 100)]
+    plain = harness.generate(range(200, 209), seed=3, max_new_tokens=40)
+    harness.turn_until(lambda: all(len(harness.outputs[rid].token_ids) > 4 for rid in masked))
+    harness.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT), PauseGenerationReqOutput)
+    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.run_until_idle()
+    assert [harness.outputs[rid].token_ids for rid in masked] == [list(range(40))] * 2
+    assert harness.outputs[plain].token_ids == [harness.runner.token(3, place, 0) for place in range(40)]
+    assert harness.outputs[masked[0]].num_retractions >= 1
