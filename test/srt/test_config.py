@@ -220,6 +220,7 @@ BAD_ARGUMENTS: dict[str, list[Any]] = {
     "skip_tokenizer_init": [1],
     "weight_update_timeout_s": [0],
     "watchdog_timeout": [float("inf")],
+    "soft_watchdog_timeout": [0],
     "port": [0, 65536],
     "log_level": ["loud"],
     "custom_weight_loader": [[1]],

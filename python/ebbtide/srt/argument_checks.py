@@ -17,7 +17,7 @@ from ebbtide.srt.server_args import (
     bare_host,
     is_loopback,
 )
-from ebbtide.srt.sglang_arguments import Kind, SglangArgument, sglang_arguments
+from ebbtide.srt.sglang_arguments import Kind, sglang_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +104,9 @@ def _check_bounds(args: ServerArgs) -> None:
     for name in ("api_key", "admin_api_key"):
         if getattr(args, name) == "":  # an unset variable of a shell: whoever sends no key would be let in
             raise ConfigurationError(f"{name}: expected a key, got an empty string")
-    for name in ("weight_update_timeout_s", "watchdog_timeout"):
+    for name in ("weight_update_timeout_s", "watchdog_timeout", "soft_watchdog_timeout"):
         seconds = getattr(args, name)
-        if not (seconds > 0 and math.isfinite(seconds)):
+        if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
             raise _unexpected(name, "a number of seconds above 0", seconds)
 
 
@@ -168,17 +168,9 @@ def _check_exposure(args: ServerArgs) -> None:
         )
 
 
-# Ebbtide's own, whose part of the engine is still to come.
-_TO_COME = ("watchdog_timeout",)
-
-
 def _warn_without_effect(args: ServerArgs) -> None:
-    ignored: list[ArgumentSpec | SglangArgument] = [
-        spec for spec in argument_specs() if spec.name in _TO_COME
-    ]
-    ignored += [argument for argument in sglang_arguments().values() if argument.kind is Kind.NO_EFFECT]
-    for argument in ignored:
-        if getattr(args, argument.name) != argument.default:
+    for argument in sglang_arguments().values():
+        if argument.kind is Kind.NO_EFFECT and getattr(args, argument.name) != argument.default:
             logger.warning("%s has no effect in Ebbtide", argument.flag)
     if args.schedule_policy not in OWN_SCHEDULE_POLICIES:
         logger.warning("--schedule-policy %s is fcfs in Ebbtide: order of arrival", args.schedule_policy)

@@ -1,7 +1,10 @@
 """The error tree: the caller's fault (refused, nothing changed), the device's limit, and our own failures."""
 
 import traceback
-from typing import Any
+from typing import Any, Final
+
+# What a process that its watchdog ended exits with: the others are asked where they stand before they end.
+HUNG_EXIT_STATUS: Final = 70
 
 
 class EbbtideError(Exception):

@@ -220,7 +220,16 @@ class ServerArgs(SglangArguments):
     ] = "auto"
     weight_update_timeout_s: Annotated[float, Arg("Seconds a weight update or session may take.")] = 600.0
 
-    watchdog_timeout: Annotated[float, Arg("Seconds one forward pass may take.")] = 300.0
+    watchdog_timeout: Annotated[
+        float,
+        Arg(
+            "Seconds a forward pass, or what a control request does in a turn, may take; then the engine "
+            "ends and says where every thread stands."
+        ),
+    ] = 300.0
+    soft_watchdog_timeout: Annotated[
+        float | None, Arg("Seconds after which that is only logged (default: never).")
+    ] = None
     drain_timeout_s: Annotated[
         float, Arg("Seconds that requests have to end after SIGTERM (default: none).", minimum=0)
     ] = 0.0

@@ -12,7 +12,7 @@ from fixtures.gpu_device import DEVICE
 from fixtures.references import Reference
 
 from ebbtide import Engine
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.trainer.payload_encoding import serialize
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
@@ -107,3 +107,25 @@ def test_only_listed_functions_are_called(engine: Engine, reference_a: Reference
             engine.update_weights_from_tensor(DOUBLE, path, weight_version="new")
         assert refused.value.status == 400
     assert_serves(engine, reference_a.weights(), "a")
+
+
+def test_one_that_never_returns_ends_the_engine_and_every_rank_says_where_it_stands(
+    checkpoint_a: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loader = "fixtures.weight_loaders.hang_where_told"
+    with Engine(
+        model_path=str(checkpoint_a),
+        max_total_tokens=4096,
+        tp_size=1 if DEVICE.is_cuda else 2,
+        skip_tokenizer_init=True,
+        custom_weight_loader=[loader],
+        watchdog_timeout=4.0,
+        **DEVICE.server_args,
+    ) as engine:
+        last = engine.server_info()["tp_size"] - 1
+        entries = [serialize([("hangs", torch.tensor(rank == last))]) for rank in range(last + 1)]
+        with pytest.raises(EngineError, match=r"process ended.*has not ended within 4 s"):
+            engine.update_weights_from_tensor(entries, loader)
+    stacks = capfd.readouterr().err
+    assert "in hang_where_told" in stacks
+    assert stacks.count("Current thread") == last + 1

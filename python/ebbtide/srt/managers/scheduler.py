@@ -35,6 +35,7 @@ from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
+from ebbtide.srt.managers.scheduling.watchdog import Progress
 from ebbtide.srt.managers.text.grammar import GrammarShelf
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
@@ -65,6 +66,9 @@ class Scheduler:
         pace: is told how long forward passes take.
         step_log: is told when none may run.
         report: the state machines as they stand.
+
+    Attributes:
+        progress: what the loop is at.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Scheduler:
         self._overlap = overlap
         self._pace = pace
         self._step_log = step_log
+        self.progress = Progress()
         self._in_flight: _Launched | None = None
         self._committed_s = 0.0
         self._num_arrived = 0
@@ -113,7 +118,9 @@ class Scheduler:
 
     def turn(self) -> None:
         """One turn, which all ranks make with the same messages; or this rank's own work between two."""
+        self.progress.rest()
         messages = self._inbox.receive(self.demand)
+        self.progress.begin("a turn of the loop")
         if messages is not None:
             for message in messages:
                 self._handle(message)
@@ -124,6 +131,7 @@ class Scheduler:
                 if not self.control.can_run:
                     self._step_log.note_blocked(self.control.reason)
             if self.control.any_pending:
+                self.progress.begin("the work of control requests")
                 self.control.advance(self._settle)
                 self.answer()
         self.control.ranks.work()
@@ -156,6 +164,7 @@ class Scheduler:
             case LoadGrammar():
                 self._shelf().load(message)
             case ControlCall():
+                self.progress.begin(f"{type(message.request).__name__} {message.id}")
                 self._settle()
                 self.control.apply(message)
                 self.answer()
@@ -199,6 +208,7 @@ class Scheduler:
     def _commit(self, launched: _Launched | None) -> None:
         if launched is None:
             return
+        self.progress.begin("a forward pass")
         result = launched.step.wait()
         now = time.monotonic()
         self._pace.note_step(now - max(launched.at_s, self._committed_s))

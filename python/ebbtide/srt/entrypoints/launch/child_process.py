@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import ebbtide
-from ebbtide.srt.entrypoints.launch.process import ProcessStart
-from ebbtide.srt.errors import ConfigurationError, EngineError
+from ebbtide.srt.entrypoints.launch.process import DUMP_SIGNAL, ProcessStart
+from ebbtide.srt.errors import HUNG_EXIT_STATUS, ConfigurationError, EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,15 @@ class ChildProcess:
             return self._popen.wait(timeout_s) < 0
         except subprocess.TimeoutExpired:
             return False
+
+    @property
+    def was_hung(self) -> bool:
+        """Whether its own watchdog has ended it."""
+        return self._popen.poll() == HUNG_EXIT_STATUS
+
+    def dump_stacks(self) -> None:
+        """Ask it to write where its threads stand to its standard error."""
+        self._popen.send_signal(DUMP_SIGNAL)
 
     def terminate(self) -> None:
         self._popen.terminate()

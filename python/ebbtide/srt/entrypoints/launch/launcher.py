@@ -32,6 +32,8 @@ TERMINATE_TIMEOUT_S = 5.0
 # A rank that is killed makes the others fail in their collectives, and may be seen to end after them: that
 # long a failure is not taken for the first one.
 CAUSE_TIMEOUT_S = 1.0
+# Processes that are asked where they stand have that long to write it.
+DUMP_S = 0.5
 
 
 class NodeProcesses:
@@ -229,6 +231,11 @@ class NodeProcesses:
         end = self._first_end()
         if end is None:
             return
+        if any(child.was_hung for child in self._children):
+            # The others may be the cause: they wait for one another.
+            for child in self._children:
+                child.dump_stacks()
+            time.sleep(DUMP_S)
         for child in self._children:
             child.kill()
         if end.reason:

@@ -8,6 +8,7 @@ Imports of ours wait until the caller's `sys.path` is in place.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import logging
 import multiprocessing
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from ebbtide.srt.managers.wire.channel import ChannelAddresses
 
 logger = logging.getLogger(__name__)
+
+# A process that gets it writes where its threads stand.
+DUMP_SIGNAL = signal.SIGUSR1
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ def child_main(start: ProcessStart, ready: Connection) -> int:
     from ebbtide.srt.errors import EbbtideError
 
     configure_logging(start.config.server_args, start.name)
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
 
     try:
         module, function = start.target.split(":")

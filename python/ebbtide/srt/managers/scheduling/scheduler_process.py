@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from multiprocessing.connection import Connection
 
@@ -17,6 +18,7 @@ from ebbtide.srt.managers.control.ports import TagMemory
 from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.scheduling.rank_channels import open_rank_channels
 from ebbtide.srt.managers.scheduling.tag_memory import ArenaMemory, BackedUpWeights
+from ebbtide.srt.managers.scheduling.watchdog import Watchdog, dump_stacks, end_hung_process
 from ebbtide.srt.managers.scheduling.weight_io import EngineWeights
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
@@ -73,7 +75,21 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
             "attention_backend": name_of(runner.attention),
         }
     )
+    args = config.server_args
+    Watchdog(
+        scheduler.progress,
+        args.watchdog_timeout,
+        args.soft_watchdog_timeout,
+        end=lambda message: end_hung_process(lambda said: _say_last(ready, said), message),
+        dump=dump_stacks,
+    ).start()
     scheduler.run()
+
+
+def _say_last(ready: Connection, message: str) -> None:
+    # A parent that has gone reads nothing.
+    with contextlib.suppress(OSError):
+        ready.send({"status": "crashed", "message": message})
 
 
 def _raise_file_limit() -> None:

@@ -1,0 +1,96 @@
+"""Notices that a rank's loop stands still, says where, and ends the process."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ebbtide.srt.errors import HUNG_EXIT_STATUS
+
+logger = logging.getLogger(__name__)
+
+# So many looks are taken within a limit: it is exceeded by a tenth at most.
+_LOOKS_PER_LIMIT: Final = 10
+
+
+class Progress:
+    """What the loop is at, and since when. Written by the loop, read by the thread of its watchdog."""
+
+    def __init__(self) -> None:
+        self.current: tuple[str, float] | None = None
+
+    def begin(self, what: str) -> None:
+        """From now on this is being done."""
+        self.current = (what, time.monotonic())
+
+    def rest(self) -> None:
+        """Nothing is being done: the loop waits for messages."""
+        self.current = None
+
+
+class Watchdog:
+    """A thread that looks at the progress of a loop.
+
+    Args:
+        limit_s: when one thing takes longer, `end` is called with what to say of it.
+        soft_limit_s: when it takes longer, that is logged once with the stacks of all threads; None: never.
+        dump: writes the stacks of all threads.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        limit_s: float,
+        soft_limit_s: float | None,
+        end: Callable[[str], None],
+        dump: Callable[[], None],
+    ) -> None:
+        self._progress = progress
+        self._limit_s = limit_s
+        self._soft_limit_s = soft_limit_s
+        self._end = end
+        self._dump = dump
+        self._told: tuple[str, float] | None = None
+
+    def start(self) -> None:
+        """Look until the process ends."""
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def look(self) -> None:
+        """Compare what the loop is at with the limits."""
+        current = self._progress.current
+        if current is None:
+            return
+        what, since_s = current
+        taken_s = time.monotonic() - since_s
+        if taken_s > self._limit_s:
+            self._dump()
+            self._end(f"{what} has not ended within {self._limit_s:g} s (--watchdog-timeout)")
+        elif self._soft_limit_s is not None and taken_s > self._soft_limit_s and current != self._told:
+            self._told = current
+            logger.error("%s takes longer than %g s (--soft-watchdog-timeout)", what, self._soft_limit_s)
+            self._dump()
+
+    def _run(self) -> None:
+        shortest_s = min(self._limit_s, self._soft_limit_s or self._limit_s)
+        while True:
+            time.sleep(shortest_s / _LOOKS_PER_LIMIT)
+            self.look()
+
+
+def dump_stacks() -> None:
+    """Write where every thread of this process stands to its standard error."""
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+
+
+def end_hung_process(say: Callable[[str], None], message: str) -> None:
+    """End this process, whatever its other threads hang in."""
+    logger.critical("the process ends: %s", message)
+    say(message)
+    os._exit(HUNG_EXIT_STATUS)

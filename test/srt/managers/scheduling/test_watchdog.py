@@ -1,0 +1,53 @@
+"""The watchdog of a rank's loop, driven by hand."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from ebbtide.srt.managers.scheduling import watchdog as module
+from ebbtide.srt.managers.scheduling.watchdog import Progress, Watchdog
+
+
+class Watched:
+    """A watchdog with limits of 2 s (soft) and 10 s, over a clock that is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        self.ends: list[str] = []
+        self.num_dumps = 0
+        clock: Any = type("Clock", (), {"monotonic": lambda: self.now_s, "sleep": time.sleep})
+        monkeypatch.setattr(module, "time", clock)
+        self.progress = Progress()
+        self._watchdog = Watchdog(self.progress, 10.0, 2.0, self.ends.append, self._dump)
+
+    def _dump(self) -> None:
+        self.num_dumps += 1
+
+    def after(self, seconds: float) -> None:
+        self.now_s += seconds
+        self._watchdog.look()
+
+
+def test_long_work_is_told_once_and_then_ended_and_waiting_is_no_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = Watched(monkeypatch)
+    watched.progress.begin("a forward pass")
+    watched.after(1.9)
+    watched.progress.begin("a forward pass")
+    watched.after(1.9)
+    watched.progress.rest()
+    watched.after(1000)
+    assert (watched.num_dumps, caplog.messages, watched.ends) == (0, [], [])
+
+    watched.progress.begin("PauseGenerationReqInput 7")
+    watched.after(3)
+    watched.after(3)
+    assert caplog.messages == ["PauseGenerationReqInput 7 takes longer than 2 s (--soft-watchdog-timeout)"]
+    assert (watched.num_dumps, watched.ends) == (1, [])
+    watched.after(5)
+    assert watched.ends == ["PauseGenerationReqInput 7 has not ended within 10 s (--watchdog-timeout)"]
+    assert watched.num_dumps == 2
