@@ -17,7 +17,7 @@ from fixtures.real_rank import RealRank
 from safetensors.torch import load_file
 
 from ebbtide.srt.device.cpu import CpuDevice
-from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
+from ebbtide.srt.errors import OutOfDeviceMemory
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -37,7 +37,7 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
-from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
+from ebbtide.srt.weight_sync.source import TensorHeader
 
 
 class Fault(Exception):
@@ -218,7 +218,7 @@ class ReceivedInPlace(BroadcastSource):
     """A broadcast of tensors of NaN, received where they belong."""
 
     def __init__(self, entries: list[TensorHeader]) -> None:
-        super().__init__(entries, None, as_bucket=False, timeout_s=1.0)  # type: ignore[arg-type]
+        super().__init__(entries, None, timeout_s=1.0)  # type: ignore[arg-type]
 
     def receive_in_place(self, destinations: Callable[[], Sequence[Destination | None]]) -> None:
         for destination in destinations():
@@ -283,29 +283,6 @@ class BusyDevice(CpuDevice):
 def no_room() -> Iterator[int]:
     raise OutOfDeviceMemory(2, 1)
     yield 0
-
-
-class EndingSource(WeightSource):
-    """A checkpoint's tensors, from a sender that ends after so many of them; None: before they are opened."""
-
-    def __init__(self, path: Path, num_read: int | None) -> None:
-        entries = open_checkpoint(str(path), None, architecture="Qwen3ForCausalLM").entries
-        super().__init__(entries, self._named)
-        self._file = path / "model.safetensors"
-        self._num_read = num_read
-        self.is_closed = False
-
-    def open(self) -> Iterator[int]:
-        yield 1
-        if self._num_read is None:
-            raise RequestRejected("the sender has ended")
-
-    def _named(self) -> Iterator[tuple[str, Any]]:
-        yield from list(load_file(self._file).items())[: self._num_read]
-        raise RequestRejected("the sender has ended")
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 class TestCopiesBesideForwardPasses:
@@ -412,28 +389,3 @@ class TestCopiesBesideForwardPasses:
         assert not rank.replies[call].staged
         assert rank.replies[call].content == "valid"
         assert rank.scheduler.control.allows_forward
-
-    @pytest.mark.parametrize("is_staged", [False, True])
-    @pytest.mark.parametrize("num_read", [None, 0, 3])
-    def test_a_sender_that_ends(
-        self,
-        rank: RealRank,
-        checkpoints: tuple[Path, Path],
-        monkeypatch: pytest.MonkeyPatch,
-        is_staged: bool,
-        num_read: int | None,
-    ) -> None:
-        """Tensors are opened before the first byte is overwritten; after it there is no way back in place."""
-        source = EndingSource(checkpoints[1], num_read)
-        monkeypatch.setattr(weight_io, "open_checkpoint", lambda *args, **kwargs: source)
-        if not is_staged:
-            monkeypatch.setattr(rank.store.arena, "stage_by_chunks", no_room)
-        before = rank.store.checksum()
-        reply = rank.apply(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1])))
-        assert isinstance(reply, Refusal)
-        assert "the sender has ended" in reply.message
-        is_intact = is_staged or num_read is None
-        assert reply.status == (400 if is_intact else 500)
-        assert rank.scheduler.control.allows_forward is is_intact
-        assert (rank.store.checksum() == before) is (is_staged or not num_read)
-        assert source.is_closed

@@ -70,16 +70,6 @@ def test_any_ids_at_all_byte_fallback(data: st.DataObject, skip: bool, sizes: li
 
 
 @TOKENIZERS
-def test_a_split_character_waits_until_it_is_whole(make: Callable[[], Tokenizer]) -> None:
-    tokenizer = make()
-    ids = tokenizer.encode("a🦆")
-    pieces = stream(tokenizer, tokenizer.encode("the"), [[token_id] for token_id in ids])
-    assert len(ids) > 3
-    assert [piece for piece in pieces if "🦆" in piece]
-    assert not any("\ufffd" in piece for piece in pieces)
-
-
-@TOKENIZERS
 def test_an_unfinished_character_comes_out_at_the_end(make: Callable[[], Tokenizer]) -> None:
     tokenizer = make()
     ids = tokenizer.encode("🦆")
