@@ -34,6 +34,7 @@ TABLES = {
     "update": "Updates of all weights from a trainer on the same GPU, 64 streams decoding",
     "default": "At default flags, the trainer's copy of the weights on the same card",
     "delta": "Updates of what changed, of 16 GB, from a trainer on the same GPU",
+    "replay": "What requests and updates ask for (Llama-3.1-8B, default flags)",
     "peak_memory": "Peak device memory",
     "start": "Start",
     "parity": "Agreement with transformers",
@@ -254,6 +255,13 @@ GOALS: dict[str, Goal] = {
     ),
     "update.call": Goal(
         "update", "one call, from request to reply", "ms", None, sglang="33-36", vllm="80-112"
+    ),
+    "replay.canary_ms": Goal("replay", "a canary of 256 tokens adds to the stall", "ms", 15),
+    "replay.short_behind_long": Goal(
+        "replay", "first token of 128 tokens, behind 30,000: times alone", "ratio", 3
+    ),
+    "replay.structured_64": Goal(
+        "replay", "64 requests by a regular expression: of the same without", "share", 0.95, at_least=True
     ),
     "peak_memory.saved": Goal(
         "peak_memory", "multi-stage below one-stage while weights update", "GB", None, True

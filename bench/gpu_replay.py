@@ -1,0 +1,175 @@
+"""What requests and updates may ask for beyond tokens: what it costs.
+
+- `canary`: an update of one tensor, staged as a whole copy, with 64 streams running, in place. How much
+  longer forward passes are held up with a canary of 256 tokens than without; runs of both alternate.
+- `short_behind_long`: a prompt of 128 tokens that comes 100 ms after one of 30,000, until its first token; as
+  a multiple of the same alone.
+- `structured_64`: 64 requests of 256 tokens at temperature 1 that keep to a regular expression, as a share of
+  the tokens per second of the same requests without. The tokenizer is made up: single bytes, and words of
+  noise up to the model's vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import string
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_common import SHAPES, Report, Shape, engine_args, model_folder, parse, parser_of
+
+from ebbtide import Engine
+
+PARTS = ("canary", "short", "structured")
+PATTERN = "([A-Za-z0-9]{1,12}[ ,.;]){200}"
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Every byte, then words, then an end of sequence."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    rng = random.Random(0)
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    known = set(names)
+    while len(names) < vocab_size - 1:
+        word = rng.choice(("", "\u0120")) + "".join(rng.choices(string.ascii_letters, k=rng.randint(2, 9)))
+        if word not in known:
+            known.add(word)
+            names.append(word)
+    vocabulary = {name: token_id for token_id, name in enumerate([*names, "<end>"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+class Requests:
+    """Calls of one engine, with prompts that were not seen before."""
+
+    def __init__(self, args: argparse.Namespace, engine: Engine, shape: Shape) -> None:
+        self.engine = engine
+        self.is_tiny: bool = args.tiny
+        self.hidden_size: int = shape["hidden_size"]
+        self._rng = random.Random(0)
+        self._seeds = itertools.count()
+
+    def prompt(self, length: int) -> list[int]:
+        return [self._rng.randrange(250) for _ in range(length)]
+
+    async def call(self, length: int, num_tokens: int, **params: Any) -> Any:
+        given = {
+            "temperature": 1.0,
+            "max_new_tokens": num_tokens,
+            "sampling_seed": next(self._seeds),
+            **params,
+        }
+        return await self.engine.async_generate(input_ids=self.prompt(length), sampling_params=given)
+
+
+async def canary(report: Report, requests: Requests, num_runs: int) -> None:
+    num_streams, num_tokens = (2, 60) if requests.is_tiny else (64, 2000)
+    ids = requests.prompt(8 if requests.is_tiny else 256)
+    norm = torch.ones(requests.hidden_size, dtype=torch.bfloat16)
+    streams = [
+        asyncio.create_task(requests.call(64, num_tokens, ignore_eos=True)) for _ in range(num_streams)
+    ]
+    stalls: dict[bool, list[float]] = {True: [], False: []}
+    for run in range(2 * num_runs + 2):
+        has_canary = run % 2 == 0
+        reply = await requests.engine.async_update_weights_from_tensor(
+            [("model.norm.weight", norm)],
+            pause_mode="in_place",
+            flush_cache=False,
+            canary={"input_ids": ids} if has_canary else None,
+        )
+        assert reply["staged"], "a canary needs a copy"
+        if run >= 2:
+            stalls[has_canary].append(reply["stall_ms"])
+    await requests.engine.async_abort_request(abort_all=True)
+    await asyncio.gather(*streams)
+    without = statistics.median(stalls[False])
+    runs = [stall - without for stall in stalls[True]]
+    report.add("replay.canary_ms", runs, stall_ms=stalls[True], stall_without_ms=stalls[False])
+
+
+async def short_behind_long(report: Report, requests: Requests, num_runs: int) -> None:
+    long_len, delay_s = (60, 0.0) if requests.is_tiny else (30_000, 0.1)
+    alone, behind = [], []
+    for _ in range(2 * num_runs + 1):
+        started = time.perf_counter()
+        await requests.call(16 if requests.is_tiny else 128, 1)
+        alone.append(time.perf_counter() - started)
+        long = asyncio.create_task(requests.call(long_len, 1))
+        await asyncio.sleep(delay_s)
+        started = time.perf_counter()
+        await requests.call(16 if requests.is_tiny else 128, 1)
+        behind.append(time.perf_counter() - started)
+        await long
+    base = statistics.median(alone[1:])
+    report.add(
+        "replay.short_behind_long",
+        [seconds / base for seconds in behind[1:]],
+        alone_ms=[1e3 * seconds for seconds in alone],
+        behind_ms=[1e3 * seconds for seconds in behind],
+    )
+
+
+async def structured(report: Report, requests: Requests, num_runs: int) -> None:
+    num_requests, num_tokens = (2, 8) if requests.is_tiny else (64, 256)
+
+    async def tokens_per_s(**params: Any) -> float:
+        started = time.perf_counter()
+        calls = [requests.call(64, num_tokens, **params) for _ in range(num_requests)]
+        answers = await asyncio.gather(*calls)
+        elapsed_s = time.perf_counter() - started
+        return float(sum(answer["meta_info"]["completion_tokens"] for answer in answers) / elapsed_s)
+
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for run in range(2 * num_runs + 2):
+        rate = await (tokens_per_s(regex=PATTERN) if run % 2 else tokens_per_s(ignore_eos=True))
+        if run >= 2:
+            rates[bool(run % 2)].append(rate)
+    plain = statistics.median(rates[False])
+    shares = [rate / plain for rate in rates[True]]
+    report.add("replay.structured_64", shares, tok_s=rates[True], plain_tok_s=rates[False])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", choices=tuple(SHAPES), default="llama8b")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    args = parse(parser, argv)
+    report = Report("gpu_replay", args)
+
+    async def measure(requests: Requests) -> None:
+        if "canary" in args.parts:
+            with report.attempt("replay.canary_ms"):
+                await canary(report, requests, args.runs)
+        if "short" in args.parts:
+            with report.attempt("replay.short_behind_long"):
+                await short_behind_long(report, requests, args.runs)
+        if "structured" in args.parts:
+            with report.attempt("replay.structured_64"):
+                await structured(report, requests, args.runs)
+
+    with model_folder(args, args.model) as (shape, folder):
+        write_tokenizer(folder, shape["vocab_size"])
+        given = {"max_total_tokens": 4096} if args.tiny else {}
+        with Engine(**engine_args(args, folder, skip_tokenizer_init=False, **given)) as engine:
+            asyncio.run(measure(Requests(args, engine, shape)))
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
