@@ -105,7 +105,7 @@ def test_an_rl_loop_goes_on_when_answers_are_lost(server: Server, checkpoints: t
     outputs = []
     for lose_every in ("2", "0"):
         server.post("/update_weights_from_disk", {"model_path": str(checkpoints[0])}).raise_for_status()
-        outputs.append(run_example("rl_step_with_retries.py", *arguments, "--lose-every", lose_every))
+        outputs.append(compat.play_example("rl_step_with_retries.py", *arguments, "--lose-every", lose_every))
     disturbed, undisturbed = outputs
     assert disturbed.count("/transition (the answer was lost)") == disturbed.count("(replayed)") > 0
     assert "no answer" not in undisturbed
@@ -114,7 +114,7 @@ def test_an_rl_loop_goes_on_when_answers_are_lost(server: Server, checkpoints: t
 
 
 def test_a_trainer_sends_its_weights_after_each_step() -> None:
-    output = run_example("weight_sender.py", "--steps", "2")
+    output = compat.play_example("weight_sender.py", "--steps", "2")
     assert re.findall(r"rollouts by weights {'(\d)'}", output) == ["0", "1"]
     assert re.findall(r"as version (\d)", output) == ["1", "2"]
     assert output.endswith("engine and trainer agree: True\n")
