@@ -39,11 +39,13 @@ def tier_of(module: object) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with its tier. What starts processes comes first, so that short tests fill the end."""
+    """Mark each test with its tier. What takes long comes first, so that short files fill the end."""
     tiers = [tier_of(item.getparent(pytest.Module).obj) for item in items]  # type: ignore[union-attr]
     for item, tier in zip(items, tiers, strict=True):
         item.add_marker(tier)
-    order = sorted(range(len(items)), key=lambda index: tiers[index] == "unit")
+    order = sorted(
+        range(len(items)), key=lambda index: (tiers[index] == "unit", "fuzz" not in items[index].nodeid)
+    )
     items[:] = [items[index] for index in order]
 
 
