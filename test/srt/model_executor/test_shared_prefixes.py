@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from fixtures.checkpoints import make_checkpoint
+from fixtures.model_runs import Run, RunnerDriver
 
-from ebbtide.srt.layers.attention.shared_runs import best_runs
-from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
+from ebbtide.srt.layers.attention.shared_runs import SharedRuns, best_runs
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, LogprobSpec, SampleSpec
+from ebbtide.srt.model_executor.forward_batch import ForwardBatch, Layout
+from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.model_executor.shared_prefixes import PrefixFinder
 from ebbtide.srt.sampling_params import SamplingParams
 
@@ -50,8 +58,8 @@ class Table:
         found = self.finder.find(plan)
         if found is None:
             return {}
-        assert sorted(found.order_R) == list(range(size))
         in_order = plan.ordered(found.order_R).page_rows_R
+        assert in_order[found.places_R].tolist() == rows
         runs = zip(found.runs.first_row_G, found.runs.num_rows_G, found.runs.num_pages_G, strict=True)
         return {frozenset(in_order[first : first + rows].tolist()): int(pages) for first, rows, pages in runs}
 
@@ -112,3 +120,59 @@ def test_the_runs_are_those_that_save_most(num_common: list[int], runs: list[tup
 
     columns = (found.first_row_G, found.num_rows_G, found.num_pages_G)
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == runs
+
+
+class EagerGraphs:
+    """Stands in for captured steps: computes the listed requests, in the order in which they come."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.inputs = SimpleNamespace(rows=torch.zeros(0))
+        self.orders: list[list[int]] = []
+
+    def fits(self, plan: BatchPlan) -> bool:
+        return plan.is_decode
+
+    can_share = fits
+
+    def replay(self, plan: BatchPlan, layout: Layout, runs: SharedRuns | None) -> torch.Tensor:
+        runner = self.runner
+        batch = ForwardBatch.from_plan(plan, runner.page_table.array, runner.kv_pool.page_size)
+        self.orders.append(plan.page_rows_R.tolist() if runs is not None else [])
+        self.inputs.rows = batch.rows_T
+        runner.attention.prepare(batch)
+        return runner.model.forward(batch.input_ids_T, batch.positions_T, runner.attention, None)
+
+
+def test_requests_that_are_computed_in_another_order_get_their_own_tokens(tmp_path: Path) -> None:
+    """Samples of two prompts, taken alternately: groups are put together, and nobody notices."""
+    checkpoint = make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    prompts = [list(b"The tide turns twice a day, and the marsh knows it."), list(range(60, 130))]
+
+    def generated(*, shared: bool) -> list[Run]:
+        driver = RunnerDriver(checkpoint, device="cpu")
+        runner = driver.runner
+        graphs: Any = EagerGraphs(runner)
+        if shared:
+            runner.graphs = graphs
+            runner._prefixes = PrefixFinder(runner.page_table.array, driver.page_size, lambda *_: True)
+        owners = [driver.start(prompt) for prompt in prompts]
+        driver.step(*((owner, len(owner.token_ids)) for owner in owners))
+        runs = [
+            driver.start(
+                prompts[sample % 2],
+                SamplingParams(temperature=1.0),
+                seed=sample,
+                logprobs=LogprobSpec(),
+                shares=owners[sample % 2],
+                num_shared=48,
+            )
+            for sample in range(6)
+        ]
+        driver.generate(runs, 12)
+        assert not shared or any(rows != sorted(rows) for rows in graphs.orders)
+        return runs
+
+    for plain, one in zip(generated(shared=False), generated(shared=True), strict=True):
+        assert one.output_ids == plain.output_ids
+        assert one.logprobs == plain.logprobs

@@ -124,13 +124,17 @@ class ModelRunner:
 
     def _replay(self, plan: BatchPlan, graphs: DecodeGraphs, before_masks: BeforeMasks) -> LaunchedStep:
         prefixes = self._prefixes.find(plan) if graphs.can_share(plan) else None
-        step = LaunchedStep(len(plan.specs), range(len(plan.specs)))
+        runs = prefixes.runs if prefixes is not None else None
+        listed = plan.ordered(prefixes.order_R) if prefixes is not None else plan
+        layout = Layout.of(listed, self.page_table.array, self.kv_pool.page_size)
+        hidden_RD = graphs.replay(listed, layout, runs)
+        page_rows_R = graphs.inputs.rows[: len(plan.specs)]
         if prefixes is not None:
-            plan = plan.ordered(prefixes.order_R)
-            step.sampled_R = prefixes.order_R.tolist()
-        layout = Layout.of(plan, self.page_table.array, self.kv_pool.page_size)
-        hidden_RD = graphs.replay(plan, layout, prefixes.runs if prefixes is not None else None)
-        self._sample(plan, hidden_RD, graphs.inputs.rows[: len(plan.specs)], step, before_masks)
+            # Whoever samples finds the requests in the plan's order.
+            places_R = upload(prefixes.places_R, self._device)
+            hidden_RD, page_rows_R = hidden_RD[places_R], page_rows_R[places_R]
+        step = LaunchedStep(len(plan.specs), range(len(plan.specs)))
+        self._sample(plan, hidden_RD, page_rows_R, step, before_masks)
         return step
 
     def _run(self, plan: BatchPlan, before_masks: BeforeMasks) -> LaunchedStep:

@@ -25,10 +25,12 @@ class SharedPrefixes:
 
     Attributes:
         order_R: the requests of the plan in an order in which those that share stand side by side.
+        places_R: where each request of the plan stands in that order.
         runs: who shares, as places in that order.
     """
 
     order_R: NDArray[np.int64]
+    places_R: NDArray[np.int64]
     runs: SharedRuns
 
 
@@ -81,7 +83,7 @@ class PrefixFinder:
         places = ranges(runs.first_row_G, runs.num_rows_G)
         num_pages = np.repeat(runs.num_pages_G, runs.num_rows_G)
         sharers = _Sharers(order_R[places], num_pages, table_RP[places, num_pages - 1])
-        return SharedPrefixes(order_R, runs), sharers
+        return SharedPrefixes(order_R, order_R.argsort(), runs), sharers
 
     def _still_holds(self, page_rows_R: NDArray[np.int32], num_full_R: NDArray[np.int32]) -> bool:
         """Whether the pages are still shared: a row may have gone over to a request of just that length."""

@@ -28,7 +28,7 @@ from ebbtide.srt.layers.attention.base import (
     StepKind,
 )
 from ebbtide.srt.layers.attention.flashinfer_compile import compile_kernels
-from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel, saves_time
+from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel, can_list, saves_time
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
     DevicePages,
     HostLens,
@@ -75,8 +75,8 @@ class _Kernels:
     """What serves layers of one kind. A step may have several in it, each with a plan of its own.
 
     Attributes:
-        shared: for decoding requests that share pages; None for layers with a window, which do not look that
-            far back.
+        shared: for decoding requests that share pages; None where it does not serve, as with a window, which
+            does not look that far back.
     """
 
     decode: PagedKernel
@@ -106,7 +106,6 @@ class FlashInferAttention(AttentionBackend):
     """Paged attention on a GPU. Everything runs on the current stream, one step after another."""
 
     captures = True
-    shares_prefixes = True
 
     @classmethod
     def problem(cls, shape: AttentionShape, device: torch.device) -> str | None:
@@ -138,11 +137,12 @@ class FlashInferAttention(AttentionBackend):
             kind: _Kernels(
                 decode_kernel(shape, kind, Workspace(partial)),
                 prefill_kernel(shape, kind, Workspace(partial)),
-                ItemKernel(shape, kind, device) if kind.window is None else None,
+                ItemKernel(shape, kind, device) if can_list(shape, kind) else None,
             )
             for kind in shape.kinds
         }
         self._shape, self._device = shape, device
+        self.shares_prefixes = any(kernels.shared is not None for kernels in self._kernels.values())
         self._step: _Step | None = None
 
     def prepare(self, batch: PagedBatch) -> None:
@@ -202,7 +202,7 @@ class FlashInferAttention(AttentionBackend):
         return longest <= _SHORT_TOKENS or (is_busy and longest <= _EVEN * float(lens_R.mean()))
 
     def is_worth_sharing(self, num_requests: int, num_pages: int) -> bool:
-        return saves_time(self._shape, num_requests, num_pages)
+        return self.shares_prefixes and saves_time(self._shape, num_requests, num_pages)
 
 
 def _plan_part(batch: PagedBatch, kernel: PagedKernel, first: int, end: int) -> _Part:

@@ -38,6 +38,11 @@ _MAX_PARTS_OF_STEP, _MIN_PARTS, _MAX_PARTS = 2048, 4, 32
 _MIN_SAVED_BYTES = 16 << 20
 
 
+def can_list(shape: AttentionShape, kind: AttentionKind) -> bool:
+    """Whether items serve such layers: a block takes the heads that share a KV head, and no window cuts."""
+    return shape.group <= _TILE_ROWS and kind.window is None
+
+
 def saves_time(shape: AttentionShape, num_rows: int, num_pages: int) -> bool:
     """Whether leaving out so many pages of every layer makes up for writing and reading partial results."""
     page_bytes = 2 * shape.page_size * shape.num_kv_heads * shape.head_dim * shape.kv_dtype.itemsize
@@ -59,7 +64,7 @@ class ItemBuffers:
 
     def __init__(self, shape: AttentionShape, num_rows: int, device: torch.device) -> None:
         self._page_size, self._num_rows = shape.page_size, num_rows
-        self._max_rows = max(1, _TILE_ROWS // shape.group)
+        self._max_rows = _TILE_ROWS // shape.group
         self._resident = _BLOCKS_PER_SM * num_multiprocessors(device) // shape.num_kv_heads + 1
         self.max_parts = min(_MAX_PARTS, max(_MIN_PARTS, _MAX_PARTS_OF_STEP // num_rows))
         # One for each row, one for every four that share, and some for those that are cut: blocks without
