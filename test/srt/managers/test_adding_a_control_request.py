@@ -59,7 +59,7 @@ class Engine(NullEngine):
             }
 
 if __name__ == "__main__":
-    with Engine(tp_size=2, dp_size=2, admin_api_key="only for what changes something") as engine:
+    with Engine(dp_size=2, admin_api_key="only for what changes something") as engine:
         answers = engine._wait(engine.over_http())
         answers["called"] = engine.count_queued(at_least=2)
         answers["step"] = engine.transition([{"op": "count_queued", "at_least": 5}])["steps"][0]["reply"]
@@ -109,9 +109,9 @@ def test_it_is_asked_described_and_merged_with_no_further_edit(tmp_path: Path) -
     answers = json.loads(done.stdout)
 
     def counted(num_queued: int) -> dict[str, object]:
-        return {"success": True, "message": "", "num_queued": num_queued, "num_ranks": 4}
+        return {"success": True, "message": "", "num_queued": num_queued, "num_ranks": 2}
 
-    # Two replicas of two ranks: a rank has a share of its own, a replica's ranks have the same requests.
+    # Of two replicas of one rank; what is made of the replies of ranks: wire/test_reply_merging.py.
     assert answers["posted"] == counted(6)
     assert answers["queried"] == counted(8)
     assert answers["called"] == counted(4)

@@ -144,4 +144,4 @@ class ReplicasMachine(Clients):
         assert held[0] == held[1]
 
 
-TestReplicasFuzz = fuzzed(ReplicasMachine, 50)
+TestReplicasFuzz = fuzzed(ReplicasMachine, 30)
