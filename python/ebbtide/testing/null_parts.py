@@ -486,6 +486,7 @@ class _NullStaging:
 
 class _NullIncoming:
     is_delta = False
+    base_version: str | None = None
 
     def __init__(self, weights: NullWeights, value: int, manifest: Mapping[str, Any]) -> None:
         names: Sequence[str] = manifest.get("names", sorted(weights.names))

@@ -32,7 +32,6 @@ NOT_IMPLEMENTED = (
     "/load_lora_adapter_from_distributed",
     "/unload_lora_adapter",
     "/post_process_weights",
-    "/pull_weights",
     "/start_profile",
     "/stop_profile",
     "/set_internal_state",

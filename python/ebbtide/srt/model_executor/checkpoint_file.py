@@ -45,12 +45,14 @@ class CheckpointFile:
     Attributes:
         path: where it is; also how errors name it.
         tensors: by name, in the order in which they lie in the file. They can be read inside `open`.
+        metadata: texts that a safetensors file brings along.
 
     Raises ConfigurationError, naming the path, where the file is damaged or holds something else.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.metadata: dict[str, str] = {}
         self._descriptor: int | None = None
         try:
             with self._opened():
@@ -132,7 +134,8 @@ class CheckpointFile:
         if header_bytes > MAX_HEADER_BYTES:
             raise ValueError(f"its header says that it has {header_bytes} bytes")
         header = json.loads(self._take(LENGTH_BYTES, header_bytes))
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None) or {}
+        self.metadata = {str(name): str(text) for name, text in metadata.items()}
         tensors = {name: self._safetensors_entry(name, entry, start) for name, entry in header.items()}
         end = start
         for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, _num_bytes(tensor))):

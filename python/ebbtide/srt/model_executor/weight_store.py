@@ -213,6 +213,10 @@ class WeightStore:
             )
         return None
 
+    def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Shape and dtype of a whole tensor as the model keeps it; None if it has none of this name."""
+        return (self.shape(name), self._slot(name, direct=False).dtype) if name in self._placements else None
+
     def check_bits(self, name: str, dtype: torch.dtype) -> TensorProblem | None:
         """What stands against changing some elements of a tensor that `check` accepts, bit for bit."""
         if self.ignored(name) or dtype == self._slot(name, direct=False).dtype:

@@ -47,9 +47,11 @@ class WeightSource:
         entries: what iteration will yield; known before any data is read.
         direct: whether names and shapes are the engine's own (fused, sharded) and not those of a checkpoint.
         is_sent: whether somebody has yet to send the tensors, see `BroadcastSource`.
+        base_version: of the weights that it changes; None: it says nothing of that.
     """
 
     is_sent = False
+    base_version: str | None = None
 
     def __init__(
         self,

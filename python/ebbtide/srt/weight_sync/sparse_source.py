@@ -57,6 +57,14 @@ class DeltaSource(WeightSource):
         """Changes are little, and brought to the device before anything is written."""
         return True
 
+    def verify(self, destinations: Sequence[Destination | None]) -> Iterator[int]:
+        """Check on this rank what tensors are to become; yields bytes. Nothing is written.
+
+        Raises:
+            RequestRejected: 400, that is not what the sender says.
+        """
+        return iter(())
+
     def place(self, destinations: Sequence[Destination | None]) -> PlacedChanges:
         """The changes where they belong; None for a tensor that nobody needs."""
         raise NotImplementedError
@@ -124,7 +132,13 @@ class CodedSource(DeltaSource):
         RequestRejected: 400, payload and header do not belong together.
     """
 
-    def __init__(self, changed: Sequence[ChangedTensor], payload: WeightSource, device: torch.device) -> None:
+    def __init__(
+        self,
+        changed: Sequence[ChangedTensor],
+        payload: WeightSource,
+        device: torch.device,
+        base_version: str | None = None,
+    ) -> None:
         try:
             codes, values = _codes_and_values(payload)
             _check_header(changed, codes, values)
@@ -134,6 +148,7 @@ class CodedSource(DeltaSource):
         entries = [TensorHeader(each.name, each.shape, values.dtype) for each in changed]
         checksums = {each.name: each.checksum for each in changed if each.checksum is not None}
         super().__init__(entries, checksums)
+        self.base_version = base_version
         self._changed = changed
         self._payload = payload
         self._device = device
@@ -191,6 +206,7 @@ def open_sparse(
     changed: Sequence[ChangedTensor] | None,
     device: torch.device,
     *,
+    base_version: str | None = None,
     place: ParallelConfig = ONE_RANK,
     cuda: CudaIpc | None = None,
 ) -> Generator[int, None, CodedSource]:
@@ -208,7 +224,7 @@ def open_sparse(
     # Of the entries of several ranks, only this rank's may be here.
     is_image = any(entry and is_safetensors(entry) for entry in entries)
     payload = yield from open_by_slices(entries, SAFETENSORS if is_image else None, place=place, cuda=cuda)
-    return CodedSource(changed, payload, device)
+    return CodedSource(changed, payload, device, base_version)
 
 
 def places_of(

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import torch
 from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
+from fixtures.published_deltas import publish
 from fixtures.servers import Server, wait_until
 from safetensors.torch import load_file, save_file
 
@@ -255,6 +256,77 @@ def test_prime_rl_by_folder(server: Server, checkpoints: Any, tmp_path: Path) ->
         own = next(iter(of_position.items()))
         assert own[0] == str(PROMPT[position])
         assert own[1]["logprob"] < 0
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_published_versions_are_pulled_and_committed_as_one(
+    server: Server, checkpoints: Any, tmp_path: Path, encoding: str
+) -> None:
+    old = load_file(checkpoints.a / "model.safetensors")
+    source, local = tmp_path / "source", str(tmp_path / "local")
+    changed, name = [old], "model.layers.0.self_attn.k_proj.weight"
+    for version in (1, 2, 3, 4):
+        generator = torch.Generator().manual_seed(version)
+        moved = {
+            key: torch.where(torch.rand(one.shape, generator=generator) < 0.02, one + 1, one)
+            for key, one in changed[-1].items()
+        }
+        # The third is of other bytes than those that the second leaves.
+        before = changed[-1] if version != 3 else {**changed[-1], name: changed[-1][name] + 1}
+        publish(source, version, before, moved, encoding)
+        changed.append(moved)
+
+    def pull(version: int, status: int = 200) -> Any:
+        asked = {"local_checkpoint_dir": local, "source_dir": str(source), "target_version": version}
+        answer = server.post("/pull_weights", asked)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def update(version: int) -> httpx.Response:
+        asked = {"model_path": local, "weight_version": str(version), "flush_cache": False}
+        return server.post("/update_weights_from_disk", {**asked, "pause_mode": "in_place"})
+
+    def serves(weights: dict[str, torch.Tensor]) -> bool:
+        asked = {"name": name, "truncate_size": 1000}
+        return torch.equal(torch.tensor(ok(server.post("/get_weights_by_name", asked))), weights[name])
+
+    assert pull(0)["num_deltas"] == 0
+    assert ok(update(0))["num_tensors"] == 0
+    assert pull(2)["num_deltas"] == 2
+    assert serves(old)
+    assert ok(update(2))["weight_version"] == "2"
+    assert serves(changed[2])
+    # What was pulled is of the version that served then.
+    assert update(2).status_code == 409
+    pull(3)
+    if encoding == "xor":
+        refused = update(3)
+        assert (refused.status_code, "xxh3-128 would be" in refused.json()["message"]) == (400, True)
+        assert serves(changed[2])
+    assert "weight_v000005" in pull(5, 400)["message"]
+    torn = source / "weight_v000003" / "model-00000-of-00001.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-10])
+    assert update(3).status_code == 400
+    assert serves(changed[2])
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"base_version": "000007"}, "expected version 1 of 0, got 1 of 7"),
+        ({"delta_encoding": "gzip"}, "expected xor or overwrite"),
+        ({"checksum_format": "md5"}, "expected xor or overwrite, zstd, and xxh3-128, blake3, adler32"),
+        ({"version": None}, "cannot be read"),
+    ],
+)
+def test_an_index_that_cannot_be_is_not_pulled(
+    server: Server, checkpoints: Any, tmp_path: Path, metadata: dict[str, Any], message: str
+) -> None:
+    weights = load_file(checkpoints.a / "model.safetensors")
+    publish(tmp_path, 1, weights, weights, **metadata)
+    asked = {"local_checkpoint_dir": str(tmp_path), "source_dir": str(tmp_path), "target_version": 1}
+    answer = server.post("/pull_weights", asked)
+    assert (answer.status_code, message in answer.json()["message"]) == (400, True)
 
 
 def test_skyrl_on_the_trainers_own_devices(

@@ -32,6 +32,7 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     WorldSizeParameters,
     read_parameters,
 )
+from ebbtide.srt.entrypoints.vllm.published import PullParameters, pull
 from ebbtide.srt.entrypoints.vllm.remote_calls import RemoteCalls
 from ebbtide.srt.entrypoints.vllm.weight_transfer import VllmWeightTransfer
 from ebbtide.srt.errors import RequestRejected
@@ -98,6 +99,9 @@ class VllmApi:
 
     async def weight_info(self, asked: Nothing) -> Body:
         return {"weight_version": self._service.state.weight_version}
+
+    async def pull_weights(self, asked: PullParameters) -> Body:
+        return await pull(asked, self._service.state.weight_version)
 
     async def world_size(self, asked: WorldSizeParameters) -> Body:
         parallel = self._service.config.parallel
@@ -245,6 +249,13 @@ ROUTES: Final = (
         "Sum the parameters up, or make them invalid, or compare.",
         lambda api: api.weights.check,
         CheckerParameters,
+    ),
+    VllmRoute(
+        "POST",
+        "/pull_weights",
+        "Which published version an update from a folder brings.",
+        lambda api: api.pull_weights,
+        PullParameters,
     ),
     VllmRoute("GET", "/weight_info", "The version of the weights.", lambda api: api.weight_info),
     VllmRoute(

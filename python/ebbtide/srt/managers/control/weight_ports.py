@@ -19,6 +19,7 @@ class IncomingWeights(Protocol):
         needs_copy: whether it is written by changing what is there: it is given a copy that holds everything,
             and leaves it in an unknown state where it fails.
         is_delta: whether it changes some of what is there, and says what its tensors are to come to.
+        base_version: of the weights that a delta changes; None: it does not say.
         problems: what stands against writing them, as `{"name", "reason"}`; empty if nothing does.
         sent: the names of what is to be written; a name that the model does not know stands for itself.
     """
@@ -29,6 +30,7 @@ class IncomingWeights(Protocol):
     is_near: bool
     needs_copy: bool
     is_delta: bool
+    base_version: str | None
     num_tensors: int
     num_ignored: int
     problems: list[dict[str, str]]

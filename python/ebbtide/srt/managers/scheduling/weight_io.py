@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
@@ -30,11 +31,13 @@ from ebbtide.srt.weight_sync.broadcast.memberships import Joining, Memberships
 from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
 from ebbtide.srt.weight_sync.broadcast.stateless import decode_id
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel, import_loaders
+from ebbtide.srt.weight_sync.delta.folder import read_state
 from ebbtide.srt.weight_sync.delta.state_sum import as_hex
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource, open_broadcast
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
+from ebbtide.srt.weight_sync.published_source import PublishedSource
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges, open_sparse
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices
@@ -134,6 +137,9 @@ class EngineWeights:
     def _source(self, request: WeightUpdateRequest, loader: CustomLoader | None) -> Slices[WeightSource]:
         match request:
             case UpdateWeightFromDiskReqInput():
+                pulled = read_state(Path(request.model_path))
+                if pulled is not None:
+                    return PublishedSource(pulled, self._store.described, self._store.device)
                 architecture = self._config.model.architecture
                 return open_checkpoint(request.model_path, request.load_format, architecture=architecture)
             case UpdateWeightsFromTensorReqInput(load_format="sparse"):
@@ -142,6 +148,7 @@ class EngineWeights:
                         request.serialized_named_tensors,
                         request.changed,
                         self._store.device,
+                        base_version=None if request.base_version is None else str(request.base_version),
                         place=self._config.parallel,
                         cuda=self._cuda,
                     )
@@ -243,6 +250,7 @@ class _Incoming:
         self.is_sent, self.is_near = source.is_sent, source.is_near
         self.needs_copy = loader is not None
         self.is_delta = isinstance(source, DeltaSource)
+        self.base_version = source.base_version
         self.num_ignored = 0
         self.num_tensors = len(source.entries)
         self.sent = frozenset(entry.name for entry in source.entries)
@@ -337,9 +345,9 @@ class _Incoming:
     def sum_up(self, staging: Staging) -> Slices[None]:
         assert isinstance(staging, _InPlace | _Staged)
         assert isinstance(self._source, DeltaSource), "only a delta has sums"
-        self._changes = self._source.place(
-            [self._store.destination(entry.name, staging.shadow) for entry in self._source.entries]
-        )
+        places = [self._store.destination(entry.name, staging.shadow) for entry in self._source.entries]
+        yield from self._source.verify(places)
+        self._changes = self._source.place(places)
         if self._source.checksums:
             self._sums = self._changes.sums_after()
             yield sum(entry.num_bytes for entry in self._source.entries)

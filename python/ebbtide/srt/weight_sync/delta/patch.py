@@ -96,6 +96,16 @@ class Place:
         rows_of_one = torch.Size(shape[1:-1]).numel()
         return cls(matrix, num_columns, part.start * rows_of_one, 0, destination.is_first)
 
+    def bytewise(self) -> Place:
+        """The same of the tensor's bytes."""
+        size = self.region.element_size()
+        return replace(
+            self,
+            region=self.region.view(torch.uint8),
+            num_columns=self.num_columns * size,
+            first_column=self.first_column * size,
+        )
+
     def apply(self, patch: Patch) -> Tensor:
         """Write the elements that are this rank's; returns them."""
         span, local, mine = self._local(patch)

@@ -17,7 +17,6 @@ from ebbtide.srt.managers.io_struct import (
     PauseMode,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromTensorReqInput,
     WeightUpdateRequest,
 )
 
@@ -77,18 +76,17 @@ def folder_of(request: WeightUpdateRequest) -> tuple[str, str] | None:
     return None
 
 
-def require_base(request: WeightUpdateRequest, serving: str, pending: str | None) -> None:
+def require_base(base_version: str | None, serving: str, pending: str | None) -> None:
     """Refuse a delta of other weights than those that it would change.
 
     Args:
+        base_version: of which it is; None: it does not say.
         pending: the version that the open session is to make serve.
     """
-    if not isinstance(request, UpdateWeightsFromTensorReqInput) or request.base_version is None:
-        return
-    if str(request.base_version) not in (serving, pending):
+    if base_version is not None and base_version not in (serving, pending):
         raise RequestRejected(
-            f"base_version: the delta is of version {str(request.base_version)[:200]!r}, and {serving!r} "
-            "serves: send a delta of that, or the weights whole",
+            f"base_version: the delta is of version {base_version[:200]!r}, and {serving!r} serves: send a "
+            "delta of that, or the weights whole",
             409,
             weight_version=serving,
         )

@@ -251,6 +251,8 @@ class WeightUpdates:
             while not has_come():
                 yield Activity.WAITING
             self._require_open_for(request)
+            pending = None if self._session is None else self._session.version
+            require_base(incoming.base_version, self.version, pending)
             if self._session is not None:
                 yield from self._arrivals.receive(incoming, self._session)
                 return (yield from self._stage(self._session, request, incoming))
@@ -434,7 +436,6 @@ class WeightUpdates:
     def _require_open_for(self, request: WeightUpdateRequest) -> None:
         self._require_resident()
         self._require_named(request)
-        require_base(request, self.version, None if self._session is None else self._session.version)
         if request.canary is not None and self._session is not None:
             raise RequestRejected("canary: a session is open: give it to end_weight_update")
 

@@ -1,0 +1,57 @@
+"""`/pull_weights`: which published version the next update from a local folder is to bring.
+
+Nothing is copied: what is pulled is checked as far as its indices, and read by the update. Source: wire_vllm
+section 5.2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from msgspec import Struct
+
+from ebbtide.srt.entrypoints.vllm.occupation import Body
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.delta.folder import PulledState, read_chain, write_state
+
+# What an engine serves that was not updated.
+FIRST_VERSION = "default"
+
+
+class PullParameters(Struct, kw_only=True):
+    """`target_version`: 0 is the checkpoint that the engine was started with. The hook is refused."""
+
+    local_checkpoint_dir: str
+    source_dir: str
+    target_version: int
+    pre_read_hook: str | None = None
+
+
+async def pull(asked: PullParameters, serving: str) -> Body:
+    """Have an update from the local folder bring this version.
+
+    Args:
+        serving: the version that serves.
+
+    Raises:
+        RequestRejected: 400, a version is missing or not ready; 409, what serves is none of the trainer's.
+    """
+    if asked.pre_read_hook:
+        raise RequestRejected("pre_read_hook: code of a client's is not run", param="body.pre_read_hook")
+    base = 0 if serving == FIRST_VERSION else int(serving) if serving.isdecimal() else None
+    if base is None:
+        raise RequestRejected(
+            f"the engine serves {serving[:200]!r}, which is no version of a chain: update it whole first", 409
+        )
+    target = max(base, asked.target_version)
+    state = PulledState(Path(asked.source_dir), serving, base, target)
+    chain = await asyncio.to_thread(read_chain, state.source_dir, base, target)
+    await asyncio.to_thread(write_state, Path(asked.local_checkpoint_dir), state)
+    num_tensors = len({name for delta in chain for name in delta.weight_map})
+    return {
+        "message": f"An update from {asked.local_checkpoint_dir} brings version {target}.",
+        "version": f"{target:06d}",
+        "num_deltas": len(chain),
+        "num_tensors": num_tensors,
+    }

@@ -1,0 +1,201 @@
+"""Versions of a checkpoint that a trainer publishes in a shared folder, each as what changed since the last.
+
+The folder of a version is ready when its index is there, which is written last. Its files hold, by the
+checkpoint's names, a zstd frame of what becomes of a tensor's bytes. Source: wire_vllm section 5.2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
+
+INDEX: Final = "model.safetensors.index.json"
+# In the local folder: which version an update of it means.
+STATE: Final = Path(".weight_sync", "state.json")
+ENCODINGS: Final = ("xor", "overwrite")
+
+
+@dataclass(frozen=True)
+class PublishedDelta:
+    """One version.
+
+    Attributes:
+        base: the version that it changes.
+        encoding: "xor" or "overwrite".
+        checksum_format: of the checksums in the headers of its files.
+        weight_map: the file of each tensor that changes.
+    """
+
+    folder: Path
+    version: int
+    base: int
+    encoding: str
+    checksum_format: str
+    weight_map: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PulledState:
+    """What an update from a local folder brings.
+
+    Attributes:
+        base_version: what the engine must serve, as it calls it.
+        base, target: versions of the trainer's.
+    """
+
+    source_dir: Path
+    base_version: str
+    base: int
+    target: int
+
+
+def version_folder(source_dir: Path, version: int) -> Path:
+    return source_dir / f"weight_v{version:06d}"
+
+
+def read_chain(source_dir: Path, base: int, target: int) -> list[PublishedDelta]:
+    """The deltas that lead from one version to another, in order.
+
+    Raises:
+        RequestRejected: 400, one is not there, not ready, of another version, or of an unknown kind.
+    """
+    return [_read_index(source_dir, version) for version in range(base + 1, target + 1)]
+
+
+def write_state(local_dir: Path, state: PulledState) -> None:
+    """Have updates from this folder bring what was pulled.
+
+    Raises:
+        RequestRejected: 400, it cannot be written.
+    """
+    file = local_dir / STATE
+    fields = {
+        "version": f"{state.target:06d}",
+        "source_dir": str(state.source_dir),
+        "base_version": state.base_version,
+        "base": state.base,
+    }
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_suffix(".new")
+        fresh.write_text(json.dumps(fields), encoding="utf-8")
+        os.replace(fresh, file)
+    except OSError as error:
+        raise RequestRejected(f"local_checkpoint_dir: {error}") from error
+
+
+def read_state(local_dir: Path) -> PulledState | None:
+    """What was pulled into a folder; None: nothing, it is like any other.
+
+    Raises:
+        RequestRejected: 400, what is there cannot be read.
+    """
+    file = local_dir / STATE
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return PulledState(
+            Path(found["source_dir"]), found["base_version"], int(found["base"]), int(found["version"])
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RequestRejected(f"{file} cannot be read: {error!r}") from error
+
+
+def open_files(delta: PublishedDelta) -> dict[str, CheckpointFile]:
+    """Its files by name, with the frames in them.
+
+    Raises:
+        RequestRejected: 400, one is missing or torn, or they hold other tensors than the index says.
+    """
+    try:
+        files = {name: CheckpointFile(delta.folder / name) for name in sorted(set(delta.weight_map.values()))}
+    except ConfigurationError as error:
+        raise RequestRejected(str(error)) from error
+    found = {name: file for file, opened in files.items() for name in opened.tensors}
+    if found != dict(delta.weight_map):
+        differing = sorted(found.items() ^ dict(delta.weight_map).items())[:3]
+        raise RequestRejected(f"{delta.folder}: its files do not hold what its index says: {differing}")
+    return files
+
+
+def decompress(frame: bytes, max_bytes: int, name: str) -> bytes:
+    """What a zstd frame holds.
+
+    Raises:
+        RequestRejected: 400, it is damaged, or holds more than there can be.
+    """
+    zstandard = _library("zstandard")
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(frame) as reader:
+            data: bytes = reader.read(max_bytes + 1)
+    except zstandard.ZstdError as error:
+        raise RequestRejected(f"{name[:200]}: its zstd frame is damaged: {error}") from error
+    if len(data) > max_bytes:
+        raise RequestRejected(f"{name[:200]}: its zstd frame holds more than {max_bytes} bytes")
+    return data
+
+
+def checksum_of(data: memoryview, checksum_format: str) -> str:
+    """In lower-case hexadecimal."""
+    return _CHECKSUMS[checksum_format](data)
+
+
+def _read_index(source_dir: Path, version: int) -> PublishedDelta:
+    folder = version_folder(source_dir, version)
+    file = folder / INDEX
+    if not file.is_file():
+        raise RequestRejected(f"source_dir: version {version} is not ready: there is no {file}")
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+        metadata, weight_map = index["metadata"], index["weight_map"]
+        encoding = metadata.get("delta_encoding")
+        if encoding is None:
+            raise RequestRejected(
+                f"{folder} is a whole checkpoint: update_weights_from_disk from it, and pull what follows it"
+            )
+        told = int(metadata["version"]), int(metadata["base_version"])
+        kinds = encoding, metadata["compression_format"], metadata["checksum_format"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestRejected(f"{file} cannot be read: {error!r}") from error
+    if told != (version, version - 1):
+        raise RequestRejected(
+            f"{file}: expected version {version} of {version - 1}, got {told[0]} of {told[1]}"
+        )
+    if encoding not in ENCODINGS or kinds[1] != "zstd" or kinds[2] not in _CHECKSUMS:
+        raise RequestRejected(
+            f"{file}: expected {' or '.join(ENCODINGS)}, zstd, and {', '.join(_CHECKSUMS)}; got {kinds}"
+        )
+    if not all(isinstance(part, str) and "/" not in part for part in weight_map.values()):
+        raise RequestRejected(f"{file}: weight_map: expected names of files of this folder")
+    return PublishedDelta(folder, version, version - 1, encoding, kinds[2], weight_map)
+
+
+def _library(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise RequestRejected(
+            f"published deltas need {name}, which is not installed: pip install 'ebbtide[delta]'", 501
+        ) from error
+
+
+_CHECKSUMS: Final[Mapping[str, Callable[[memoryview], str]]] = {
+    "xxh3-128": lambda data: str(_library("xxhash").xxh3_128_hexdigest(data)),
+    "blake3": lambda data: str(_library("blake3").blake3(data).hexdigest()),
+    "adler32": lambda data: f"{zlib.adler32(data):08x}",
+}
+
+
+def names_of(chain: Sequence[PublishedDelta]) -> list[str]:
+    """Every tensor that any of them changes, in order."""
+    return sorted({name for delta in chain for name in delta.weight_map})
