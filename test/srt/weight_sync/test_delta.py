@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from fixtures.checkpoints import make_checkpoint
+from transformers import AutoConfig
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.model_executor.weight_store import Destination
+from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
+from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+from ebbtide.srt.model_executor.loader import load_weights
+from ebbtide.srt.model_executor.weight_store import Destination, WeightStore
+from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.models.sharding import Part
 from ebbtide.srt.weight_sync.delta.gap_coding import decode_positions, encode_positions
 from ebbtide.srt.weight_sync.delta.patch import Operation, Patch, Place
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of, state_sum
+from ebbtide.srt.weight_sync.delta.target import StoreTarget
 
 Tensors = list[torch.Tensor]
 
@@ -90,14 +99,16 @@ def test_changes_are_those_of_the_whole_tensors_by_kernel_and_without(
     blocks = kernels.coded_blocks(codes, counts)
     assert blocks.num_values == list(map(len, positions))
     assert blocks.lasts == [int(one[-1]) if len(one) else -1 for one in positions]
-    placed = kernels.PlacedBlocks(blocks, torch.cat(values), parameters.places)
+    base = bits_of(parameters.arena)
+    rows = [place.numbers(base) for place in parameters.places]
+    placed = kernels.PlacedBlocks(blocks, torch.cat(values), rows, base)
     assert placed.sums_after().tolist() == expected
     assert parameters.hold(before)
     placed.apply()
     assert parameters.hold(after)
     # What no rank needs is passed over.
     parameters.take(before)
-    kernels.PlacedBlocks(blocks, torch.cat(values), [parameters.places[0], None, None]).apply()
+    kernels.PlacedBlocks(blocks, torch.cat(values), [rows[0], None, None], base).apply()
     assert parameters.hold([after[0], *before[1:]])
 
 
@@ -126,3 +137,31 @@ def test_xor_twice_is_as_it_was() -> None:
 def test_positions_that_cannot_be(positions: list[int], message: str) -> None:
     with pytest.raises(RequestRejected, match=message):
         Patch("w", (2, 2), torch.tensor(positions), torch.zeros(2)).checked()
+
+
+def test_a_store_says_where_its_tensors_lie_in_every_copy(tmp_path: Path) -> None:
+    kernels = pytest.importorskip("ebbtide.srt.weight_sync.delta.kernels", exc_type=ImportError)
+    path = make_checkpoint(tmp_path / "model", "Qwen3ForCausalLM", seed=1)
+    config = AutoConfig.from_pretrained(path)
+    model = build_model(config.architectures[0], config, torch.float32, torch.device("cpu"))
+    store = WeightStore(model, VirtualMemorySaver(HostVirtualMemory()))
+    load_weights(store, path, "auto")
+    names = sorted(store.names)
+    before = {name: store.destination(name, None).region.clone() for name in names}  # type: ignore[union-attr]
+    positions = [positions_of(before[name].numel(), 0.1) for name in names]
+    values = [torch.randn(len(one)) for one in positions]
+    blocks = kernels.coded_blocks(*encode_positions(positions))
+    with store.arena.stage() as shadow:
+        for _ in store.complete(shadow, ()):
+            pass
+        target = StoreTarget(store, shadow, store.places)
+        rows = [target.numbers(name) for name in names]
+        kernels.PlacedBlocks(blocks, torch.cat(values), rows, target.base(torch.int32)).apply()
+        for name, where, value in zip(names, positions, values, strict=True):
+            live, staged = store.destination(name, None), store.destination(name, shadow)
+            assert live is not None
+            assert staged is not None
+            assert torch.equal(live.region, before[name])
+            before[name].view(-1)[where] = value
+            assert torch.equal(staged.region, before[name]), name
+    store.arena.close()

@@ -136,6 +136,7 @@ class WeightStore:
         group: the ranks that divide the model among them.
 
     Attributes:
+        places: kept here for those who write with kernels of their own: by checkpoint name, where it lies.
         num_chunks: of the arena, on the rank where it has most; 0 where it has none that change places.
 
     Raises ConfigurationError where the model cannot be divided among them.
@@ -165,6 +166,7 @@ class WeightStore:
         num_chunks = self.arena.num_chunks if isinstance(self.arena, ChunkArena) else 0
         self.num_chunks = -self._group.smallest(-num_chunks)
         self.generation = 0
+        self.places: dict[str, list[int] | None] = {}
         for name, slot in self._slots.items():
             replace_parameter(model, name, self.arena.view(slot.offset, slot.shape, slot.dtype))
 

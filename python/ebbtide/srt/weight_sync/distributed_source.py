@@ -23,6 +23,7 @@ from ebbtide.srt.weight_sync.sparse_source import (
     DeltaSource,
     PlacedChanges,
     PlacedPatches,
+    Target,
     places_of,
 )
 
@@ -165,19 +166,18 @@ class SparseBroadcastSource(DeltaSource):
     def abandon(self) -> bool:
         return self._parts.abandon()
 
-    def place(self, destinations: Sequence[Destination | None]) -> PlacedChanges:
+    def place(self, target: Target) -> PlacedChanges:
         """As `DeltaSource.place`.
 
         Raises:
             RequestRejected: 400, a position twice, or outside of its tensor.
         """
         # By gloo they come to host memory, wherever the weights are.
-        devices = {each.region.device for each in destinations if each is not None}
-        device = devices.pop() if devices else torch.device("cpu")
+        device = target.base(torch.uint8).device
         arrived = [whole(tensor).to(device) for _, tensor in self._parts]
         rows = zip(self.entries, arrived[::2], arrived[1::2], strict=True)
         patches = [Patch(entry.name, entry.shape, where, values).checked() for entry, where, values in rows]
-        return PlacedPatches(patches, places_of(destinations, [entry.shape for entry in self.entries]))
+        return PlacedPatches(patches, places_of(target, self.entries))
 
     def close(self) -> None:
         super().close()

@@ -5,7 +5,7 @@ Source: wire_vllm section 5.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.weight_sync.delta.folder import (
     PublishedDelta,
     PulledState,
@@ -26,7 +25,7 @@ from ebbtide.srt.weight_sync.delta.folder import (
 from ebbtide.srt.weight_sync.delta.patch import Operation, Patch
 from ebbtide.srt.weight_sync.delta.state_sum import BITS
 from ebbtide.srt.weight_sync.source import TensorHeader
-from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges, PlacedPatches, places_of
+from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges, PlacedPatches, Target, places_of
 
 # A name → shape and dtype of the parameter; None for one that the model does not have.
 Describe: TypeAlias = Callable[[str], tuple[tuple[int, ...], torch.dtype] | None]
@@ -97,13 +96,14 @@ class PublishedSource(DeltaSource):
                             self._sums[name] = delta.checksum_format, file.metadata[name]
                         yield sizes[name]
 
-    def verify(self, destinations: Sequence[Destination | None]) -> Iterator[int]:
+    def verify(self, target: Target) -> Iterator[int]:
         """Hold checksums against what tensors are to become; yields bytes. Not of those that ranks divide.
 
         Raises:
             RequestRejected: 400, one is another.
         """
-        for entry, destination in zip(self.entries, destinations, strict=True):
+        for entry in self.entries:
+            destination = target.destination(entry.name)
             if entry.name not in self._sums or destination is None or destination.part is not None:
                 continue
             old = destination.region.reshape(-1).cpu().contiguous().view(torch.uint8)
@@ -117,9 +117,9 @@ class PublishedSource(DeltaSource):
                 )
             yield entry.num_bytes
 
-    def place(self, destinations: Sequence[Destination | None]) -> PlacedChanges:
+    def place(self, target: Target) -> PlacedChanges:
         patches = [self._patch(entry) for entry in self.entries]
-        places = places_of(destinations, [entry.shape for entry in self.entries])
+        places = places_of(target, self.entries)
         by_byte = [
             place.bytewise() if place is not None and patch.operation is Operation.SET else place
             for place, patch in zip(places, patches, strict=True)

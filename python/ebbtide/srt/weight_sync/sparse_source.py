@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Final, Protocol, TypeAlias
 
 import torch
@@ -11,11 +10,12 @@ from torch import Tensor
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.model_executor.weight_store import Destination
+from ebbtide.srt.model_executor.weight_store import Destination, NonFinite
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
 from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES, decode_positions
 from ebbtide.srt.weight_sync.delta.patch import Patch, Place
+from ebbtide.srt.weight_sync.delta.state_sum import BITS
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.source import ONE_RANK, TensorHeader, WeightSource
 from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, is_safetensors, open_by_slices
@@ -26,6 +26,22 @@ VALUES: Final = "values"
 MAX_ELEMENTS: Final = (1 << 31) - 1
 
 
+class Target(Protocol):
+    """Parameters of this rank: live, or those of a staged copy."""
+
+    def destination(self, name: str) -> Destination | None:
+        """Where a tensor goes; None if nobody needs it."""
+        ...
+
+    def numbers(self, name: str) -> list[int] | None:
+        """As `Place.numbers`, of that."""
+        ...
+
+    def base(self, dtype: torch.dtype) -> Tensor:
+        """All memory of the parameters, as integers."""
+        ...
+
+
 class PlacedChanges(Protocol):
     """What changes of several tensors, and where on this rank."""
 
@@ -33,8 +49,12 @@ class PlacedChanges(Protocol):
         """This rank's share of each tensor's `state_sum` as it is to be, int64. Nothing is written."""
         ...
 
-    def apply(self) -> list[Tensor]:
-        """Write what is this rank's; for each tensor, values that were written, and maybe others."""
+    def apply(self) -> int:
+        """Write what is this rank's; bytes of all values."""
+        ...
+
+    def nonfinite(self) -> list[int]:
+        """Once that has run: the tensors of which a value is NaN or Inf."""
         ...
 
 
@@ -57,7 +77,7 @@ class DeltaSource(WeightSource):
         """Changes are little, and brought to the device before anything is written."""
         return True
 
-    def verify(self, destinations: Sequence[Destination | None]) -> Iterator[int]:
+    def verify(self, target: Target) -> Iterator[int]:
         """Check on this rank what tensors are to become; yields bytes. Nothing is written.
 
         Raises:
@@ -65,50 +85,17 @@ class DeltaSource(WeightSource):
         """
         return iter(())
 
-    def place(self, destinations: Sequence[Destination | None]) -> PlacedChanges:
-        """The changes where they belong; None for a tensor that nobody needs."""
+    def place(self, target: Target) -> PlacedChanges:
+        """The changes where they belong."""
         raise NotImplementedError
 
 
-_Placing: TypeAlias = Callable[[Sequence[Place | None]], PlacedChanges]
-
-
-class PatchSource(DeltaSource):
-    """Patches of which each position is given.
-
-    Args:
-        read: makes the patches, checked, on the device; called once.
-    """
-
-    def __init__(
-        self,
-        entries: Sequence[TensorHeader],
-        read: Callable[[], Iterable[Patch]],
-        checksums: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(entries, checksums or {})
-        self._read_patches = read
-        self._patches: list[Patch] = []
-
-    def open(self) -> Iterator[int]:
-        for patch in self._read_patches():
-            self._patches.append(patch)
-            yield patch.values.nbytes
-
-    def place(self, destinations: Sequence[Destination | None]) -> PlacedChanges:
-        shapes = [patch.shape for patch in self._patches]
-        return PlacedPatches(self._patches, places_of(destinations, shapes))
-
-    def close(self) -> None:
-        super().close()
-        self._patches = []
-
-
 class PlacedPatches:
-    """Patches, written one after the other. Of several of one tensor, each changes what the last one left."""
+    """Patches, each of a tensor of its own or written after the last one of it."""
 
     def __init__(self, patches: Sequence[Patch], places: Sequence[Place | None]) -> None:
         self._pairs = list(zip(patches, places, strict=True))
+        self._nonfinite = NonFinite()
 
     def sums_after(self) -> Tensor:
         sums = [
@@ -117,8 +104,18 @@ class PlacedPatches:
         ]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
-    def apply(self) -> list[Tensor]:
-        return [patch.values[:0] if place is None else place.apply(patch) for patch, place in self._pairs]
+    def apply(self) -> int:
+        for index, (patch, place) in enumerate(self._pairs):
+            if place is not None:
+                self._nonfinite.add(str(index), place.apply(patch))
+        self._nonfinite.finish()
+        return sum(patch.values.nbytes for patch, _ in self._pairs)
+
+    def nonfinite(self) -> list[int]:
+        return [int(index) for index in self._nonfinite.names()]
+
+
+_Placing: TypeAlias = Callable[[Target], PlacedChanges]
 
 
 class CodedSource(DeltaSource):
@@ -162,9 +159,9 @@ class CodedSource(DeltaSource):
         yield self._values.nbytes
         self._place = self._place_blocks() if self._device.type == "cuda" else self._place_patches()
 
-    def place(self, destinations: Sequence[Destination | None]) -> PlacedChanges:
+    def place(self, target: Target) -> PlacedChanges:
         assert self._place is not None, "it is opened first"
-        return self._place(places_of(destinations, [each.shape for each in self._changed]))
+        return self._place(target)
 
     def release(self) -> Iterator[int]:
         self._forget()
@@ -189,7 +186,7 @@ class CodedSource(DeltaSource):
         for patch in patches:
             last = int(patch.positions[-1]) if len(patch.positions) else -1
             _check_positions(patch.name, patch.shape, last, len(patch.positions), len(patch.values))
-        return partial(PlacedPatches, patches)
+        return lambda target: PlacedPatches(patches, places_of(target, self.entries))
 
     def _place_blocks(self) -> _Placing:
         # Triton is there where CUDA is.
@@ -198,7 +195,11 @@ class CodedSource(DeltaSource):
         blocks = coded_blocks(self._codes, [each.num_codes for each in self._changed])
         for each, last, num_values in zip(self._changed, blocks.lasts, blocks.num_values, strict=True):
             _check_positions(each.name, each.shape, last, num_values, each.num_changed)
-        return partial(PlacedBlocks, blocks, self._values)
+        values, names = self._values, [each.name for each in self._changed]
+        base_dtype = BITS[values.dtype.itemsize]
+        return lambda target: PlacedBlocks(
+            blocks, values, [target.numbers(name) for name in names], target.base(base_dtype)
+        )
 
 
 def open_sparse(
@@ -227,14 +228,10 @@ def open_sparse(
     return CodedSource(changed, payload, device, base_version)
 
 
-def places_of(
-    destinations: Sequence[Destination | None], shapes: Sequence[tuple[int, ...]]
-) -> list[Place | None]:
-    """Where tensors of these whole shapes lie on this rank."""
-    return [
-        None if destination is None else Place.of(destination, shape)
-        for destination, shape in zip(destinations, shapes, strict=True)
-    ]
+def places_of(target: Target, entries: Iterable[TensorHeader]) -> list[Place | None]:
+    """Where whole tensors lie on this rank."""
+    destinations = [(target.destination(entry.name), entry.shape) for entry in entries]
+    return [None if where is None else Place.of(where, shape) for where, shape in destinations]
 
 
 def _codes_and_values(payload: WeightSource) -> tuple[TensorHeader, TensorHeader]:

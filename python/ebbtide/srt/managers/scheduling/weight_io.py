@@ -33,6 +33,7 @@ from ebbtide.srt.weight_sync.broadcast.stateless import decode_id
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel, import_loaders
 from ebbtide.srt.weight_sync.delta.folder import read_state
 from ebbtide.srt.weight_sync.delta.state_sum import as_hex
+from ebbtide.srt.weight_sync.delta.target import StoreTarget
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource, open_broadcast
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
@@ -340,14 +341,16 @@ class _Incoming:
         self._nonfinite.finish()
 
     def nonfinite(self) -> list[str]:
+        if self._changes is not None:
+            return [self._source.entries[index].name for index in self._changes.nonfinite()]
         return self._nonfinite.names()
 
     def sum_up(self, staging: Staging) -> Slices[None]:
         assert isinstance(staging, _InPlace | _Staged)
         assert isinstance(self._source, DeltaSource), "only a delta has sums"
-        places = [self._store.destination(entry.name, staging.shadow) for entry in self._source.entries]
-        yield from self._source.verify(places)
-        self._changes = self._source.place(places)
+        target = StoreTarget(self._store, staging.shadow, self._store.places)
+        yield from self._source.verify(target)
+        self._changes = self._source.place(target)
         if self._source.checksums:
             self._sums = self._changes.sums_after()
             yield sum(entry.num_bytes for entry in self._source.entries)
@@ -375,10 +378,7 @@ class _Incoming:
     def _patch(self, changes: PlacedChanges, staging: _InPlace | _Staged) -> Slices[None]:
         if not staging.is_staged:
             self._store.note_write()
-        written = changes.apply()
-        for entry, values in zip(self._source.entries, written, strict=True):
-            self._nonfinite.add(entry.name, values)
-        yield sum(values.nbytes for values in written)
+        yield changes.apply()
 
     def _look_at(self, named: Iterable[tuple[str, Tensor]]) -> Slices[None]:
         for name, region in named:

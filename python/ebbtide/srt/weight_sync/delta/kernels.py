@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.model_executor.weight_store import NonFinite
 from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES
-from ebbtide.srt.weight_sync.delta.patch import Place
 from ebbtide.srt.weight_sync.delta.state_sum import (
     COLUMN_SEED,
     LOW_32_BITS,
@@ -27,6 +27,8 @@ from ebbtide.srt.weight_sync.delta.state_sum import (
 )
 
 BLOCK = 1024
+# Of `Place.numbers`.
+NUM_FIELDS = 8
 # The columns of a tensor, and how many rows of them, that a program sums up.
 SUM_COLUMNS, SUM_ROWS = 512, 64
 _FACTOR_0, _FACTOR_1 = map(tl.constexpr, MIXING_FACTORS)
@@ -102,38 +104,45 @@ class PlacedBlocks:
 
     Args:
         values: of all tensors, in order, of the dtype of every place.
+        places: of each tensor, see `Place.numbers`; None for one that nobody needs.
+        base: the memory in which all places lie, as integers of the values' size.
     """
 
-    def __init__(self, blocks: CodedBlocks, values: Tensor, places: Sequence[Place | None]) -> None:
+    def __init__(
+        self, blocks: CodedBlocks, values: Tensor, places: Sequence[list[int] | None], base: Tensor
+    ) -> None:
         self._blocks = blocks
         self._values = values
-        self._places = places
-        # All regions are views of one arena.
-        dtype, device = bits_of(values).dtype, values.device
-        self._base = torch.empty(0, dtype=dtype, device=device)
-        for place in places:
-            if place is not None:
-                self._base.set_(place.region.untyped_storage())
-                break
-        rows = [[0] * 8 if place is None else _numbers(place) for place in places]
-        self._places_T8 = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+        self._base = base
+        self._rows = [[0] * NUM_FIELDS if place is None else place for place in places]
+        table_T8 = torch.tensor(self._rows, dtype=torch.int64)
+        self._places_T8 = table_T8.to(values.device, non_blocking=True)
+        self._nonfinite = NonFinite()
 
-    def apply(self) -> list[Tensor]:
-        """Write the values that are this rank's; returns all values, by tensor."""
+    def apply(self) -> int:
+        """Write the values that are this rank's; bytes of all values."""
         self._launch(self._base, writes=True)
-        return list(torch.split(self._values, self._blocks.num_values))
+        # All of them at once: it is seldom asked which.
+        self._nonfinite.add("", self._values)
+        self._nonfinite.finish()
+        return self._values.nbytes
+
+    def nonfinite(self) -> list[int]:
+        """Once that has run: the tensors of which a value is NaN or Inf."""
+        if not self._nonfinite.names():
+            return []
+        parts = torch.split(self._values, self._blocks.num_values)
+        return [index for index, part in enumerate(parts) if not bool(part.isfinite().all())]
 
     def sums_after(self) -> Tensor:
         """This rank's share of each tensor's sum as it is to be, int64 [T]. Nothing is written."""
-        sums_T = torch.zeros(len(self._places), dtype=torch.int64, device=self._values.device)
+        sums_T = torch.zeros(len(self._rows), dtype=torch.int64, device=self._values.device)
         self._launch(sums_T, writes=False)
         self._add_state_sums(sums_T)
         return sums_T
 
     def _add_state_sums(self, sums_T: Tensor) -> None:
-        tiles = [
-            0 if place is None or not place.counts else _num_tiles(place.region) for place in self._places
-        ]
+        tiles = [_num_tiles(*row[4:]) for row in self._rows]
         num_tiles_T = torch.tensor(tiles)
         total = int(num_tiles_T.sum())
         if total == 0:
@@ -173,18 +182,8 @@ class PlacedBlocks:
             )
 
 
-def _numbers(place: Place) -> list[int]:
-    """What the kernel has to know of a place."""
-    num_rows, num_columns = place.region.shape
-    return [
-        *(int(bits_of(place.region).storage_offset()), place.region.stride(0), place.num_columns),
-        *(place.first_row, num_rows, place.first_column, num_columns, int(place.counts)),
-    ]
-
-
-def _num_tiles(region: Tensor) -> int:
-    num_rows, num_columns = region.shape
-    return -(-num_rows // SUM_ROWS) * -(-num_columns // SUM_COLUMNS)
+def _num_tiles(num_rows: int, _: int, num_columns: int, counts: int) -> int:
+    return counts * -(-num_rows // SUM_ROWS) * -(-num_columns // SUM_COLUMNS)
 
 
 @triton.jit

@@ -96,6 +96,15 @@ class Place:
         rows_of_one = torch.Size(shape[1:-1]).numel()
         return cls(matrix, num_columns, part.start * rows_of_one, 0, destination.is_first)
 
+    def numbers(self, base: Tensor) -> list[int]:
+        """The place as a kernel takes it: where it begins, counted in elements of `base`, and its sizes."""
+        bits = bits_of(self.region)
+        num_rows, num_columns = bits.shape
+        return [
+            *(int(bits.storage_offset() - base.storage_offset()), bits.stride(0), self.num_columns),
+            *(self.first_row, num_rows, self.first_column, num_columns, int(self.counts)),
+        ]
+
     def bytewise(self) -> Place:
         """The same of the tensor's bytes."""
         size = self.region.element_size()
