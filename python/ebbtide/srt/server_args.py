@@ -220,6 +220,13 @@ class ServerArgs(SglangArguments):
     ] = "auto"
     weight_update_timeout_s: Annotated[float, Arg("Seconds a weight update or session may take.")] = 600.0
 
+    enable_trace: Annotated[
+        bool, Arg("Send OpenTelemetry traces of control operations and outputs to a collector.")
+    ] = False
+    otlp_traces_endpoint: Annotated[str, Arg("host:port of the collector, OTLP over gRPC.")] = (
+        "localhost:4317"
+    )
+    otlp_service_name: Annotated[str, Arg("The name of this server in traces.")] = "ebbtide"
     watchdog_timeout: Annotated[
         float,
         Arg(

@@ -30,6 +30,7 @@ class Service:
 
     def __init__(self, **keys: str | None) -> None:
         self.is_down = False
+        self.tracing = None
         self.config = SimpleNamespace(server_args=ServerArgs(model_path="none", **keys))
         self.asked: list[str] = []
         self.manager = SimpleNamespace(prepare=lambda fields: self.ask("generate"))

@@ -30,7 +30,11 @@ class Sampled:
         return {"number": self.num_samples}
 
     def end(self, operation: str) -> None:
-        self.timeline.note_operation(EndedOperation(operation, 1.0, 0.5, "done", "200", "said", None))
+        end = self.timeline.begin(operation)
+        end(EndedOperation(operation, 1.0, 0.5, "done", "200", "said", None))
+
+    def generate(self, version: str, start: int, end: int) -> None:
+        self.timeline.note_output({"weight_versions": [{"version": version, "start": start, "end": end}]})
 
 
 async def first(events: AsyncGenerator[dict[str, Any]], kind: str) -> Any:
@@ -48,15 +52,15 @@ def test_viewers_get_the_past_and_what_happens_and_nobody_else_costs_samples(
     async def main() -> None:
         sampled = Sampled()
         sampled.end("flush_cache")
-        sampled.timeline.note_spans([{"version": "0", "start": 0, "end": 5}])
+        sampled.generate("0", 0, 5)
         assert sampled.num_samples == 0
 
         events = sampled.timeline.events()
         history = await first(events, "history")
         assert [entry["operation"] for entry in history["operations"]] == ["flush_cache"]
         await first(events, "sample")
-        sampled.timeline.note_spans([{"version": "1", "start": 0, "end": 3}])
-        sampled.timeline.note_spans([{"version": "1", "start": 3, "end": 7}])
+        sampled.generate("1", 0, 3)
+        sampled.generate("1", 3, 7)
         while not (sample := await first(events, "sample"))["tokens_by_version"]:
             pass
         assert sample["tokens_by_version"] == {"1": 7}, "of the viewer's own time alone"

@@ -38,6 +38,7 @@ from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, is_main_thread,
 from ebbtide.srt.entrypoints.loads import load_summaries
 from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
+from ebbtide.srt.entrypoints.metrics.tracing import TraceContext
 from ebbtide.srt.entrypoints.openai.chat_template import read_chat_template
 from ebbtide.srt.entrypoints.openai.protocol import parse
 from ebbtide.srt.entrypoints.openai.routes import OpenAIApi
@@ -90,6 +91,7 @@ def create_app(service: EngineService) -> FastAPI:
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, _answer_bug)
+    app.add_middleware(TraceContext, is_traced=lambda: service.tracing is not None)
     app.add_middleware(KeyCheck, keys=lambda: Keys.of(service.config.server_args))
     return app
 

@@ -19,6 +19,7 @@ from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
 from ebbtide.srt.entrypoints.loads import load_totals, loads_body, loads_of_rank, wanted_sections
 from ebbtide.srt.entrypoints.metrics.operations import OPERATIONS, TRANSITION
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
+from ebbtide.srt.entrypoints.metrics.tracing import open_tracing
 from ebbtide.srt.entrypoints.occupation import (
     count_devices_once,
     engine_state,
@@ -60,6 +61,7 @@ class EngineService:
     Attributes:
         metrics: what was asked for through both doors, and how that went.
         timeline: the recent past, for the dashboard.
+        tracing: None unless it was asked for.
 
     Raises:
         ConfigurationError: the model, the tokenizer or the machine does not do.
@@ -81,6 +83,9 @@ class EngineService:
         self.metrics = Metrics(config.model.weight_version)
         self.timeline = Timeline(self._sample)
         self.metrics.control.observers.append(self.timeline)
+        self.tracing = open_tracing(config.server_args)
+        if self.tracing is not None:
+            self.metrics.control.observers.append(self.tracing)
         self._transitions = Transitions(self.control)
         self._processes = EngineProcesses(config, targets, early)
         try:
@@ -152,6 +157,8 @@ class EngineService:
         """As `fail`, and close the channels. The processes are `shutdown`'s."""
         self.metrics.gc_pauses.remove()
         self.timeline.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         if self._manager is not None:
             await self._manager.close()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Final
 
-from ebbtide.srt.entrypoints.metrics.operations import EndedOperation
+from ebbtide.srt.entrypoints.metrics.operations import EndedOperation, Ending
 
 # So much of the past a page begins with: an hour of a training loop has a few hundred control operations.
 MAX_OPERATIONS: Final = 512
@@ -51,8 +51,11 @@ class Timeline:
         self._viewers: set[asyncio.Queue[Event | None]] = set()
         self._sampling: asyncio.Task[None] | None = None
 
-    def note_operation(self, ended: EndedOperation) -> None:
-        """A control operation has ended."""
+    def begin(self, operation: str) -> Ending:
+        """A control operation begins; what is returned is called when it has ended."""
+        return self._note_ended
+
+    def _note_ended(self, ended: EndedOperation) -> None:
         told = ((name, getattr(ended.reply, name, None)) for name in _REPLY_FIELDS)
         event: Event = {
             "operation": ended.operation,
@@ -65,9 +68,9 @@ class Timeline:
         self._operations.append(event)
         self._publish({"operation": event})
 
-    def note_spans(self, spans: Sequence[Mapping[str, Any]]) -> None:
-        """An output has ended: its `weight_versions`."""
-        for span in spans:
+    def note_output(self, meta: Mapping[str, Any]) -> None:
+        """An output has ended: its `meta_info`."""
+        for span in meta["weight_versions"]:
             self._tokens_by_version[span["version"]] += span["end"] - span["start"]
 
     async def events(self) -> AsyncGenerator[Event]:

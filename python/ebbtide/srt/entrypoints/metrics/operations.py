@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
@@ -90,14 +90,17 @@ class EndedOperation:
     reply: Reply | None
 
 
+Ending: TypeAlias = Callable[[EndedOperation], None]
+
+
 class Observer(Protocol):
-    """Who else hears of what `ControlMetrics` counts."""
+    """Who else hears of what is counted."""
 
-    def note_operation(self, ended: EndedOperation) -> None:
-        """A control operation has ended."""
+    def begin(self, operation: str) -> Ending:
+        """A control operation begins; what is returned is called when it has ended."""
 
-    def note_spans(self, spans: Sequence[Mapping[str, Any]]) -> None:
-        """An output has ended: its `weight_versions`."""
+    def note_output(self, meta: Mapping[str, Any]) -> None:
+        """An output has ended: its `meta_info`."""
 
 
 class ControlMetrics:
@@ -107,7 +110,7 @@ class ControlMetrics:
         version: that of the weights at the start.
 
     Attributes:
-        observers: told of each operation and output that has ended.
+        observers: told of each operation, and of each output that has ended.
     """
 
     def __init__(self, registry: CollectorRegistry, version: str) -> None:
@@ -186,6 +189,7 @@ class ControlMetrics:
         began_s, started_s = time.time(), time.perf_counter()
         outcome, status, message = "failed", "500", ""
         reply: Reply | None = None
+        endings = [observer.begin(operation) for observer in self.observers]
         self._running.labels(operation).inc()
         try:
             result = await work
@@ -212,8 +216,8 @@ class ControlMetrics:
             self._duration_s.labels(operation).observe(duration_s)
             self._ended.labels(operation, outcome, status).inc()
             ended = EndedOperation(operation, began_s, duration_s, outcome, status, message, reply)
-            for observer in self.observers:
-                observer.note_operation(ended)
+            for end in reversed(endings):
+                end(ended)
 
     def _note(self, operation: str, reply: Reply) -> None:
         match reply:
@@ -253,8 +257,6 @@ class ControlMetrics:
             self._lag.observe(self._version_lag.of(span["version"]), span["end"] - span["start"])
         if len({span["version"] for span in spans}) > 1:
             self._mixed.inc()
-        for observer in self.observers:
-            observer.note_spans(spans)
 
     def set_state(self, state: StateReport) -> None:
         """Take over the state machines as they stand."""

@@ -111,6 +111,8 @@ class Metrics:
         self._first_s.observe(meta["first_token_latency"])
         self._queue_s.observe(meta["queue_time"])
         self.control.note_spans(meta["weight_versions"])
+        for observer in self.control.observers:
+            observer.note_output(meta)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, help_text, labels, registry=self._registry)
