@@ -69,8 +69,11 @@ class PrefixFinder:
     def _search(
         self, page_rows_R: NDArray[np.int32], num_full_R: NDArray[np.int32]
     ) -> tuple[SharedPrefixes, _Sharers] | None:
-        width = int(num_full_R.max(initial=0))
-        if len(page_rows_R) < 2 or width == 0:
+        if len(page_rows_R) < 2:
+            return None
+        # The longest request shares no more than the next has.
+        width = int(np.partition(num_full_R, -2)[-2])
+        if width == 0:
             return None
         table_RP = self._page_table[page_rows_R, :width]
         # Any order of page ids brings equal beginnings together.

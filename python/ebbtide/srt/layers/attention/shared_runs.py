@@ -53,10 +53,11 @@ def runs_of_neighbours(table_RP: Ints, num_full_R: Ints) -> SharedRuns:
     """
     if len(table_RP) < 2:
         return NO_RUNS
-    width = int(num_full_R.max())
+    most_common = np.minimum(num_full_R[1:], num_full_R[:-1])
+    width = int(most_common.max())
     differs = np.ones((len(table_RP) - 1, width + 1), dtype=np.bool_)
     np.not_equal(table_RP[1:, :width], table_RP[:-1, :width], out=differs[:, :width])
-    num_common = np.minimum(differs.argmax(axis=1), np.minimum(num_full_R[1:], num_full_R[:-1]))
+    num_common = np.minimum(differs.argmax(axis=1), most_common)
     return best_runs(num_common.tolist())
 
 
