@@ -39,8 +39,8 @@ _MIN_SAVED_BYTES = 16 << 20
 
 
 def can_list(shape: AttentionShape, kind: AttentionKind) -> bool:
-    """Whether items serve such layers: a block takes the heads that share a KV head, and no window cuts."""
-    return shape.group <= _TILE_ROWS and kind.window is None
+    """Whether items serve such layers: a block takes several requests, and no window cuts their pages."""
+    return 2 * shape.group <= _TILE_ROWS and kind.window is None
 
 
 def saves_time(shape: AttentionShape, num_rows: int, num_pages: int) -> bool:
@@ -67,9 +67,9 @@ class ItemBuffers:
         self._max_rows = _TILE_ROWS // shape.group
         self._resident = _BLOCKS_PER_SM * num_multiprocessors(device) // shape.num_kv_heads + 1
         self.max_parts = min(_MAX_PARTS, max(_MIN_PARTS, _MAX_PARTS_OF_STEP // num_rows))
-        # One for each row, one for every four that share, and some for those that are cut: blocks without
-        # work are not free.
-        self.num_items = num_rows + num_rows // 4 + 2 * self._resident
+        # One for each row, one for each tile of those that share, and some for those that are cut: blocks
+        # without work are not free.
+        self.num_items = num_rows + num_rows // min(4, self._max_rows) + 2 * self._resident
         constants = np.zeros(2 * self.num_items + 4, dtype=np.int32)
         constants[: self.num_items] = 2 * np.arange(self.num_items)
         constants[2 * self.num_items] = _WHOLE
