@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.demo.elastic import ElasticRecord, Span
 from ebbtide.demo.failure import DemoFailed
 from ebbtide.demo.loop import Exam, Stage, StageRecord, StepRecord
 from ebbtide.demo.memory import MemorySample
@@ -31,6 +32,12 @@ def step(number: int, reward: float, kept_bytes: int = 0) -> StepRecord:
     return StepRecord(number, reward, 1000, 2e-6, stages)
 
 
+def disturbed() -> ElasticRecord:
+    samples = [memory(100 + number, asleep=number in (4, 5)) for number in range(9)]
+    spans = [Span(101, 102, "some of it"), Span(104, 105, "all of it")]
+    return ElasticRecord(64, samples, spans, is_equal=True)
+
+
 def results(*rewards: float, kept_bytes: int = 0) -> Results:
     start = memory(-1.0, asleep=False)
     steps = [step(number, reward, kept_bytes) for number, reward in enumerate(rewards)]
@@ -54,6 +61,15 @@ def test_memory_that_stays_with_the_processes_fails():
         results(*good, kept_bytes=6_000_000).check()
 
 
+def test_requests_that_noticed_fail():
+    found = results(0.2, 0.95, 0.95, 0.95)
+    found.elastic = disturbed()
+    found.check()
+    found.elastic.is_equal = False
+    with pytest.raises(DemoFailed, match="taken from under them"):
+        found.check()
+
+
 def test_rows_are_as_wide_as_their_heading():
     assert {len(line) for line in heading().splitlines()} == {len(row(step(12, 0.3)))}
     assert row(step(12, 0.3)).split()[:3] == ["12", "0.300", "2000"]
@@ -63,11 +79,12 @@ def test_rows_are_as_wide_as_their_heading():
 def test_report_is_one_file_with_everything_inside(tmp_path: Path, failure: str | None):
     found = results(0.2, 0.6, 0.95, 0.97)
     found.failure = failure
+    found.elastic = disturbed()
     html = write_report(tmp_path, found).read_text(encoding="utf-8")
     # Nothing is fetched, neither from other files nor from elsewhere.
     assert all(target.startswith("data:") for target in re.findall(r'(?:src|href)\s*=\s*"([^"]*)', html))
     assert "url(" not in html
-    assert len(re.findall("<img ", html)) == 4
+    assert len(re.findall("<img ", html)) == 5
     assert ("reward &lt; 0.9 &amp; falling" in html) == (failure is not None)
     for number in range(4):
         assert re.search(rf"<tr><td>{number}</td>", html)

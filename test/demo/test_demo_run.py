@@ -12,7 +12,9 @@ from ebbtide.demo.failure import DemoFailed
 from ebbtide.demo.run import Settings, main, run
 from ebbtide.demo.trainer import Trainer
 
-TINY = Settings(num_steps=2, num_prompts=4, group_size=2, warm_up_goal=1e-9, kv_pool_bytes=16_000_000)
+TINY = Settings(
+    num_steps=2, num_prompts=4, group_size=2, num_disturbed=64, warm_up_goal=1e-9, kv_pool_bytes=16_000_000
+)
 
 
 def attempt(out: Path) -> tuple[str, str]:

@@ -116,6 +116,39 @@ def memory_by_stage(figure: FigureBase, results: Results) -> None:
     rows[-1].set_xlim(0, len(shown) * len(Stage))
 
 
+def memory_under_requests(figure: FigureBase, results: Results) -> None:
+    """Memory by tag while requests run, and who else had it."""
+    assert results.elastic is not None
+    axes = figure.subplots()
+    axes.set_title("Resident memory while requests run: a smaller KV cache, and none at all", pad=34)
+    samples = results.elastic.samples
+    start_s = samples[0].time_s
+    times_s = [sample.time_s - start_s for sample in samples]
+    series = [*_memory_series(samples), ("parked KV", _BLUE, [s.parked_bytes / MB for s in samples])]
+    for name, color, values in series:
+        axes.plot(times_s, values, color=color, linewidth=1.8, label=name)
+        if name != series[0][0]:
+            axes.fill_between(times_s, values, color=color, alpha=0.15, linewidth=0)
+    for span in results.elastic.spans:
+        axes.axvspan(
+            span.start_s - start_s, span.end_s - start_s, color=_GRID, alpha=0.6, linewidth=0, zorder=0
+        )
+        middle = ((span.start_s + span.end_s) / 2 - start_s, 1.0)
+        axes.annotate(
+            span.label,
+            middle,
+            (0, 4),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8.5,
+            color=_FAINT,
+        )
+    axes.set(xlabel="seconds since the requests were sent", ylabel="MB", xlim=(0, times_s[-1]))
+    axes.set_ylim(bottom=0)
+    figure.legend(loc="outside lower right", ncols=4, fontsize=8.5)
+
+
 def svg(plot: Plot, results: Results, width: float, height: float) -> bytes:
     """One plot by itself; width and height in inches."""
     with mpl.rc_context(_STYLE):
@@ -129,8 +162,14 @@ def svg(plot: Plot, results: Results, width: float, height: float) -> bytes:
 def write_picture(path: Path, results: Results) -> None:
     """All plots in one PNG."""
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(13.5, 7.8), layout="constrained")
-        left, right = _split(figure, 1, 2, width_ratios=(1, 1.55))
+        if results.elastic is not None:
+            figure = Figure(figsize=(13.5, 11), layout="constrained")
+            top, bottom = _split(figure, 2, 1, height_ratios=(2.3, 1))
+            memory_under_requests(bottom, results)
+        else:
+            figure = Figure(figsize=(13.5, 7.8), layout="constrained")
+            top = figure
+        left, right = _split(top, 1, 2, width_ratios=(1, 1.55))
         places = (*_split(left, 2, 1), *_split(right, 2, 1, height_ratios=(1.25, 1)))
         plots = (reward, logprob_difference, memory_by_stage, memory_over_time)
         for place, plot in zip(places, plots, strict=True):

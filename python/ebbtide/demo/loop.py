@@ -9,6 +9,7 @@ from enum import StrEnum
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ebbtide.demo.elastic import Elastic, ElasticRecord
 from ebbtide.demo.failure import DemoFailed
 from ebbtide.demo.memory import MemoryProbe, MemorySample
 from ebbtide.demo.task import EOS_ID, MAX_ANSWER_TOKENS, Problem, ProblemSet, encode
@@ -100,6 +101,10 @@ class Loop:
         self._on_stage = on_stage
         self._probe = MemoryProbe(engine)
         self.start = self._probe.sample()
+
+    def disturb(self, num_requests: int) -> ElasticRecord:
+        """Have so many requests answered while memory is taken from under them."""
+        return Elastic(self._engine, self._probe, self._problems.draw(num_requests)).run()
 
     def examine(self) -> Exam:
         """What the engine answers to the held-out problems, greedily."""

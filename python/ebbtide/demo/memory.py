@@ -21,12 +21,14 @@ class MemorySample:
     Args:
         time_s: since the probe was made.
         tag_bytes: resident bytes per memory tag, as `memory_occupation()` reports them.
+        parked_bytes: KV in host memory, of requests that wait for room in the cache.
         process_bytes: proportional set size (Pss) of all processes of the engine together.
     """
 
     time_s: float
     tag_bytes: dict[str, int]
     process_bytes: int
+    parked_bytes: int = 0
 
 
 class MemoryProbe:
@@ -44,5 +46,6 @@ class MemoryProbe:
         return MemorySample(
             time_s=time.perf_counter() - self._start,
             tag_bytes={tag: state["resident_bytes"] for tag, state in tags.items()},
+            parked_bytes=tags["kv_cache"]["backup_bytes"],
             process_bytes=sum(self._device.memory_info(pid).process_bytes for pid in self._pids),
         )

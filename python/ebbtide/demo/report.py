@@ -58,6 +58,7 @@ def _page(results: Results) -> str:
         _cards(results),
         _reward(results),
         _memory(results),
+        _elastic(results),
         _logprobs(results),
         _steps(results),
         _environment(results),
@@ -135,6 +136,19 @@ def _memory(results: Results) -> str:
         "what remains while everything is released is interpreters, libraries and their working memory.</p>"
         + _image(figures.svg(figures.memory_by_stage, results, 10, 5), "resident memory by stage of a step")
         + _image(figures.svg(figures.memory_over_time, results, 10, 3.6), "resident memory over time")
+    )
+
+
+def _elastic(results: Results) -> str:
+    if results.elastic is None:
+        return ""
+    plot = figures.svg(figures.memory_under_requests, results, 10, 3.8)
+    return (
+        "<h2>Memory that is lent</h2><p>In the end the trained model answers "
+        f"{results.elastic.num_requests} questions at length, while a trainer takes three quarters of the "
+        "KV cache for a while, and then all of it. Requests that have no room are parked: their KV waits in "
+        "host memory, and they go on from there. All were answered token by token as by an engine that "
+        "nobody disturbs.</p>" + _image(plot, "resident memory while requests run")
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from ebbtide.demo.elastic import ElasticRecord
 from ebbtide.demo.failure import DemoFailed
 from ebbtide.demo.loop import Exam, Stage, StepRecord
 from ebbtide.demo.memory import MemorySample
@@ -22,6 +23,7 @@ class Results:
 
     Args:
         start: memory before the first step.
+        elastic: requests that ran while memory was taken from under them; None: not reached.
         before, after: the held-out problems before the first and after the last step; None: not reached.
         warm_up_s, total_s: how long the warm-up and everything took.
         failure: what does not hold; None: nothing.
@@ -33,6 +35,7 @@ class Results:
     before: Exam
     after: Exam | None = None
     steps: list[StepRecord] = field(default_factory=list)
+    elastic: ElasticRecord | None = None
     total_s: float = 0.0
     failure: str | None = "it did not finish"
 
@@ -65,6 +68,8 @@ class Results:
                     f"step {step.step}: {tag_bytes} bytes were released, but the processes of the engine "
                     f"hold only {process_bytes} fewer"
                 )
+        if self.elastic is not None and not self.elastic.is_equal:
+            raise DemoFailed("requests were answered otherwise because memory was taken from under them")
         if not self.first_reward < FIRST_REWARD_BELOW or not self.last_reward > LAST_REWARD_ABOVE:
             raise DemoFailed(
                 f"the reward went from {self.first_reward:.3f} to {self.last_reward:.3f}; "

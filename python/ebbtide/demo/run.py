@@ -32,6 +32,7 @@ class Settings:
     Args:
         num_prompts: questions per step.
         group_size: answers to each.
+        num_disturbed: requests that run in the end while memory is taken from under them.
         warm_up_goal: the probability of a right answer at which the warm-up ends.
         kv_pool_bytes: size of the KV cache, which gives the memory plots something to show.
     """
@@ -39,6 +40,7 @@ class Settings:
     num_steps: int = 70
     num_prompts: int = 256
     group_size: int = 4
+    num_disturbed: int = 512
     warm_up_goal: float = 0.16
     kv_pool_bytes: int = 256_000_000
 
@@ -95,7 +97,7 @@ def run(settings: Settings, seed: int, out: Path, console: Console) -> Results:
             )
             results = Results(seed, warm_up_s, loop.start, loop.examine())
             try:
-                _train(loop, settings.num_steps, results, display)
+                _train(loop, settings, results, display)
                 results.total_s = time.perf_counter() - start
                 results.check()
             except DemoFailed as error:
@@ -127,11 +129,14 @@ def _warm_up(trainer: Trainer, problems: ProblemSet, goal: float, display: Displ
     display.line(f"a sampled answer is now right with a probability of {probability:.2f}")
 
 
-def _train(loop: Loop, num_steps: int, results: Results, display: Display) -> None:
-    for record in loop.run(num_steps):
+def _train(loop: Loop, settings: Settings, results: Results, display: Display) -> None:
+    for record in loop.run(settings.num_steps):
         results.steps.append(record)
         display.step(record)
     results.after = loop.examine()
+    results.elastic = loop.disturb(settings.num_disturbed)
+    for span in results.elastic.spans:
+        display.line(f"for {span.end_s - span.start_s:.1f} s {span.label}".replace("\n", ": "))
     results.failure = None
     display.line(
         f"reward {results.first_reward:.3f} → {results.last_reward:.3f}; held-out sums answered right, "

@@ -55,6 +55,7 @@ class NullPageStore:
     """
 
     num_bytes = 0
+    page_s: float | None = None
 
     def __init__(self, max_pages: int = 12, kv: NullKV | None = None) -> None:
         self._max_pages = max_pages

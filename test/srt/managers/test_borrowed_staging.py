@@ -15,9 +15,12 @@ from fixtures.checkpoints import make_checkpoint
 from fixtures.full_rank import CHUNK, KV, NUM_KV_CHUNKS, SHAPE, Rank, prompt
 
 from ebbtide.srt.managers.io_struct import (
+    AbortReq,
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
+    PauseGenerationReqInput,
     PauseMode,
     Preserve,
     Refusal,
@@ -28,6 +31,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsReqOutput,
 )
 from ebbtide.srt.mem_cache.kv_pool import KVPool
+from ebbtide.srt.mem_cache.page_store import HostPageStore
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 
@@ -217,6 +221,36 @@ def test_a_pool_that_is_full_gives_up_what_is_cached_and_then_the_youngest(
     rank.run()
     assert [rank.tokens[rid] for rid in rids] == [undisturbed.tokens[rid] for rid in expected]
     rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256))
+    rank.assert_whole()
+
+
+@pytest.mark.parametrize("how", ["restored", "recomputed", "the oldest is aborted", "all are retracted"])
+def test_parked_requests_go_on_wherever_their_pages_lie(
+    make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    rank, undisturbed = make_rank(), make_rank()
+    rids, expected = (
+        [one.generate(prompt(seed, 150), 60) for seed in range(7)] for one in (rank, undisturbed)
+    )
+    undisturbed.run()
+    rank.turn(12)
+    if how == "recomputed":
+        monkeypatch.setattr(HostPageStore, "page_s", 1000.0)
+        rank.scheduler._pace.prefill_token_s = 1e-6
+    released = rank.apply(ReleaseMemoryOccupationReqInput(tags=KV, preserve=Preserve.LIVE))
+    assert released.num_parked >= 6
+    if how == "the oldest is aborted":
+        rank.apply(AbortReq(rid=rids[0]))
+    elif how == "all are retracted":
+        rank.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT))
+        rank.apply(ContinueGenerationReqInput())
+    assert rank.apply(ResumeMemoryOccupationReqInput(tags=KV)).success
+    requests = [*rank.scheduler.policy.running, *rank.scheduler.policy.waiting]
+    is_retracted = how in ("recomputed", "all are retracted")
+    assert any(req.num_retractions for req in requests) == is_retracted
+    rank.run()
+    ended = rids[1:] if how == "the oldest is aborted" else rids
+    assert [rank.tokens[rid] for rid in ended] == [undisturbed.tokens[rid] for rid in expected][-len(ended) :]
     rank.assert_whole()
 
 

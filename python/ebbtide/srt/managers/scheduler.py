@@ -211,7 +211,9 @@ class Scheduler:
         self.progress.begin("a forward pass")
         result = launched.step.wait()
         now = time.monotonic()
-        self._pace.note_step(now - max(launched.at_s, self._committed_s))
+        self._pace.note_step(
+            now - max(launched.at_s, self._committed_s), len(launched.batch.plan.input_ids_T)
+        )
         self._committed_s = now
         output = self._processor.commit(launched.batch, result)
         if output is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -9,6 +10,9 @@ import torch
 
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.memory_saver.backup import PIECE_BYTES, HostBuffer, HostPinning
+
+# Of less than this the time says nothing about the speed of copies.
+MEASURED_BYTES = 16 << 20
 
 
 class HostPageStore:
@@ -30,6 +34,7 @@ class HostPageStore:
         self._buffers: list[HostBuffer] = []
         self._free = list(range(self._max_slots - 1, -1, -1))
         self._num_users: Counter[int] = Counter()
+        self._page_s: float | None = None
 
     @property
     def num_free(self) -> int:
@@ -40,6 +45,11 @@ class HostPageStore:
     def num_bytes(self) -> int:
         """What the pages held now take."""
         return (self._max_slots - len(self._free)) * self._pool.layout.page_bytes
+
+    @property
+    def page_s(self) -> float | None:
+        """Seconds that a page takes to the host, and about as many back; None: not measured yet."""
+        return self._page_s
 
     def allocate(self) -> None:
         """Take all of the memory now, so that no release waits for it."""
@@ -57,10 +67,13 @@ class HostPageStore:
         assert len(pages) <= len(self._free), f"{len(pages)} pages are kept where {len(self._free)} have room"
         slots = sorted(self._free, reverse=True)[len(self._free) - len(pages) :][::-1]
         self._allocate(max(slots, default=-1) + 1)
+        started = time.perf_counter()
         for part, room in self._runs(slots):
             room.copy_(self._pool.read(pages[part]), non_blocking=self._is_pinned)
         for buffer in self._buffers[:1]:
             buffer.synchronize()
+        if len(pages) * self._pool.layout.page_bytes >= MEASURED_BYTES:
+            self._page_s = (time.perf_counter() - started) / len(pages)
         taken = set(slots)
         self._free = [slot for slot in self._free if slot not in taken]
         slot_of = dict(zip(pages, slots, strict=True))

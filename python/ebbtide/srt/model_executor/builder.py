@@ -124,6 +124,7 @@ def build_model_runner(
             runner.graphs = capture_graphs(
                 runner, attention, saver, runtime_config.cuda_graph_bs, next_tokens
             )
+        _log_left(device, cache_config)
     return runner
 
 
@@ -138,6 +139,16 @@ def _log_staging(kv_pool: KVPool, weight_store: WeightStore, *, can_lend: bool) 
     else:
         source = f"free device memory: the KV cache has {num_chunks} chunks, too few to lend"
     logger.info("a second copy of the weights for updates: bytes=%d from %s", weight_store.num_bytes, source)
+
+
+def _log_left(device: Device, cache_config: CacheConfig) -> None:
+    """What nobody has, now that torch keeps what the longest step and the graphs took."""
+    memory = device.memory_info()
+    if cache_config.max_total_tokens is not None:
+        why = f"max_total_tokens is {cache_config.max_total_tokens}"
+    else:
+        why = f"mem_fraction_static is {cache_config.mem_fraction_static}; raise it if no trainer is to come"
+    logger.info("device memory left: bytes=%d of %d: %s", memory.free_bytes, memory.total_bytes, why)
 
 
 def of_rank(model_config: ModelConfig, group: ParallelGroup) -> ModelConfig:

@@ -5,6 +5,7 @@ Source: control_semantics section 1.2.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeVar
@@ -77,6 +78,8 @@ class MemoryOccupation:
         # Pages whose contents are in the store while the KV cache is released, and their slots there.
         self._parked_pages: list[int] = []
         self._parked_slots: list[int] = []
+        # What it would take to compute them again; none where the prefix cache is among them.
+        self._parked_tokens = 0
         # Counts the times that the KV cache was released: a resume that still takes memory is then void.
         self._num_kv_releases = 0
         self._released: frozenset[MemoryTag] = frozenset()
@@ -167,6 +170,8 @@ class MemoryOccupation:
         to_resume = [tag for tag in tags if tag in self._released]
         free_before = self._free_bytes()
         mapped_bytes: dict[MemoryTag, int] = {}
+        if MemoryTag.KV_CACHE in to_resume:
+            yield from self._choose_to_recompute()
         if to_resume:
             yield from self._resume(to_resume, mapped_bytes)
         if MemoryTag.KV_CACHE in to_resume:
@@ -185,11 +190,34 @@ class MemoryOccupation:
             message=_sentence("Resumed", to_resume),
         )
 
+    def _choose_to_recompute(self) -> Work[None]:
+        """Retract parked requests where all ranks expect a prefill to be sooner than the copy back."""
+        if not self._parked_tokens:
+            return
+        has_use = self._requests.num_running > 0  # They may have ended, or lost their KV, since.
+        if has_use:
+            _, costs = yield from self._ranks.survey(
+                Activity.ALONE, at_once(lambda: None), lambda _: self._costs()
+            )
+            restore_s, compute_s = (max(seconds) for seconds in zip(*costs, strict=True))
+            has_use = restore_s <= compute_s
+        if not has_use:
+            # What they had in the prefix cache goes too: nothing brings its contents back.
+            self._requests.park(NOTHING_PARKED)
+            self._drop_parked()
+
+    def _costs(self) -> tuple[float, float]:
+        """Seconds to bring parked KV back, and to compute it. Without a measurement it is brought back."""
+        page_s, token_s = self._page_store.page_s, self._pace.prefill_token_s
+        if page_s is None or token_s is None:
+            return 0.0, math.inf
+        return page_s * len(self._parked_pages), token_s * self._parked_tokens
+
     def _resume(self, tags: list[MemoryTag], mapped_bytes: dict[MemoryTag, int]) -> Work[None]:
         """Take the memory of these tags, of the KV cache the first part; adds to `mapped_bytes`."""
         has_kv = MemoryTag.KV_CACHE in tags
         if has_kv:
-            self._kv.hold_back()
+            self._kv.hold_back(self._parked_pages)
         try:
             yield from self._on_all_ranks(lambda: mapped_bytes.update(self._map_all(tags)))
         except (RequestRejected, EngineError):
@@ -285,7 +313,7 @@ class MemoryOccupation:
 
     def _drop_parked(self) -> None:
         self._page_store.drop(self._parked_slots)
-        self._parked_pages, self._parked_slots = [], []
+        self._parked_pages, self._parked_slots, self._parked_tokens = [], [], 0
 
     def _keeping(self, tags: list[MemoryTag], backup: bool | None) -> bool | None:
         """Whether the weights are kept. None: they are not released, or an earlier release broke off."""
@@ -298,6 +326,7 @@ class MemoryOccupation:
             if plan.pages:
                 (self._parked_slots,) = self._page_store.save([plan.pages])
                 self._parked_pages = plan.pages
+                self._parked_tokens = 0 if plan.keeps_cache else plan.num_tokens
             if with_weights:
                 self._memories[MemoryTag.WEIGHTS].prepare_release(keep=True)
         except OutOfDeviceMemory as error:

@@ -26,6 +26,9 @@ IDLE_TURN_S: Final = 25e-3
 # What a device copies beside a forward pass; a copy is launched sooner than it is done.
 COPY_BYTES_PER_S: Final = 1.4e12
 
+# A pass over so many new tokens is prefill, with or without requests that decode beside.
+PREFILL_TOKENS: Final = 512
+
 # A wait is looked at after at least this, and after at most this.
 SHORTEST_LOOK_S: Final = 1e-3
 LONGEST_LOOK_S: Final = 32e-3
@@ -73,14 +76,20 @@ class Pace:
     """Makes turns of work: a share of a forward pass each while passes run, all of it at once while none do.
 
     Ranks measure their own passes, so they may need different numbers of turns: work is paced inside a phase.
+
+    Attributes:
+        prefill_token_s: what a token took in the last pass that was mainly prefill; None: there was none.
     """
 
     def __init__(self) -> None:
         self._step_s: float | None = None
+        self.prefill_token_s: float | None = None
 
-    def note_step(self, step_s: float) -> None:
-        """A forward pass took so long, from one to the next."""
+    def note_step(self, step_s: float, num_tokens: int = 1) -> None:
+        """A forward pass over so many new tokens took so long, from one to the next."""
         self._step_s = step_s
+        if num_tokens >= PREFILL_TOKENS:
+            self.prefill_token_s = step_s / num_tokens
 
     def note_idle(self) -> None:
         """The loop made a turn without a forward pass."""

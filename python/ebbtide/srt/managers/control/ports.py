@@ -160,11 +160,13 @@ class ParkingPlan:
         rids: the oldest running requests, as far as there is room for their pages.
         pages: what holds their KV, and the prefix cache if it is kept, ascending.
         keeps_cache: whether the prefix cache is kept.
+        num_tokens: that these requests would have to compute again.
     """
 
     rids: frozenset[str]
     pages: list[int]
     keeps_cache: bool
+    num_tokens: int = 0
 
 
 class Requests(Protocol):
@@ -270,6 +272,11 @@ class PageStore(Protocol):
         """What it holds now."""
         ...
 
+    @property
+    def page_s(self) -> float | None:
+        """Seconds that a page takes to the host or back; None: not measured yet."""
+        ...
+
     def save(self, owners: Sequence[Sequence[int]]) -> list[list[int]]:
         """Copy these pages, those of several owners; returns each owner's slots, page for page.
 
@@ -294,8 +301,8 @@ class PageStore(Protocol):
 class ChunkedKV(Protocol):
     """The KV cache as its memory comes back in parts. All but `map` comes out alike on all ranks."""
 
-    def hold_back(self) -> None:
-        """Before a resume: leave in the pool what is to have memory at once."""
+    def hold_back(self, pages: Sequence[int]) -> None:
+        """Before a resume: leave in the pool what is to have memory at once, these pages among it."""
         ...
 
     def next_part(self) -> list[int]:

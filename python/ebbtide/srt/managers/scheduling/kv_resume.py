@@ -50,17 +50,16 @@ class KVResume:
         self._mapped: set[int] = set()
         self._round = 0
 
-    def hold_back(self) -> None:
-        """Before a resume: leave the first chunks in the pool, and those with pages that are held."""
+    def hold_back(self, pages: Sequence[int]) -> None:
+        """Before a resume: leave the first chunks in the pool, those of these pages, and of pages in use."""
         assert not self._held_back, "a resume is under way"
         if self._memory is None:
             return
         allocator = self._policy.allocator
         held = allocator.held_by_chunk()
         num_first = max(1, int(len(held) * FIRST_SHARE))
-        self._held_back = [
-            chunk for index, chunk in enumerate(held) if index >= num_first and not held[chunk]
-        ]
+        first = {*list(held)[:num_first], *map(allocator.chunk_of, pages)}
+        self._held_back = [chunk for chunk in held if chunk not in first and not held[chunk]]
         self._mapped = set()
         self._round += 1
         for chunk in self._held_back:
