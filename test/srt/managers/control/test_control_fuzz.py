@@ -115,9 +115,9 @@ class ControlMachine(Clients):
     def record_plans(self, index: int, rank: NullRank) -> None:
         launch = rank.runner.launch
 
-        def recorded(plan: BatchPlan) -> Any:
+        def recorded(plan: BatchPlan, **fields: Any) -> Any:
             self.plans[index].append((self.num_turns(index), *described(plan)))
-            return launch(plan)
+            return launch(plan, **fields)
 
         rank.runner.launch = recorded  # type: ignore[method-assign]
 
