@@ -149,26 +149,40 @@ def _default_goals() -> dict[str, Goal]:
     return goals
 
 
+ROLLOUT_PREFIXES = {"llama8b": "llama", "qwen30b-a3b": "moe", "qwen0.6b": "qwen"}
+"""What the rows of a model begin with."""
+
+# By row: the goal, and what SGLang has.
+_ROLLOUT_GOALS = {
+    "grpo_512_tok_s": (13_000, "7,350"),
+    "llama_b32": (6_000, "5,066"),
+    "llama_b256": (11_300, "10,113"),
+    "llama_rl_b256": (0.995, "0.964"),
+    "llama_topp_b256": (0.99, ""),
+    "moe_b1": (320, "227"),
+    "moe_b32": (2_500, "2,022"),
+    "moe_b256": (9_600, "8,304"),
+    "moe_rl_b256": (9_500, "8,003"),
+    "llama_b1024_rl": (17_500, "13,157"),
+    "prefill_16x8192_tok_s": (None, "37,387"),
+    "prefill_128x1024_tok_s": (48_000, "42,591"),
+    "prefill_16x16384_tok_s": (None, "30,357"),
+    "http_1024_share": (0.97, ""),
+}
+_ROLLOUT_MOST = {
+    "prompt_logprobs_overhead": 0.05,
+    "qwen_prompt_logprobs_overhead": 0.3,
+    "http_1024_gap_p99_of_median": 2.0,
+}
+
+
 def _rollout_goals() -> dict[str, Goal]:
-    goals = {
-        "rollout.grpo_512_tok_s": Goal(
-            "rollout", "64 prompts of 512, 8 samples each", "tok/s", 13_000, True, sglang="7,350"
-        ),
-        "rollout.grpo_4096_tok_s": Goal(
-            "rollout", "64 prompts of 4,096, 8 samples each", "tok/s", None, True
-        ),
-        "rollout.prefill_16x8192_tok_s": Goal(
-            "rollout", "prefill, 16 x 8,192", "tok/s", None, True, sglang="37,387"
-        ),
-        "rollout.prefill_128x1024_tok_s": Goal(
-            "rollout", "prefill, 128 x 1,024", "tok/s", 48_000, True, sglang="42,591"
-        ),
-        "rollout.prefill_16x16384_tok_s": Goal(
-            "rollout", "prefill, 16 x 16,384", "tok/s", None, True, sglang="30,357"
-        ),
-        "rollout.decode_64x8k_tok_s": Goal("rollout", "decode, 64 x 8k", "tok/s", None, True),
-        "rollout.decode_16x32k_tok_s": Goal("rollout", "decode, 16 x 32k", "tok/s", None, True),
-    }
+    goals: dict[str, Goal] = {}
+
+    def add(name: str, title: str, unit: str, *, at_least: bool = True) -> None:
+        goal, sglang = _ROLLOUT_GOALS.get(name, (_ROLLOUT_MOST.get(name), ""))
+        goals[f"rollout.{name}"] = Goal("rollout", title, unit, goal, at_least, sglang)
+
     asked = {
         "t1": "temperature 1",
         "rl": "temperature 1, logprobs",
@@ -176,19 +190,48 @@ def _rollout_goals() -> dict[str, Goal]:
         "top20": "the same with the top 20 logprobs",
         "prompt_logprobs": "the same with logprobs of the prompt",
         "penalties": "the same with penalties",
+        "stop_strings": "the same with stop strings, of the same without",
     }
-    wanted = {("rl", 256): 0.995, ("topp", 256): 0.99}
-    for size in WORKLOADS:
-        for name, title in asked.items():
-            goals[f"rollout.ratio_{name}_b{size}"] = Goal(
-                "rollout", f"batch {size}, {title}: of greedy", "share", wanted.get((name, size)), True
-            )
-    for size in (64, 256):
-        for name, title in {"p50": "median", "p99": "p99", "max": "longest"}.items():
-            goals[f"rollout.gap_{name}_b{size}"] = Goal("rollout", f"{size} streams, {title} gap", "ms", None)
-        goals[f"rollout.gap_first_b{size}"] = Goal(
-            "rollout", f"{size} streams at once, first token", "ms", None
-        )
+    for model, prefix in ROLLOUT_PREFIXES.items():
+        of_model = "" if prefix == "llama" else f"{SHAPE_TITLES[model]}: "
+        other = "" if prefix == "llama" else f"{prefix}_"
+        for prompt_len in (512, 4096):
+            title = f"{of_model}64 prompts of {prompt_len:,}, 8 samples each"
+            add(f"{other}grpo_{prompt_len}_tok_s", title, "tok/s")
+        title = f"{of_model}the first with an update (in_place) in the middle: of the same without"
+        add(f"{other}grpo_512_updated", title, "share")
+        for size in WORKLOADS:
+            add(f"{prefix}_b{size}", f"{SHAPE_TITLES[model]}, batch {size}, greedy", "tok/s")
+            for name, title in asked.items():
+                row = f"{prefix}_{name}_b{size}"
+                unit = "tok/s" if row == "moe_rl_b256" else "share"
+                of_greedy = "" if unit == "tok/s" or name == "stop_strings" else ": of greedy"
+                add(row, f"{SHAPE_TITLES[model]}, batch {size}, {title}{of_greedy}", unit)
+        add(f"{prefix}_b1024_rl", f"{SHAPE_TITLES[model]}, 1,024 requests, temperature 1, logprobs", "tok/s")
+        for name in ("16x8192", "128x1024", "16x16384"):
+            add(f"{other}prefill_{name}_tok_s", f"{of_model}prefill, {name.replace('x', ' x ')}", "tok/s")
+        title = f"{of_model}128 x 1,024 with the prompts' logprobs: longer by"
+        add(f"{other}prompt_logprobs_overhead", title, "share", at_least=False)
+        for name in ("64x8k", "16x32k"):
+            add(f"{other}decode_{name}_tok_s", f"{of_model}decode, {name.replace('x', ' x ')}", "tok/s")
+        for size in (64, 256):
+            for name, title in {"p50": "median", "p99": "p99", "max": "longest"}.items():
+                add(
+                    f"{other}gap_{name}_b{size}",
+                    f"{of_model}{size} streams, {title} gap",
+                    "ms",
+                    at_least=False,
+                )
+            title = f"{of_model}{size} streams at once, first token"
+            add(f"{other}gap_first_b{size}", title, "ms", at_least=False)
+        for name in ("p50", "p99"):
+            title = f"{of_model}first token of one request beside 256 others, {name}"
+            add(f"{other}first_token_under_load_{name}", title, "ms", at_least=False)
+        for size in (256, 1024):
+            add(f"{other}http_{size}_share", f"{of_model}{size:,} requests by HTTP: of Engine", "share")
+            add(f"{other}http_{size}_streamed_share", f"{of_model}the same, streamed: of Engine", "share")
+            title = f"{of_model}{size:,} streams by HTTP: p99 gap as multiple of the median"
+            add(f"{other}http_{size}_gap_p99_of_median", title, "x", at_least=False)
     return goals
 
 

@@ -1,15 +1,20 @@
 """Tokens per second of rollouts as reinforcement learning makes them, at default flags.
 
-- `grpo_*`: 64 prompts, 8 samples of each, temperature 1 with logprobs. Output lengths are log-normal (median
-  245, sigma 0.85, cut at 2,048), the same for every run. Whole calls; output tokens count.
-- `ratio_*`: a batch with what samplers and trainers ask for, as a share of the same batch greedy and without
-  logprobs. Runs of both alternate.
-- `prefill_*`: prompts alone, one token each.
-- `decode_*`: decoding with long contexts; the prefill is taken off by a call for one token.
-- `gap_*`: gaps between the chunks of streams, all streams together.
+- `grpo`, `grpo_4096`: 64 prompts, 8 samples of each, temperature 1 with logprobs. Output lengths are
+  log-normal (median 245, sigma 0.85, cut at 2,048), the same for every run. Whole calls; output tokens count.
+- `update`: the first of these with an update of all weights in the middle, `pause_mode=in_place`, as a share
+  of runs without one.
+- `batches`: greedy batches, and the same with what samplers and trainers ask for, as a share of the greedy
+  ones that ran beside them. `many`: 1,024 requests.
+- `prefill`: prompts alone, one token each; `prompt_logprobs`: the same with the prompts' logprobs.
+- `decode`: decoding with long contexts; the prefill is taken off by a call for one token.
+- `gaps`: gaps between the chunks of streams, all streams together. `first`: time to the first token of single
+  requests while 256 others decode.
+- `http`: requests to a server at once, as a share of the same through `Engine`.
+- `stop_strings`: an engine with a tokenizer, with and without stop strings.
 
-Lengths of decode steps are held against the bytes that they must read at the best rate seen for reading:
-`read_bytes_per_s`, a sum over 4 GiB.
+Decode steps are held against the bytes that they must read at the best rate seen for reading:
+`read_bytes_per_s`, a sum over 4 GiB. All parts with `--runs 1` take about four minutes on one H200.
 """
 
 from __future__ import annotations
@@ -20,14 +25,30 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gpu_common import SHAPES, TINY, Report, Shape, engine_args, model_folder, parse, parser_of
+from gpu_common import (
+    SHAPES,
+    TINY,
+    Report,
+    Shape,
+    engine_args,
+    model_folder,
+    parse,
+    parser_of,
+    running_server,
+)
+from gpu_goals import GOALS, ROLLOUT_PREFIXES
 from gpu_machine import GIB, Machine, synchronize
 from gpu_throughput import least_seconds
+from gpu_update_default import checkpoint_shapes
+from http_load import run_load
 from numpy.typing import NDArray
 
 from ebbtide import Engine
@@ -35,6 +56,7 @@ from ebbtide import Engine
 NUM_PROMPTS, NUM_SAMPLES = 64, 8
 MEDIAN_LEN, SIGMA, MAX_LEN = 245, 0.85, 2048
 RL: dict[str, Any] = {"temperature": 1.0}
+GREEDY: tuple[dict[str, Any], dict[str, Any]] = ({"temperature": 0.0}, {})
 ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "t1": (RL, {}),
     "rl": (RL, {"return_logprob": True}),
@@ -44,10 +66,17 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "penalties": (RL | {"frequency_penalty": 0.2, "repetition_penalty": 1.1}, {"return_logprob": True}),
 }
 """Sampling parameters and fields of the request, by the name of the row."""
+KINDS = (*ASKED, "stop_strings")
 BATCHES = {1: (128, 256), 32: (256, 256), 256: (512, 256)}
+MANY = (1024, (256, 256))
 PREFILLS = {"16x8192": (16, 8192), "128x1024": (128, 1024), "16x16384": (16, 16_384)}
 DECODES = {"64x8k": (64, 8192, 128), "16x32k": (16, 32_768, 128)}
-PARTS = ("grpo", "ratios", "prefill", "decode", "gaps")
+GAPS = {64: (256, 256), 256: (512, 256)}
+NUM_FIRST = 16
+HTTP_SIZES = (256, 1024)
+# Tokens that random prompts and outputs do not end in.
+STOP_STRINGS = ["<stop>", "\n\nHuman:", "</answer>"]
+UPDATE_AFTER_S = 3.0
 
 
 def measure_reading(device: str, *, tiny: bool) -> list[float]:
@@ -67,8 +96,7 @@ def measure_reading(device: str, *, tiny: bool) -> list[float]:
 class Rollouts:
     """Calls of one engine, with prompts that were not seen before."""
 
-    def __init__(self, args: argparse.Namespace, engine: Engine, shape: Shape) -> None:
-        self._args = args
+    def __init__(self, engine: Engine, shape: Shape) -> None:
         self._engine = engine
         self._vocab_size = shape["vocab_size"]
         self._rng = np.random.default_rng(0)
@@ -81,29 +109,62 @@ class Rollouts:
         self, prompts: list[list[int]], lens: Sequence[int], params: dict[str, Any], **fields: Any
     ) -> float:
         """Seconds of a whole call."""
+        return asyncio.run(self.call_async(prompts, lens, params, **fields))
+
+    async def call_async(
+        self, prompts: list[list[int]], lens: Sequence[int], params: dict[str, Any], **fields: Any
+    ) -> float:
         asked = [params | {"max_new_tokens": int(length), "ignore_eos": True} for length in lens]
         gc.collect()
         started = time.perf_counter()
-        outputs = self._engine.generate(input_ids=prompts, sampling_params=asked, **fields)
+        outputs = await self._engine.async_generate(input_ids=prompts, sampling_params=asked, **fields)
         seconds = time.perf_counter() - started
         num_tokens = sum(len(output["output_ids"]) for output in outputs)
         if num_tokens != sum(lens):
             raise RuntimeError(f"{num_tokens} tokens came, {sum(lens)} were asked for")
         return seconds
 
+    def group_prompts(self, prompt_len: int, lens: NDArray[np.int64]) -> list[list[int]]:
+        num_samples = len(lens) // NUM_PROMPTS
+        return [prompt for prompt in self.prompts(NUM_PROMPTS, prompt_len) for _ in range(num_samples)]
+
     def grpo(self, prompt_len: int, lens: NDArray[np.int64]) -> float:
         """Tokens per second."""
-        num_samples = len(lens) // NUM_PROMPTS
-        prompts = [prompt for prompt in self.prompts(NUM_PROMPTS, prompt_len) for _ in range(num_samples)]
-        return float(lens.sum() / self.call(prompts, lens.tolist(), RL, return_logprob=True))
+        seconds = self.call(self.group_prompts(prompt_len, lens), lens.tolist(), RL, return_logprob=True)
+        return float(lens.sum() / seconds)
+
+    def grpo_updated(
+        self,
+        prompt_len: int,
+        lens: NDArray[np.int64],
+        weights: list[tuple[str, torch.Tensor]],
+        after_s: float,
+    ) -> tuple[float, dict[str, Any]]:
+        """Tokens per second with an update in the middle, and the reply to that."""
+
+        async def update() -> dict[str, Any]:
+            await asyncio.sleep(after_s)
+            return await self._engine.async_update_weights_from_tensor(
+                weights, pause_mode="in_place", flush_cache=False
+            )
+
+        async def both() -> tuple[float, dict[str, Any]]:
+            prompts = self.group_prompts(prompt_len, lens)
+            return await asyncio.gather(
+                self.call_async(prompts, lens.tolist(), RL, return_logprob=True), update()
+            )
+
+        seconds, reply = asyncio.run(both())
+        return float(lens.sum() / seconds), reply
 
     def batch(self, size: int, lens: tuple[int, int], params: dict[str, Any], **fields: Any) -> float:
         """Tokens per second."""
         return size * lens[1] / self.call(self.prompts(size, lens[0]), [lens[1]] * size, params, **fields)
 
-    def prefill(self, size: int, length: int) -> float:
+    def prefill(self, size: int, length: int, **fields: Any) -> float:
         """Prompt tokens per second."""
-        return size * length / self.call(self.prompts(size, length), [1] * size, {"temperature": 0.0})
+        seconds = self.call(self.prompts(size, length), [1] * size, {"temperature": 0.0}, **fields)
+        return size * length / seconds
 
     def decode(self, size: int, context_len: int, output_len: int) -> float:
         """Tokens per second behind the prefill, whose prompts are cached then."""
@@ -113,24 +174,21 @@ class Rollouts:
         first = self.call(prompts, [1] * size, greedy)
         return size * (output_len - 1) / (self.call(prompts, [output_len] * size, greedy) - first)
 
+    async def stream(self, prompt: list[int], output_len: int) -> list[float]:
+        """When the request was made, and when its chunks came."""
+        params = RL | {"max_new_tokens": output_len, "ignore_eos": True}
+        times = [time.perf_counter()]
+        async for _ in await self._engine.async_generate(
+            input_ids=prompt, sampling_params=params, return_logprob=True, stream=True
+        ):
+            times.append(time.perf_counter())
+        return times
+
     async def gaps(self, size: int, lens: tuple[int, int]) -> dict[str, float]:
         """Milliseconds between chunks, and until the first one."""
-
-        async def stream(prompt: list[int]) -> list[float]:
-            params = RL | {"max_new_tokens": lens[1], "ignore_eos": True}
-            times = [time.perf_counter()]
-            async for _ in await self._engine.async_generate(
-                input_ids=prompt, sampling_params=params, return_logprob=True, stream=True
-            ):
-                times.append(time.perf_counter())
-            return times
-
-        gc.collect()
-        gc.disable()
-        try:
-            all_times = await asyncio.gather(*(stream(prompt) for prompt in self.prompts(size, lens[0])))
-        finally:
-            gc.enable()
+        with _no_collection():
+            prompts = self.prompts(size, lens[0])
+            all_times = await asyncio.gather(*(self.stream(prompt, lens[1]) for prompt in prompts))
         gaps = [
             (after - before) * 1e3 for times in all_times for before, after in itertools.pairwise(times[1:])
         ]
@@ -141,6 +199,32 @@ class Rollouts:
             "first": statistics.median((times[1] - times[0]) * 1e3 for times in all_times),
         }
 
+    async def first_tokens(self, size: int, lens: tuple[int, int], count: int) -> list[float]:
+        """Milliseconds to the first token of single requests, one after the other, while a batch decodes."""
+        with _no_collection():
+            prompts = self.prompts(size, lens[0])
+            batch = [asyncio.ensure_future(self.stream(prompt, lens[1])) for prompt in prompts]
+            # When this one comes back, all of the batch have been admitted.
+            await self.stream(prompts[0], 1)
+            times = []
+            for prompt in self.prompts(count, lens[0]):
+                first = await self.stream(prompt, 1)
+                times.append((first[1] - first[0]) * 1e3)
+            if any(stream.done() for stream in batch):
+                raise RuntimeError("the batch ended before the last single request")
+            await asyncio.gather(*batch)
+        return times
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
 
 def lengths(args: argparse.Namespace) -> NDArray[np.int64]:
     count = NUM_PROMPTS * (1 if args.tiny else NUM_SAMPLES)
@@ -148,86 +232,293 @@ def lengths(args: argparse.Namespace) -> NDArray[np.int64]:
     return np.clip(drawn, 1, 16 if args.tiny else MAX_LEN).astype(np.int64)
 
 
-def measure(
-    report: Report, rollouts: Rollouts, args: argparse.Namespace, shape: Shape, machine: Machine
-) -> None:
-    def repeated(run: Callable[[], float]) -> list[float]:
-        """After one that does not count."""
-        run()
-        return [run() for _ in range(args.runs)]
+def row_key(args: argparse.Namespace, name: str) -> str:
+    """The row of this name. All begin with the model, but for the 8B model those of batches alone."""
+    prefix = ROLLOUT_PREFIXES[args.model]
+    is_batch = name in ("b1024_rl", *(f"b{size}" for size in BATCHES)) or name.rpartition("_b")[0] in KINDS
+    return f"rollout.{prefix}_{name}" if is_batch or prefix != "llama" else f"rollout.{name}"
 
-    if "grpo" in args.parts:
-        lens = lengths(args)
-        for prompt_len in (512, 4096):
-            with report.attempt(f"rollout.grpo_{prompt_len}_tok_s"):
-                length = 32 if args.tiny else prompt_len
-                runs = repeated(lambda length=length: rollouts.grpo(length, lens))
-                report.add(f"rollout.grpo_{prompt_len}_tok_s", runs, output_tokens=int(lens.sum()))
-    for size, lens_of in BATCHES.items() if "ratios" in args.parts else ():
-        count, pair = (2, (8, 8)) if args.tiny else (size, lens_of)
-        for name, (params, fields) in ASKED.items():
-            with report.attempt(f"rollout.ratio_{name}_b{size}"):
-                plain, asked = [], []
-                for _ in range(args.runs + 1):
-                    plain.append(rollouts.batch(count, pair, {"temperature": 0.0}))
-                    asked.append(rollouts.batch(count, pair, params, **fields))
-                ratios = [one / other for one, other in zip(asked[1:], plain[1:], strict=True)]
-                limit = count * pair[1] / least_seconds(shape, machine, count, *pair)
-                report.add(
-                    f"rollout.ratio_{name}_b{size}",
-                    ratios,
-                    greedy_tok_s=plain[1:],
-                    tok_s=asked[1:],
-                    greedy_limit_tok_s=limit,
+
+def sized(args: argparse.Namespace, size: int, *lens: int) -> tuple[int, ...]:
+    """These sizes, or those of a check of the script."""
+    return (2, *(8 for _ in lens)) if args.tiny else (size, *lens)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What the parts share. A part is a method of the name that `--parts` has for it."""
+
+    args: argparse.Namespace
+    report: Report
+    rollouts: Rollouts
+    shape: Shape
+    machine: Machine
+
+    def key(self, name: str) -> str:
+        return row_key(self.args, name)
+
+    def grpo(self, prompt_len: int = 512) -> None:
+        key, lens = self.key(f"grpo_{prompt_len}_tok_s"), lengths(self.args)
+        with self.report.attempt(key):
+            length = 32 if self.args.tiny else prompt_len
+            runs = [self.rollouts.grpo(length, lens) for _ in range(self.args.runs)]
+            self.report.add(key, runs, output_tokens=int(lens.sum()))
+
+    def grpo_4096(self) -> None:
+        self.grpo(4096)
+
+    def update(self) -> None:
+        key, lens = self.key("grpo_512_updated"), lengths(self.args)
+        with self.report.attempt(key):
+            names = checkpoint_shapes(self.shape)
+            weights = [
+                (name, torch.empty(size, dtype=torch.bfloat16, device=self.args.device).normal_(0, 0.02))
+                for name, size in names.items()
+            ]
+            synchronize(self.args.device)
+            length, after_s = (32, 0.1) if self.args.tiny else (512, UPDATE_AFTER_S)
+            plain, updated, replies = [], [], []
+            for _ in range(self.args.runs):
+                plain.append(self.rollouts.grpo(length, lens))
+                tok_s, reply = self.rollouts.grpo_updated(length, lens, weights, after_s)
+                updated.append(tok_s)
+                replies.append({name: reply.get(name) for name in ("staged", "stall_ms", "duration_ms")})
+            shares = [one / other for one, other in zip(updated, plain, strict=True)]
+            self.report.add(key, shares, plain_tok_s=plain, updated_tok_s=updated, replies=replies)
+
+    def batches(self) -> None:
+        for size in self.args.batches:
+            self._batch(size)
+
+    def _batch(self, size: int) -> None:
+        """Turns of greedy calls and of every kind of call that is asked for."""
+        count, *lens = sized(self.args, size, *BATCHES[size])
+        pair = (lens[0], lens[1])
+        kinds = {"greedy": GREEDY, **{name: ASKED[name] for name in self.args.kinds}}
+        keys = {name: self.key(f"{name}_b{size}") for name in self.args.kinds}
+        greedy_key = self.key(f"b{size}")
+        with self.report.attempt(greedy_key, *keys.values()):
+            for params, fields in kinds.values():
+                self.rollouts.batch(count, (16, 8), params, **fields)
+            tok_s: dict[str, list[float]] = {name: [] for name in kinds}
+            for _ in range(self.args.runs):
+                for name, (params, fields) in kinds.items():
+                    tok_s[name].append(self.rollouts.batch(count, pair, params, **fields))
+            limit = count * pair[1] / least_seconds(self.shape, self.machine, count, *pair)
+            basis = "bytes of every step at the rate of a copy, or its operations at that of a product"
+            self.report.add(greedy_key, tok_s["greedy"], limit=limit, limit_basis=basis)
+            for name, key in keys.items():
+                shares = [one / greedy for one, greedy in zip(tok_s[name], tok_s["greedy"], strict=True)]
+                runs = tok_s[name] if GOALS[key].unit == "tok/s" else shares
+                self.report.add(key, runs, tok_s=tok_s[name], shares=shares)
+
+    def many(self) -> None:
+        key = self.key("b1024_rl")
+        with self.report.attempt(key):
+            count, *lens = sized(self.args, MANY[0], *MANY[1])
+            runs = [
+                self.rollouts.batch(count, (lens[0], lens[1]), RL, return_logprob=True)
+                for _ in range(self.args.runs)
+            ]
+            self.report.add(key, runs)
+
+    def prefill(self) -> None:
+        for name, (size, length) in PREFILLS.items():
+            key = self.key(f"prefill_{name}_tok_s")
+            with self.report.attempt(key):
+                count, long = sized(self.args, size, length)
+                runs = [self.rollouts.prefill(count, long) for _ in range(self.args.runs)]
+                flops_per_token = self.shape.flops(1, long / 2, 1 / long)
+                self.report.add(
+                    key,
+                    runs,
+                    limit=self.machine.flops / flops_per_token,
+                    limit_basis="operations at the rate of a large matrix product",
+                    tflops=statistics.median(runs) * flops_per_token / 1e12,
                 )
-    for name, (size, length) in PREFILLS.items() if "prefill" in args.parts else ():
-        with report.attempt(f"rollout.prefill_{name}_tok_s"):
-            count, long = (2, 32) if args.tiny else (size, length)
-            runs = repeated(lambda count=count, long=long: rollouts.prefill(count, long))
-            flops_per_token = shape.flops(1, long / 2, 1 / long)
-            report.add(
-                f"rollout.prefill_{name}_tok_s",
-                runs,
-                limit=machine.flops / flops_per_token,
-                limit_basis="operations at the rate of a large matrix product",
-                tflops=statistics.median(runs) * flops_per_token / 1e12,
+
+    def prompt_logprobs(self) -> None:
+        key = self.key("prompt_logprobs_overhead")
+        with self.report.attempt(key):
+            count, long = sized(self.args, *PREFILLS["128x1024"])
+            asked = {"return_logprob": True, "logprob_start_len": 0}
+            self.rollouts.prefill(2, 16, **asked)
+            pairs = [
+                (self.rollouts.prefill(count, long), self.rollouts.prefill(count, long, **asked))
+                for _ in range(self.args.runs)
+            ]
+            # The product behind the logits of every position.
+            flops = self.shape.flops(0, 0, 1)
+            self.report.add(
+                key,
+                [plain / with_logprobs - 1 for plain, with_logprobs in pairs],
+                limit=flops / self.machine.flops * statistics.median(plain for plain, _ in pairs),
+                limit_basis="the matrix product of all logits",
+                plain_tok_s=[plain for plain, _ in pairs],
+                tok_s=[with_logprobs for _, with_logprobs in pairs],
             )
-    for name, (size, context_len, output_len) in DECODES.items() if "decode" in args.parts else ():
-        with report.attempt(f"rollout.decode_{name}_tok_s"):
-            count, long, out = (2, 32, 8) if args.tiny else (size, context_len, output_len)
-            runs = [rollouts.decode(count, long, out) for _ in range(args.runs)]
-            step_bytes = (
-                shape.decode_weight_bytes(count) + count * (long + out / 2) * shape.kv_bytes_per_token
-            )
-            report.add(
-                f"rollout.decode_{name}_tok_s",
-                runs,
-                limit=count * max(report.facts["read_bytes_per_s"]) / step_bytes,
-                limit_basis="weights and KV at the best rate seen for reading",
-            )
-    for size, lens_of in ((64, (256, 256)), (256, (512, 256))) if "gaps" in args.parts else ():
-        keys = [f"rollout.gap_{what}_b{size}" for what in ("p50", "p99", "max", "first")]
-        with report.attempt(*keys):
-            count, pair = (2, (8, 8)) if args.tiny else (size, lens_of)
-            all_runs = [asyncio.run(rollouts.gaps(count, pair)) for _ in range(args.runs + 1)][1:]
-            for what in ("p50", "p99", "max", "first"):
-                report.add(f"rollout.gap_{what}_b{size}", [run[what] for run in all_runs])
+
+    def decode(self) -> None:
+        for name, sizes in DECODES.items():
+            key = self.key(f"decode_{name}_tok_s")
+            with self.report.attempt(key):
+                count, long, out = sized(self.args, *sizes)
+                runs = [self.rollouts.decode(count, long, out) for _ in range(self.args.runs)]
+                kv_bytes = count * (long + out / 2) * self.shape.kv_bytes_per_token
+                step_bytes = self.shape.decode_weight_bytes(count) + kv_bytes
+                self.report.add(
+                    key,
+                    runs,
+                    limit=count * max(self.report.facts["read_bytes_per_s"]) / step_bytes,
+                    limit_basis="weights and KV at the best rate seen for reading",
+                )
+
+    def gaps(self) -> None:
+        for size, lens_of in GAPS.items():
+            keys = {what: self.key(f"gap_{what}_b{size}") for what in ("p50", "p99", "max", "first")}
+            with self.report.attempt(*keys.values()):
+                count, *lens = sized(self.args, size, *lens_of)
+                runs = [
+                    asyncio.run(self.rollouts.gaps(count, (lens[0], lens[1]))) for _ in range(self.args.runs)
+                ]
+                for what, key in keys.items():
+                    self.report.add(key, [run[what] for run in runs])
+
+    def first(self) -> None:
+        keys = [self.key(f"first_token_under_load_{what}") for what in ("p50", "p99")]
+        with self.report.attempt(*keys):
+            size, prompt_len, output_len = (2, 8, 200) if self.args.tiny else (256, 512, 400)
+            count = 2 if self.args.tiny else NUM_FIRST
+            runs = [
+                asyncio.run(self.rollouts.first_tokens(size, (prompt_len, output_len), count))
+                for _ in range(self.args.runs)
+            ]
+            for key, percent in zip(keys, (50, 99), strict=True):
+                self.report.add(key, [float(np.percentile(run, percent)) for run in runs], all_runs=runs)
+
+
+def measure_http(report: Report, args: argparse.Namespace, folder: Path, shape: Shape) -> None:
+    """Calls of the engine first, the same of a server then."""
+    keys = {
+        (size, stream): row_key(args, f"http_{size}{'_streamed' if stream else ''}_share")
+        for size in HTTP_SIZES
+        for stream in (False, True)
+    }
+    with report.attempt(*keys.values()):
+        given = {"incremental_streaming_output": True, "max_running_requests": max(HTTP_SIZES)}
+        lens_of = {size: sized(args, size, *MANY[1]) for size in HTTP_SIZES}
+        by_engine: dict[int, list[float]] = {}
+        with Engine(**engine_args(args, folder, **given, **_pool(args))) as engine:
+            rollouts = Rollouts(engine, shape)
+            rollouts.batch(8, (64, 16), RL, return_logprob=True)
+            for size, (count, *lens) in lens_of.items():
+                run = lambda count=count, lens=lens: rollouts.batch(  # noqa: E731
+                    count, (lens[0], lens[1]), RL, return_logprob=True
+                )
+                by_engine[size] = [run() for _ in range(args.runs)]
+        with running_server(engine_args(args, folder, **given, **_pool(args))) as server:
+            server.wait_ready()
+            run_load(server.url, 8, shape["vocab_size"], (64, 16), stream=True)
+            for (size, stream), key in keys.items():
+                count, *lens = lens_of[size]
+                loads = [
+                    run_load(server.url, count, shape["vocab_size"], (lens[0], lens[1]), stream=stream)
+                    for _ in range(args.runs)
+                ]
+                tok_s = [load.num_tokens / load.seconds for load in loads]
+                ours = statistics.median(by_engine[size])
+                report.add(key, [one / ours for one in tok_s], tok_s=tok_s, engine_tok_s=by_engine[size])
+                if stream:
+                    gaps = [np.percentile(load.gaps_ms, (50, 99)).tolist() for load in loads]
+                    report.add(
+                        row_key(args, f"http_{size}_gap_p99_of_median"),
+                        [p99 / p50 for p50, p99 in gaps],
+                        gaps_ms=gaps,
+                    )
+
+
+def measure_stop_strings(report: Report, args: argparse.Namespace, folder: Path, shape: Shape) -> None:
+    """An engine that has a tokenizer: one word for each id."""
+    keys = {size: row_key(args, f"stop_strings_b{size}") for size in args.batches}
+    with report.attempt(*keys.values()):
+        _write_tokenizer(folder, shape["vocab_size"])
+        given = engine_args(args, folder, **_pool(args)) | {"skip_tokenizer_init": False}
+        with Engine(**given) as engine:
+            rollouts = Rollouts(engine, shape)
+            for size, key in keys.items():
+                count, *lens = sized(args, size, *BATCHES[size])
+                pair = (lens[0], lens[1])
+                rollouts.batch(8, (64, 16), RL | {"stop": STOP_STRINGS}, return_logprob=True)
+                pairs = [
+                    (
+                        rollouts.batch(count, pair, RL, return_logprob=True),
+                        rollouts.batch(count, pair, RL | {"stop": STOP_STRINGS}, return_logprob=True),
+                    )
+                    for _ in range(args.runs)
+                ]
+                report.add(key, [stopping / plain for plain, stopping in pairs], tok_s=pairs)
+
+
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    model = models.WordLevel({f"w{token_id} ": token_id for token_id in range(vocab_size)}, unk_token="w0 ")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model)).save_pretrained(folder)
+
+
+def _pool(args: argparse.Namespace) -> dict[str, Any]:
+    return {"max_total_tokens": 32_768} if args.tiny else {}
+
+
+BENCH_PARTS = (
+    "grpo",
+    "grpo_4096",
+    "update",
+    "batches",
+    "many",
+    "prefill",
+    "prompt_logprobs",
+    "decode",
+    "gaps",
+    "first",
+)
+ENGINE_PARTS = {"http": measure_http, "stop_strings": measure_stop_strings}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--model", choices=tuple(SHAPES), default="llama8b")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parts = (*BENCH_PARTS, *ENGINE_PARTS)
+    parser.add_argument("--model", choices=tuple(ROLLOUT_PREFIXES), default="llama8b")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument(
+        "--batches", nargs="+", type=int, choices=tuple(BATCHES), default=list(BATCHES), help="their sizes"
+    )
+    parser.add_argument(
+        "--kinds", nargs="*", choices=tuple(ASKED), default=list(ASKED), help="beside greedy batches"
+    )
     args = parse(parser, argv)
     machine = Machine.measure(args.device, tiny=args.tiny)
     report = Report("gpu_rollout", args)
     report.facts["machine"] = machine.runs
     report.facts["read_bytes_per_s"] = measure_reading(args.device, tiny=args.tiny)
     shape = TINY if args.tiny else SHAPES[args.model]
-    with report.attempt("rollout.grpo_512_tok_s"), model_folder(args, args.model) as (_, folder):
-        given = {"max_total_tokens": 32_768} if args.tiny else {}
-        with Engine(**engine_args(args, folder, **given)) as engine:
-            measure(report, Rollouts(args, engine, shape), args, shape, machine)
+    with model_folder(args, args.model) as (_, folder):
+        chosen = [part for part in BENCH_PARTS if part in args.parts]
+        if chosen:
+            with (
+                report.attempt(row_key(args, "grpo_512_tok_s")),
+                Engine(**engine_args(args, folder, **_pool(args))) as engine,
+            ):
+                rollouts = Rollouts(engine, shape)
+                # Whatever is compiled or allocated at first use.
+                rollouts.batch(8, (64, 16), RL, return_logprob=True)
+                bench = Bench(args, report, rollouts, shape, machine)
+                for part in chosen:
+                    getattr(bench, part)()
+        for part, measure in ENGINE_PARTS.items():
+            if part in args.parts:
+                measure(report, args, folder, shape)
     report.finish()
 
 

@@ -333,6 +333,10 @@ class SchedulerHarness:
             case TokenOutput() | TextOutput():
                 for output in message.outputs:
                     self._collect(output)
+                if (streamed := message.streamed) is not None:
+                    for rid, token_id in zip(streamed.rids, streamed.token_ids, strict=True):
+                        assert self.outputs[rid].finish is None, f"{rid} goes on after its end"
+                        self.outputs[rid].token_ids.append(token_id)
 
     def close(self) -> None:
         """There is nothing to close."""

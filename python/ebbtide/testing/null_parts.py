@@ -23,7 +23,7 @@ from ebbtide.srt.model_executor.batch_plan import (
     SAMPLED_BEFORE,
     BatchPlan,
     BeforeMasks,
-    PositionLogprobs,
+    LogprobArrays,
     SampleSpec,
     StepResult,
 )
@@ -80,10 +80,13 @@ class NullRunner:
             )
         ]
         self._sampled_by_row.update(zip(plan.page_rows_R.tolist(), tokens, strict=True))
-        result = StepResult(tokens)
-        if any(spec.logprobs is not None and spec.logprobs.start is not None for spec in plan.specs):
-            result.input_logprobs = [self._input_logprobs(spec, value) for spec in plan.specs]
-        return NullStep(self, value, result)
+        # Of a prompt in one piece: as the value says.
+        input_logprobs = {
+            index: LogprobArrays(np.full(len(spec.prompt_ids) - 1, self.logprob(value), dtype=np.float32))
+            for index, spec in enumerate(plan.specs)
+            if spec.logprobs is not None and spec.logprobs.start is not None
+        }
+        return NullStep(self, value, StepResult(tokens, input_logprobs=input_logprobs))
 
     def _choose(self, spec: SampleSpec, num_outputs: int, value: int) -> int:
         """The first token that a mask allows, where there is one."""
@@ -92,12 +95,6 @@ class NullRunner:
         words_W = np.empty(-(-self.VOCAB_SIZE // 32), dtype=np.int32)
         spec.mask.fill(words_W)
         return int(np.flatnonzero(np.unpackbits(words_W.view(np.uint8), bitorder="little"))[0])
-
-    def _input_logprobs(self, spec: SampleSpec, value: int) -> list[PositionLogprobs] | None:
-        """Of a prompt in one piece: as the value says."""
-        if spec.logprobs is None or spec.logprobs.start is None:
-            return None
-        return [PositionLogprobs(self.logprob(value))] * (len(spec.prompt_ids) - 1)
 
     def logprob(self, value: int) -> float:
         """What weights of this value make of any token of a prompt; of odd hundreds, nothing finite."""

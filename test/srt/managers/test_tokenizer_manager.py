@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fixtures.logprobs import PositionLogprobs, columns
 from fixtures.scripted_engine import STATE, Engine, run, scripted, start
 from fixtures.tokenizers import byte_level
 
@@ -23,7 +24,6 @@ from ebbtide.srt.managers.io_struct import (
     PingReqOutput,
     RequestOutput,
     TokenizedGenerateReqInput,
-    TokenLogprobs,
     TokenOutput,
 )
 
@@ -122,13 +122,13 @@ async def test_logprobs(engine: Engine) -> None:
         "return_text_in_logprobs": True,
         "return_prompt_token_ids": True,
     }
-    predicted = TokenLogprobs(6, -1.5, [(-0.25, 4), (-1.5, 6)], [-9.0, -8.0])
+    predicted = PositionLogprobs(-1.5, [(-0.25, 4), (-1.5, 6)], [-9.0, -8.0])
     output = RequestOutput(
         "r",
         [7],
         finish=LENGTH,
-        start=start(input_logprobs=[TokenLogprobs(5, None), predicted]),
-        logprobs=[TokenLogprobs(7, 0.0, [(0.0, 7), (-float("inf"), 3)], [float("-inf"), -2.0])],
+        start=start(input_logprobs=columns(PositionLogprobs(None), predicted)),
+        logprobs=columns(PositionLogprobs(0.0, [(0.0, 7), (-float("inf"), 3)], [float("-inf"), -2.0])),
     )
     body = await answer(engine, fields, output)
     meta = body["meta_info"]
@@ -145,7 +145,7 @@ async def test_logprobs(engine: Engine) -> None:
     assert isinstance(meta["output_token_logprobs"][0][0], float)
     # Texts are null and lists are absent unless they are asked for.
     fields = {"input_ids": [5], "rid": "r", "return_logprob": True}
-    output = RequestOutput("r", [7], finish=LENGTH, start=start(), logprobs=[TokenLogprobs(7, -1.0)])
+    output = RequestOutput("r", [7], finish=LENGTH, start=start(), logprobs=columns(PositionLogprobs(-1.0)))
     meta = (await answer(engine, fields, output))["meta_info"]
     assert meta["output_token_logprobs"] == [(-1.0, 7, None)]
     assert not [name for name in meta if "top" in name or "ids_logprobs" in name]
@@ -196,9 +196,9 @@ async def two_chunks(engine: Engine) -> list[dict[str, Any]]:
     first = RequestOutput(
         "r",
         [7],
-        start=start(input_logprobs=[TokenLogprobs(6, None)]),
+        start=start(input_logprobs=columns(PositionLogprobs(None))),
         version_starts=[("1", 0)],
-        logprobs=[TokenLogprobs(7, -1.0)],
+        logprobs=columns(PositionLogprobs(-1.0)),
     )
     await engine.send(first, texts=["a"])
     chunks = [await next_chunk(stream)]
@@ -207,7 +207,7 @@ async def two_chunks(engine: Engine) -> list[dict[str, Any]]:
         [8, 9],
         finish=LENGTH,
         version_starts=[("1", 0), ("2", 2)],
-        logprobs=[TokenLogprobs(8, -2.0), TokenLogprobs(9, -3.0)],
+        logprobs=columns(PositionLogprobs(-2.0), PositionLogprobs(-3.0)),
     )
     await engine.send(second, texts=["bc"], version="2")
     chunks.append(await next_chunk(stream))

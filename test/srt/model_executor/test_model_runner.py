@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from fixtures.checkpoints import GEMMA2, GEMMA3, LLAMA3_ROPE, edit_config, make_checkpoint
+from fixtures.logprobs import PositionLogprobs
 from fixtures.model_runs import Run, RunnerDriver
 from fixtures.references import Reference
 
 from ebbtide.srt.model_executor import model_runner
-from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, LogprobSpec, PositionLogprobs
+from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, LogprobSpec
 from ebbtide.srt.sampling_params import SamplingParams
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
@@ -75,7 +76,7 @@ def alone(qwen3: Path) -> Alone:
     return run
 
 
-def tokens(entries: list[PositionLogprobs]) -> list[float]:
+def tokens(entries: list[PositionLogprobs]) -> list[float | None]:
     return [entry.token for entry in entries]
 
 
@@ -207,13 +208,15 @@ def test_prompt_logprobs_begin_after_the_asked_position(
     qwen3: Path, start: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if chunk is None:
-        # In pieces of five positions.
+        # In pieces of five positions: one may hold the end of one prompt and the beginning of the next.
         monkeypatch.setattr(model_runner, "PROMPT_LOGITS_BYTES", 5 * 4 * 258)
     driver = RunnerDriver(qwen3)
+    other = driver.start(PROMPT, logprobs=LogprobSpec(start=start))
     run = driver.start(PROMPT, logprobs=LogprobSpec(start=start, top=3, token_ids=(7, 200, 7)))
 
-    driver.generate([run], 2, chunk=chunk)
+    driver.generate([other, run], 2, chunk=chunk)
 
+    assert tokens(other.prompt_logprobs) == pytest.approx(tokens(run.prompt_logprobs), abs=1e-5)
     expected = Reference(qwen3).logprobs(PROMPT)
     assert len(run.prompt_logprobs) == max(0, len(PROMPT) - 1 - start)
     for position, entry in enumerate(run.prompt_logprobs, start=start + 1):
@@ -235,12 +238,10 @@ def test_logprobs_only_for_those_who_ask(qwen3: Path) -> None:
 
     result = driver.step((silent, len(PROMPT)), (asking, len(PROMPT)), (scoring, 30))
 
-    assert result.output_logprobs is not None
-    assert result.input_logprobs is not None
-    assert [entry is not None for entry in result.output_logprobs] == [False, True, False]
-    assert [entry is not None for entry in result.input_logprobs] == [False, False, True]
-    assert result.output_logprobs[1] is not None
-    assert result.output_logprobs[1].top == [(result.output_logprobs[1].token, result.token_ids[1])]
+    assert [len(run.logprobs) for run in (silent, asking, scoring)] == [0, 1, 0]
+    assert [len(run.prompt_logprobs) for run in (silent, asking, scoring)] == [0, 0, 30 - 3]
+    assert list(result.input_logprobs) == [2]
+    assert asking.logprobs[0].top == [(asking.logprobs[0].token, result.token_ids[1])]
 
 
 def test_sampled_output_does_not_depend_on_the_batch(qwen3: Path) -> None:

@@ -46,6 +46,10 @@ class OutputText:
             return self._trimmer.push(text)
         return self._trimmer.push(text + self._detokenizer.finish()) + self._trimmer.finish()
 
+    def push_token(self, token_id: int) -> str:
+        """The text that one more id adds, of a request that goes on."""
+        return self._trimmer.push(self._detokenizer.push((token_id,)))
+
 
 class DetokenizerManager:
     """Keeps one `OutputText` per request, from its first output to its last."""
@@ -55,14 +59,20 @@ class DetokenizerManager:
         self._texts: dict[str, OutputText] = {}
 
     def handle(self, message: TokenOutput) -> TextOutput:
-        texts = [self._text(output) for output in message.outputs]
+        streamed = message.streamed
         return TextOutput(
             weight_version=message.weight_version,
             outputs=message.outputs,
-            texts=texts,
+            texts=[self._text(output) for output in message.outputs],
+            streamed=streamed,
+            streamed_texts=tuple(map(self._piece, streamed.rids, streamed.token_ids)) if streamed else (),
             dp_rank=message.dp_rank,
             abort_number=message.abort_number,
         )
+
+    def _piece(self, rid: str, token_id: int) -> str:
+        state = self._texts.get(rid)
+        return "" if state is None else state.push_token(token_id)
 
     def _text(self, output: RequestOutput) -> str:
         if output.start is not None:

@@ -28,13 +28,14 @@ from ebbtide.srt.managers.wire.generation import (
     PrepareGrammars as PrepareGrammars,
     RequestOutput as RequestOutput,
     RequestStart as RequestStart,
+    StreamedTokens as StreamedTokens,
     TextOutput as TextOutput,
     TokenizedGenerateReqInput as TokenizedGenerateReqInput,
-    TokenLogprobs as TokenLogprobs,
     TokenOutput as TokenOutput,
     VersionContract as VersionContract,
 )
 from ebbtide.srt.managers.wire.load_report import Load as Load
+from ebbtide.srt.managers.wire.logprobs import LogprobColumns as LogprobColumns, LogprobList as LogprobList
 from ebbtide.srt.managers.wire.message import (
     Message as Message,
     Refusal as Refusal,

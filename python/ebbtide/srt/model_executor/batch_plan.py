@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,19 +120,63 @@ class BatchPlan:
         )
 
 
-@dataclass(slots=True)
-class PositionLogprobs:
-    """Logprobs at one position. Finite floats; −inf is written as −3.4028234663852886e38.
+@dataclass(frozen=True, slots=True)
+class LogprobArrays:
+    """Logprobs at N positions, without an object for any of them. −∞ is the lowest float32.
 
     Attributes:
-        token: logprob of the token at this position.
-        top: (logprob, id) of the most likely tokens, best first; as many as `LogprobSpec.top`.
-        chosen: logprobs of `LogprobSpec.token_ids`, in that order.
+        tokens_N: float32, of the tokens at these positions.
+        top_NK, top_ids_NK: float32 and int32, the most likely tokens, best first. K is the most that any
+            position asks for (`LogprobSpec.top`); None: none does.
+        chosen_NC: float32, of `LogprobSpec.token_ids`, in that order; C and None likewise.
     """
 
-    token: float
-    top: list[tuple[float, int]] = field(default_factory=list)
-    chosen: list[float] = field(default_factory=list)
+    tokens_N: NDArray[np.float32]
+    top_NK: NDArray[np.float32] | None = None
+    top_ids_NK: NDArray[np.int32] | None = None
+    chosen_NC: NDArray[np.float32] | None = None
+
+    @property
+    def columns(self) -> tuple[NDArray[Any] | None, ...]:
+        return self.tokens_N, self.top_NK, self.top_ids_NK, self.chosen_NC
+
+    def part(self, start: int, end: int, spec: LogprobSpec) -> LogprobArrays:
+        """Positions [start, end), and of them what this asks for."""
+        rows, tops = slice(start, end), slice(spec.top)
+        return LogprobArrays(
+            self.tokens_N[rows],
+            self.top_NK[rows, tops] if self.top_NK is not None and spec.top else None,
+            self.top_ids_NK[rows, tops] if self.top_ids_NK is not None and spec.top else None,
+            self.chosen_NC[rows, : len(spec.token_ids)]
+            if self.chosen_NC is not None and spec.token_ids
+            else None,
+        )
+
+    def spread(self, places: Sequence[int], num_positions: int) -> LogprobArrays:
+        """The same at these places among so many positions. The others hold zeros."""
+
+        def spread(column: NDArray[Any] | None) -> NDArray[Any] | None:
+            if column is None:
+                return None
+            wide = np.zeros((num_positions, *column.shape[1:]), dtype=column.dtype)
+            wide[list(places)] = column
+            return wide
+
+        if list(places) == list(range(num_positions)):
+            return self
+        tokens_N, *others = (spread(column) for column in self.columns)
+        assert tokens_N is not None
+        return LogprobArrays(tokens_N, *others)
+
+    @staticmethod
+    def joined(pieces: Sequence[LogprobArrays]) -> LogprobArrays:
+        """The positions of all pieces, which ask for the same."""
+        tokens_N, *others = (
+            None if columns[0] is None else np.concatenate(columns)
+            for columns in zip(*(piece.columns for piece in pieces), strict=True)
+        )
+        assert tokens_N is not None
+        return LogprobArrays(tokens_N, *others)
 
 
 @dataclass(slots=True)
@@ -141,18 +185,19 @@ class StepResult:
 
     Attributes:
         token_ids: per request of the plan, the sampled id; −1 where `samples_R` is false.
-        output_logprobs: per request, for the sampled token; None where not sampled or not asked for.
-            Log-softmax over the whole vocabulary after penalties, logit_bias and temperature
-            (greedy: temperature 1), before top-k, top-p and min-p (wire_api section 2.3).
-        input_logprobs: per request, for the prompt tokens that this step's logits predict:
+        output_logprobs: a position per request, for the sampled token; nothing that means anything where
+            none was sampled or none asked for; None: nobody asked. Log-softmax over the whole vocabulary
+            after penalties, logit_bias and temperature (greedy: temperature 1), before top-k, top-p and
+            min-p (wire_api section 2.3).
+        input_logprobs: by request, for the prompt tokens that this step's logits predict:
             absolute prompt positions max(start, starts) + 1 .. starts + num_new, as far as they lie in the
             prompt (the first position that was asked for is predicted by nothing that counts).
-            Log-softmax of the raw logits. None where not asked for.
+            Log-softmax of the raw logits.
     """
 
     token_ids: list[int]
-    output_logprobs: list[PositionLogprobs | None] | None = None
-    input_logprobs: list[list[PositionLogprobs] | None] | None = None
+    output_logprobs: LogprobArrays | None = None
+    input_logprobs: dict[int, LogprobArrays] = field(default_factory=dict)
 
 
 class PendingStep(Protocol):

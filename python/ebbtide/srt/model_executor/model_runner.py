@@ -6,16 +6,24 @@ Shapes: T tokens, R requests, S requests that sample, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionBackend
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
-from ebbtide.srt.model_executor.batch_plan import BatchPlan, BeforeMasks, PendingStep, StepResult
+from ebbtide.srt.model_executor.batch_plan import (
+    BatchPlan,
+    BeforeMasks,
+    LogprobArrays,
+    LogprobSpec,
+    PendingStep,
+    StepResult,
+)
 from ebbtide.srt.model_executor.forward_batch import ForwardBatch, Layout, PromptRows, resolve_tokens
 from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, position_logprobs
 from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
@@ -27,8 +35,41 @@ from ebbtide.srt.models.base import CausalLM
 if TYPE_CHECKING:
     from ebbtide.srt.model_executor.graph_runner import DecodeGraphs
 
-# Bound of the float32 logits that prompt logprobs hold at a time.
-PROMPT_LOGITS_BYTES = 64 << 20
+# Bound of the logits that prompt logprobs hold at a time: of enough rows to read the matrix behind them well.
+PROMPT_LOGITS_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Logprobs of prompt positions on their way to the host.
+
+    Attributes:
+        rows: the positions, request by request.
+        specs: what each of these requests asks for.
+        pieces: of all positions, one after the other.
+    """
+
+    rows: Sequence[PromptRows]
+    specs: Sequence[LogprobSpec]
+    pieces: Sequence[LaunchedLogprobs]
+
+    def result(self) -> dict[int, LogprobArrays]:
+        """By request, once the device has run it."""
+        pieces = [piece.result() for piece in self.pieces]
+        ends = np.cumsum([len(piece.tokens_N) for piece in pieces]).tolist()
+        results = {}
+        first = 0
+        for rows, spec in zip(self.rows, self.specs, strict=True):
+            last = first + len(rows.token_ids)
+            results[rows.request] = LogprobArrays.joined(
+                [
+                    piece.part(max(first - start, 0), last - start, spec)
+                    for piece, start, end in zip(pieces, [0, *ends], ends, strict=False)
+                    if start < last and first < end
+                ]
+            )
+            first = last
+        return results
 
 
 @dataclass(slots=True)
@@ -39,33 +80,29 @@ class LaunchedStep:
         num_requests: R.
         sampled_R: the requests that sample.
         sample: None where none of them does.
-        prompt_logprobs: per request with prompt positions in this step, piece by piece.
+        prompt_logprobs: of all prompt positions in this step, piece by piece; None: there are none.
         has_run: recorded behind the last launch; None on a CPU, where to launch is to run.
     """
 
     num_requests: int
     sampled_R: Sequence[int]
     sample: LaunchedSample | None = None
-    prompt_logprobs: dict[int, list[LaunchedLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: PromptLogprobs | None = None
     has_run: torch.Event | None = None
 
     def wait(self) -> StepResult:
         if self.has_run is not None:
             self.has_run.synchronize()
         result = StepResult(token_ids=[-1] * self.num_requests)
-        if self.prompt_logprobs:
-            result.input_logprobs = [None] * self.num_requests
-            for request, pieces in self.prompt_logprobs.items():
-                result.input_logprobs[request] = [entry for piece in pieces for entry in piece.result()]
+        if self.prompt_logprobs is not None:
+            result.input_logprobs = self.prompt_logprobs.result()
         if self.sample is None:
             return result
         sampled = self.sample.result()
         for request, token_id in zip(self.sampled_R, sampled.token_ids, strict=True):
             result.token_ids[request] = token_id
         if sampled.logprobs is not None:
-            result.output_logprobs = [None] * self.num_requests
-            for request, logprobs in zip(self.sampled_R, sampled.logprobs, strict=True):
-                result.output_logprobs[request] = logprobs
+            result.output_logprobs = sampled.logprobs.spread(self.sampled_R, self.num_requests)
         return result
 
 
@@ -146,8 +183,8 @@ class ModelRunner:
         rows_S = batch.sampled_rows_S if wants_last else None
         hidden_TD = self.model.forward(input_ids_T, batch.positions_T, self.attention, rows_S)
         step = LaunchedStep(len(plan.specs), batch.sampled_R)
-        for rows in batch.prompt_rows:
-            step.prompt_logprobs[rows.request] = self._prompt_logprobs(plan, rows, hidden_TD)
+        if batch.prompt_rows:
+            step.prompt_logprobs = self._prompt_logprobs(plan, batch.prompt_rows, hidden_TD)
         if batch.sampled_R:
             hidden_SD = hidden_TD if wants_last or plan.is_decode else hidden_TD[batch.sampled_rows_S]
             self._sample(plan, hidden_SD, batch.sampled_page_rows_S, step, before_masks)
@@ -170,18 +207,21 @@ class ModelRunner:
         step.sample = self.sampler.launch(logits_SV, specs, plan.num_outputs_R[plan.samples_R])
         self._next_tokens.index_copy_(0, page_rows_S, step.sample.tokens_S)
 
-    def _prompt_logprobs(
-        self, plan: BatchPlan, rows: PromptRows, hidden_TD: Tensor
-    ) -> list[LaunchedLogprobs]:
-        """Few rows at a time: a long prompt's logits are large."""
-        spec = plan.specs[rows.request].logprobs
-        assert spec is not None
-        num_rows = max(1, PROMPT_LOGITS_BYTES // (4 * self._vocab_size))
-        hidden_MD = hidden_TD[rows.first_row : rows.first_row + len(rows.token_ids)]
-        token_ids_M = upload(rows.token_ids, self._device)
-        return [
-            position_logprobs(self.model.logits(piece_MD).float(), piece_M, [spec] * len(piece_MD))
-            for piece_MD, piece_M in zip(
-                torch.split(hidden_MD, num_rows), torch.split(token_ids_M, num_rows), strict=True
+    def _prompt_logprobs(self, plan: BatchPlan, rows: list[PromptRows], hidden_TD: Tensor) -> PromptLogprobs:
+        """Some rows at a time, of whatever requests: a long prompt's logits are large."""
+        specs = [spec for each in rows if (spec := plan.specs[each.request].logprobs) is not None]
+        specs_M = [spec for each, spec in zip(rows, specs, strict=True) for _ in each.token_ids]
+        token_ids_M = upload(np.concatenate([np.array(each.token_ids) for each in rows]), self._device)
+        rows_M = upload(
+            np.concatenate([np.arange(len(each.token_ids)) + each.first_row for each in rows]), self._device
+        )
+        num_rows = max(1, PROMPT_LOGITS_BYTES // (hidden_TD.element_size() * self._vocab_size))
+        pieces = [
+            position_logprobs(
+                self.model.logits(hidden_TD[rows_M[first : first + num_rows]]),
+                token_ids_M[first : first + num_rows],
+                specs_M[first : first + num_rows],
             )
+            for first in range(0, len(specs_M), num_rows)
         ]
+        return PromptLogprobs(rows, specs, pieces)

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from fixtures.checkpoints import make_tokenizer
+from fixtures.logprobs import PositionLogprobs, columns
 from fixtures.scripted_engine import Engine, run, start
 
 from ebbtide.srt.entrypoints.openai.answers import (
@@ -23,7 +24,7 @@ from ebbtide.srt.entrypoints.openai.chat_template import (
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
-from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput, TokenLogprobs
+from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 
 TOOL_TEMPLATE = (
@@ -156,7 +157,7 @@ def test_a_stream_tells_what_is_new_whatever_the_servers_streams_do() -> None:
         for step in range(3):
             for output in (0, 1):
                 new = ids[output][step]
-                logprobs = [TokenLogprobs(token_id, -1.0, [(-1.0, token_id)]) for token_id in new]
+                logprobs = columns(*(PositionLogprobs(-1.0, [(-1.0, token_id)]) for token_id in new))
                 finish = FinishReason("length") if step == 2 else None
                 message = RequestOutput(f"r_{output}", new, finish, start() if step == 0 else None)
                 message = msgspec.structs.replace(message, logprobs=logprobs)

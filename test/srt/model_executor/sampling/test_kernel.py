@@ -17,10 +17,13 @@ if DEVICE.type == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from fixtures.logprobs import PositionLogprobs, by_position
+
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
 from ebbtide.srt.model_executor.sampling.choosing import HostChooser
 from ebbtide.srt.model_executor.sampling.kernel import KernelChooser
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
+from ebbtide.srt.model_executor.sampling.logprobs_kernel import token_logprobs
 from ebbtide.srt.model_executor.sampling.noise import uniforms
 from ebbtide.srt.model_executor.sampling.sampler import Sampled, Sampler
 from ebbtide.srt.sampling_params import SamplingParams
@@ -208,6 +211,25 @@ def test_extreme_temperatures_give_finite_logprobs(temperature: float) -> None:
         assert logprobs == pytest.approx([-math.log(VOCAB)], abs=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [7, 3 * 8192 + 5])
+def test_logprobs_of_given_tokens_are_those_of_the_log_softmax(vocab_size: int, dtype: torch.dtype) -> None:
+    scores = logits(5, vocab_size).to(dtype)
+    scores[1, : vocab_size - 1] = -math.inf  # nothing but the last block
+    scores[2, 3] = math.nan
+    scores[3] = -math.inf
+    token_ids = torch.tensor([vocab_size // 2, vocab_size - 1, 2, 4, 0])
+
+    logprobs_M, norm_M1 = token_logprobs(scores.to(DEVICE), token_ids.to(DEVICE))
+
+    expected = scores.float().log_softmax(-1)[torch.arange(5), token_ids]
+    assert logprobs_M[[0, 1, 4]].tolist() == pytest.approx(expected[[0, 1, 4]].tolist(), abs=1e-4)
+    assert norm_M1[[0, 1, 4], 0].tolist() == pytest.approx(
+        scores.float().logsumexp(-1)[[0, 1, 4]].tolist(), abs=1e-4
+    )
+    assert not logprobs_M[2:4].isfinite().any()
+
+
 # What follows goes through the sampler: what is put into the kernels, and what comes back to the host.
 
 
@@ -225,6 +247,11 @@ def run(sampler: Sampler, scores: Tensor, specs: list[SampleSpec], device: torch
     if device.type == "cuda":
         torch.cuda.synchronize()
     return launched.result()
+
+
+def entries(sampled: Sampled, specs: list[SampleSpec]) -> list[PositionLogprobs | None]:
+    """What each row asked for; nothing where none did."""
+    return by_position(sampled.logprobs, [each.logprobs for each in specs]) if sampled.logprobs else []
 
 
 def many_specs() -> list[SampleSpec]:
@@ -249,10 +276,8 @@ def test_the_chosen_token_is_the_first_of_those_that_are_as_likely() -> None:
         spec(temperature=0.7, top_k=3, logprobs=LogprobSpec(top=2)),
     ]
     result = run(Sampler(VOCAB, DEVICE, KernelChooser), scores, specs, DEVICE)
-    assert result.logprobs is not None
-    for token_id, entry in zip(result.token_ids, result.logprobs, strict=True):
+    for token_id, entry in zip(result.token_ids, entries(result, specs), strict=True):
         assert entry is not None
-        assert entry.top is not None
         assert entry.top[0][1] == token_id
         assert len({other for _, other in entry.top}) == 2
 
@@ -270,8 +295,8 @@ def test_steps_of_a_changing_batch_are_those_of_the_host() -> None:
         wanted = run(reference, scores, [on_host[row] for row in rows], torch.device("cpu"))
         assert given.token_ids == wanted.token_ids
         assert (given.logprobs is None) == (wanted.logprobs is None)
-        for ours, theirs in zip(given.logprobs or [], wanted.logprobs or [], strict=True):
-            assert (ours is None) == (theirs is None)
+        specs = [on_host[row] for row in rows]
+        for ours, theirs in zip(entries(given, specs), entries(wanted, specs), strict=True):
             if ours is None or theirs is None:
                 continue
             assert ours.token == pytest.approx(theirs.token, abs=1e-4)

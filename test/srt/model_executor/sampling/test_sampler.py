@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures.logprobs import PositionLogprobs, by_position
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PositionLogprobs, SampleSpec
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
 from ebbtide.srt.model_executor.sampling.choosing import invert_cdf
 from ebbtide.srt.model_executor.sampling.filters import Filters
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
@@ -56,9 +57,14 @@ def sample(scores: Tensor, *specs: SampleSpec) -> list[int]:
 
 
 def only_logprobs(scores: Tensor, *specs: SampleSpec) -> list[PositionLogprobs]:
-    result = step(new_sampler(scores.shape[1]), scores, list(specs)).logprobs
-    assert result is not None
-    return [entry for entry in result if entry is not None]
+    return logprobs_of(step(new_sampler(scores.shape[1]), scores, list(specs)), specs)
+
+
+def logprobs_of(sampled: Sampled, specs: Sequence[SampleSpec]) -> list[PositionLogprobs]:
+    """Of the requests that asked for some."""
+    assert sampled.logprobs is not None
+    entries = by_position(sampled.logprobs, [each.logprobs for each in specs])
+    return [entry for entry in entries if entry is not None]
 
 
 def adjusted(row: Tensor, each: SampleSpec) -> list[float]:
@@ -180,10 +186,7 @@ def test_the_chosen_token_is_the_first_of_those_that_are_as_likely(temperature: 
     for seed in range(20):
         each = spec(seed=seed, temperature=temperature, top_k=4, logprobs=LogprobSpec(top=top))
         result = step(new_sampler(), scores, [each])
-        assert result.logprobs is not None
-        [entry] = result.logprobs
-        assert entry is not None
-        assert entry.top is not None
+        [entry] = logprobs_of(result, [each])
         assert entry.top[0] == (entry.token, result.token_ids[0])
         assert len({token_id for _, token_id in entry.top}) == top
         assert [value for value, _ in entry.top] == sorted((value for value, _ in entry.top), reverse=True)
@@ -261,10 +264,8 @@ def test_logprobs_are_those_of_the_adjusted_distribution(params: dict[str, Any])
     # Three steps of one batch: what is kept between steps has to follow the output.
     for _ in range(3):
         result = step(sampler, scores, [plain, each])
-        assert result.logprobs is not None
-        for row, one in enumerate((plain, each)):
-            entry = result.logprobs[row]
-            assert entry is not None
+        entries = logprobs_of(result, (plain, each))
+        for row, (one, entry) in enumerate(zip((plain, each), entries, strict=True)):
             expected = [max(value, LOWEST) for value in adjusted(scores[row], one)]
             assert entry.chosen == pytest.approx(expected, abs=1e-5)
             assert entry.token == pytest.approx(expected[result.token_ids[row]], abs=1e-5)
@@ -281,10 +282,7 @@ def test_penalties_follow_requests_as_the_batch_changes() -> None:
     for batch in batches:
         rows = [specs[row] for row in batch]
         result = step(sampler, scores[batch], rows)
-        assert result.logprobs is not None
-        for index, one in enumerate(rows):
-            entry = result.logprobs[index]
-            assert entry is not None
+        for index, (one, entry) in enumerate(zip(rows, logprobs_of(result, rows), strict=True)):
             assert entry.chosen == pytest.approx(adjusted(scores[batch[index]], one), abs=1e-5)
             one.output_ids.append(result.token_ids[index])
 
@@ -362,10 +360,10 @@ def test_logprobs_are_of_what_the_mode_says(mode: str, filters: dict[str, Any]) 
     sampler = Sampler(VOCAB, torch.device("cpu"), logprobs_mode=mode)
     result = step(sampler, scores, rows)
     assert result.logprobs is not None
+    entries = by_position(result.logprobs, [each.logprobs for each in rows])
     for row in (0, 2):
-        entry = result.logprobs[row]
+        entry = entries[row]
         assert entry is not None
-        assert entry.top is not None
         if mode == "raw_logprobs":
             expected = scores[row].log_softmax(-1)
         else:
@@ -416,7 +414,5 @@ def test_broken_logits_of_one_request_harm_no_other(broken: float, params: dict[
         sample(scores[row : row + 1], specs[row])[0] for row in (0, 2)
     ]
     assert 0 <= result.token_ids[1] < VOCAB
-    assert result.logprobs is not None
-    entry = result.logprobs[1]
-    assert entry is not None
+    entry = logprobs_of(result, specs)[1]
     assert [entry.token, *(value for value, _ in entry.top)] == [LOWEST] * 3

@@ -11,10 +11,11 @@ from typing import Any
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import (
     FinishReason,
+    LogprobColumns,
+    LogprobList,
     RequestOutput,
     RequestStart,
     TokenizedGenerateReqInput,
-    TokenLogprobs,
 )
 
 # JSON has no infinity: the lowest float32 stands for it.
@@ -41,7 +42,7 @@ class ResponseStyle:
 class LogprobTable:
     """The logprob lists of one output, or of its prompt, under the names they have in the answer.
 
-    `columns` is empty where no logprobs were asked for.
+    What arrives stays numbers until an answer asks for `columns`.
     """
 
     def __init__(self, side: str, request: TokenizedGenerateReqInput, style: ResponseStyle) -> None:
@@ -51,18 +52,43 @@ class LogprobTable:
         self._chosen = f"{side}_token_ids_logprobs"
         wanted = {self._token: True, self._top: request.top_logprobs_num > 0, self._chosen: self._chosen_ids}
         names = [name for name, is_wanted in wanted.items() if is_wanted] if request.return_logprob else []
-        self.columns: dict[str, list[Any]] = {name: [] for name in names}
+        self._columns: dict[str, list[Any]] = {name: [] for name in names}
+        self._new = LogprobList(request.top_logprobs_num, len(self._chosen_ids))
+        self._new_ids: list[int] = []
 
-    def add(self, positions: Iterable[TokenLogprobs]) -> None:
-        columns = self.columns
-        for position in positions:
-            columns[self._token].append(self._triple(position.token, position.token_id))
+    def add(self, positions: LogprobColumns, token_ids: Sequence[int]) -> None:
+        """Further positions, with the tokens at them."""
+        self._new.add(positions)
+        self._new_ids += token_ids
+
+    def add_token(self, logprob: float, token_id: int) -> None:
+        """One more position, of a request that asks for its token's logprob alone."""
+        self._new.append(logprob)
+        self._new_ids.append(token_id)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The lists as they stand, which will grow; empty where no logprobs were asked for."""
+        columns, new = self._columns, self._new
+        if columns and len(new):
+            columns[self._token] += map(self._triple, new.tokens, self._new_ids)
             if self._top in columns:
-                columns[self._top].append(self._triples(position.top))
+                columns[self._top] += map(self._triples, new.tops())
             if self._chosen in columns:
-                chosen = position.chosen
-                pairs = None if chosen is None else zip(chosen, self._chosen_ids, strict=True)
-                columns[self._chosen].append(self._triples(pairs))
+                columns[self._chosen] += (
+                    self._triples(None if row is None else zip(row, self._chosen_ids, strict=True))
+                    for row in new.chosen()
+                )
+            new.clear()
+            self._new_ids = []
+        return columns
+
+    def forget(self) -> None:
+        """The lists have been handed out: others begin."""
+        self._columns = {name: [] for name in self._columns}
+
+    def end(self) -> None:
+        """The lists have been handed out, and there will be no others."""
+        self._columns = {}
 
     def _triples(self, pairs: Iterable[tuple[float, int]] | None) -> list[Triple] | None:
         return None if pairs is None else [self._triple(logprob, token_id) for logprob, token_id in pairs]
@@ -86,6 +112,7 @@ class OutputState:
         self._num_tokens = 0
         self._logprobs = LogprobTable("output", request, style)
         self._input_logprobs = LogprobTable("input", request, style)
+        self._first_input = request.logprob_start or 0
         self._start: RequestStart | None = None
         self._version_starts: list[tuple[str, int]] = []
         self._kv_versions: list[str] = []
@@ -99,7 +126,10 @@ class OutputState:
         """Take in what is new. `text` is None where there is no tokenizer."""
         if output.start is not None:
             self._start = output.start
-            self._input_logprobs.add(output.start.input_logprobs or ())
+            if output.start.input_logprobs is not None:
+                self._input_logprobs.add(
+                    output.start.input_logprobs, self.request.input_ids[self._first_input :]
+                )
         if text is not None:
             self._text = [] if self._text is None else self._text
             self._text.append(text)
@@ -109,7 +139,7 @@ class OutputState:
             self._num_tokens += len(output.token_ids)
             self._output_ids += output.token_ids
         if output.logprobs is not None:
-            self._logprobs.add(output.logprobs)
+            self._logprobs.add(output.logprobs, output.token_ids)
         if output.version_starts is not None:
             self._version_starts = output.version_starts
         if output.kv_versions is not None:
@@ -121,6 +151,17 @@ class OutputState:
         if output.finish is not None:
             self.finish = output.finish
             self._finished_s = time.monotonic()
+
+    def apply_token(self, token_id: int, logprob: float, text: str | None, weight_version: str) -> None:
+        """Take in one more token of a stream; nothing else is new. Such streams begin with `apply`."""
+        if text is not None:
+            self._text = [] if self._text is None else self._text
+            self._text.append(text)
+        self._num_tokens += 1
+        self._output_ids.append(token_id)
+        if self.request.return_logprob:
+            self._logprobs.add_token(logprob, token_id)
+        self._weight_version = weight_version
 
     def response(self) -> dict[str, Any]:
         """The answer as it stands, or, incrementally, what is new in it since the last call."""
@@ -134,8 +175,8 @@ class OutputState:
         body["meta_info"] = self.meta_info()
         if self._style.is_incremental:
             self._output_ids = []
-            self._logprobs.columns = {name: [] for name in self._logprobs.columns}
-            self._input_logprobs.columns = {}
+            self._logprobs.forget()
+            self._input_logprobs.end()
         return body
 
     def _handed_out(self, values: list[Any]) -> list[Any]:
@@ -162,10 +203,10 @@ class OutputState:
             "prefill_weight_versions": _spans(self._prefill_starts, len(request.input_ids)),
         }
         if request.return_logprob:
-            for name, entries in self._logprobs.columns.items():
+            for name, entries in self._logprobs.columns().items():
                 meta[name] = self._handed_out(entries)
             meta["output_token_logprobs_length"] = self._num_tokens
-            meta.update(self._input_logprobs.columns)
+            meta.update(self._input_logprobs.columns())
         if self.finish is not None:
             meta.update(self._latencies())
         return meta

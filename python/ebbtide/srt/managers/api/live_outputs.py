@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState
-from ebbtide.srt.managers.io_struct import RequestOutput
+from ebbtide.srt.managers.io_struct import RequestOutput, StreamedTokens
 
 
 @dataclass(slots=True)
@@ -117,6 +118,20 @@ class LiveOutputs:
         state.apply(output, text, weight_version)
         entry.generation.note(entry.index)
         return state if output.finish is not None else None
+
+    def deliver_tokens(
+        self, streamed: StreamedTokens, texts: Sequence[str] | None, weight_version: str
+    ) -> None:
+        """Hand one more token of each stream to whoever reads it."""
+        logprobs = array("f", streamed.logprobs)
+        for place, rid in enumerate(streamed.rids):
+            entry = self._entries.get(rid)
+            if entry is None or entry.generation is None:
+                continue
+            text = None if texts is None else texts[place]
+            state = entry.generation.outputs[entry.index]
+            state.apply_token(streamed.token_ids[place], logprobs[place], text, weight_version)
+            entry.generation.note(entry.index)
 
     def rids_of(self, generation: LiveGeneration) -> list[str]:
         """Outputs of a request that are still to come."""

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterable
+from math import nan
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ebbtide.srt.managers.io_struct import (
     FinishReason,
     RequestOutput,
     RequestStart,
-    TokenLogprobs,
+    StreamedTokens,
     TokenOutput,
 )
+from ebbtide.srt.managers.scheduling.kv_versions import Commit
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter
 from ebbtide.srt.managers.scheduling.request import Req
+from ebbtide.srt.managers.scheduling.running_rows import OTHER_STREAM, PLAIN_STREAM
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.step_log import StepLog
-from ebbtide.srt.model_executor.batch_plan import PositionLogprobs, StepResult
+from ebbtide.srt.model_executor.batch_plan import StepResult
 
 # How much of the prompt's end the detokenizer sees: enough to know whether the first token joins on to it.
 PROMPT_TAIL = 8
@@ -37,44 +44,132 @@ class OutputProcessor:
     def __init__(self, policy: SchedulePolicy, step_log: StepLog, dp_rank: int = 0) -> None:
         self.meter = LoadMeter(policy)
         self.num_aborts = 0
+        # Of all requests that came here; so few that to look for them costs next to nothing.
+        self._stop_ids: set[int] = set()
         self._policy = policy
         self._step_log = step_log
         self._dp_rank = dp_rank
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> TokenOutput | None:
         """Advance every request of the batch by the step that has run."""
-        commit = self._policy.commit
-        outputs: list[RequestOutput] = []
-        finished: list[Req] = []
-        plan = batch.plan
-        num_new = plan.num_new_R.tolist()
-        samples = plan.samples_R.tolist()
-        self._policy.note_committed()
-        num_sampled = sum(samples)
+        policy, plan = self._policy, batch.plan
+        policy.note_committed()
+        num_sampled = int(np.count_nonzero(plan.samples_R))
         self.meter.note_step(num_sampled)
-        for index, (req, kv) in enumerate(zip(batch.requests, batch.holds, strict=True)):
-            if req.kv is not kv:
-                continue
-            req.num_in_flight -= samples[index]
-            req.note_kv(commit, kv.num_computed)
-            if result.input_logprobs is not None:
-                self._collect_input_logprobs(req, result.input_logprobs[index])
-            self._policy.note_computed(req, num_new[index])
-            if samples[index]:
-                self._append(req, result, index, commit.version)
-            elif req.max_new_tokens == 0 and kv.num_computed == req.num_tokens:
-                req.finish = FinishReason("length", length=0)
-            if req.finish is not None:
-                finished.append(req)
-                outputs.append(self.output(req))
-            elif req.stream_interval is not None and samples[index] and self._is_due(req):
-                outputs.append(self.output(req))
-        if finished:
-            self._policy.finish_running(finished)
+        live_R = policy.rows.serial[plan.page_rows_R] == batch.serials_R
+        sampled = np.flatnonzero(live_R & plan.samples_R)
+        tokens_S = np.array(result.token_ids, dtype=np.int64)[sampled]
+        looked_at = self._advance(batch, result, np.flatnonzero(live_R), sampled, tokens_S)
+        for index, token_id in zip(sampled.tolist(), tokens_S.tolist(), strict=True):
+            plan.specs[index].output_ids.append(token_id)
+        self._append_logprobs(batch.requests, result, sampled.tolist())
+        ended = self._find_ended(batch, live_R, sampled, tokens_S)
+        output = self._outputs(batch, sampled, ended, looked_at)
+        if ended:
+            policy.finish_running([batch.requests[index] for index in sorted(ended)])
         self._step_log.note_step(num_sampled)
-        if not outputs:
+        return output
+
+    def _advance(
+        self,
+        batch: ScheduledBatch,
+        result: StepResult,
+        live: NDArray[np.int64],
+        sampled: NDArray[np.int64],
+        tokens_S: NDArray[np.int64],
+    ) -> set[int]:
+        """Count what has been computed and sampled. Returns the requests that had to be looked at as a whole:
+        those in their prefill, and all of them at the first step under other weights.
+        """
+        rows, commit, plan = self._policy.rows, self._policy.commit, batch.plan
+        rows_L, sampled_rows_S = plan.page_rows_R[live], plan.page_rows_R[sampled]
+        unsettled = live[rows.settled[rows_L] != commit.number].tolist()
+        rows.in_flight[sampled_rows_S] -= 1
+        rows.last_token[sampled_rows_S] = tokens_S
+        for index in unsettled:
+            req = batch.requests[index]
+            req.note_kv(commit, int(plan.starts_R[index]))
+            if index in result.input_logprobs and not req.has_input_logprobs:
+                predicted = result.input_logprobs[index]
+                req.input_logprobs.extend(predicted, 0, len(predicted.tokens_N))
+        rows.computed[rows_L] += plan.num_new_R[live]
+        for index in unsettled:
+            req = batch.requests[index]
+            self._policy.note_computed(req)
+            if plan.samples_R[index]:
+                self._note_first_sampled(req, commit)
+        return set(unsettled)
+
+    def _note_first_sampled(self, req: Req, commit: Commit) -> None:
+        """A request samples for the first time since its prefill, or under these weights."""
+        assert req.kv is not None
+        req.note_sampled(commit.version)
+        if not req.spec.output_ids:
+            req.first_token_s = time.monotonic()
+        if not req.spec.params.ignore_eos:
+            self._stop_ids |= req.spec.stop_ids
+        req.kv.rows.settled[req.kv.row] = commit.number
+
+    def _append_logprobs(self, requests: list[Req], result: StepResult, sampled: list[int]) -> None:
+        logprobs = result.output_logprobs
+        if logprobs is None:
+            return
+        values = logprobs.tokens_N.tolist()
+        for index in sampled:
+            wanted = requests[index].spec.logprobs
+            if wanted is None:
+                continue
+            if wanted.top or wanted.token_ids:
+                requests[index].new_logprobs.extend(logprobs, index, index + 1)
+            else:
+                requests[index].new_logprobs.append(values[index])
+
+    def _find_ended(
+        self,
+        batch: ScheduledBatch,
+        live_R: NDArray[np.bool_],
+        sampled: NDArray[np.int64],
+        tokens_S: NDArray[np.int64],
+    ) -> set[int]:
+        """Note why requests end with this step; returns which."""
+        rows, plan = self._policy.rows, batch.plan
+        rows_R = plan.page_rows_R
+        is_whole_R = rows.planned[rows_R] - rows.in_flight[rows_R] >= rows.limit[rows_R]
+        is_computed_R = rows.computed[rows_R] >= rows.limit[rows_R]
+        candidates = set(np.flatnonzero(live_R & is_whole_R & (plan.samples_R | is_computed_R)).tolist())
+        stops_S = np.isin(tokens_S, list(self._stop_ids))
+        candidates |= set(sampled[stops_S].tolist())
+        candidates |= set(sampled[rows.is_followed[rows_R[sampled]] > 0].tolist())
+        ended: set[int] = set()
+        for index in candidates:
+            req = batch.requests[index]
+            req.finish = _finish_reason(req, is_sampled=bool(plan.samples_R[index]))
+            if req.finish is not None:
+                ended.add(index)
+        return ended
+
+    def _outputs(
+        self, batch: ScheduledBatch, sampled: NDArray[np.int64], ended: set[int], looked_at: set[int]
+    ) -> TokenOutput | None:
+        """What is to be sent after this step. Most streams have one more token, and nothing else is new."""
+        kinds_S = self._policy.rows.stream_kind[batch.plan.page_rows_R[sampled]]
+        plain = [
+            batch.requests[index]
+            for index in sampled[kinds_S == PLAIN_STREAM].tolist()
+            if index not in ended and index not in looked_at
+        ]
+        others = set(sampled[kinds_S == OTHER_STREAM].tolist())
+        others |= looked_at & set(sampled[kinds_S == PLAIN_STREAM].tolist())
+        due = {index for index in others if self._is_due(batch.requests[index])}
+        outputs = [self.output(batch.requests[index]) for index in sorted(due | ended)]
+        if not outputs and not plain:
             return None
-        return TokenOutput(weight_version=commit.version, outputs=outputs, dp_rank=self._dp_rank)
+        return TokenOutput(
+            weight_version=self._policy.commit.version,
+            outputs=outputs,
+            streamed=_streamed(plain) if plain else None,
+            dp_rank=self._dp_rank,
+        )
 
     def end(self, ended: Iterable[tuple[Req, FinishReason]]) -> TokenOutput | None:
         """The last outputs of requests that have been ended from outside."""
@@ -102,55 +197,18 @@ class OutputProcessor:
             version_starts=list(req.version_starts) if req.versions_changed else None,
             kv_versions=list(req.kv_versions) if req.kv_versions_changed else None,
             num_retractions=req.num_retractions,
-            logprobs=req.new_logprobs if req.spec.logprobs is not None else None,
+            logprobs=req.new_logprobs.take() if req.spec.logprobs is not None else None,
             prefill_starts=req.prefill_starts if req.prefill_changed else None,
         )
         req.num_emitted = len(req.spec.output_ids)
         req.has_started_output = True
         req.versions_changed = req.kv_versions_changed = req.prefill_changed = False
-        req.new_logprobs = []
         return output
-
-    def _append(self, req: Req, result: StepResult, index: int, version: str) -> None:
-        """Append the sampled token, and find out whether the request ends with it."""
-        token_id = result.token_ids[index]
-        req.note_sampled(version)
-        output_ids = req.spec.output_ids
-        if not output_ids:
-            req.first_token_s = time.monotonic()
-        output_ids.append(token_id)
-        mask = req.spec.mask
-        if mask is not None and not mask.accept(token_id):
-            req.finish = FinishReason("abort", message="the grammar allows no token here", status_code=500)
-            return
-        if result.output_logprobs is not None:
-            logprobs = result.output_logprobs[index]
-            if logprobs is not None:
-                req.new_logprobs.append(_token_logprobs(token_id, logprobs))
-        if token_id in req.spec.stop_ids and not req.spec.params.ignore_eos:
-            req.finish = FinishReason("stop", matched=token_id)
-            return
-        if req.stop_strings is not None:
-            matched = req.stop_strings.push(token_id)
-            if matched is not None:
-                req.finish = FinishReason("stop", matched=matched)
-                return
-        if len(output_ids) >= req.max_new_tokens:
-            req.finish = FinishReason("length", length=req.max_new_tokens)
 
     def _is_due(self, req: Req) -> bool:
         """The first token goes out at once, then one output every `stream_interval` tokens."""
         assert req.stream_interval is not None
         return not req.has_started_output or len(req.spec.output_ids) - req.num_emitted >= req.stream_interval
-
-    def _collect_input_logprobs(self, req: Req, predicted: list[PositionLogprobs] | None) -> None:
-        logprobs = req.spec.logprobs
-        if predicted is None or logprobs is None or logprobs.start is None or req.has_input_logprobs:
-            return
-        prompt_ids = req.spec.prompt_ids
-        collected = req.input_logprobs
-        for position in predicted:
-            collected.append(_token_logprobs(prompt_ids[logprobs.start + len(collected)], position))
 
     def _start(self, req: Req) -> RequestStart:
         self.meter.note_started(req)
@@ -165,11 +223,36 @@ class OutputProcessor:
             spaces_between_special_tokens=params.spaces_between_special_tokens,
             no_stop_trim=params.no_stop_trim,
             stop_strings=params.stop_strings,
-            input_logprobs=req.input_logprobs if has_input_logprobs else None,
+            input_logprobs=req.input_logprobs.columns() if has_input_logprobs else None,
             queue_time_s=(req.started_s if req.started_s is not None else time.monotonic()) - req.arrival_s,
             first_token_latency_s=None if req.first_token_s is None else req.first_token_s - req.arrival_s,
         )
 
 
-def _token_logprobs(token_id: int, logprobs: PositionLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(token_id, logprobs.token, logprobs.top, logprobs.chosen)
+def _streamed(requests: list[Req]) -> StreamedTokens:
+    """The last token of each."""
+    logprobs = array("f")
+    for req in requests:
+        req.num_emitted += 1
+        logprobs.append(nan if req.spec.logprobs is None else req.new_logprobs.pop())
+    return StreamedTokens(
+        [req.rid for req in requests], [req.spec.output_ids[-1] for req in requests], logprobs.tobytes()
+    )
+
+
+def _finish_reason(req: Req, *, is_sampled: bool) -> FinishReason | None:
+    """Why a request ends with its last token, if it does."""
+    spec = req.spec
+    if is_sampled:
+        token_id = spec.output_ids[-1]
+        if spec.mask is not None and not spec.mask.accept(token_id):
+            return FinishReason("abort", message="the grammar allows no token here", status_code=500)
+        if token_id in spec.stop_ids and not spec.params.ignore_eos:
+            return FinishReason("stop", matched=token_id)
+        if req.stop_strings is not None:
+            matched = req.stop_strings.push(token_id)
+            if matched is not None:
+                return FinishReason("stop", matched=matched)
+    if len(spec.output_ids) >= req.max_new_tokens:
+        return FinishReason("length", length=req.max_new_tokens)
+    return None

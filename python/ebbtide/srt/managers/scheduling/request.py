@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from ebbtide.srt.managers.io_struct import FinishReason, TokenLogprobs
+from ebbtide.srt.managers.io_struct import FinishReason, LogprobList
 from ebbtide.srt.managers.scheduling.kv_versions import Commit
+from ebbtide.srt.managers.scheduling.running_rows import RunningRows
 from ebbtide.srt.managers.scheduling.version_contract import NO_CONTRACT
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
 from ebbtide.srt.managers.wire.generation import VersionContract
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease
-from ebbtide.srt.model_executor.batch_plan import SampleSpec
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
 
 
 class Phase(Enum):
@@ -31,8 +32,7 @@ class KVHold:
         lease: pins the pages that belong to the prefix cache: the first `len(lease.pages)` of `pages`.
         pages: all pages, in token order.
         row: the request's row in the page table.
-        num_computed: tokens whose KV is in the pages.
-        num_launched: the same, with those that a step in flight computes.
+        rows: numbers that stand in the same row.
         is_prefilled: whether all tokens that there were when it was taken are computed.
         commit_starts: (commit, first token) per span of KV that this request computed itself.
     """
@@ -40,10 +40,19 @@ class KVHold:
     lease: PrefixLease
     pages: list[int]
     row: int
-    num_computed: int
-    num_launched: int
+    rows: RunningRows
     is_prefilled: bool = False
     commit_starts: list[tuple[Commit, int]] = field(default_factory=list)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose KV is in the pages."""
+        return int(self.rows.computed[self.row])
+
+    @property
+    def num_launched(self) -> int:
+        """The same, with those that a step in flight computes."""
+        return int(self.rows.launched[self.row])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,6 @@ class Req:
         head_start: requests that it may overtake in the queue.
         first_update: updates that had been committed when it began to run; None before.
         cached_tokens: prompt tokens taken from the prefix cache at the first prefill; None before it.
-        num_in_flight: output tokens that steps in flight are sampling.
         num_emitted: output tokens sent on so far.
         version_starts: (weight version, first output index) per span of the output.
         kv_versions: versions of the weights that computed the KV used so far, oldest first.
@@ -106,7 +114,6 @@ class Req:
     started_s: float | None = None
     first_token_s: float | None = None
     has_started_output: bool = False
-    num_in_flight: int = 0
     num_emitted: int = 0
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     versions_changed: bool = False
@@ -114,21 +121,22 @@ class Req:
     kv_versions_changed: bool = False
     prefill_starts: list[tuple[str, int]] = field(default_factory=list)
     prefill_changed: bool = False
-    input_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    new_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    input_logprobs: LogprobList = field(init=False)
+    new_logprobs: LogprobList = field(init=False)
 
     def __post_init__(self) -> None:
+        spec = self.spec.logprobs or LogprobSpec()
+        self.input_logprobs = LogprobList(spec.top, len(spec.token_ids))
+        self.new_logprobs = LogprobList(spec.top, len(spec.token_ids))
         self.reset_input_logprobs()
 
     def reset_input_logprobs(self) -> None:
         """Forget those of a prefill that did not come to its end."""
         self.input_logprobs.clear()
-        logprobs, prompt_ids = self.spec.logprobs, self.spec.prompt_ids
-        if logprobs is not None and logprobs.start is not None:
+        logprobs = self.spec.logprobs
+        if logprobs is not None and logprobs.start is not None and logprobs.start < len(self.spec.prompt_ids):
             # Clients expect a triple for the first position too, though its own logprob is always null.
-            self.input_logprobs += [
-                TokenLogprobs(token_id, None) for token_id in prompt_ids[logprobs.start : logprobs.start + 1]
-            ]
+            self.input_logprobs.append_nothing()
 
     @property
     def has_begun(self) -> bool:
@@ -145,14 +153,15 @@ class Req:
         return len(self.spec.prompt_ids) + len(self.spec.output_ids)
 
     @property
+    def num_in_flight(self) -> int:
+        """Output tokens that steps in flight are sampling."""
+        return 0 if self.kv is None else int(self.kv.rows.in_flight[self.kv.row])
+
+    @property
     def num_missing(self) -> int:
-        """Tokens whose KV no step computes yet; none where every output token is out or in flight."""
-        kv, spec = self.kv, self.spec
-        assert kv is not None
-        num_outputs = len(spec.output_ids) + self.num_in_flight
-        if self.num_in_flight and num_outputs >= self.max_new_tokens:
-            return 0
-        return len(spec.prompt_ids) + num_outputs - kv.num_launched
+        """Tokens of a request that begins to run whose KV is not computed yet."""
+        assert self.kv is not None
+        return self.num_tokens - self.kv.num_launched
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids [start, end) of prompt and output together."""

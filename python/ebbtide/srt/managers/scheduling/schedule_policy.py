@@ -9,6 +9,9 @@ from bisect import insort
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.ports import PageStore, ParkingPlan
 from ebbtide.srt.managers.io_struct import FinishReason
@@ -16,6 +19,7 @@ from ebbtide.srt.managers.scheduling.growth_reserve import GrowthReserve
 from ebbtide.srt.managers.scheduling.kv_versions import Commit, KVVersions
 from ebbtide.srt.managers.scheduling.prefill_share import PrefillShare
 from ebbtide.srt.managers.scheduling.request import KVHold, ParkedKV, Phase, Req
+from ebbtide.srt.managers.scheduling.running_rows import RunningRows
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.version_contract import ServedVersions, Standing
 from ebbtide.srt.managers.scheduling.waiting_order import WaitingOrder
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 
 # So many requests that came before it may the next turn of a conversation overtake: none waits for ever.
 NEXT_TURN_OVERTAKES: Final = 256
+# So many requests that wait for another one's prefix are passed over in a step, at most.
+MAX_DEFERRED: Final = 128
 
 
 class SchedulePolicy:
@@ -70,6 +76,8 @@ class SchedulePolicy:
         self.running: list[Req] = []
         self._versions = ServedVersions("")
         self._num_updates = 0
+        self.rows = RunningRows(len(table.array))
+        self._rows_R: NDArray[np.int64] | None = None
         self._live: dict[str, Req] = {}
         self._num_in_flight = 0
         self._reserve = GrowthReserve(page_size)
@@ -174,6 +182,7 @@ class SchedulePolicy:
             case _:
                 self._release_kv(req, publish=True)
                 self.running.remove(req)
+                self._rows_R = None
         req.phase = Phase.FINISHED
         del self._live[req.rid]
 
@@ -196,6 +205,7 @@ class SchedulePolicy:
             req.phase = Phase.FINISHED
             del self._live[req.rid]
         self.running = [req for req in self.running if req.phase is Phase.RUNNING]
+        self._rows_R = None
 
     def retract_all(self) -> int:
         """Running requests give up their KV and wait again, ahead of all others. Returns how many.
@@ -292,19 +302,16 @@ class SchedulePolicy:
         if self._must_commit_first() or not self._grow_running():
             return None
         admits = bool(self.waiting) and not self.holds_admission
-        chunks = self._share.of_running(self.running, admits=admits)
-        budget = self._share.budget
-        requests: list[Req] = []
-        num_new: list[int] = []
-        for req in self.running:
-            missing = req.num_missing
-            if missing > 1:
-                missing = chunks[req]
-                budget -= missing
-            if missing == 0:
-                continue
-            requests.append(req)
-            num_new.append(missing)
+        rows_R = self._running_rows()
+        missing_R = self.rows.missing(rows_R)
+        # Rows of one token come first, so that those of a kind lie together.
+        decoding = np.flatnonzero(missing_R == 1)
+        requests = [self.running[index] for index in decoding.tolist()]
+        prefilling = [self.running[index] for index in np.flatnonzero(missing_R > 1).tolist()]
+        shares = self._share.of_running(prefilling, admits=admits)
+        requests += [req for req in prefilling if shares[req]]
+        chunks = [shares[req] for req in prefilling if shares[req]]
+        budget = self._share.budget - sum(chunks)
         admitted: list[Req] = []
         if admits:
             for req in self._admissible(budget):
@@ -312,24 +319,28 @@ class SchedulePolicy:
                 chunk = self._share.of_admitted(req, budget)
                 budget -= chunk
                 requests.append(req)
-                num_new.append(chunk)
+                chunks.append(chunk)
                 if budget <= 0:
                     break
         self._reserve.note_step()
         if not requests:
             return None
+        others = [req.kv.row for req in requests[len(decoding) :] if req.kv is not None]
+        batch_rows_R = np.concatenate([rows_R[decoding], np.array(others, dtype=np.int64)])
+        num_new_R = np.ones(len(requests), dtype=np.int64)
+        num_new_R[len(decoding) :] = chunks
+        plan = self.rows.plan(requests, batch_rows_R, num_new_R)
         self._num_in_flight += 1
-        return ScheduledBatch.launched(requests, num_new, admitted)
+        return ScheduledBatch(requests, self.rows.serial[batch_rows_R], plan, admitted)
 
     def note_committed(self) -> None:
         """The oldest batch in flight has run."""
         self._num_in_flight -= 1
 
-    def note_computed(self, req: Req, num_new: int) -> None:
-        """A step has computed the KV of `num_new` more tokens. A complete prompt is shared at once."""
+    def note_computed(self, req: Req) -> None:
+        """A step has computed more of its KV. A complete prompt is shared at once."""
         kv = req.kv
         assert kv is not None
-        kv.num_computed += num_new
         if not kv.is_prefilled and kv.num_computed == req.num_tokens:
             kv.is_prefilled = True
             req.prefill_starts = self._prefill_starts(req)
@@ -343,53 +354,61 @@ class SchedulePolicy:
 
     def _must_commit_first(self) -> bool:
         """Whether a request's next token depends on the ids of those in flight."""
-        return bool(self._num_in_flight) and any(
-            req.num_in_flight and req.spec.needs_output_ids for req in self.running
-        )
+        return bool(self._num_in_flight) and self.rows.wait_for_ids(self._running_rows())
+
+    def _running_rows(self) -> NDArray[np.int64]:
+        """The rows of the running requests, in their order."""
+        if self._rows_R is None:
+            rows = [req.kv.row for req in self.running if req.kv is not None]
+            self._rows_R = np.array(rows, dtype=np.int64)
+        return self._rows_R
 
     def _grow_running(self) -> bool:
         """Give every running request the page that its next token needs, the oldest first.
 
         False: there are too few pages, and none may be taken away before the step in flight is committed.
         """
-        page_size = self.page_size
-        index = 0
-        while index < len(self.running):
-            req = self.running[index]
-            kv = req.kv
-            assert kv is not None
-            if kv.num_launched < len(kv.pages) * page_size or req.num_missing == 0:
-                index += 1
-                continue
-            page = self._allocate(1)
-            if page is None:
-                if self._num_in_flight:
-                    return False
-                self._reserve.note_retraction()
-                self.retract(self.running[-1])
-                continue
-            self.table.write(kv.row, len(kv.pages), page)
-            kv.pages.extend(page)
-            index += 1
-        return True
+        while True:
+            for index in self.rows.short_of_pages(self._running_rows()):
+                kv = self.running[index].kv
+                assert kv is not None
+                page = self._allocate(1)
+                if page is None:
+                    break
+                self.table.write(kv.row, len(kv.pages), page)
+                kv.pages.extend(page)
+                self.rows.capacity[kv.row] += self.page_size
+            else:
+                return True
+            if self._num_in_flight:
+                return False
+            self._reserve.note_retraction()
+            self.retract(self.running[-1])
 
     def _admissible(self, budget: int) -> Iterator[Req]:
         """Admit waiting requests one by one, in order, as long as the pool and the batch have room."""
         if budget <= 0 or len(self.running) >= self.config.max_running_requests:
             return
-        prefilling = {self._next_page_key(req) for req in self.running if not self._is_decoding(req)}
-        num_to_come = sum(req.num_to_come for req in self.running)
+        rows_R = self._running_rows()
+        in_prefill = np.flatnonzero(~self.rows.is_decoding(rows_R)).tolist()
+        prefilling = {self._next_page_key(self.running[index]) for index in in_prefill}
+        num_to_come = self.rows.num_to_come(rows_R)
+        num_deferred = 0
         for req in self._order.candidates(self.waiting, self._matched):
             if budget <= 0 or len(self.running) >= self.config.max_running_requests:
                 return
             hold = self._take_pages(req, prefilling, num_to_come)
             if hold is _DEFERRED:
+                num_deferred += 1
+                if num_deferred == MAX_DEFERRED:
+                    return
                 continue
             if hold is None:
                 return
             assert isinstance(hold, KVHold)
             self.waiting.remove(req)
             insort(self.running, req, key=_by_arrival)
+            self._rows_R = None
             req.phase = Phase.RUNNING
             req.kv = hold
             self.table.write(hold.row, 0, hold.pages)
@@ -437,17 +456,16 @@ class SchedulePolicy:
         if pages is None:
             lease.release()
             return None
-        return KVHold(lease, lease.pages + pages, self.table.allocate_row(), num_cached, num_cached)
+        hold = KVHold(lease, lease.pages + pages, self.table.allocate_row(), self.rows)
+        room = len(hold.pages) * self.page_size
+        self.rows.open(hold.row, req, num_computed=num_cached, num_pages_tokens=room)
+        return hold
 
     def _next_page_key(self, req: Req) -> tuple[object, ...]:
         """What identifies the first page that a prefilling request computes itself."""
         assert req.kv is not None
         start = len(req.kv.lease.pages) * self.page_size
         return (start, req.namespace, *req.tokens(start, min(start + self.page_size, req.num_tokens)))
-
-    def _is_decoding(self, req: Req) -> bool:
-        assert req.kv is not None
-        return req.num_tokens - req.kv.num_computed == 1 and bool(req.spec.output_ids)
 
     # --------------------------------------------------------------------------------------------- pages
 
@@ -489,6 +507,7 @@ class SchedulePolicy:
         self.allocator.free(kv.pages[len(kv.lease.pages) :])
         kv.lease.release()
         self.table.free_row(kv.row)
+        self.rows.close(kv.row)
         req.kv = None
 
     def retract(self, req: Req) -> None:
@@ -506,6 +525,7 @@ class SchedulePolicy:
         assert req.num_in_flight == 0, "a token in flight would be lost"
         self._release_kv(req, publish=False)
         self.running.remove(req)
+        self._rows_R = None
 
     def _requeue(self, req: Req) -> None:
         """A request whose KV is gone waits again."""
@@ -528,7 +548,7 @@ class SchedulePolicy:
         num_cached = len(kv.lease.pages)
         if num_cached < len(parked.slots):
             self.page_store.restore(parked.slots[num_cached:], kv.pages[num_cached : len(parked.slots)])
-            kv.num_computed = kv.num_launched = parked.num_computed
+            self.rows.computed[kv.row] = self.rows.launched[kv.row] = parked.num_computed
         kv.is_prefilled = parked.is_prefilled
         kv.commit_starts = self.kv_versions.behind(parked.commit_starts, num_cached * self.page_size)
         self._drop_parked(req)

@@ -34,10 +34,8 @@ class SchedulerTrialPass:
         ids = list(input_ids)
         with self._pages(-(-len(ids) // self._policy.page_size)):
             result = self._runner.launch(_plan(ids)).wait()
-        assert result.input_logprobs is not None, "they were asked for"
-        positions = result.input_logprobs[0]
-        assert positions is not None, "they were asked for"
-        return [position.token for position in positions]
+        logprobs: list[float] = result.input_logprobs[0].tokens_N.tolist()
+        return logprobs
 
     @contextmanager
     def _pages(self, num_pages: int) -> Iterator[None]:

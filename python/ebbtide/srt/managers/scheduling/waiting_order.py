@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 from ebbtide.srt.managers.scheduling.request import Req
@@ -30,8 +30,8 @@ class WaitingOrder:
         # The same on all ranks: they ask for the same numbers in the same turns.
         self._random = random.Random(0)
 
-    def candidates(self, waiting: Sequence[Req], cached_pages: Callable[[Req], list[int]]) -> list[Req]:
-        """The requests to be tried, in order.
+    def candidates(self, waiting: Sequence[Req], cached_pages: Callable[[Req], list[int]]) -> Iterable[Req]:
+        """The requests to be tried, in order. Each may leave `waiting` before the next is asked for.
 
         Args:
             waiting: retracted ones first, each group by arrival.
@@ -39,7 +39,7 @@ class WaitingOrder:
         """
         match self._policy:
             case "fcfs":
-                return list(waiting)
+                return _walk(waiting)
             case "lof":
                 return _ordered(waiting, lambda req: -req.num_to_come)
             case "priority":
@@ -76,6 +76,16 @@ def dfs_places(pages: Mapping[str, Sequence[int]]) -> dict[str, Place]:
             path.append((node, page))
     end = (1, 0)  # Behind every branch: those begin with a negative number.
     return {rid: (*((-num_through[node], page) for node, page in path), end) for rid, path in paths.items()}
+
+
+def _walk(waiting: Sequence[Req]) -> Iterator[Req]:
+    """One after the other, without a copy of what may be thousands."""
+    index = 0
+    while index < len(waiting):
+        req = waiting[index]
+        yield req
+        if index < len(waiting) and waiting[index] is req:
+            index += 1
 
 
 def _ordered(requests: Sequence[Req], key: Callable[[Req], Key]) -> list[Req]:

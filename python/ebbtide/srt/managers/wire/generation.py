@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from ebbtide.srt.managers.wire.logprobs import LogprobColumns
 from ebbtide.srt.managers.wire.message import Message
 from ebbtide.srt.sampling_params import SamplingParams
 
@@ -110,20 +111,12 @@ class FinishReason(Struct, frozen=True, array_like=True, omit_defaults=True):
                 return {"type": "stale", "message": self.message}
 
 
-class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Logprobs at one position: of the token there, of the most likely ones, and of the chosen ids.
-
-    `token` is null for the first prompt position that was asked for, which nothing predicts.
-    """
-
-    token_id: int
-    token: float | None
-    top: list[tuple[float, int]] | None = None
-    chosen: list[float] | None = None
-
-
 class RequestStart(Struct, frozen=True, array_like=True):
-    """Goes out once per request, with its first output: what does not change afterwards."""
+    """Goes out once per request, with its first output: what does not change afterwards.
+
+    Attributes:
+        input_logprobs: from the first prompt position that was asked for; None when not asked for.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -132,7 +125,7 @@ class RequestStart(Struct, frozen=True, array_like=True):
     spaces_between_special_tokens: bool
     no_stop_trim: bool
     stop_strings: tuple[str, ...]
-    input_logprobs: list[TokenLogprobs] | None
+    input_logprobs: LogprobColumns | None
     queue_time_s: float
     first_token_latency_s: float | None = None
 
@@ -159,14 +152,27 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     version_starts: list[tuple[str, int]] | None = None
     kv_versions: list[str] | None = None
     num_retractions: int = 0
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: LogprobColumns | None = None
     prefill_starts: list[tuple[str, int]] | None = None
+
+
+class StreamedTokens(Struct, frozen=True, array_like=True):
+    """One more token of each of many streams, of which nothing else is new.
+
+    Attributes:
+        logprobs: float32 numbers of this machine; of streams that asked for none they say nothing.
+    """
+
+    rids: list[str]
+    token_ids: list[int]
+    logprobs: bytes
 
 
 class TokenOutput(Message, frozen=True, kw_only=True):
     """The outputs of one step, for the detokenizer (or, without a tokenizer, for the TokenizerManager).
 
     Attributes:
+        streamed: of other requests than `outputs`.
         dp_rank: of the replica.
         abort_number: counts, from 1, the messages of a replica with requests that were ended from outside;
             None for all others. See `ControlReply.aborts_before`.
@@ -174,15 +180,18 @@ class TokenOutput(Message, frozen=True, kw_only=True):
 
     weight_version: str
     outputs: list[RequestOutput]
+    streamed: StreamedTokens | None = None
     dp_rank: int = 0
     abort_number: int | None = None
 
 
 class TextOutput(Message, frozen=True, kw_only=True):
-    """`outputs` with the text that each adds; the text never ends in half a character."""
+    """`outputs` and `streamed` with the text that each adds, which never ends in half a character."""
 
     weight_version: str
     outputs: list[RequestOutput]
     texts: list[str]
+    streamed: StreamedTokens | None = None
+    streamed_texts: tuple[str, ...] = ()
     dp_rank: int = 0
     abort_number: int | None = None

@@ -5,9 +5,11 @@ Shapes: G filtered requests, K leading tokens, V vocabulary.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ebbtide.srt.model_executor.transfers import upload
 from ebbtide.srt.sampling_params import SamplingParams
 
 # Most distributions end their nucleus here; where one does not, eight times as many are sorted.
@@ -30,9 +32,10 @@ class Filters:
         top_k = [each.top_k if has_top_k(each, vocab_size) else vocab_size for each in params]
         # Infinity, not 1: rounding may carry the sum past 1 before the last token.
         top_p = [each.top_p if each.top_p < 1.0 else float("inf") for each in params]
-        self._top_k_G1 = torch.tensor(top_k, device=device).unsqueeze(1)
-        self._top_p_G1 = torch.tensor(top_p, dtype=torch.float64, device=device).unsqueeze(1)
-        self._min_p_G1 = torch.tensor([each.min_p for each in params], device=device).unsqueeze(1)
+        device = torch.device("cpu") if device is None else device
+        self._top_k_G1 = upload(top_k, device).unsqueeze(1)
+        self._top_p_G1 = upload(np.array(top_p, dtype=np.float64), device).unsqueeze(1)
+        self._min_p_G1 = upload([each.min_p for each in params], device).unsqueeze(1)
         self._has_top_k_G1 = self._top_k_G1 < vocab_size
 
     def apply(self, probs_GV: Tensor) -> Tensor:

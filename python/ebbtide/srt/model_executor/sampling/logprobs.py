@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PositionLogprobs
+from ebbtide.srt.model_executor.batch_plan import LogprobArrays, LogprobSpec
 from ebbtide.srt.model_executor.transfers import download, upload
 
 # What −∞ is written as (wire_api section 1): JSON has no infinities.
@@ -24,14 +24,15 @@ LOWEST = torch.finfo(torch.float32).min
 class LaunchedLogprobs:
     """Logprobs on their way to the host; `tokens_M`, of the tokens at the positions, may come separately."""
 
-    specs: Sequence[LogprobSpec]
     tokens_M: Tensor | None
     top: tuple[Tensor, Tensor] | None
     chosen: Tensor | None
 
     def result(
-        self, tokens_M: Sequence[float] | None = None, token_ids_M: Sequence[int] | None = None
-    ) -> list[PositionLogprobs]:
+        self,
+        tokens_M: NDArray[np.float32] | None = None,
+        token_ids_M: NDArray[np.int64] | None = None,
+    ) -> LogprobArrays:
         """What was launched, once the device has run it.
 
         Args:
@@ -40,19 +41,15 @@ class LaunchedLogprobs:
         """
         if tokens_M is None:
             assert self.tokens_M is not None
-            tokens_M = self.tokens_M.tolist()
-        results = [PositionLogprobs(each) for each in tokens_M]
+            tokens_M = self.tokens_M.numpy()
+        top_MK = top_ids_MK = None
         if self.top is not None:
-            values, ids = (each.tolist() for each in self.top)
-            for result, spec, row_values, row_ids in zip(results, self.specs, values, ids, strict=True):
-                result.top = list(zip(row_values[: spec.top], row_ids[: spec.top], strict=True))
+            top_MK, top_ids_MK = self.top[0].numpy(), self.top[1].numpy().astype(np.int32)
             if token_ids_M is not None:
-                for result, token_id in zip(results, token_ids_M, strict=True):
-                    _put_first_among_equals(result, token_id)
-        if self.chosen is not None:
-            for result, spec, row_values in zip(results, self.specs, self.chosen.tolist(), strict=True):
-                result.chosen = row_values[: len(spec.token_ids)]
-        return results
+                _put_first_among_equals(top_MK, top_ids_MK, tokens_M, token_ids_M)
+        return LogprobArrays(
+            tokens_M, top_MK, top_ids_MK, None if self.chosen is None else self.chosen.numpy()
+        )
 
 
 def position_logprobs(
@@ -61,14 +58,21 @@ def position_logprobs(
     """Log-softmax of each row at its token, at its most likely tokens, and at the ids that were asked for.
 
     Args:
-        scores_MV: float32.
+        scores_MV: of any float type, in contiguous rows.
         token_ids_M: int64, the token at each position, on the scores' device.
         specs: what is wanted at each position.
     """
     # The whole log-softmax is never made: one number per row turns scores into logprobs.
-    norm_M1 = scores_MV.logsumexp(-1, keepdim=True)
-    tokens_M1 = _finite(scores_MV.gather(1, token_ids_M.unsqueeze(1)) - norm_M1)
-    return alternatives(scores_MV, norm_M1, specs, tokens_M=download(tokens_M1.squeeze(1)))
+    if scores_MV.is_cuda:
+        # Triton is there on CUDA machines alone.
+        from ebbtide.srt.model_executor.sampling.logprobs_kernel import token_logprobs
+
+        tokens_M, norm_M1 = token_logprobs(scores_MV, token_ids_M)
+    else:
+        scores_MV = scores_MV.float()
+        norm_M1 = scores_MV.logsumexp(-1, keepdim=True)
+        tokens_M = (scores_MV.gather(1, token_ids_M.unsqueeze(1)) - norm_M1).squeeze(1)
+    return alternatives(scores_MV, norm_M1, specs, tokens_M=download(_finite(tokens_M)))
 
 
 def alternatives(
@@ -102,18 +106,24 @@ def alternatives(
         padded = [[*spec.token_ids, *[0] * (num_chosen - len(spec.token_ids))] for spec in specs]
         ids = upload(np.array(padded, dtype=np.int64), scores_MV.device)
         chosen = logprobs_of(scores_MV.gather(1, ids))
-    return LaunchedLogprobs(specs, tokens_M, top, chosen)
+    return LaunchedLogprobs(tokens_M, top, chosen)
 
 
-def _put_first_among_equals(logprobs: PositionLogprobs, token_id: int) -> None:
+def _put_first_among_equals(
+    top_MK: NDArray[np.float32],
+    top_ids_MK: NDArray[np.int32],
+    tokens_M: NDArray[np.float32],
+    token_ids_M: NDArray[np.int64],
+) -> None:
     """Where scores are equal, `topk` and the choice may prefer different tokens. The others go by id."""
-    top = logprobs.top
-    if not top:
-        return
-    if top[-1][0] == logprobs.token and all(other != token_id for _, other in top):
-        top[-1] = (top[-1][0], token_id)
-    if any(value == following for (value, _), (following, _) in pairwise(top)):
-        top.sort(key=lambda entry: (-entry[0], entry[1] != token_id, entry[1]))
+    is_token_MK = top_ids_MK == token_ids_M[:, None]
+    is_missing_M = (top_MK[:, -1] == tokens_M) & ~is_token_MK.any(1)
+    top_ids_MK[is_missing_M, -1] = token_ids_M[is_missing_M]
+    rows = np.flatnonzero((top_MK[:, 1:] == top_MK[:, :-1]).any(1))
+    if len(rows):
+        ids, is_other = top_ids_MK[rows], top_ids_MK[rows] != token_ids_M[rows, None]
+        order = np.lexsort((ids, is_other, -top_MK[rows]), axis=1)
+        top_ids_MK[rows] = np.take_along_axis(ids, order, 1)
 
 
 def _finite(logprobs: Tensor) -> Tensor:

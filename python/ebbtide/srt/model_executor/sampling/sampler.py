@@ -6,13 +6,14 @@ Shapes: S requests that sample, G of them by chance (not greedy), V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.model_executor.batch_plan import PositionLogprobs, SampleSpec
+from ebbtide.srt.model_executor.batch_plan import LogprobArrays, LogprobSpec, SampleSpec
 from ebbtide.srt.model_executor.sampling.choosing import Chosen, HostChooser, MakeChooser
 from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
 from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, alternatives, position_logprobs
@@ -28,10 +29,10 @@ _MAX_BIAS = 1e30
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token per request; logprobs are None for requests that want none, or if nobody does."""
+    """One token per request, and a position of logprobs for each if any of them wants some."""
 
     token_ids: list[int]
-    logprobs: list[PositionLogprobs | None] | None
+    logprobs: LogprobArrays | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +51,15 @@ class LaunchedSample:
     def result(self) -> Sampled:
         """Tokens and logprobs; to be called when what was launched up to `Sampler.launch` has run."""
         chosen = self._on_host
-        token_ids: list[int] = chosen.tokens_S.tolist()
-        logprobs: list[PositionLogprobs | None] | None = None
+        token_ids_S = chosen.tokens_S.numpy()
+        logprobs = None
         if self._logprobs is not None:
-            logprobs = [None] * chosen.num_rows
+            rows = self._logprob_rows
             tokens_M = None
             if chosen.has_logprobs and self._logprobs.tokens_M is None:
-                tokens_S = chosen.logprobs_S.tolist()
-                tokens_M = [tokens_S[row] for row in self._logprob_rows]
-            token_ids_M = [token_ids[row] for row in self._logprob_rows]
-            entries = self._logprobs.result(tokens_M, token_ids_M)
-            for row, entry in zip(self._logprob_rows, entries, strict=True):
-                logprobs[row] = entry
-        return Sampled(token_ids, logprobs)
+                tokens_M = chosen.logprobs_S.numpy()[rows]
+            logprobs = self._logprobs.result(tokens_M, token_ids_S[rows]).spread(rows, chosen.num_rows)
+        return Sampled(token_ids_S.tolist(), logprobs)
 
 
 class Sampler:
@@ -124,12 +121,15 @@ class Sampler:
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Run every kernel once on logits of this type, so that none is compiled while requests wait."""
-        # A bias makes the scores float32.
-        for bias in (None, {0: 0.0}):
-            params = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, logit_bias=bias)
-            spec = SampleSpec(params, 0, frozenset(), [0], [])
+        filters = {"top_k": 2, "top_p": 0.5, "min_p": 0.1}
+        # A bias makes the scores float32; without any filter, other kernels run.
+        for params in ({}, filters, {"logit_bias": {0: 0.0}}, filters | {"logit_bias": {0: 0.0}}):
+            spec = SampleSpec(SamplingParams(**params), 0, frozenset(), [0], [])
             logits_SV = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
             self.launch(logits_SV, [spec], np.zeros(1, dtype=np.int64))
+        for scores_SV in (logits_SV, logits_SV.float()):
+            token_ids_S = torch.zeros(1, dtype=torch.int64, device=self._device)
+            position_logprobs(scores_SV, token_ids_S, [LogprobSpec()])
         self._batch = None
 
 
@@ -167,7 +167,7 @@ class _Batch:
         self.chooser = make_chooser([spec.params for spec in specs], vocab_size, device)
         self.logprob_rows = [row for row, spec in enumerate(specs) if spec.logprobs is not None]
         self._logprob_specs = [spec.logprobs for spec in specs if spec.logprobs is not None]
-        self._dropping = _Dropping.of(self.logprob_rows, specs, vocab_size, device)
+        self._vocab_size = vocab_size
         self._has_alternatives = any(each.top or each.token_ids for each in self._logprob_specs)
         # None: all rows.
         self._logprob_rows_M = (
@@ -209,13 +209,17 @@ class _Batch:
                 self._wanted(scores_SV), self._wanted(chosen.tokens_S), self._logprob_specs
             )
         if not self._has_alternatives:
-            return LaunchedLogprobs(self._logprob_specs, None, None, None)
+            return LaunchedLogprobs(None, None, None)
         return alternatives(
             self._wanted(scores_SV),
             self._wanted(chosen.norm_S1),
             self._logprob_specs,
             scale_M1=None if chosen.scale_S1 is None else self._wanted(chosen.scale_S1),
         )
+
+    @cached_property
+    def _dropping(self) -> _Dropping | None:
+        return _Dropping.of(self.logprob_rows, self.specs, self._vocab_size, self._device)
 
     @property
     def drops_tokens(self) -> bool:

@@ -1,0 +1,101 @@
+"""Many requests to `POST /generate` at once, from several processes: the clients are not the limit."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import multiprocessing
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+NUM_PROCESSES = 4
+# Until every process is ready to begin.
+LEAD_S = 2.0
+TIMEOUT_S = 300.0
+# Beyond a chunk with the logprobs of many tokens.
+BUFFER_BYTES = 1 << 22
+TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+
+
+@dataclass(frozen=True)
+class Load:
+    """What came of one load.
+
+    Attributes:
+        seconds: from the first request to the end of the last answer.
+        num_tokens: of all outputs.
+        gaps_ms: between two arrivals of one stream, all streams together; empty without streaming.
+    """
+
+    seconds: float
+    num_tokens: int
+    gaps_ms: list[float]
+
+
+def run_load(url: str, num_requests: int, vocab_size: int, lens: tuple[int, int], *, stream: bool) -> Load:
+    """So many requests of temperature 1 with logprobs at once, each of a prompt of its own."""
+    context = multiprocessing.get_context("spawn")
+    counts = [len(part) for part in np.array_split(np.arange(num_requests), NUM_PROCESSES)]
+    with context.Pool(NUM_PROCESSES) as pool:
+        pool.map(abs, range(NUM_PROCESSES))
+        begin_s = time.time() + LEAD_S
+        parts = pool.starmap(
+            _run_part,
+            [
+                (url, count, vocab_size, lens, stream, begin_s, seed)
+                for seed, count in enumerate(counts)
+                if count
+            ],
+            chunksize=1,
+        )
+    answers = [answer for part in parts for answer in part]
+    gaps = [(after - before) * 1e3 for _, times in answers for before, after in itertools.pairwise(times)]
+    return Load(
+        max(times[-1] for _, times in answers) - begin_s,
+        sum(count for count, _ in answers),
+        gaps if stream else [],
+    )
+
+
+def _run_part(
+    url: str, count: int, vocab_size: int, lens: tuple[int, int], stream: bool, begin_s: float, seed: int
+) -> list[tuple[int, list[float]]]:
+    prompts = np.random.default_rng((seed, int(begin_s))).integers(0, vocab_size, (count, lens[0])).tolist()
+    params = {"temperature": 1.0, "max_new_tokens": lens[1], "ignore_eos": True}
+    bodies = [
+        {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "stream": stream}
+        for prompt in prompts
+    ]
+
+    async def run() -> list[tuple[int, list[float]]]:
+        await asyncio.sleep(begin_s - time.time())
+        return await asyncio.wait_for(asyncio.gather(*(_ask(url, body) for body in bodies)), TIMEOUT_S)
+
+    return asyncio.run(run())
+
+
+async def _ask(url: str, body: dict[str, Any]) -> tuple[int, list[float]]:
+    """Tokens of the answer, and when its parts came."""
+    where = urlsplit(url)
+    data = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=BUFFER_BYTES)
+    head = f"POST /generate HTTP/1.1\r\nHost: {where.netloc}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    times: list[float] = []
+    last = b""
+    while part := await reader.read(BUFFER_BYTES):
+        times.append(time.time())
+        last = (last + part)[-BUFFER_BYTES:] if not body["stream"] else last[-4096:] + part
+    writer.close()
+    found = TOKENS.findall(last)
+    if not found:
+        raise RuntimeError(f"no answer: {last[:500]!r}")
+    # The head of the answer is no part of a stream.
+    return int(found[-1]), times[1:] if body["stream"] and len(times) > 1 else times

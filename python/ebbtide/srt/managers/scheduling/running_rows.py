@@ -1,0 +1,148 @@
+"""What every step reads and changes of all running requests: columns of numbers, by row of the page table.
+
+A step looks at thousands of requests. As columns they cost it a few operations on arrays; an object for each
+would cost more than the forward pass.
+
+Shapes: R requests of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan
+
+if TYPE_CHECKING:
+    from ebbtide.srt.managers.scheduling.request import Req
+
+Column = NDArray[np.int64]
+
+PLAIN_STREAM, OTHER_STREAM = 1, 2
+
+
+class RunningRows:
+    """Columns by page-table row; what stands in rows that nobody holds means nothing.
+
+    Attributes:
+        serial: of who holds the row: no two holds ever have the same. 0: nobody.
+        num_prompt: tokens of the prompt.
+        planned: tokens that are known or in flight.
+        limit: tokens with all that may be generated.
+        launched: tokens whose KV is computed or in flight.
+        computed: tokens whose KV is computed.
+        capacity: tokens that the pages have room for.
+        in_flight: output tokens that steps in flight are sampling.
+        last_token: the output token that came last, as long as none is in flight.
+        settled: number of the weight update under which the request was last looked at as a whole; −1 as long
+            as its prefill goes on. See `OutputProcessor.commit`.
+        is_followed: 1 where every token is looked at: it has stop strings, or a grammar.
+        stream_kind: `PLAIN_STREAM`, each token is sent at once, with its logprob at most; `OTHER_STREAM`; 0.
+        needs_ids: 1 where the next token depends on the ids of all before it.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        def column() -> Column:
+            return np.zeros(num_rows, dtype=np.int64)
+
+        self.serial, self.num_prompt, self.planned, self.limit = column(), column(), column(), column()
+        self.launched, self.computed, self.capacity, self.in_flight = column(), column(), column(), column()
+        self.last_token, self.settled, self.needs_ids = column(), column(), column()
+        self.is_followed, self.stream_kind = column(), column()
+        self._num_opened = 0
+
+    def open(self, row: int, req: Req, *, num_computed: int, num_pages_tokens: int) -> None:
+        """A request begins to hold a row, with the KV of so many tokens and pages for so many."""
+        self._num_opened += 1
+        spec = req.spec
+        self.serial[row] = self._num_opened
+        self.num_prompt[row] = len(spec.prompt_ids)
+        self.planned[row] = req.num_tokens
+        self.limit[row] = len(spec.prompt_ids) + req.max_new_tokens
+        self.launched[row] = self.computed[row] = num_computed
+        self.capacity[row] = num_pages_tokens
+        self.in_flight[row] = 0
+        self.last_token[row] = spec.output_ids[-1] if spec.output_ids else 0
+        self.settled[row] = -1
+        self.needs_ids[row] = spec.needs_output_ids
+        self.is_followed[row] = req.stop_strings is not None or spec.mask is not None
+        self.stream_kind[row] = _stream_kind(req)
+
+    def close(self, row: int) -> None:
+        self.serial[row] = 0
+
+    def missing(self, rows_R: Column) -> Column:
+        """Tokens whose KV no step computes yet; none where every output token is out or in flight."""
+        planned_R = self.planned[rows_R]
+        is_done_R = (self.in_flight[rows_R] > 0) & (planned_R >= self.limit[rows_R])
+        return np.where(is_done_R, 0, planned_R - self.launched[rows_R])
+
+    def short_of_pages(self, rows_R: Column) -> list[int]:
+        """Which of these need another page for their next token, as indices."""
+        is_full_R = self.launched[rows_R] >= self.capacity[rows_R]
+        found: list[int] = np.flatnonzero(is_full_R & (self.missing(rows_R) > 0)).tolist()
+        return found
+
+    def wait_for_ids(self, rows_R: Column) -> bool:
+        """Whether the next token of any depends on the ids of those in flight."""
+        return bool((self.in_flight[rows_R] * self.needs_ids[rows_R]).any())
+
+    def is_decoding(self, rows_R: Column) -> NDArray[np.bool_]:
+        """Whether nothing but the last output token is to be computed."""
+        known_R = self.planned[rows_R] - self.in_flight[rows_R]
+        is_last_R: NDArray[np.bool_] = known_R - self.computed[rows_R] == 1
+        return is_last_R & (known_R > self.num_prompt[rows_R])
+
+    def num_to_come(self, rows_R: Column) -> int:
+        """Output tokens that these may still generate, together."""
+        return int((self.limit[rows_R] - self.planned[rows_R] + self.in_flight[rows_R]).sum())
+
+    def plan(self, requests: Sequence[Req], rows_R: Column, num_new_R: Column) -> BatchPlan:
+        """The plan of a batch; from here on it counts as launched."""
+        starts_R, planned_R = self.launched[rows_R], self.planned[rows_R]
+        in_flight_R, num_prompt_R = self.in_flight[rows_R], self.num_prompt[rows_R]
+        ends_R = starts_R + num_new_R
+        can_sample_R = self.limit[rows_R] > num_prompt_R
+        samples_R = (in_flight_R > 0) | ((ends_R == planned_R) & can_sample_R)
+        plan = BatchPlan(
+            input_ids_T=self._input_ids(requests, rows_R, starts_R, num_new_R),
+            page_rows_R=rows_R.astype(np.int32),
+            starts_R=starts_R.astype(np.int32),
+            num_new_R=num_new_R.astype(np.int32),
+            samples_R=samples_R,
+            num_outputs_R=planned_R - num_prompt_R,
+            specs=[req.spec for req in requests],
+        )
+        self.launched[rows_R] = ends_R
+        self.planned[rows_R] += samples_R
+        self.in_flight[rows_R] += samples_R
+        return plan
+
+    def _input_ids(
+        self, requests: Sequence[Req], rows_R: Column, starts_R: Column, num_new_R: Column
+    ) -> NDArray[np.int64]:
+        """The new tokens, one request after the other. Those of a request are on the host, unless it is one
+        in flight."""
+        is_last_R = (num_new_R == 1) & (starts_R + 1 == self.planned[rows_R])
+        is_output_R = is_last_R & (starts_R >= self.num_prompt[rows_R])
+        singles_R = np.where(self.in_flight[rows_R] > 0, SAMPLED_BEFORE, self.last_token[rows_R])
+        if is_output_R.all():
+            return singles_R
+        firsts_R = np.cumsum(num_new_R) - num_new_R
+        input_ids_T = np.empty(int(num_new_R.sum()), dtype=np.int64)
+        input_ids_T[firsts_R[is_output_R]] = singles_R[is_output_R]
+        for index in np.flatnonzero(~is_output_R).tolist():
+            first, start, count = int(firsts_R[index]), int(starts_R[index]), int(num_new_R[index])
+            input_ids_T[first : first + count] = requests[index].tokens(start, start + count)
+        return input_ids_T
+
+
+def _stream_kind(req: Req) -> int:
+    if req.stream_interval is None:
+        return 0
+    logprobs = req.spec.logprobs
+    has_more = logprobs is not None and bool(logprobs.top or logprobs.token_ids)
+    return OTHER_STREAM if req.stream_interval != 1 or has_more else PLAIN_STREAM

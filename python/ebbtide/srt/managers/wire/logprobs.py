@@ -1,0 +1,118 @@
+"""Logprobs on their way to the API process: columns of numbers, and no object for any token.
+
+A garbage collector looks at every object that lives; hundreds of thousands of live tokens would cost it
+hundreds of milliseconds at a time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from math import isnan, nan
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ebbtide.srt.model_executor.batch_plan import LogprobArrays
+
+
+class LogprobColumns(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Logprobs at N positions in a row, as numbers of this machine: float32, and ids as int32.
+
+    Attributes:
+        tokens: of the tokens there. Not a number: nothing predicts the position, and it has nothing else.
+        top, top_ids: of the most likely tokens, best first; equally many at each position.
+        chosen: of the ids that the request named, in their order.
+    """
+
+    tokens: bytes = b""
+    top: bytes = b""
+    top_ids: bytes = b""
+    chosen: bytes = b""
+
+
+class LogprobList:
+    """Logprobs at positions in a row, of a request that asks for so many at each of them.
+
+    Args:
+        num_top: of the most likely tokens.
+        num_chosen: of ids that the request named.
+    """
+
+    __slots__ = ("_chosen", "_num_chosen", "_num_top", "_tokens", "_top", "_top_ids")
+
+    def __init__(self, num_top: int, num_chosen: int) -> None:
+        self._num_top, self._num_chosen = num_top, num_chosen
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def clear(self) -> None:
+        self._tokens, self._top, self._chosen = array("f"), array("f"), array("f")
+        self._top_ids = array("i")
+
+    def append(self, token: float) -> None:
+        """A position of a request that asks for its token's logprob alone."""
+        self._tokens.append(token)
+
+    def pop(self) -> float:
+        """The last position, which is here no more, of such a request."""
+        return self._tokens.pop()
+
+    def append_nothing(self) -> None:
+        """A position that nothing predicts."""
+        self._tokens.append(nan)
+        self._top.extend([nan] * self._num_top)
+        self._top_ids.extend([0] * self._num_top)
+        self._chosen.extend([nan] * self._num_chosen)
+
+    def extend(self, positions: LogprobArrays, start: int, end: int) -> None:
+        """Positions [start, end) of these."""
+        self._tokens.frombytes(positions.tokens_N[start:end].tobytes())
+        if self._num_top:
+            assert positions.top_NK is not None
+            assert positions.top_ids_NK is not None
+            self._top.frombytes(positions.top_NK[start:end, : self._num_top].tobytes())
+            self._top_ids.frombytes(positions.top_ids_NK[start:end, : self._num_top].tobytes())
+        if self._num_chosen:
+            assert positions.chosen_NC is not None
+            self._chosen.frombytes(positions.chosen_NC[start:end, : self._num_chosen].tobytes())
+
+    def add(self, columns: LogprobColumns) -> None:
+        """Further positions."""
+        self._tokens.frombytes(columns.tokens)
+        self._top.frombytes(columns.top)
+        self._top_ids.frombytes(columns.top_ids)
+        self._chosen.frombytes(columns.chosen)
+
+    def take(self) -> LogprobColumns:
+        """All positions, which are here no more."""
+        columns = self.columns()
+        self.clear()
+        return columns
+
+    def columns(self) -> LogprobColumns:
+        return LogprobColumns(
+            self._tokens.tobytes(), self._top.tobytes(), self._top_ids.tobytes(), self._chosen.tobytes()
+        )
+
+    @property
+    def tokens(self) -> list[float | None]:
+        """The tokens' own logprobs."""
+        return [None if isnan(value) else value for value in self._tokens]
+
+    def tops(self) -> Iterator[list[tuple[float, int]] | None]:
+        """(logprob, id) of the most likely tokens, by position."""
+        width = self._num_top
+        for index, token in enumerate(self._tokens):
+            part = slice(index * width, (index + 1) * width)
+            yield None if isnan(token) else list(zip(self._top[part], self._top_ids[part], strict=True))
+
+    def chosen(self) -> Iterator[list[float] | None]:
+        """Logprobs of the ids that were named, by position."""
+        width = self._num_chosen
+        for index, token in enumerate(self._tokens):
+            yield None if isnan(token) else self._chosen[index * width : (index + 1) * width].tolist()
