@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+from fixtures.compat import play
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = "before\n<!-- table start -->\n<!-- end -->\n<!-- table sources -->\n<!-- end -->\nafter\n"
@@ -46,15 +45,8 @@ def test_the_page_says_what_the_results_say() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_the_table_of_scaling_is_that_of_the_results(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # In this process, which has imported what it needs.
-    script = str(ROOT / "bench" / "control_fan_out.py")
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    monkeypatch.setattr(sys, "argv", [script, "--table"])
-    runpy.run_path(script, run_name="__main__")
-    table = capsys.readouterr().out
+def test_the_table_of_scaling_is_that_of_the_results() -> None:
+    table = play(ROOT / "bench" / "control_fan_out.py", "--table")
     assert table.count("\n") > 10
     assert table in (ROOT / "docs" / "scaling.md").read_text()
 

@@ -4,12 +4,11 @@ import argparse
 import ast
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from fixtures.checkpoints import make_checkpoint
+from fixtures.compat import play
 
 from ebbtide.srt.server_args import ServerArgs
 
@@ -73,9 +72,6 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "Qwen3ForCausalLM")
     script = tmp_path / "example.py"
     script.write_text(example.replace('"Qwen/Qwen3-0.6B"', repr(str(checkpoint))))
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=200, check=False, errors="replace"
-    )
-    assert done.returncode == 0, done.stderr
-    assert " bytes of weights are free\n" in done.stdout
-    assert "[{'version': '1', 'start': 0, " in done.stdout.splitlines()[-1]
+    written = play(script)
+    assert " bytes of weights are free\n" in written
+    assert "[{'version': '1', 'start': 0, " in written.splitlines()[-1]

@@ -1,7 +1,8 @@
-"""Engines of several ranks: they generate, give back and take what one rank would, and die as one."""
+"""Engines of several ranks: they give back, keep and take what one rank would, and die as one."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from fixtures.gpu_device import DEVICE
-from fixtures.layouts import FOUR_RANKS, TWO_RANKS, Layout
+from fixtures.layouts import FOUR_RANKS, ONE_RANK, TWO_RANKS
 from fixtures.references import Reference
 from fixtures.servers import free_port, is_alive, memory_of_process_exhausted, wait_until
 
@@ -26,6 +27,7 @@ KV_TOKENS = 1 << 18
 SCANT_BYTES = 16 << 20
 ARGUMENTS: dict[str, Any] = {"max_total_tokens": KV_TOKENS, "log_level": "error", "skip_tokenizer_init": True}
 ARGUMENTS |= DEVICE.server_args
+PARKED = [[(17 * index + 5 * position) % 250 for position in range(9 + 6 * index)] for index in range(6)]
 DEATH_TIMEOUT_S = 5  # as the contract says
 
 
@@ -64,7 +66,7 @@ def test_where_one_rank_has_no_memory_no_replica_resumes(engine: Engine, referen
     engine.release_memory_occupation(["kv_cache"])
     last = list(pids_of(engine).values())[-1]
     with memory_of_process_exhausted(last, SCANT_BYTES):
-        refusal = r"^replica 1: rank 1: not enough device memory to resume kv_cache.*Nothing was resumed"
+        refusal = r"^replica 1: rank 1: not enough device memory for all of kv_cache.*It is released again"
         with pytest.raises(RequestRejected, match=refusal) as refused:
             engine.resume_memory_occupation(["kv_cache"])
         assert refused.value.status == 409
@@ -115,18 +117,81 @@ def test_a_rank_that_dies_in_mid_decode_ends_the_engine(engine: Engine) -> None:
         engine.generate(input_ids=[1], sampling_params=GREEDY)
 
 
-@pytest.mark.parametrize("layout", [TWO_RANKS])
-def test_a_rank_that_dies_in_mid_update_ends_the_engine(
-    layout: Layout, checkpoint_a: Path, reference_a: Reference
+# ------------------------------------------------------------------------------------------------- two ranks
+
+
+# On one GPU they are one.
+@pytest.fixture(scope="module", params=[ONE_RANK, TWO_RANKS] if DEVICE.is_cuda else [TWO_RANKS])
+def two_ranks(request: pytest.FixtureRequest, checkpoint_a: Path) -> Iterator[Engine]:
+    with Engine(model_path=str(checkpoint_a), **ARGUMENTS, **request.param.server_args) as engine:
+        yield engine
+
+
+async def rollouts(engine: Engine, prompts: list[list[int]], interrupt: Any) -> list[dict[str, Any]]:
+    """Prompts as streams; `interrupt` is awaited once each has its first tokens."""
+    begun = [asyncio.Event() for _ in prompts]
+
+    async def one(prompt: list[int], has_begun: asyncio.Event) -> dict[str, Any]:
+        last: dict[str, Any] = {}
+        async for last in await engine.async_generate(
+            input_ids=prompt,
+            sampling_params={**GREEDY, "max_new_tokens": 120},
+            return_logprob=True,
+            stream=True,
+        ):
+            if last["meta_info"]["completion_tokens"] >= 3:
+                has_begun.set()
+        return last
+
+    streams = [asyncio.ensure_future(one(*pair)) for pair in zip(prompts, begun, strict=True)]
+    await asyncio.gather(*(event.wait() for event in begun))
+    await interrupt()
+    return await asyncio.gather(*streams)
+
+
+@pytest.mark.parametrize("prompts", [PARKED[-1:], PARKED], ids=["one", "six"])
+def test_parked_requests_end_as_if_the_engine_had_never_slept(
+    two_ranks: Engine, checkpoint_a: Path, prompts: list[list[int]]
 ) -> None:
-    with (
-        Engine(model_path=str(checkpoint_a), **ARGUMENTS, **layout.server_args) as engine,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        pids = pids_of(engine)
-        engine.begin_weight_update()
-        engine.update_weights_from_tensor(list(reference_a.weights().items())[:5])
-        # No trainer is there: every rank waits for it.
+    engine = two_ranks
+    replies: list[dict[str, Any]] = []
+
+    async def nothing() -> None:
+        await engine.async_flush_cache()
+
+    async def sleep() -> None:
+        replies.append(await engine.async_release_memory_occupation(["kv_cache"], preserve="live"))
+        report = await engine.async_memory_occupation()
+        assert report["tags"]["kv_cache"]["resident_bytes"] == 0
+        assert report["tags"]["kv_cache"]["backup_bytes"] == replies[0]["parked_bytes"] > 0
+        # The weights of the same values, while the requests are parked: they keep their KV.
+        await engine.async_update_weights_from_disk(str(checkpoint_a), flush_cache=False)
+        await engine.async_resume_memory_occupation(["kv_cache"])
+
+    engine.flush_cache()
+    undisturbed = asyncio.run(rollouts(engine, prompts, nothing))
+    engine.flush_cache()
+    parked = asyncio.run(rollouts(engine, prompts, sleep))
+    assert (replies[0]["num_parked"], replies[0]["num_retracted"]) == (len(prompts), 0)
+    for one, other in zip(undisturbed, parked, strict=True):
+        assert other["output_ids"] == one["output_ids"]
+        assert other["meta_info"]["num_retractions"] == 0
+        if len(prompts) == 1:
+            # With others it is up to chance how they share the first steps, and with it the last bit.
+            logprobs = [reply["meta_info"]["output_token_logprobs"] for reply in (one, other)]
+            assert logprobs[0] == logprobs[1]
+
+
+# The last one that takes this engine.
+def test_a_rank_that_dies_in_mid_update_ends_the_engine(two_ranks: Engine, reference_a: Reference) -> None:
+    engine = two_ranks
+    if engine.server_args.tp_size == 1:
+        pytest.skip("is of several ranks")
+    pids = pids_of(engine)
+    engine.begin_weight_update()
+    engine.update_weights_from_tensor(list(reference_a.weights().items())[:5])
+    # No trainer is there: every rank waits for it.
+    with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(
             engine.init_weights_update_group, "127.0.0.1", free_port(), 1, 3, "group", "gloo"
         )
