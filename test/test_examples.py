@@ -44,6 +44,13 @@ def server(shared_server: Server, checkpoints: tuple[Path, Path]) -> Server:
     return shared_server
 
 
+@pytest.mark.parametrize("client", ["trl", "prime-rl", "skyrl"])
+def test_clients_of_vllm_make_an_rl_step(client: str) -> None:
+    output = run_example("rl_step_vllm.py", "--client", client, "--steps", "2")
+    assert output.count("mean reward") == 2
+    assert "engine and trainer agree: True" in output
+
+
 run_example = partial(compat.run_example, environment=ENVIRONMENT)
 
 
