@@ -100,7 +100,6 @@ class RankParts:
         uuid: of the device; None for the CPU.
         tokenizer: None when the engine deals in token ids only.
         kv_memory: the KV pool's, where chunks of it can be lent and given up.
-        page_bytes: of a page of the KV pool.
         num_weight_chunks: chunks that such a copy takes, on the rank where it takes most.
     """
 
@@ -116,7 +115,6 @@ class RankParts:
     tokenizer: Tokenizer | None
     page_ids: PageIds | None = None
     kv_memory: KVMemory | None = None
-    page_bytes: int = 1
     num_weight_chunks: int = 0
 
 
@@ -148,7 +146,7 @@ def assemble_scheduler(
         parts.num_weight_chunks,
         may_retract=config.retracts_for_copies,
     )
-    resizer = KVResizer(policy, compaction, parts.kv_memory, parts.page_bytes)
+    resizer = KVResizer(policy, compaction, parts.kv_memory)
     kv = KVResume(policy, parts.kv_memory)
     max_prefill_tokens = config.schedule.chunked_prefill_size or config.schedule.max_prefill_tokens
     trial_pass = SchedulerTrialPass(

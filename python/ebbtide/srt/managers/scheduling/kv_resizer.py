@@ -16,6 +16,9 @@ from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 class ResizableMemory(Protocol):
     """The memory of the KV cache. A `ChunkArena` is one."""
 
+    @property
+    def chunk_bytes(self) -> int: ...
+
     def remove(self, chunks: Sequence[int]) -> int:
         """Give chunks to the system for good; returns the bytes."""
         ...
@@ -32,7 +35,6 @@ class KVResizer:
 
     Args:
         compaction: empties chunks.
-        page_bytes: of a page on this rank.
         memory: None: memory cannot be taken from the pool here.
     """
 
@@ -41,12 +43,10 @@ class KVResizer:
         policy: SchedulePolicy,
         compaction: KVCompaction,
         memory: ResizableMemory | None,
-        page_bytes: int,
     ) -> None:
         self._policy = policy
         self._compaction = compaction
         self._memory = memory
-        self._page_bytes = page_bytes
         self._removed: list[int] = []
         self._chosen: list[int] = []
         # Of the requests that are about to be parked.
@@ -59,8 +59,8 @@ class KVResizer:
 
     @property
     def num_bytes(self) -> int:
-        """What its pages take on this rank."""
-        return self._num_pages * self._page_bytes
+        """The memory of its chunks on this rank, with those that are lent for a while."""
+        return (self._policy.allocator.num_chunks - len(self._removed)) * self._chunk_bytes
 
     def choose(self, num_tokens: int | None, num_bytes: int | None) -> int:
         """Decide on a size; returns by how many chunks the pool grows (below 0: shrinks).
@@ -75,15 +75,14 @@ class KVResizer:
         policy, allocator = self._policy, self._policy.allocator
         per_chunk, num_chunks = allocator.pages_per_chunk, allocator.num_chunks
         if num_tokens is not None:
-            num_pages = -(-num_tokens // policy.page_size)
+            wanted = -(-num_tokens // (policy.page_size * per_chunk))
         else:
             assert num_bytes is not None
-            num_pages = num_bytes // self._page_bytes
-        wanted = -(-num_pages // per_chunk) if num_tokens is not None else num_pages // per_chunk
+            wanted = num_bytes // self._chunk_bytes
         least = min(num_chunks, -(-int(policy.table.array.shape[1]) // per_chunk))
         if not least <= wanted <= num_chunks:
             token_range = [count * per_chunk * policy.page_size for count in (least, num_chunks)]
-            byte_range = [count * per_chunk * self._page_bytes for count in (least, num_chunks)]
+            byte_range = [count * self._chunk_bytes for count in (least, num_chunks)]
             raise RequestRejected(
                 f"the KV cache can have {token_range[0]} to {token_range[1]} tokens, {byte_range[0]} to "
                 f"{byte_range[1]} bytes on each rank: from one whole context to its size at the start",
@@ -169,6 +168,11 @@ class KVResizer:
     def _found(self, rids: Sequence[str]) -> list[Req]:
         found = [self._policy.find(rid) for rid in rids]
         return [req for req in found if req is not None]
+
+    @property
+    def _chunk_bytes(self) -> int:
+        assert self._memory is not None
+        return self._memory.chunk_bytes
 
     @property
     def _num_pages(self) -> int:

@@ -115,7 +115,6 @@ def rank_parts(
         num_pages=runner.kv_pool.num_pages,
         page_ids=runner.kv_pool.layout.page_ids,
         kv_memory=arena if isinstance(arena, ChunkArena) else None,
-        page_bytes=runner.kv_pool.layout.page_bytes,
         num_weight_chunks=0 if config.update.staging == "never" else runner.weight_store.num_chunks,
         table=runner.page_table,
         memories=_memories(config, runner, device, saver),
