@@ -45,7 +45,7 @@ def test_other_paths_fail_with_one_line() -> None:
 NAMES_ONLY = """
 import importlib
 for path, name in (
-    ("sglang.srt.layers.moe.routed_experts_capturer", "extract_routed_experts_from_meta_info"),
+    ("sglang.srt.layers.quantization.fp8_utils", "initialize_fp8_gemm_config"),
     ("sglang.srt.model_loader", "get_model"),
 ):
     try:

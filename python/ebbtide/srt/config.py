@@ -140,6 +140,7 @@ class RuntimeConfig:
         attention_backend: a name of the registry of backends; None: the best that serves the model here.
         cuda_graph_bs: batch sizes of decode steps to capture, ascending; empty for none.
         logprobs_mode: what the logprobs of outputs are of; see `Sampler`.
+        records_routes: whether every pass leaves the experts of its tokens.
         ranks_per_device: how many ranks share the memory of this one's device: on a CPU all of this machine.
     """
 
@@ -149,6 +150,7 @@ class RuntimeConfig:
     random_seed: int
     ranks_per_device: int
     logprobs_mode: str = "scaled"
+    records_routes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +407,7 @@ def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) ->
         random_seed=seed,
         ranks_per_device=1 if _is_cuda(device) else args.tp_size * args.dp_size // args.nnodes,
         logprobs_mode=args.logprobs_mode,
+        records_routes=args.enable_return_routed_experts,
     )
 
 

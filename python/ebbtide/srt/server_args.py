@@ -157,6 +157,12 @@ class ServerArgs(SglangArguments):
             choices=(*OWN_SCHEDULE_POLICIES, *_OTHER_SCHEDULE_POLICIES),
         ),
     ] = "fcfs"
+    enable_return_routed_experts: Annotated[
+        bool, Arg("Record which experts each token goes through, for requests that ask for it.")
+    ] = False
+    routed_experts_format: Annotated[
+        str, Arg("Of routed experts in /v1 and /inference.", choices=("npy", "packed"))
+    ] = "npy"
     enable_fp32_lm_head: Annotated[bool, Arg("Compute logits in float32.")] = False
     disable_radix_cache: Annotated[bool, Arg("No prefix cache.")] = False
     prefix_cache_scope: Annotated[

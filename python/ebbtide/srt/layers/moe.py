@@ -29,6 +29,24 @@ class MoeConfig:
     renormalize: bool
 
 
+class RouteRecorder:
+    """Where every layer leaves the experts of a pass's tokens, at a fixed address: graphs write there too.
+
+    Args:
+        max_tokens: of a pass.
+        num_layers: all hidden layers; those without experts stay zero.
+    """
+
+    def __init__(self, max_tokens: int, num_layers: int, config: MoeConfig, device: torch.device) -> None:
+        dtype = torch.uint8 if config.num_experts <= 256 else torch.uint16
+        shape = (max_tokens, num_layers, config.num_experts_per_token)
+        self.routes_TLK = torch.zeros(shape, dtype=dtype, device=device)
+
+    def record(self, layer: int, experts_TK: Tensor) -> None:
+        """What the router of a layer has chosen."""
+        self.routes_TLK[: len(experts_TK), layer].copy_(experts_TK)
+
+
 class Experts(nn.Module):
     """The weights of all experts of a layer, expert below expert.
 
@@ -36,6 +54,7 @@ class Experts(nn.Module):
 
     Attributes:
         group: the ranks that divide every expert's inner columns among them.
+        recorder: is told the experts of each token in this `layer`; None: nobody wants to know.
     """
 
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
@@ -43,6 +62,8 @@ class Experts(nn.Module):
         num_experts, inner = config.num_experts, config.inner_size
         self.config = config
         self.group: ParallelGroup = SoloGroup()
+        self.recorder: RouteRecorder | None = None
+        self.layer = 0
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_experts * 2 * inner, hidden_size, dtype=dtype, device="meta"), requires_grad=False
         )
@@ -70,9 +91,16 @@ class Experts(nn.Module):
             from ebbtide.srt.layers.kernels.moe_routing import route as route_at_once
 
             routed = route_at_once(logits_TE, top_k, renormalize)
+            self._record(routed[1])
             return fused_experts(x_TD, *weights, *routed, residual_TD=residual_TD)
-        out_TD = run_experts(x_TD, *weights, *route(logits_TE, top_k, renormalize))
+        chosen = route(logits_TE, top_k, renormalize)
+        self._record(chosen[1])
+        out_TD = run_experts(x_TD, *weights, *chosen)
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
+
+    def _record(self, experts_TK: Tensor) -> None:
+        if self.recorder is not None:
+            self.recorder.record(self.layer, experts_TK)
 
 
 class MoeMLP(nn.Module):

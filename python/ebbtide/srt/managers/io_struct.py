@@ -28,6 +28,7 @@ from ebbtide.srt.managers.wire.generation import (
     PrepareGrammars as PrepareGrammars,
     RequestOutput as RequestOutput,
     RequestStart as RequestStart,
+    RoutedExperts as RoutedExperts,
     StreamedTokens as StreamedTokens,
     TextOutput as TextOutput,
     TokenizedGenerateReqInput as TokenizedGenerateReqInput,

@@ -270,4 +270,5 @@ class Scheduler:
             stop_strings=stop_strings,
             priority=message.priority,
             contract=message.contract,
+            routes_from=message.routed_experts_start,
         )

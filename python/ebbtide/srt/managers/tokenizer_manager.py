@@ -29,6 +29,7 @@ from ebbtide.srt.managers.api.live_outputs import LiveOutputs
 from ebbtide.srt.managers.api.ordered_inbox import OrderedInbox
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.api.request_log import RequestLog
+from ebbtide.srt.managers.api.routed_experts import RoutedForm
 from ebbtide.srt.managers.api.wait_warning import WaitWarning
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
@@ -166,6 +167,7 @@ class TokenizerManager:
         render: Render | None = None,
         *,
         is_incremental: bool | None = None,
+        routed_form: RoutedForm = "int32",
     ) -> LiveGeneration:
         """Check a request and start it. Read the returned `LiveGeneration` to its end, or `close()` it.
 
@@ -174,6 +176,7 @@ class TokenizerManager:
 
         Args:
             render: makes the text of the prompt; see `RequestNormalizer.draft`.
+            routed_form: how routed experts are told.
             is_incremental: whether the chunks of a stream hold only what is new; None: as the server's do.
 
         Raises:
@@ -195,7 +198,9 @@ class TokenizerManager:
             raise
         if is_incremental is None:
             is_incremental = self._is_incremental
-        generation = self._generation(plan, is_incremental=plan.stream and is_incremental)
+        generation = self._generation(
+            plan, is_incremental=plan.stream and is_incremental, routed_form=routed_form
+        )
         self._live.attach(generation)
         if plan.timeout_s is not None:
             generation.timer = self._abort_after(plan.timeout_s, generation, plan.arrival_s)
@@ -326,11 +331,14 @@ class TokenizerManager:
         await asyncio.sleep(0)
         self._check_alive()
 
-    def _generation(self, plan: GenerationPlan, *, is_incremental: bool) -> LiveGeneration:
+    def _generation(
+        self, plan: GenerationPlan, *, is_incremental: bool, routed_form: RoutedForm
+    ) -> LiveGeneration:
         style = ResponseStyle(
             is_incremental=is_incremental,
             return_prompt_token_ids=plan.return_prompt_token_ids,
             token_text=self._token_text if plan.return_text_in_logprobs else None,
+            routed_form=routed_form,
         )
         return LiveGeneration(
             [OutputState(output, style) for output in plan.outputs],

@@ -27,6 +27,10 @@ class LogprobSpec:
     token_ids: tuple[int, ...] = ()
 
 
+# [T, L, K]: the experts of each token in each hidden layer, best first; zeros where a layer has none.
+Routes: TypeAlias = NDArray[np.unsignedinteger[Any]]
+
+
 class TokenMask(Protocol):
     """Which tokens may come next. It follows the output, token by token."""
 
@@ -193,11 +197,13 @@ class StepResult:
             absolute prompt positions max(start, starts) + 1 .. starts + num_new, as far as they lie in the
             prompt (the first position that was asked for is predicted by nothing that counts).
             Log-softmax of the raw logits.
+        routes: of all tokens of the plan; None where nobody records them.
     """
 
     token_ids: list[int]
     output_logprobs: LogprobArrays | None = None
     input_logprobs: dict[int, LogprobArrays] = field(default_factory=dict)
+    routes: Routes | None = None
 
 
 class PendingStep(Protocol):

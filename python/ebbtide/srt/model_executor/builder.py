@@ -33,6 +33,7 @@ from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
+from ebbtide.srt.models.moe import MoeCausalLM
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.sampling_params import SamplingParams
 
@@ -118,6 +119,13 @@ def build_model_runner(
         next_tokens,
         logprobs_mode=runtime_config.logprobs_mode,
     )
+    if runtime_config.records_routes:
+        if not isinstance(model, MoeCausalLM):
+            raise ConfigurationError(
+                f"enable_return_routed_experts: {model_config.architecture} has no experts"
+            )
+        max_tokens = schedule_config.chunked_prefill_size or model_config.context_len
+        runner.recorder = model.record_routes(max_tokens + schedule_config.max_running_requests, torch_device)
     if is_cuda:
         warm_up(runner, schedule_config.chunked_prefill_size or schedule_config.max_prefill_tokens, dtype)
         if runtime_config.cuda_graph_bs and attention.captures:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionBackend
+from ebbtide.srt.layers.moe import RouteRecorder
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.model_executor.batch_plan import (
@@ -28,7 +29,7 @@ from ebbtide.srt.model_executor.forward_batch import ForwardBatch, Layout, Promp
 from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, position_logprobs
 from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
 from ebbtide.srt.model_executor.shared_prefixes import PrefixFinder
-from ebbtide.srt.model_executor.transfers import upload
+from ebbtide.srt.model_executor.transfers import download, upload
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
 
@@ -81,6 +82,7 @@ class LaunchedStep:
         sampled_R: the requests that sample.
         sample: None where none of them does.
         prompt_logprobs: of all prompt positions in this step, piece by piece; None: there are none.
+        routes: the experts of all tokens; None where nobody records them.
         has_run: recorded behind the last launch; None on a CPU, where to launch is to run.
     """
 
@@ -89,11 +91,14 @@ class LaunchedStep:
     sample: LaunchedSample | None = None
     prompt_logprobs: PromptLogprobs | None = None
     has_run: torch.Event | None = None
+    routes: Tensor | None = None
 
     def wait(self) -> StepResult:
         if self.has_run is not None:
             self.has_run.synchronize()
         result = StepResult(token_ids=[-1] * self.num_requests)
+        if self.routes is not None:
+            result.routes = self.routes.numpy()
         if self.prompt_logprobs is not None:
             result.input_logprobs = self.prompt_logprobs.result()
         if self.sample is None:
@@ -117,6 +122,9 @@ class ModelRunner:
         next_tokens: int64, the token sampled last for each row of the page table, and one row more.
         graphs: decode steps that were captured; None to launch every kernel of every step.
         logprobs_mode: what the logprobs of outputs are of; see `Sampler`.
+
+    Attributes:
+        recorder: where the model leaves the experts of its tokens; None: nowhere.
     """
 
     def __init__(
@@ -139,6 +147,7 @@ class ModelRunner:
         self.graphs = graphs
         self.sampler = Sampler(vocab_size, device, logprobs_mode=logprobs_mode)
         self.attention = attention
+        self.recorder: RouteRecorder | None = None
         self._vocab_size = vocab_size
         self._device = device
         self._next_tokens = next_tokens
@@ -171,8 +180,20 @@ class ModelRunner:
             places_R = upload(prefixes.places_R, self._device)
             hidden_RD, page_rows_R = hidden_RD[places_R], page_rows_R[places_R]
         step = LaunchedStep(len(plan.specs), range(len(plan.specs)))
+        step.routes = self._routes(len(plan.specs), None if prefixes is None else places_R)
         self._sample(plan, hidden_RD, page_rows_R, step, before_masks)
         return step
+
+    def _routes(self, num_tokens: int, places_T: Tensor | None = None) -> Tensor | None:
+        """The experts of the pass just launched, on their way to the host.
+
+        Args:
+            places_T: where the tokens of the plan stood in the pass; None: where they do in the plan.
+        """
+        if self.recorder is None:
+            return None
+        routes_TLK = self.recorder.routes_TLK[:num_tokens]
+        return download(routes_TLK.clone() if places_T is None else routes_TLK[places_T])
 
     def _run(self, plan: BatchPlan, before_masks: BeforeMasks) -> LaunchedStep:
         batch = ForwardBatch.from_plan(plan, self.page_table.array, self.kv_pool.page_size, self._device)
@@ -180,9 +201,12 @@ class ModelRunner:
         input_ids_T = resolve_tokens(batch.input_ids_T, batch.rows_T, self._next_tokens)
         # A prompt's last row alone is wanted, unless it asks for the logits of each row.
         wants_last = bool(batch.sampled_R) and not plan.is_decode and not batch.prompt_rows
+        # Every row of the last layer has experts of its own.
+        wants_last = wants_last and self.recorder is None
         rows_S = batch.sampled_rows_S if wants_last else None
         hidden_TD = self.model.forward(input_ids_T, batch.positions_T, self.attention, rows_S)
         step = LaunchedStep(len(plan.specs), batch.sampled_R)
+        step.routes = self._routes(len(plan.input_ids_T))
         if batch.prompt_rows:
             step.prompt_logprobs = self._prompt_logprobs(plan, batch.prompt_rows, hidden_TD)
         if batch.sampled_R:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
+from ebbtide.srt.layers.moe import MoeConfig, MoeMLP, RouteRecorder
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, divided, stacked
 from ebbtide.srt.models.dense import Block, DenseCausalLM, DenseConfig, dense_layer_map
 
@@ -59,6 +59,14 @@ class MoeCausalLM(DenseCausalLM):
         super().__init__(config, dtype, device, make_block)
         self.moe, self.names = moe, names
         self.sparse_layers = frozenset(sparse_layers)
+
+    def record_routes(self, max_tokens: int, device: torch.device) -> RouteRecorder:
+        """Have every pass leave the experts of its tokens."""
+        recorder = RouteRecorder(max_tokens, self.config.num_layers, self.moe, device)
+        blocks = (module for module in self.modules() if isinstance(module, MoeMLP))
+        for layer, block in zip(sorted(self.sparse_layers), blocks, strict=True):
+            block.experts.recorder, block.experts.layer = recorder, layer
+        return recorder
 
     def layer_map(self, layer: int) -> WeightMap:
         rows = dense_layer_map(self.config)

@@ -216,6 +216,7 @@ class CompletionWriter:
             token_ids=piece.token_ids if call.return_token_ids else UNSET,
             prompt_token_ids=_prompt_token_ids(call, piece),
             weight_versions=_weight_versions(call, piece),
+            routed_experts=piece.meta.get("routed_experts", UNSET),
         )
 
     def _logprobs(self, piece: Piece) -> CompletionLogprobs:
@@ -339,6 +340,7 @@ class ChatWriter:
             token_ids=piece.token_ids if call.return_token_ids else UNSET,
             prompt_token_ids=_prompt_token_ids(call, piece),
             weight_versions=_weight_versions(call, piece),
+            routed_experts=piece.meta.get("routed_experts", UNSET),
         )
         usage = _usage_of_chunk(call)
         return ChatCompletionChunk(**_head(call), choices=[choice], usage=usage, metadata=piece.metadata)
@@ -363,6 +365,7 @@ class ChatWriter:
             token_ids=piece.token_ids if call.return_token_ids else UNSET,
             prompt_token_ids=_prompt_token_ids(call, piece),
             weight_versions=_weight_versions(call, piece),
+            routed_experts=piece.meta.get("routed_experts", UNSET),
             meta_info=dict(piece.meta) if self._return_meta_info else UNSET,
         )
 

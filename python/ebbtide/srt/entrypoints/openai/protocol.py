@@ -27,6 +27,7 @@ class StreamOptions(Struct, kw_only=True):
 class OpenAIRequest(Struct, kw_only=True):
     """What both kinds of completion take: OpenAI's fields, then Ebbtide's, which are those of `/generate`.
 
+    `routed_experts_prompt_start` asks for routed experts too, from that token on.
     `response_format`, vLLM's `structured_outputs`, or one of `regex`, `ebnf`, `json_schema` and
     `structural_tag` says what the answer keeps to.
     `include_stop_str_in_output` is another name of `no_stop_trim`. `return_tokens_as_token_ids`: logprobs
@@ -76,6 +77,9 @@ class OpenAIRequest(Struct, kw_only=True):
     timeout_s: float | None = None
     priority: int | None = None
     max_version_lag: int | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int | None = None
+    routed_experts_prompt_start: int | None = None
     min_weight_version: str | int | None = None
     exact_weight_version: str | int | None = None
     on_update: Literal["continue", "recompute", "abort"] | None = None
@@ -209,6 +213,7 @@ class CompletionChoice(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | None = None
     weight_versions: list[VersionSpan] | UnsetType = UNSET
+    routed_experts: Any = UNSET
 
 
 class Completion(Struct, kw_only=True):
@@ -277,6 +282,7 @@ class ChatChoice(Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[VersionSpan] | UnsetType = UNSET
+    routed_experts: Any = UNSET
     meta_info: dict[str, Any] | UnsetType = UNSET
 
 
@@ -312,6 +318,7 @@ class ChatChunkChoice(Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[VersionSpan] | UnsetType = UNSET
+    routed_experts: Any = UNSET
 
 
 class ChatCompletionChunk(Struct, kw_only=True):

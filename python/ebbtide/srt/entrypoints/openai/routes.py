@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,6 +30,7 @@ from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.routed_experts import RoutedForm
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -69,7 +70,9 @@ class OpenAIApi:
         fields = await _fields_of(request)
         call = chat_call(fields, self._model_name, self._template, self._recommended, self._parsers)
         wants_meta = fields.get("return_meta_info") is True
-        return await self._answer(request, call, ChatWriter(call, return_meta_info=wants_meta))
+        return await self._answer(
+            request, call, ChatWriter(call, return_meta_info=wants_meta), wants_meta=wants_meta
+        )
 
     async def _tokenize(self, request: Request) -> Response:
         fields, tokenization = await read_fields(request.stream()), self._tokenization
@@ -79,8 +82,14 @@ class OpenAIApi:
         fields, tokenization = await read_fields(request.stream()), self._tokenization
         return Json(await self._service.manager.in_thread(lambda: tokenization.detokenize(fields)))
 
-    async def _answer(self, request: Request, call: OpenAICall, writer: Writer) -> Response:
-        starting = self._service.manager.prepare(call.generate, call.render, is_incremental=True)
+    async def _answer(
+        self, request: Request, call: OpenAICall, writer: Writer, *, wants_meta: bool = False
+    ) -> Response:
+        # Beside SGLang's `meta_info` they are told in its form.
+        form = "int32" if wants_meta else self._service.config.server_args.routed_experts_format
+        starting = self._service.manager.prepare(
+            call.generate, call.render, is_incremental=True, routed_form=cast("RoutedForm", form)
+        )
         if call.generate["stream"]:
             return await answer_events(
                 request.receive,

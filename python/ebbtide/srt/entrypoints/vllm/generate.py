@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from msgspec import UNSET
@@ -31,6 +31,7 @@ from ebbtide.srt.entrypoints.vllm.tokens_protocol import (
 )
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_request import PASSED_ON_FIELDS
+from ebbtide.srt.managers.api.routed_experts import RoutedForm
 
 _UNSUPPORTED = ("features", "content_parts", "token_offsets", "kv_transfer_params")
 
@@ -57,8 +58,14 @@ class TokensApi:
     async def generate(self, request: Request) -> Response:
         fields = await read_fields(request.stream())
         call = tokens_call(fields, request.headers, self._service.config.model.served_model_name)
-        writer, common = _Writer(call), call.common
-        starting = self._service.manager.prepare(common.generate, is_incremental=True)
+        writer, common, args = _Writer(call), call.common, self._service.config.server_args
+        # Nothing in a request asks for them: the server's flag does.
+        common.generate["return_routed_experts"] = args.enable_return_routed_experts
+        starting = self._service.manager.prepare(
+            common.generate,
+            is_incremental=True,
+            routed_form=cast("RoutedForm", args.routed_experts_format),
+        )
         if call.request.stream:
             return await answer_events(
                 request.receive,
@@ -104,6 +111,7 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         "token_ids_logprob": chosen_ids or None,
         "logprob_start_len": -1 if num_prompt_logprobs is None else 0,
         "return_prompt_token_ids": request.return_token_ids,
+        "routed_experts_start_len": request.sampling_params.get("routed_experts_prompt_start"),
         "routed_dp_rank": _rank(headers.get("x-data-parallel-rank")),
         **{name: getattr(request, name) for name in PASSED_ON_FIELDS},
     }
@@ -169,6 +177,7 @@ class _Writer:
             finish_reason=piece.finish_reason,
             stop_reason=stop_reason(self._call.common, piece),
             logprobs=self._logprobs(piece),
+            routed_experts=piece.meta.get("routed_experts"),
             weight_versions=None if metadata is UNSET else metadata.weight_versions,
         )
 

@@ -25,12 +25,13 @@ _NAMES = {
 UNSUPPORTED = (
     *("bad_words", "extra_args"),
     *("prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"),
-    *("routed_experts_prompt_start", "skip_reading_prefix_cache", "thinking_token_budget"),
+    *("skip_reading_prefix_cache", "thinking_token_budget"),
 )
 # Read elsewhere, or without a meaning here.
 _OTHERS = (
     *("detokenize", "output_kind", "logprobs", "prompt_logprobs", "max_tokens", "top_k", "cache_salt"),
     *("truncate_prompt_tokens", "structured_outputs", "logprob_token_ids"),
+    "routed_experts_prompt_start",
 )
 
 

@@ -64,7 +64,7 @@ class TokensOutput(Struct, kw_only=True):
     finish_reason: FinishReasonName | None = None
     stop_reason: int | str | None = None
     logprobs: TokensLogprobs | None = None
-    routed_experts: None = None
+    routed_experts: Any = None
     sampling_mask: None = None
     weight_versions: list[VersionSpan] | None = None
 

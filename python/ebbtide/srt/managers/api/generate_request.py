@@ -44,7 +44,6 @@ UNSUPPORTED_FIELDS = frozenset(
         "lora_id",
         "custom_logit_processor",
         "return_hidden_states",
-        "return_routed_experts",
         "return_indexer_topk",
         "return_sampling_mask",
         "return_entropy",
@@ -100,6 +99,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     exact_weight_version: str | int | None = None
     on_update: Literal["continue", "recompute", "abort"] | None = None
     timeout_s: float | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int | None = None
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,21 @@ class RequestNormalizer:
                 f"routed_dp_rank: expected 0 to {self._limits.num_replicas - 1}, got {rank}"
             )
 
+    def _routed_experts_start(self, request: GenerateReqInput, num_prompt_tokens: int) -> int | None:
+        if not request.return_routed_experts:
+            return None
+        if not self._limits.records_routes:
+            raise RequestRejected(
+                "return_routed_experts: expected a server with --enable-return-routed-experts"
+            )
+        start = request.routed_experts_start_len or 0
+        if not 0 <= start <= num_prompt_tokens:
+            raise RequestRejected(
+                f"routed_experts_start_len: expected 0 to the {num_prompt_tokens} tokens of the prompt, "
+                f"got {start}"
+            )
+        return start
+
     def _need_tokenizer(self, name: str) -> Tokenizer:
         if self._tokenizer is None:
             raise RequestRejected(f"{name} needs a tokenizer: the engine runs with skip_tokenizer_init")
@@ -341,6 +357,7 @@ class RequestNormalizer:
                 priority=request.priority or 0,
                 dp_rank=_pinned_to(request),
                 contract=_contract(request),
+                routed_experts_start=self._routed_experts_start(request, len(prompt)),
                 grammar=None if params.grammar is None else params.grammar.key,
             )
 

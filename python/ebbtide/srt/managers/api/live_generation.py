@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.api.routed_experts import RoutedForm, encoded
 from ebbtide.srt.managers.io_struct import (
     FinishReason,
     LogprobColumns,
     LogprobList,
     RequestOutput,
     RequestStart,
+    RoutedExperts,
     TokenizedGenerateReqInput,
 )
 
@@ -31,12 +33,14 @@ class ResponseStyle:
 
     Attributes:
         is_incremental: chunks hold what is new, instead of everything so far.
+        routed_form: how routed experts are told.
         token_text: the text of a single token, for logprobs; None leaves it null.
     """
 
     is_incremental: bool
     return_prompt_token_ids: bool
     token_text: Callable[[int], str] | None
+    routed_form: RoutedForm = "int32"
 
 
 class LogprobTable:
@@ -117,6 +121,7 @@ class OutputState:
         self._version_starts: list[tuple[str, int]] = []
         self._kv_versions: list[str] = []
         self._prefill_starts: list[tuple[str, int]] = []
+        self._routed_experts: RoutedExperts | None = None
         self._num_retractions = 0
         self._weight_version = ""
         self._first_token_s: float | None = None
@@ -146,6 +151,7 @@ class OutputState:
             self._kv_versions = output.kv_versions
         if output.prefill_starts is not None:
             self._prefill_starts = output.prefill_starts
+        self._routed_experts = output.routed_experts
         self._num_retractions = output.num_retractions
         self._weight_version = weight_version
         if output.finish is not None:
@@ -207,6 +213,10 @@ class OutputState:
                 meta[name] = self._handed_out(entries)
             meta["output_token_logprobs_length"] = self._num_tokens
             meta.update(self._input_logprobs.columns())
+        if self._routed_experts is not None:
+            meta["routed_experts"] = encoded(self._routed_experts, self._style.routed_form)
+            if request.routed_experts_start:
+                meta["routed_experts_start_len"] = request.routed_experts_start
         if self.finish is not None:
             meta.update(self._latencies())
         return meta

@@ -21,6 +21,7 @@ class RequestLimits:
         context_len: tokens of prompt and output together.
         max_total_num_tokens: tokens in the KV pool.
         stream_interval: tokens between chunks where the request does not say.
+        records_routes: whether it is recorded which experts tokens go through.
         num_replicas: data-parallel replicas that a request may be pinned to.
     """
 
@@ -29,6 +30,7 @@ class RequestLimits:
     max_total_num_tokens: int
     stream_interval: int
     num_replicas: int
+    records_routes: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig, max_total_num_tokens: int) -> Self:
@@ -39,6 +41,7 @@ class RequestLimits:
             max_total_num_tokens=max_total_num_tokens,
             stream_interval=config.schedule.stream_interval,
             num_replicas=config.server_args.dp_size,
+            records_routes=config.runtime.records_routes,
         )
 
     @property

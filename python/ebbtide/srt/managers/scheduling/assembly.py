@@ -62,6 +62,7 @@ class SchedulerConfig:
     vocab_size: int
     context_len: int
     retracts_for_copies: bool = False
+    records_routes: bool = False
 
     @staticmethod
     def of(config: EngineConfig) -> SchedulerConfig:
@@ -79,6 +80,7 @@ class SchedulerConfig:
             vocab_size=config.model.vocab_size,
             context_len=config.model.context_len,
             retracts_for_copies=config.update.staging == "always",
+            records_routes=config.runtime.records_routes,
         )
 
 
@@ -132,6 +134,7 @@ def assemble_scheduler(
         config.page_size,
         parts.page_store,
         cache_by_version=config.cache_by_version,
+        records_routes=config.records_routes,
     )
     # The ranks of a replica make the same passes: the first one speaks for all.
     step_log = StepLog(policy, config.schedule.decode_log_interval if inbox.tp_rank == 0 else 0)

@@ -14,6 +14,7 @@ from ebbtide.srt.managers.io_struct import (
     FinishReason,
     RequestOutput,
     RequestStart,
+    RoutedExperts,
     StreamedTokens,
     TokenOutput,
 )
@@ -24,7 +25,7 @@ from ebbtide.srt.managers.scheduling.running_rows import OTHER_STREAM, PLAIN_STR
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.step_log import StepLog
-from ebbtide.srt.model_executor.batch_plan import StepResult
+from ebbtide.srt.model_executor.batch_plan import Routes, StepResult
 
 # How much of the prompt's end the detokenizer sees: enough to know whether the first token joins on to it.
 PROMPT_TAIL = 8
@@ -59,6 +60,8 @@ class OutputProcessor:
         live_R = policy.rows.serial[plan.page_rows_R] == batch.serials_R
         sampled = np.flatnonzero(live_R & plan.samples_R)
         tokens_S = np.array(result.token_ids, dtype=np.int64)[sampled]
+        if result.routes is not None:
+            _add_routes(batch, result.routes, np.flatnonzero(live_R))
         looked_at = self._advance(batch, result, np.flatnonzero(live_R), sampled, tokens_S)
         for index, token_id in zip(sampled.tolist(), tokens_S.tolist(), strict=True):
             plan.specs[index].output_ids.append(token_id)
@@ -199,6 +202,7 @@ class OutputProcessor:
             num_retractions=req.num_retractions,
             logprobs=req.new_logprobs.take() if req.spec.logprobs is not None else None,
             prefill_starts=req.prefill_starts if req.prefill_changed else None,
+            routed_experts=_routed_experts(req) if req.finish is not None else None,
         )
         req.num_emitted = len(req.spec.output_ids)
         req.has_started_output = True
@@ -227,6 +231,25 @@ class OutputProcessor:
             queue_time_s=(req.started_s if req.started_s is not None else time.monotonic()) - req.arrival_s,
             first_token_latency_s=None if req.first_token_s is None else req.first_token_s - req.arrival_s,
         )
+
+
+def _add_routes(batch: ScheduledBatch, routes: Routes, live: NDArray[np.int64]) -> None:
+    """Give each request the experts of its tokens."""
+    plan = batch.plan
+    ends = plan.num_new_R.cumsum()
+    firsts, starts = ends - plan.num_new_R, plan.starts_R
+    for index in live.tolist():
+        batch.requests[index].routes.add(int(starts[index]), routes[firsts[index] : ends[index]])
+
+
+def _routed_experts(req: Req) -> RoutedExperts | None:
+    """Of all tokens that were computed but the last, which nobody fed back."""
+    end = min(req.num_tokens - 1, req.routes.end)
+    if req.routes_from is None or end <= req.routes_from:
+        return None
+    rows_TLK = np.ascontiguousarray(req.routes.between(req.routes_from, end))
+    num_tokens, num_layers, top_k = rows_TLK.shape
+    return RoutedExperts(rows_TLK.tobytes(), (num_tokens, num_layers, top_k), str(rows_TLK.dtype))
 
 
 def _streamed(requests: list[Req]) -> StreamedTokens:

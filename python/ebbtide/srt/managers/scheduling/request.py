@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 from ebbtide.srt.managers.io_struct import FinishReason, LogprobList
 from ebbtide.srt.managers.scheduling.kv_versions import Commit
+from ebbtide.srt.managers.scheduling.routes import RouteRows
 from ebbtide.srt.managers.scheduling.running_rows import RunningRows
 from ebbtide.srt.managers.scheduling.version_contract import NO_CONTRACT
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
@@ -81,6 +82,8 @@ class Req:
         arrival: position in the order of arrival; retracted requests come back in this order.
         namespace: the prefix cache's namespace of this request, without the weight version.
         contract: what it asks of the weights.
+        routes_from: first token whose experts are told at its end; None: nobody asks.
+        routes: the experts of its tokens, where they are recorded.
         head_start: requests that it may overtake in the queue.
         first_update: updates that had been committed when it began to run; None before.
         cached_tokens: prompt tokens taken from the prefix cache at the first prefill; None before it.
@@ -103,6 +106,8 @@ class Req:
     priority: int = 0
     contract: VersionContract = NO_CONTRACT
     head_start: int = 0
+    routes_from: int | None = None
+    routes: RouteRows = field(default_factory=RouteRows)
 
     phase: Phase = Phase.WAITING
     kv: KVHold | None = None

@@ -19,13 +19,14 @@ from ebbtide.srt.managers.scheduling.growth_reserve import GrowthReserve
 from ebbtide.srt.managers.scheduling.kv_versions import Commit, KVVersions
 from ebbtide.srt.managers.scheduling.prefill_share import PrefillShare
 from ebbtide.srt.managers.scheduling.request import KVHold, ParkedKV, Phase, Req
+from ebbtide.srt.managers.scheduling.routes import PageRoutes, num_usable
 from ebbtide.srt.managers.scheduling.running_rows import RunningRows
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.version_contract import ServedVersions, Standing
 from ebbtide.srt.managers.scheduling.waiting_order import WaitingOrder
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
-from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixCache
+from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixCache, PrefixLease
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
@@ -59,6 +60,7 @@ class SchedulePolicy:
         page_store: PageStore,
         *,
         cache_by_version: bool = False,
+        records_routes: bool = False,
     ) -> None:
         self.config = config
         self.allocator = allocator
@@ -80,6 +82,7 @@ class SchedulePolicy:
         self._rows_R: NDArray[np.int64] | None = None
         self._live: dict[str, Req] = {}
         self._num_in_flight = 0
+        self.routes = PageRoutes(page_size) if records_routes else None
         self._reserve = GrowthReserve(page_size)
         self._share = PrefillShare(config)
         self._order = WaitingOrder(config.policy)
@@ -418,6 +421,7 @@ class SchedulePolicy:
             for version in self.kv_versions.versions(hold.lease.labels):
                 req.note_kv_used(version)
             self._restore(req)
+            self._take_routes(req)
             prefilling.add(self._next_page_key(req))
             num_to_come += req.num_to_come
             yield req
@@ -439,6 +443,7 @@ class SchedulePolicy:
         """
         tokens = req.tokens(0, req.num_tokens)
         lease = self.cache.match(self._namespace(req), tokens, req.reusable_tokens)
+        lease = self._with_routes(req, tokens, lease)
         num_cached = len(lease.pages) * self.page_size
         next_page = tokens[num_cached : num_cached + self.page_size]
         is_shareable = (
@@ -460,6 +465,28 @@ class SchedulePolicy:
         room = len(hold.pages) * self.page_size
         self.rows.open(hold.row, req, num_computed=num_cached, num_pages_tokens=room)
         return hold
+
+    def _with_routes(self, req: Req, tokens: list[int], lease: PrefixLease) -> PrefixLease:
+        """A lease of no page whose experts a request wants and nobody knows."""
+        if self.routes is None or req.routes_from is None:
+            return lease
+        first_page = max(req.routes_from, req.routes.end) // self.page_size
+        num_pages = num_usable(self.routes.found(tokens, lease.pages, lease.runs), first_page)
+        if num_pages == len(lease.pages):
+            return lease
+        lease.release()
+        return self.cache.match(self._namespace(req), tokens, num_pages * self.page_size)
+
+    def _take_routes(self, req: Req) -> None:
+        """The experts of the cached tokens that a request begins with."""
+        assert req.kv is not None
+        if self.routes is None:
+            return
+        lease = req.kv.lease
+        tokens = req.tokens(0, len(lease.pages) * self.page_size)
+        for index, rows in enumerate(self.routes.found(tokens, lease.pages, lease.runs)):
+            if rows is not None and (index + 1) * self.page_size > req.routes.end:
+                req.routes.add(index * self.page_size, rows)
 
     def _next_page_key(self, req: Req) -> tuple[object, ...]:
         """What identifies the first page that a prefilling request computes itself."""
@@ -497,6 +524,8 @@ class SchedulePolicy:
         for label, end in self.kv_versions.runs(starts, first_page, end_page, self.page_size):
             kv.lease = self.cache.publish(kv.lease, tokens[: end * self.page_size], kv.pages, label)
             kv.pages[: len(kv.lease.pages)] = kv.lease.pages
+            if self.routes is not None:
+                self.routes.keep(tokens, kv.lease.pages, kv.lease.runs, req.routes, label)
         self.table.write(kv.row, first_page, kv.pages[first_page:end_page])
 
     def _release_kv(self, req: Req, *, publish: bool) -> None:

@@ -35,6 +35,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
         max_new_tokens: how many tokens the context leaves room for, at most what was asked for.
         priority: higher ones are admitted first, where the schedule policy is `priority`.
         arrival_s: when the request arrived, on the clock of `time.monotonic`.
+        routed_experts_start: first token whose experts are wanted; None: nobody asks.
         grammar: the key of the one that its output keeps to; it has been loaded.
         dp_rank: the replica that it is for; None as long as none has been chosen, or if there is only one.
     """
@@ -56,6 +57,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     dp_rank: int | None = None
     contract: VersionContract = VersionContract()
     grammar: str | None = None
+    routed_experts_start: int | None = None
 
 
 class PrepareGrammars(Message, frozen=True, kw_only=True):
@@ -130,6 +132,14 @@ class RequestStart(Struct, frozen=True, array_like=True):
     first_token_latency_s: float | None = None
 
 
+class RoutedExperts(Struct, frozen=True, array_like=True):
+    """The experts of tokens: numbers of type `dtype` (uint8, uint16) in C order, [tokens, layers, top k]."""
+
+    data: bytes
+    shape: tuple[int, int, int]
+    dtype: str
+
+
 class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     """What is new about one request since its last output.
 
@@ -143,6 +153,7 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
             its KV, when a prefill has been completed since the last output.
         num_retractions: times the request gave up its KV so far.
         logprobs: per new token; None when not asked for.
+        routed_experts: with the last output, where they were asked for.
     """
 
     rid: str
@@ -154,6 +165,7 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     num_retractions: int = 0
     logprobs: LogprobColumns | None = None
     prefill_starts: list[tuple[str, int]] | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 class StreamedTokens(Struct, frozen=True, array_like=True):

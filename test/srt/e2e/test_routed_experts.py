@@ -1,0 +1,152 @@
+"""Routed experts are those of transformers' router, whatever becomes of a request on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fixtures.checkpoints import make_checkpoint
+from fixtures.servers import Server, running_server
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from ebbtide import Engine
+from ebbtide.srt.errors import ConfigurationError, RequestRejected
+
+PROMPT = [(7 * place) % 250 for place in range(45)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("moe"), "Qwen3MoeForCausalLM", max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Iterator[Engine]:
+    # Pages of 8 tokens: prompts share whole ones.
+    with Engine(
+        model_path=str(checkpoint), enable_return_routed_experts=True, max_total_tokens=1024, page_size=8
+    ) as engine:
+        yield engine
+
+
+class Routers:
+    """transformers' choice of experts."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.top_k: int = self._model.config.num_experts_per_tok
+
+    @torch.inference_mode()
+    def rows(self, token_ids: list[int]) -> NDArray[Any]:
+        """[T, L, K], each row sorted: equals may stand in any order."""
+        layers = self._model(torch.tensor([token_ids]), output_router_logits=True).router_logits
+        chosen = [logits.topk(self.top_k, dim=-1).indices for logits in layers]
+        rows: NDArray[Any] = np.sort(torch.stack(chosen, dim=1).numpy(), axis=-1)
+        return rows
+
+
+@pytest.fixture(scope="module")
+def routers(checkpoint: Path) -> Routers:
+    return Routers(checkpoint)
+
+
+def check(answer: Any, prompt: list[int], routers: Routers, start: int = 0) -> None:
+    tokens = [*prompt, *answer["output_ids"]][:-1]
+    expected = routers.rows(tokens)[start:]
+    told = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), dtype=np.int32)
+    assert (np.sort(told.reshape(expected.shape), axis=-1) == expected).all()
+    assert answer["meta_info"].get("routed_experts_start_len", 0) == start
+
+
+def params(num_tokens: int, seed: int = 1, **more: Any) -> dict[str, Any]:
+    return {"max_new_tokens": num_tokens, "ignore_eos": True, "sampling_seed": seed, **more}
+
+
+def test_they_are_the_routers_for_samples_of_a_group_and_for_cached_prefixes(
+    engine: Engine, routers: Routers
+) -> None:
+    wanted = {"return_routed_experts": True}
+    group = engine.generate(input_ids=PROMPT, sampling_params=params(12, n=4), **wanted)
+    for answer in group:
+        check(answer, PROMPT, routers)
+    assert [answer["meta_info"]["cached_tokens"] for answer in group] == [0, 40, 40, 40]
+    # What was computed for somebody who did not ask is told too.
+    engine.generate(input_ids=PROMPT[::-1], sampling_params=params(3))
+    late = engine.generate(input_ids=PROMPT[::-1], sampling_params=params(3), **wanted)
+    assert late["meta_info"]["cached_tokens"] == 40
+    check(late, PROMPT[::-1], routers)
+    plain = engine.generate(input_ids=PROMPT, sampling_params=params(12))
+    assert "routed_experts" not in plain["meta_info"]
+    assert plain["output_ids"] == group[0]["output_ids"]
+    turn = [*PROMPT, *plain["output_ids"], 5, 6, 7]
+    start = len(turn) - 4
+    check(
+        engine.generate(input_ids=turn, sampling_params=params(4), routed_experts_start_len=start, **wanted),
+        turn,
+        routers,
+        start,
+    )
+
+
+def test_retraction_parking_and_updates_leave_the_rows_of_the_first_pass(
+    engine: Engine, routers: Routers, checkpoint: Path
+) -> None:
+    async def run() -> None:
+        tasks = []
+        for seed in range(3):
+            given = {"input_ids": PROMPT[seed:], "sampling_params": params(150, seed)}
+            stream = await engine.async_generate(**given, return_routed_experts=True, stream=True)
+            await anext(stream)
+            tasks.append(asyncio.create_task(_last(stream)))
+        await engine.async_pause_generation("retract")
+        await engine.async_continue_generation()
+        await engine.async_release_memory_occupation(["kv_cache"], preserve="live")
+        await engine.async_resume_memory_occupation(["kv_cache"])
+        await engine.async_update_weights_from_disk(str(checkpoint), pause_mode="in_place", flush_cache=False)
+        answers = [await task for task in tasks]
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) >= 1
+        for seed, answer in enumerate(answers):
+            assert len(answer["output_ids"]) == 150
+            check(answer, PROMPT[seed:], routers)
+
+    asyncio.run(run())
+
+
+async def _last(stream: Any) -> Any:
+    last = None
+    async for chunk in stream:
+        last = chunk
+    return last
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    with running_server(checkpoint, "--enable-return-routed-experts", "--max-total-tokens", "512") as server:
+        yield server
+
+
+def test_other_dialects_tell_them_in_their_own_forms(server: Server, routers: Routers) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4, "return_token_ids": True, "routed_experts_prompt_start": 2}
+    [choice] = server.post("/v1/completions", {**body, "ignore_eos": True}).json()["choices"]
+    tokens = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+    [other] = server.post("/inference/v1/generate", tokens).json()["choices"]
+    for told, start in ((choice, 2), (other, 0)):
+        rows = np.load(io.BytesIO(base64.b64decode(told["routed_experts"])), allow_pickle=False)
+        expected = routers.rows([*PROMPT, *told["token_ids"]][:-1])[start:]
+        assert rows.dtype == np.uint8
+        assert (np.sort(rows, axis=-1) == expected).all()
+
+
+def test_what_cannot_be_told_is_refused(engine: Engine, checkpoint_a: Path) -> None:
+    with pytest.raises(RequestRejected, match="routed_experts_start_len: expected 0 to the 45 tokens"):
+        engine.generate(input_ids=PROMPT, return_routed_experts=True, routed_experts_start_len=46)
+    with pytest.raises(ConfigurationError, match=r"enable_return_routed_experts: .* has no experts"):
+        Engine(model_path=str(checkpoint_a), enable_return_routed_experts=True, max_total_tokens=256)
