@@ -260,6 +260,9 @@ class ServerArgs(SglangArguments):
         int | None, Arg("Forward passes between log lines; 0: none.", minimum=0)
     ] = 40
     enable_metrics: Annotated[bool, Arg("Serve Prometheus metrics.")] = False
+    metrics_aliases: Annotated[
+        str | None, Arg("Serve them also under the names of that engine.", choices=("sglang", "vllm"))
+    ] = None
 
     def __post_init__(self) -> None:
         """Nothing: frameworks patch this method, and build arguments on machines that never run them."""

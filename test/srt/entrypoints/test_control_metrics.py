@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fixtures.scripted_engine import STATE
 from fixtures.servers import Server, null_server
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from ebbtide.srt.entrypoints.metrics.collectors import GcPauses
 from ebbtide.srt.entrypoints.metrics.operations import ControlMetrics
+from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import Reply, UpdateWeightsReqOutput, UpdateWeightVersionReqOutput
 from ebbtide.testing.null_engine import NullEngine
@@ -216,3 +218,36 @@ def test_pauses_for_garbage_collection_are_counted_while_they_are_watched() -> N
     counted = count()
     gc.collect()
     assert counted == count() == 1
+
+
+@pytest.mark.parametrize(
+    ("dialect", "has", "has_not"),
+    [
+        (None, [], ["sglang:", "vllm:"]),
+        ("sglang", ["sglang:num_requests_total{"], ["vllm:"]),
+        (
+            "vllm",
+            [
+                'vllm:rl_weight_update_operation_duration_seconds_count{operation="update"} 2.0',
+                'vllm:rl_weight_update_operation_duration_seconds_bucket{le="600.0",operation="finish"} 0.0',
+                'vllm:rl_weight_update_operations_in_flight{operation="start"} 0.0',
+                'vllm:sleep_mode_operation_duration_seconds_count{operation="wake"} 0.0',
+                "vllm:generation_tokens_total ",
+            ],
+            ["sglang:", 'vllm:rl_weight_update_operation_duration_seconds_bucket{le="0.005"'],
+        ),
+    ],
+)
+def test_the_names_of_other_engines(dialect: str | None, has: list[str], has_not: list[str]) -> None:
+    metrics = Metrics("0", dialect)
+    for operation in ("update_weights_from_tensor", "update_weights_from_disk"):
+        ended = asyncio.sleep(0, commit("1"))
+        asyncio.run(metrics.control.observed(operation, ended))
+    meta = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens", "num_retractions"), 1)
+    meta |= dict.fromkeys(("e2e_latency", "first_token_latency", "queue_time"), 1)
+    metrics.note({"meta_info": {**meta, "finish_reason": {"type": "stop"}, "weight_versions": []}})
+    text = metrics.text(STATE, []).decode()
+    for line in has:
+        assert line in text
+    for line in has_not:
+        assert line not in text

@@ -80,7 +80,7 @@ class EngineService:
         self._failure: str | None = None
         self._manager: TokenizerManager | None = None
         self._drain = Drain()
-        self.metrics = Metrics(config.model.weight_version)
+        self.metrics = Metrics(config.model.weight_version, config.server_args.metrics_aliases)
         self.timeline = Timeline(self._sample)
         self.metrics.control.observers.append(self.timeline)
         self.tracing = open_tracing(config.server_args)

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from ebbtide.srt.entrypoints.metrics.aliases import Aliases
 from ebbtide.srt.entrypoints.metrics.collectors import GcPauses
 from ebbtide.srt.entrypoints.metrics.operations import PREFIX as CONTROL_PREFIX, ControlMetrics
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
@@ -35,6 +36,7 @@ class Metrics:
 
     Args:
         version: that of the weights at the start.
+        aliases: whose names the text also has them under: sglang or vllm.
 
     Attributes:
         content_type: of the text.
@@ -44,7 +46,7 @@ class Metrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, version: str, aliases: str | None = None) -> None:
         self._registry = CollectorRegistry()
         self.control = ControlMetrics(self._registry, version)
         self.gc_pauses = GcPauses(CONTROL_PREFIX + "gc_pause_seconds")
@@ -60,6 +62,9 @@ class Metrics:
         self._loads = {name: self._gauge(name, text, "dp_rank") for name, text in LOAD_GAUGES.items()}
         self._can_run = self._gauge("can_run", "1 if a forward pass may run now.")
         self._stale = self._gauge("weights_stale", "1 if parameters have not been written since a resume.")
+        self._aliases = CollectorRegistry()
+        if aliases is not None:
+            self._aliases.register(Aliases(self._registry, aliases))
         self._resident = self._gauge("resident_bytes", "Device memory by tag, all ranks.", "tag")
 
     def note(self, result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -77,7 +82,7 @@ class Metrics:
     def text(self, state: StateReport, loads: Sequence[Load]) -> bytes:
         """All of them in Prometheus' text format."""
         self._set(state, loads)
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._aliases)
 
     def values(self, state: StateReport, loads: Sequence[Load]) -> dict[str, float]:
         """The same samples, each under its name and labels as the text has them."""
