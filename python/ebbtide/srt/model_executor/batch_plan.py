@@ -31,6 +31,10 @@ class LogprobSpec:
 Routes: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 
+# The tokens that could have been sampled, and the logprob among them of the one that was.
+Support: TypeAlias = tuple[list[int], float]
+
+
 class TokenMask(Protocol):
     """Which tokens may come next. It follows the output, token by token."""
 
@@ -55,6 +59,7 @@ class SampleSpec:
         output_ids: the request's live output list, appended to by the scheduler after each step.
         logprobs: None when the request wants none.
         mask: None where every token may come.
+        returns_support: whether it is told which tokens could have been sampled.
     """
 
     params: SamplingParams
@@ -64,6 +69,7 @@ class SampleSpec:
     output_ids: list[int]
     logprobs: LogprobSpec | None = None
     mask: TokenMask | None = None
+    returns_support: bool = False
 
     @property
     def needs_output_ids(self) -> bool:
@@ -198,12 +204,14 @@ class StepResult:
             prompt (the first position that was asked for is predicted by nothing that counts).
             Log-softmax of the raw logits.
         routes: of all tokens of the plan; None where nobody records them.
+        supports: by request, of those that sampled and asked for it.
     """
 
     token_ids: list[int]
     output_logprobs: LogprobArrays | None = None
     input_logprobs: dict[int, LogprobArrays] = field(default_factory=dict)
     routes: Routes | None = None
+    supports: dict[int, Support] = field(default_factory=dict)
 
 
 class PendingStep(Protocol):

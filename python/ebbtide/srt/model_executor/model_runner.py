@@ -106,6 +106,8 @@ class LaunchedStep:
         sampled = self.sample.result()
         for request, token_id in zip(self.sampled_R, sampled.token_ids, strict=True):
             result.token_ids[request] = token_id
+        for place, support in sampled.supports.items():
+            result.supports[self.sampled_R[place]] = support
         if sampled.logprobs is not None:
             result.output_logprobs = sampled.logprobs.spread(self.sampled_R, self.num_requests)
         return result

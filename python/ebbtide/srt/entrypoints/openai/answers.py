@@ -217,6 +217,7 @@ class CompletionWriter:
             prompt_token_ids=_prompt_token_ids(call, piece),
             weight_versions=_weight_versions(call, piece),
             routed_experts=piece.meta.get("routed_experts", UNSET),
+            sampling_mask=piece.meta.get("output_token_sampling_mask", UNSET),
         )
 
     def _logprobs(self, piece: Piece) -> CompletionLogprobs:
@@ -341,6 +342,7 @@ class ChatWriter:
             prompt_token_ids=_prompt_token_ids(call, piece),
             weight_versions=_weight_versions(call, piece),
             routed_experts=piece.meta.get("routed_experts", UNSET),
+            sampling_mask=piece.meta.get("output_token_sampling_mask", UNSET),
         )
         usage = _usage_of_chunk(call)
         return ChatCompletionChunk(**_head(call), choices=[choice], usage=usage, metadata=piece.metadata)
@@ -366,6 +368,7 @@ class ChatWriter:
             prompt_token_ids=_prompt_token_ids(call, piece),
             weight_versions=_weight_versions(call, piece),
             routed_experts=piece.meta.get("routed_experts", UNSET),
+            sampling_mask=piece.meta.get("output_token_sampling_mask", UNSET),
             meta_info=dict(piece.meta) if self._return_meta_info else UNSET,
         )
 

@@ -78,6 +78,7 @@ class OpenAIRequest(Struct, kw_only=True):
     priority: int | None = None
     max_version_lag: int | None = None
     return_routed_experts: bool | None = None
+    return_sampling_mask: bool | None = None
     routed_experts_start_len: int | None = None
     routed_experts_prompt_start: int | None = None
     min_weight_version: str | int | None = None
@@ -214,6 +215,7 @@ class CompletionChoice(Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | None = None
     weight_versions: list[VersionSpan] | UnsetType = UNSET
     routed_experts: Any = UNSET
+    sampling_mask: list[list[int]] | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):
@@ -283,6 +285,7 @@ class ChatChoice(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[VersionSpan] | UnsetType = UNSET
     routed_experts: Any = UNSET
+    sampling_mask: list[list[int]] | UnsetType = UNSET
     meta_info: dict[str, Any] | UnsetType = UNSET
 
 
@@ -319,6 +322,7 @@ class ChatChunkChoice(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[VersionSpan] | UnsetType = UNSET
     routed_experts: Any = UNSET
+    sampling_mask: list[list[int]] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct, kw_only=True):

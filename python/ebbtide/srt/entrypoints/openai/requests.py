@@ -241,6 +241,7 @@ def _wants_texts(request: OpenAIRequest) -> bool:
 def _generate_fields(request: OpenAIRequest, fields: Mapping[str, Any]) -> Fields:
     passed_on = {name: getattr(request, name) for name in _PASSED_ON}
     start = request.routed_experts_prompt_start
+    passed_on["return_sampling_mask"] = request.return_sampling_mask
     passed_on["return_routed_experts"] = request.return_routed_experts or start is not None
     passed_on["routed_experts_start_len"] = request.routed_experts_start_len if start is None else start
     # Refused there, by what they ask for.

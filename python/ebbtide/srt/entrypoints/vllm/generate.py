@@ -111,6 +111,7 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         "token_ids_logprob": chosen_ids or None,
         "logprob_start_len": -1 if num_prompt_logprobs is None else 0,
         "return_prompt_token_ids": request.return_token_ids,
+        "return_sampling_mask": request.return_sampling_mask,
         "routed_experts_start_len": request.sampling_params.get("routed_experts_prompt_start"),
         "routed_dp_rank": _rank(headers.get("x-data-parallel-rank")),
         **{name: getattr(request, name) for name in PASSED_ON_FIELDS},
@@ -178,6 +179,7 @@ class _Writer:
             stop_reason=stop_reason(self._call.common, piece),
             logprobs=self._logprobs(piece),
             routed_experts=piece.meta.get("routed_experts"),
+            sampling_mask=piece.meta.get("output_token_sampling_mask"),
             weight_versions=None if metadata is UNSET else metadata.weight_versions,
         )
 

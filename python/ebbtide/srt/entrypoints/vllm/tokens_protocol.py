@@ -27,6 +27,7 @@ class TokensRequest(Struct, kw_only=True):
     max_version_lag: int | None = None
     min_weight_version: str | int | None = None
     exact_weight_version: str | int | None = None
+    return_sampling_mask: bool = False
     on_update: Literal["continue", "recompute", "abort"] | None = None
     return_token_ids: bool = False
     output_mode: Literal["tokens", "text"] = "tokens"
@@ -65,7 +66,7 @@ class TokensOutput(Struct, kw_only=True):
     stop_reason: int | str | None = None
     logprobs: TokensLogprobs | None = None
     routed_experts: Any = None
-    sampling_mask: None = None
+    sampling_mask: list[list[int]] | None = None
     weight_versions: list[VersionSpan] | None = None
 
 

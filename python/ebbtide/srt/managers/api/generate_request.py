@@ -45,7 +45,6 @@ UNSUPPORTED_FIELDS = frozenset(
         "custom_logit_processor",
         "return_hidden_states",
         "return_indexer_topk",
-        "return_sampling_mask",
         "return_entropy",
         "session_params",
         "watermark",
@@ -101,6 +100,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     timeout_s: float | None = None
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
+    return_sampling_mask: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -357,6 +357,7 @@ class RequestNormalizer:
                 priority=request.priority or 0,
                 dp_rank=_pinned_to(request),
                 contract=_contract(request),
+                return_sampling_mask=_returns_sampling_mask(request, params, self._limits.vocab_size),
                 routed_experts_start=self._routed_experts_start(request, len(prompt)),
                 grammar=None if params.grammar is None else params.grammar.key,
             )
@@ -442,6 +443,19 @@ def _contract(request: GenerateReqInput) -> VersionContract:
         exact_version=version(request.exact_weight_version),
         on_update=request.on_update if request.on_update is not None else "continue",
     )
+
+
+def _returns_sampling_mask(request: GenerateReqInput, params: SamplingParams, vocab_size: int) -> bool:
+    if not request.return_sampling_mask:
+        return False
+    if request.stream:
+        raise RequestRejected("return_sampling_mask: not in a stream")
+    is_bounded = 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+    if not is_bounded and not params.is_greedy:
+        raise RequestRejected(
+            "return_sampling_mask: expected top_k, top_p or min_p, or greedy sampling: there is no bound"
+        )
+    return True
 
 
 def asks_for_nothing(value: Any) -> bool:

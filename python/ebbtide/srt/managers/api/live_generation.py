@@ -122,6 +122,7 @@ class OutputState:
         self._kv_versions: list[str] = []
         self._prefill_starts: list[tuple[str, int]] = []
         self._routed_experts: RoutedExperts | None = None
+        self._supports: list[tuple[list[int], float]] = []
         self._num_retractions = 0
         self._weight_version = ""
         self._first_token_s: float | None = None
@@ -152,6 +153,7 @@ class OutputState:
         if output.prefill_starts is not None:
             self._prefill_starts = output.prefill_starts
         self._routed_experts = output.routed_experts
+        self._supports += output.supports or ()
         self._num_retractions = output.num_retractions
         self._weight_version = weight_version
         if output.finish is not None:
@@ -213,6 +215,10 @@ class OutputState:
                 meta[name] = self._handed_out(entries)
             meta["output_token_logprobs_length"] = self._num_tokens
             meta.update(self._input_logprobs.columns())
+        if request.return_sampling_mask:
+            meta["output_token_sampling_mask"] = [ids for ids, _ in self._supports]
+            meta["output_token_sampling_logprobs"] = [logprob for _, logprob in self._supports]
+            meta["output_token_sampling_mask_length"] = len(self._supports)
         if self._routed_experts is not None:
             meta["routed_experts"] = encoded(self._routed_experts, self._style.routed_form)
             if request.routed_experts_start:

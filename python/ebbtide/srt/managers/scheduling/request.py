@@ -13,7 +13,7 @@ from ebbtide.srt.managers.scheduling.version_contract import NO_CONTRACT
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
 from ebbtide.srt.managers.wire.generation import VersionContract
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease
-from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec, Support
 
 
 class Phase(Enum):
@@ -82,6 +82,7 @@ class Req:
         arrival: position in the order of arrival; retracted requests come back in this order.
         namespace: the prefix cache's namespace of this request, without the weight version.
         contract: what it asks of the weights.
+        new_supports: which tokens could have been sampled, per output token that was not sent on yet.
         routes_from: first token whose experts are told at its end; None: nobody asks.
         routes: the experts of its tokens, where they are recorded.
         head_start: requests that it may overtake in the queue.
@@ -106,6 +107,7 @@ class Req:
     priority: int = 0
     contract: VersionContract = NO_CONTRACT
     head_start: int = 0
+    new_supports: list[Support] = field(default_factory=list)
     routes_from: int | None = None
     routes: RouteRows = field(default_factory=RouteRows)
 

@@ -58,6 +58,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     contract: VersionContract = VersionContract()
     grammar: str | None = None
     routed_experts_start: int | None = None
+    return_sampling_mask: bool = False
 
 
 class PrepareGrammars(Message, frozen=True, kw_only=True):
@@ -154,6 +155,7 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
         num_retractions: times the request gave up its KV so far.
         logprobs: per new token; None when not asked for.
         routed_experts: with the last output, where they were asked for.
+        supports: per new token, which could have been sampled, and its logprob among them; None: not asked.
     """
 
     rid: str
@@ -166,6 +168,7 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     logprobs: LogprobColumns | None = None
     prefill_starts: list[tuple[str, int]] | None = None
     routed_experts: RoutedExperts | None = None
+    supports: list[tuple[list[int], float]] | None = None
 
 
 class StreamedTokens(Struct, frozen=True, array_like=True):

@@ -13,12 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.model_executor.batch_plan import LogprobArrays, LogprobSpec, SampleSpec
+from ebbtide.srt.model_executor.batch_plan import LogprobArrays, LogprobSpec, SampleSpec, Support
 from ebbtide.srt.model_executor.sampling.choosing import Chosen, HostChooser, MakeChooser
 from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
 from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, alternatives, position_logprobs
 from ebbtide.srt.model_executor.sampling.noise import mixed_seeds, uniforms_at
 from ebbtide.srt.model_executor.sampling.penalties import Penalties
+from ebbtide.srt.model_executor.sampling.support import LaunchedSupports, SupportReader
 from ebbtide.srt.model_executor.sampling.token_masks import TokenMasks
 from ebbtide.srt.model_executor.transfers import download, upload
 from ebbtide.srt.sampling_params import SamplingParams
@@ -33,6 +34,7 @@ class Sampled:
 
     token_ids: list[int]
     logprobs: LogprobArrays | None
+    supports: dict[int, Support]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class LaunchedSample:
     _on_host: Chosen
     _logprob_rows: list[int]
     _logprobs: LaunchedLogprobs | None
+    _supports: LaunchedSupports | None = None
 
     def result(self) -> Sampled:
         """Tokens and logprobs; to be called when what was launched up to `Sampler.launch` has run."""
@@ -59,7 +62,9 @@ class LaunchedSample:
             if chosen.has_logprobs and self._logprobs.tokens_M is None:
                 tokens_M = chosen.logprobs_S.numpy()[rows]
             logprobs = self._logprobs.result(tokens_M, token_ids_S[rows]).spread(rows, chosen.num_rows)
-        return Sampled(token_ids_S.tolist(), logprobs)
+        token_ids: list[int] = token_ids_S.tolist()
+        supports = {} if self._supports is None else self._supports.result(token_ids)
+        return Sampled(token_ids, logprobs, supports)
 
 
 class Sampler:
@@ -117,7 +122,8 @@ class Sampler:
         elif batch.logprob_rows:
             logprobs = batch.logprobs(scores_SV, chosen)
         on_host = Chosen(download(chosen.packed), chosen.num_rows)
-        return LaunchedSample(chosen.tokens_S, on_host, batch.logprob_rows, logprobs)
+        supports = None if batch.supports is None else batch.supports.read(scores_SV, chosen)
+        return LaunchedSample(chosen.tokens_S, on_host, batch.logprob_rows, logprobs, supports)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Run every kernel once on logits of this type, so that none is compiled while requests wait."""
@@ -157,6 +163,8 @@ class _Batch:
         self._forbidden = _Forbidden.of(specs, vocab_size, device)
         self._minimum_S = np.array([spec.params.min_new_tokens for spec in specs])
         self._has_minimum = bool(self._minimum_S.any())
+        asks = any(spec.returns_support for spec in specs)
+        self.supports = SupportReader(specs, vocab_size, device) if asks else None
         has_masks = any(spec.mask is not None for spec in specs)
         self._token_masks = TokenMasks(specs, vocab_size, device) if has_masks else None
         self._masked_rows: list[int] = []

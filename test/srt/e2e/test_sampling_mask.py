@@ -1,0 +1,82 @@
+"""The tokens that could have been sampled, and the logprob among them of the one that was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.references import Reference
+
+from ebbtide import Engine
+from ebbtide.srt.errors import RequestRejected
+
+PROMPT = list(range(20))
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint_a: Path) -> Iterator[Engine]:
+    with Engine(model_path=str(checkpoint_a), max_total_tokens=1024) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.5, "top_p": 0.8, "min_p": 0.002},
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_k": 40, "regex": "[ab]{12}"},
+    ],
+)
+def test_they_are_the_support_of_the_filters(
+    engine: Engine, reference_a: Reference, params: dict[str, Any]
+) -> None:
+    given = {"max_new_tokens": 12, "sampling_seed": 3, **params}
+    plain = engine.generate(input_ids=PROMPT, sampling_params=given)
+    answer = engine.generate(input_ids=PROMPT, sampling_params=given, return_sampling_mask=True)
+    meta, ids = answer["meta_info"], answer["output_ids"]
+    assert ids == plain["output_ids"]
+    assert "output_token_sampling_mask" not in plain["meta_info"]
+    masks, logprobs = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+    assert len(masks) == len(logprobs) == meta["output_token_sampling_mask_length"] == len(ids)
+    if params["temperature"] == 0.0:
+        assert (masks, logprobs) == ([[token_id] for token_id in ids], [0.0] * len(ids))
+        return
+    rows = reference_a.logprobs([*PROMPT, *ids])[len(PROMPT) - 1 : -1] / params["temperature"]
+    for place, (mask, logprob, token_id) in enumerate(zip(masks, logprobs, ids, strict=True)):
+        assert token_id in mask
+        own = rows[place][mask].log_softmax(-1)[mask.index(token_id)]
+        assert logprob == pytest.approx(float(own), abs=1e-3)
+        if "regex" in params:
+            assert set(mask) <= {97, 98} or place == 12
+        else:
+            assert set(mask) == _support(rows[place], params)
+
+
+def _support(scores_V: torch.Tensor, params: dict[str, Any]) -> set[int]:
+    probs = scores_V.softmax(-1)
+    if "top_k" in params:
+        return set(probs.topk(params["top_k"]).indices.tolist())
+    ordered = probs.sort(descending=True)
+    before = ordered.values.cumsum(-1) - ordered.values
+    kept = (before < params["top_p"]) & (ordered.values >= params["min_p"] * ordered.values[0])
+    return set(ordered.indices[kept].tolist())
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"sampling_params": {"temperature": 1.0}}, "expected top_k, top_p or min_p, or greedy"),
+        ({"sampling_params": {"top_k": 5}, "stream": True}, "return_sampling_mask: not in a stream"),
+    ],
+)
+def test_what_has_no_bound_or_cannot_be_told_is_refused(
+    engine: Engine, fields: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(RequestRejected, match=problem):
+        engine.generate(input_ids=PROMPT, return_sampling_mask=True, **fields)
+    assert math.isfinite(engine.generate(input_ids=PROMPT)["meta_info"]["e2e_latency"])
