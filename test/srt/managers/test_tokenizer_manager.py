@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from fixtures.tokenizers import byte_level
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
+from ebbtide.srt.managers.api.stream_waker import STREAMS_PER_TURN
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,
@@ -23,6 +25,7 @@ from ebbtide.srt.managers.io_struct import (
     PingReqInput,
     PingReqOutput,
     RequestOutput,
+    StreamedTokens,
     TokenizedGenerateReqInput,
     TokenOutput,
 )
@@ -415,6 +418,47 @@ async def test_control_replies_and_state_reports(engine: Engine) -> None:
     await engine.send_message(ControlReply(id=call.id, reply=PingReqOutput()))
     assert await task == PingReqOutput()
     assert engine.manager.state == STATE
+
+
+@scripted()
+async def test_a_reply_overtakes_the_chunks_of_many_streams(engine: Engine) -> None:
+    rids = [f"r_{index}" for index in range(4 * STREAMS_PER_TURN)]
+    chunks: dict[str, list[list[int]]] = {rid: [] for rid in rids}
+
+    async def read(rid: str) -> None:
+        fields = {"input_ids": [5], "rid": rid, "stream": True, "return_logprob": True}
+        generation = await engine.manager.prepare(fields)
+        async for chunk in generation.stream():
+            chunks[rid].append(chunk["output_ids"])
+            logprobs = chunk["meta_info"]["output_token_logprobs"]
+            assert logprobs == [(-token_id, token_id, None) for token_id in chunk["output_ids"]]
+
+    async def ask() -> int:
+        await engine.manager.control(PingReqInput())
+        return sum(map(len, chunks.values()))
+
+    def output(rid: str, token_id: int, finish: FinishReason | None = None) -> RequestOutput:
+        logprobs = columns(PositionLogprobs(-token_id))
+        return RequestOutput(rid, [token_id], finish, start() if finish is None else None, logprobs=logprobs)
+
+    readers = [asyncio.create_task(read(rid)) for rid in rids]
+    await engine.received(len(rids))
+    asked = asyncio.create_task(ask())
+    (call,) = await engine.received()
+    engine.post(
+        TokenOutput(weight_version="1", outputs=[output(rid, 1) for rid in rids]),
+        TokenOutput(
+            weight_version="1",
+            outputs=[],
+            streamed=StreamedTokens(rids, [2] * len(rids), array("f", [-2.0] * len(rids)).tobytes()),
+        ),
+        ControlReply(id=call.id, reply=PingReqOutput()),
+    )
+    # What is not read yet when the reply comes is one chunk in the end, whatever it was.
+    assert await asked < len(rids)
+    engine.post(TokenOutput(weight_version="1", outputs=[output(rid, 3, LENGTH) for rid in rids]))
+    await asyncio.gather(*readers)
+    assert all(each[-1] == [1, 2, 3] for each in chunks.values())
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -30,6 +30,7 @@ from ebbtide.srt.managers.api.ordered_inbox import OrderedInbox
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.api.request_log import RequestLog
 from ebbtide.srt.managers.api.routed_experts import RoutedForm
+from ebbtide.srt.managers.api.stream_waker import StreamWaker
 from ebbtide.srt.managers.api.wait_warning import WaitWarning
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
@@ -113,6 +114,7 @@ class TokenizerManager:
         self._request_log = RequestLog(args.log_requests_level) if args.log_requests else None
         self._control = ControlClient(scheduler)
         self._live = LiveOutputs()
+        self._waker = StreamWaker()
         # The tokenizers library lets go of the interpreter's lock while it works.
         self._threads = ThreadPoolExecutor(NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")
         # A grammar may take long, and must not keep texts from being tokenized.
@@ -345,6 +347,7 @@ class TokenizerManager:
             is_list=plan.is_list,
             is_stream=plan.stream,
             abandon=self._abandon,
+            waker=self._waker,
         )
 
     def _abandon(self, generation: LiveGeneration) -> None:

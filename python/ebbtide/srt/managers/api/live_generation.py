@@ -10,6 +10,7 @@ from typing import Any
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.routed_experts import RoutedForm, encoded
+from ebbtide.srt.managers.api.stream_waker import StreamWaker
 from ebbtide.srt.managers.io_struct import (
     FinishReason,
     LogprobColumns,
@@ -257,6 +258,7 @@ class LiveGeneration:
 
     Args:
         abandon: called when the reader goes away while outputs are still to come.
+        waker: wakes the reader of a stream.
     """
 
     def __init__(
@@ -266,8 +268,10 @@ class LiveGeneration:
         is_list: bool,
         is_stream: bool,
         abandon: Callable[[LiveGeneration], None],
+        waker: StreamWaker,
     ) -> None:
         self.outputs = outputs
+        self._waker = waker
         self.is_stream = is_stream
         # Ends the request when its time is up, unless it ends before.
         self.timer: asyncio.TimerHandle | None = None
@@ -339,8 +343,14 @@ class LiveGeneration:
                 self._cancel_timer()
             if finish.status_code is not None:
                 self._error = _failure(finish.message, finish.status_code)
-        if self.is_stream or self.is_finished or self._error is not None:
+        if self.is_stream:
+            self._waker.wake_later(self)
+        elif self.is_finished or self._error is not None:
             self._wake.set()
+
+    def wake(self) -> None:
+        """There is something for the reader."""
+        self._wake.set()
 
     def fail(self, error: Exception) -> None:
         """Outputs that are still to come never will: end with this error."""
