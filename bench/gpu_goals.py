@@ -146,6 +146,8 @@ def _default_goals() -> dict[str, Goal]:
         ("reply_idle", "nothing running: reply", None),
     ):
         goals[f"default.moe_{name}"] = Goal("default", f"Qwen3-30B-A3B, {what}", "ms", goal)
+        of_four = {"stall_in_place_64": 15.0, "reply_idle": 25.0}.get(name)
+        goals[f"default.tp4_{name}"] = Goal("default", f"tp=4, {what}", "ms", of_four)
     return goals
 
 

@@ -3,7 +3,7 @@
 Nothing is set but the model and the length of a stream's increments, so that the KV pool takes what it
 takes by default, and there is no spare room for a second copy of the weights. The trainer is this process:
 its tensors are lent by CUDA IPC through `Engine`, allocated once the engine has started (`--trainer first`:
-before).
+before). `--tp 4` divides the model among four GPUs, the trainer on the first; `--model` takes another model.
 
 - `stall_*`, `reply_*`: streams of 128 random tokens in and 400 out, greedy. 1.5 s after they were sent one
   call brings all tensors. Per stream the longest gap between two chunks over its whole life; the figure is
@@ -38,7 +38,7 @@ from gpu_common import SHAPES, TINY, Report, Shape, engine_args, model_folder, p
 from gpu_machine import GIB, Machine, synchronize
 
 from ebbtide import Engine
-from ebbtide.srt.weight_sync.payload.bucket import pack_buckets
+from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, pack_buckets
 from ebbtide.trainer.payload_encoding import serialize_bucket
 
 PROMPT_LEN, OUTPUT_LEN, SEND_AFTER_S = 128, 400, 1.5
@@ -162,16 +162,30 @@ class Bench:
         )
 
     async def session(self, pause_mode: str | None) -> dict[str, Any]:
-        """All weights in buckets, committed at once."""
+        """All weights in buckets, committed at once; the next one is packed while one is on its way."""
         num_entries = self._engine.server_args.tp_size
         await self._engine.async_begin_weight_update()
-        for bucket in pack_buckets(self.weights, BUCKET_BYTES):
+        buckets = pack_buckets(self.weights, BUCKET_BYTES)
+
+        def pack() -> tuple[FlattenedTensorBucket, bytes] | None:
+            bucket = next(buckets, None)
+            if bucket is None:
+                return None
             payload = serialize_bucket(bucket)
             synchronize(self._args.device)
-            await self._engine.async_update_weights_from_tensor(
+            return bucket, payload
+
+        sent: tuple[FlattenedTensorBucket, asyncio.Future[Any]] | None = None
+        while (packed := await asyncio.to_thread(pack)) is not None:
+            if sent is not None:
+                await sent[1]
+            bucket, payload = packed
+            update = self._engine.async_update_weights_from_tensor(
                 [payload] * num_entries, load_format="flattened_bucket", flush_cache=False
             )
-            del bucket
+            sent = bucket, asyncio.ensure_future(update)
+        if sent is not None:
+            await sent[1]
         return await self._engine.async_end_weight_update(pause_mode=pause_mode, flush_cache=False)
 
     async def idle(self, update: Update) -> dict[str, Any]:
@@ -330,6 +344,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--streams", nargs="+", type=int, choices=(64, 256), default=[64, 256])
     parser.add_argument("--trainer", choices=("after", "first"), default="after")
+    parser.add_argument("--tp", type=int, choices=(1, 4), default=1, help="tensor-parallel ranks: rows tp4_*")
     args = parse(parser, argv)
     machine = Machine.measure(args.device, tiny=args.tiny)
     report = Report("gpu_update_default", args)
@@ -343,10 +358,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, size in checkpoint_shapes(shape).items()
         ]
 
-    prefix = "default." + MODELS[args.model]
+    prefix = "default." + MODELS[args.model] + (f"tp{args.tp}_" if args.tp > 1 else "")
+    if args.device == "cuda" and args.tp > torch.cuda.device_count():
+        report.skip(prefix + "reply_idle", why=f"it takes {args.tp} GPUs")
+        report.finish()
+        return
     with report.attempt(prefix + "reply_idle"), model_folder(args, args.model) as (_, folder):
         first = weights() if args.trainer == "first" else None
-        given = {"max_total_tokens": 32_768} if args.tiny else {}
+        given: dict[str, Any] = {"max_total_tokens": 32_768} if args.tiny else {}
+        if args.tp > 1:
+            given["tp_size"] = args.tp
         if "park" in args.parts:
             given["kv_park_bytes"] = (64 << 20) if args.tiny else PARK_BYTES
         with Engine(**engine_args(args, folder, incremental_streaming_output=True, **given)) as engine:

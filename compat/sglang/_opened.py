@@ -10,15 +10,15 @@ import torch
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.allowed_globals import AnyStorageRef, CudaStorageRef, TensorRef, kind_of
-from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
-from ebbtide.srt.weight_sync.payload.envelope import (
+from ebbtide.srt.weight_sync.payload.pickle_reader import Record
+from ebbtide.srt.weight_sync.source import BorrowedMemory
+from ebbtide.srt.weight_sync.tensor_source import (
     as_local_serialized,
     as_metadata,
     decode_payload,
     raw_payload,
 )
-from ebbtide.srt.weight_sync.payload.pickle_reader import Record
 from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
 from sglang.srt.utils.patch_torch import device_index
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
@@ -77,4 +77,4 @@ def _ipc_of(refs: Sequence[AnyStorageRef]) -> CudaIpc | None:
         return None
     index = device_index(devices.pop())
     uuid = str(torch.get_device_module("cuda").get_device_properties(index).uuid)
-    return TorchCudaIpc(index, uuid)
+    return TorchCudaIpc(index, uuid, lasting=True)

@@ -1,28 +1,24 @@
 """Sending from this process: what becomes of the caller's tensors, and of the shared memory."""
 
-import gc
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NoReturn
 
 import pytest
 import torch
 import torch.multiprocessing
-from torch.multiprocessing.reductions import StorageWeakRef
+from fixtures.gpu_memory import UUID, Gpu
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
-from ebbtide.srt.weight_sync.payload.tensor_list import HostStorage
 from ebbtide.srt.weight_sync.source import ONE_RANK
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
-from ebbtide.trainer import payload_encoding
+from ebbtide.trainer import lending
+from ebbtide.trainer.lending import LentTensors
 from ebbtide.trainer.payload_encoding import (
-    LentTensors,
     PayloadEncoder,
     SharedTensors,
     serialize,
@@ -55,9 +51,11 @@ def named() -> list[tuple[str, torch.Tensor]]:
 
 
 def received(
-    *entries: bytes, load_format: str | None = None, place: ParallelConfig = ONE_RANK
+    *entries: bytes, load_format: str | None = None, place: ParallelConfig = ONE_RANK, gpu: Gpu | None = None
 ) -> dict[str, torch.Tensor]:
-    source = open_tensor_payload(entries, load_format, place=place)
+    source = open_tensor_payload(entries, load_format, place=place, cuda=gpu)
+    for _ in source.open():
+        pass
     tensors = {name: whole(tensor).clone() for name, tensor in source}
     source.close()
     return tensors
@@ -213,20 +211,42 @@ def test_ranks_that_close_at_the_same_time_drop_each_its_own_reference(left_behi
 # ------------------------------------------------------------------------------------ the shorter of two ways
 
 
-lent_storage = payload_encoding._lent_storage
+class HostDriver:
+    """Stands in for the driver: tensors of the host lie in allocations, which a `Gpu` may open."""
 
+    def __init__(self, gpu: Gpu, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self._gpu = gpu
+        self._storages = [tensor.untyped_storage() for _, tensor in tensors]
 
-def in_shared_memory(storage: torch.UntypedStorage, counters: object) -> HostStorage:
-    """Stands in for sharing memory of a GPU."""
-    return payload_encoding._shared_storage(storage)
+    def range_of(self, address: int) -> tuple[int, int]:
+        for storage in self._storages:
+            if storage.data_ptr() <= address < storage.data_ptr() + storage.nbytes():
+                return storage.data_ptr(), storage.nbytes()
+        raise RuntimeError("cuMemGetAddressRange_v2: CUDA error 1")
+
+    def handle_of(self, begin: int) -> bytes:
+        return self._gpu.handle(next(one for one in self._storages if one.data_ptr() == begin))
 
 
 @pytest.fixture
-def lending(monkeypatch: pytest.MonkeyPatch) -> PayloadEncoder:
-    """A sender for which tensors of the host count as those of the engine's GPU."""
-    monkeypatch.setattr(PayloadEncoder, "_can_lend", lambda *_: True)
-    monkeypatch.setattr(payload_encoding, "_lent_storage", in_shared_memory)
-    return PayloadEncoder("cuda:0")
+def gpu() -> Gpu:
+    return Gpu()
+
+
+Lend = Callable[[list[tuple[str, torch.Tensor]]], None]
+
+
+@pytest.fixture
+def lend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Lend:
+    """Makes these tensors count as those of the engine's GPU."""
+
+    def install(tensors: list[tuple[str, torch.Tensor]]) -> None:
+        driver = HostDriver(gpu, tensors)
+        monkeypatch.setattr(PayloadEncoder, "_can_lend", lambda *_: True)
+        monkeypatch.setattr(lending, "driver", lambda: driver)
+        monkeypatch.setattr(lending, "uuid_of", lambda device: UUID)
+
+    return install
 
 
 def test_tensors_that_are_not_on_the_engines_gpu_are_copied() -> None:
@@ -239,108 +259,53 @@ def test_tensors_that_are_not_on_the_engines_gpu_are_copied() -> None:
             assert_received(received(sent.payload))
 
 
-def test_lent_tensors_arrive_and_stay_as_they_are(lending: PayloadEncoder, left_behind: LeftBehind) -> None:
+def test_lent_tensors_arrive_and_stay_as_they_are(gpu: Gpu, lend: Lend, left_behind: LeftBehind) -> None:
     base = torch.arange(24).reshape(6, 4)
     tensors = [*named(), ("rows", base[2:4]), ("tied", base)]
+    lend(tensors)
     addresses = [tensor.data_ptr() for _, tensor in tensors]
-    with lending.encode(iter(tensors)) as sent:
+    with PayloadEncoder(["cuda:0"] * 2).encode(iter(tensors)) as sent:
         assert isinstance(sent, LentTensors)
-        arrived = received(sent.payload)
-        assert torch.equal(arrived.pop("tied"), base)
-        assert torch.equal(arrived.pop("rows"), base[2:4])
-        assert_received(arrived)
+        for rank, entry in enumerate(sent.entries):
+            assert sent.is_read is False
+            place = ParallelConfig(tp_rank=rank, tp_size=2)
+            arrived = received(*sent.entries, place=place, gpu=gpu)
+            assert entry != sent.entries[1 - rank]
+            assert torch.equal(arrived.pop("tied"), base)
+            assert torch.equal(arrived.pop("rows"), base[2:4])
+            assert_received(arrived)
+        assert sent.is_read
     assert left_behind() == set()
     assert [tensor.data_ptr() for _, tensor in tensors] == addresses
     assert not any(tensor.is_shared() for _, tensor in tensors)
+    assert sum(entry.startswith("open") for entry in gpu.log) == 2 * 5, "each allocation once by each rank"
 
 
-def test_lent_tensors_can_be_freed_as_soon_as_the_update_is_answered(lending: PayloadEncoder) -> None:
-    tensor = torch.ones(8)
-    memory = StorageWeakRef(tensor.untyped_storage())
-    gc.disable()  # what only the collector frees is freed too late
-    try:
-        with lending.encode([("w", tensor)]) as sent:
-            assert received(sent.payload)["w"].tolist() == [1] * 8
-        del tensor
-        assert memory.expired()
-    finally:
-        gc.enable()
+def test_what_may_be_read_still_is_held_until_it_was_given_back(
+    gpu: Gpu, lend: Lend, left_behind: LeftBehind
+) -> None:
+    named_tensors = [("w", torch.ones(8))]
+    lend(named_tensors)
+    encoder = PayloadEncoder("cuda:0")
+    with pytest.raises(TimeoutError), encoder.encode(named_tensors) as sent:
+        raise TimeoutError  # the engine may be reading still
+    with pytest.raises(RequestRejected), encoder.encode(named_tensors):
+        raise RequestRejected("refused: nothing is read any more")
+    assert len(left_behind()) == 1
+    assert received(sent.payload, gpu=gpu)["w"].tolist() == [1] * 8
+    encoder.encode([]).close()
+    assert left_behind() == set()
 
 
 def test_memory_that_cannot_be_shared_is_copied_and_the_log_says_so_once(
-    lending: PayloadEncoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    lend: Lend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(storage: torch.UntypedStorage, counters: object) -> NoReturn:
-        raise RuntimeError("invalid device pointer\nand a trace")
-
-    monkeypatch.setattr(payload_encoding, "_lent_storage", refuse)
+    lend([])
+    encoder = PayloadEncoder("cuda:0")
     for _ in range(2):
-        with lending.encode(named()) as sent:
+        with encoder.encode(named()) as sent:
             assert isinstance(sent, SharedTensors)
             assert_received(received(sent.payload))
     [record] = caplog.records
     assert record.levelname == "WARNING"
-    assert record.message.endswith("cannot share them: invalid device pointer")
-
-
-class CudaReductions:
-    """As torch shares CUDA tensors, with a file of counters that nobody else looks at.
-
-    Args:
-        kind: of the memory: b"c", or b"e" for an expandable segment.
-    """
-
-    def __init__(self, kind: bytes) -> None:
-        self._kind = kind
-        self.num_shared = 0
-        self.taken_back: list[tuple[bytes, int]] = []
-
-    def share(self, storage: torch.UntypedStorage) -> tuple[object, ...]:
-        counter = (b"/torch_1_2", self.num_shared)
-        self.num_shared += 1
-        return (0, b"\x02" + self._kind + bytes(64), storage.nbytes(), 0, *counter, bytes(64), True)
-
-    def take_back(self, file: bytes, index: int) -> None:
-        self.taken_back.append((file, index))
-
-
-@pytest.fixture
-def cuda_reductions(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], CudaReductions]:
-    def install(kind: bytes) -> CudaReductions:
-        fake = CudaReductions(kind)
-        properties = SimpleNamespace(uuid="3c1f9e0a-0000-4000-8000-0123456789ab")
-        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
-        monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", fake.take_back)
-        monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: fake.share(storage))
-        monkeypatch.setattr(payload_encoding, "_lent_storage", lent_storage)
-        return fake
-
-    return install
-
-
-def test_references_are_taken_back_where_the_engine_was_not_handed_them(
-    lending: PayloadEncoder, cuda_reductions: Callable[[bytes], CudaReductions]
-) -> None:
-    fake = cuda_reductions(b"c")
-    tensors = [("a", torch.ones(3)), ("b", torch.ones(3))]
-    with lending.encode(tensors):
-        pass
-    with pytest.raises(TimeoutError), lending.encode(tensors):
-        raise TimeoutError  # the engine may be reading still
-    assert fake.taken_back == []
-    with pytest.raises(RequestRejected), lending.encode(tensors):
-        raise RequestRejected("never sent")
-    assert fake.taken_back == [(b"/torch_1_2", 4), (b"/torch_1_2", 5)]
-
-
-def test_expandable_segments_are_not_lent(
-    lending: PayloadEncoder,
-    cuda_reductions: Callable[[bytes], CudaReductions],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    fake = cuda_reductions(b"e")
-    with lending.encode(named()) as sent:
-        assert isinstance(sent, SharedTensors)
-        assert_received(received(sent.payload))
-    assert fake.taken_back == [(b"/torch_1_2", 0)]
-    assert "expandable segment" in caplog.text
+    assert record.message.endswith("cannot be shared: cuMemGetAddressRange_v2: CUDA error 1")

@@ -246,7 +246,7 @@ class NullWeights:
 
     An update is an `UpdateWeightFromDiskReqInput` whose `model_path` is the integer to write. Its `manifest`
     may hold `names` (parameters to write, all by default), `fail_after` (raise after so many of them),
-    `is_sent` (it arrives through a group), `is_near` (it may be written in a burst), `needs_copy` (the
+    `is_sent` (it arrives through a group), `near_bytes` (it may be written in a burst), `needs_copy` (the
     integer is added to all parameters), and `nonfinite` (of the names, those that hold NaN).
 
     An `UpdateWeightsFromIPCReqInput` may have any handles. What its sender says is put into `sender.says`.
@@ -330,8 +330,8 @@ class NullWeights:
         self.fail_at("open")
         return _NullConversation(self, self.sender)
 
-    def stage(self, *, in_place: bool, may_burst: bool = False, is_last: bool = True) -> Slices[Staging]:
-        num_staged = 0 if in_place or may_burst else self.num_staged
+    def stage(self, *, in_place: bool, is_last: bool = True) -> Slices[Staging]:
+        num_staged = 0 if in_place else self.num_staged
         for _ in range(num_staged):
             yield from self.slice()
             self.fail_at("stage")
@@ -488,7 +488,7 @@ class _NullIncoming:
     def __init__(self, weights: NullWeights, value: int, manifest: Mapping[str, Any]) -> None:
         names: Sequence[str] = manifest.get("names", sorted(weights.names))
         self.is_sent: bool = manifest.get("is_sent", False)
-        self.is_near: bool = manifest.get("is_near", False)
+        self.near_bytes: int | None = manifest.get("near_bytes")
         self.needs_copy: bool = manifest.get("needs_copy", False)
         self.names = weights.names if self.needs_copy and names else frozenset(names) & weights.names
         self.sent = frozenset(names)
@@ -517,13 +517,17 @@ class _NullIncoming:
     def abandon(self) -> None:
         """There is no group to leave."""
 
-    def open(self) -> Slices[None]:
+    def open(self, staging: Staging) -> Slices[None]:
         yield 0
         self._weights.fail_at("map")
 
     def release(self) -> Slices[None]:
         yield 0
         self._weights.fail_at("release")
+
+    def detach(self) -> Callable[[], None]:
+        self._weights.fail_at("release")
+        return lambda: None
 
     def write(self, staging: Staging) -> Slices[None]:
         assert isinstance(staging, _NullStaging)

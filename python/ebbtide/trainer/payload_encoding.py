@@ -13,8 +13,8 @@ inside `begin_weight_update` and `end_weight_update`, if all of it is to be serv
 What torch asks of those who share CUDA tensors:
 
 - The tensors, and the process, live until the update is answered.
-- A storage that is shared again and again collects an event and a counter each time, until it is freed. Share
-  buckets, or copies, rather than the parameters themselves.
+- A storage that is pickled again and again collects an event and a counter each time, until it is freed.
+  Pickle buckets, or copies, rather than the parameters themselves; `PayloadEncoder` takes either.
 - The memory comes from torch's own allocator. Memory of torch_memory_saver cannot be shared. Expandable
   segments are shared by file descriptors, for which the engine needs leave to trace the trainer: the same
   user, and kernel.yama.ptrace_scope 0. Otherwise switch them off for what is sent, or send `tensor.cpu()`.
@@ -22,15 +22,12 @@ What torch asks of those who share CUDA tensors:
 Source: wire_api sections 4.1 to 4.3.
 """
 
-import functools
 import io
 import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from multiprocessing.reduction import ForkingPickler
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from torch.multiprocessing import reductions
@@ -38,12 +35,8 @@ from torch.multiprocessing import reductions
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
-from ebbtide.srt.weight_sync.payload.tensor_list import (
-    DeviceStorage,
-    HostStorage,
-    SharedTensor,
-    encode_tensors,
-)
+from ebbtide.srt.weight_sync.payload.tensor_list import HostStorage, encode_tensors
+from ebbtide.trainer.lending import LentTensors, Payload, lend, shared_tensor, uuid_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +44,6 @@ _ALIGNMENT: Final = 64
 _PICKLE_PROTOCOL: Final = 4
 # These are places among the arguments of rebuild_cuda_tensor.
 _DEVICE_SLOT: Final = 6
-# How torch begins the handle of an expandable segment: a version, and this.
-_EXPANDABLE: Final = b"e"
 
 # A function that rebuilds an object, and its arguments.
 _Reduced = tuple[object, tuple[Any, ...]]
@@ -76,35 +67,6 @@ def serialize_bucket(bucket: FlattenedTensorBucket) -> bytes:
     return serialize({"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()})
 
 
-class Payload(ABC):
-    """What is sent, and the memory behind it for as long as it is open: until the update is answered.
-
-    Attributes:
-        entries: of `serialized_named_tensors`.
-    """
-
-    def __init__(self, entries: Sequence[bytes]) -> None:
-        self.entries = list(entries)
-
-    @property
-    def payload(self) -> bytes:
-        """The only entry, for an engine of one rank."""
-        [entry] = self.entries
-        return entry
-
-    @abstractmethod
-    def close(self) -> None:
-        """Gives the memory back. Idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
 class SharedTensors(Payload):
     """Entries and the shared memory behind them; close it once the update is answered, whatever it says."""
 
@@ -119,37 +81,6 @@ class SharedTensors(Payload):
             self._storage = None
             # What is left now is the reference of a receiver that never took it.
             self._path.unlink(missing_ok=True)
-
-
-class LentTensors(Payload):
-    """Entries that refer to the tensors themselves, on a GPU, where the engine reads them.
-
-    Left by `RequestRejected` it takes back what the engine was never handed: a refusal says that nothing is
-    read any more. Left by anything else, the engine may be reading still, and torch keeps the memory until it
-    has finished.
-
-    Args:
-        tensors: what is referred to.
-        counters: the file and the index of each reference that travels.
-    """
-
-    def __init__(
-        self, entries: Sequence[bytes], tensors: object, counters: Iterable[tuple[bytes, int]]
-    ) -> None:
-        super().__init__(entries)
-        self._tensors: object | None = tensors
-        self._counters = tuple(counters)
-
-    def close(self) -> None:
-        """Lets go of the tensors."""
-        self._tensors = None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None and issubclass(kind, RequestRejected):
-            _take_back(self._counters)
-        self.close()
 
 
 class PayloadEncoder:
@@ -169,6 +100,7 @@ class PayloadEncoder:
         self._devices = [torch.device(one) for one in ([device] if isinstance(device, str) else device)]
         self._tp_size = tp_size
         self._has_explained = False
+        self._unfinished: list[LentTensors] = []
 
     def encode(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Payload:
         """Makes a payload; close it once the update is answered. Until then the tensors must not change.
@@ -176,14 +108,15 @@ class PayloadEncoder:
         Waits for all that was launched on their devices, on whatever stream. Raises `RequestRejected` for
         what is not a plain tensor, and when shared memory is short.
         """
+        self._let_go()
         tensors = list(named_tensors)
         for item in tensors:
             _check_named_tensor(item)
         if tensors and all(self._can_lend(tensor) for _, tensor in tensors):
             _finish_work(tensors)
             try:
-                return _lend(tensors, len(self._devices))
-            except RuntimeError as error:  # torch's, for memory that it cannot share
+                return lend(tensors, len(self._devices), self._unfinished.append)
+            except RuntimeError as error:  # for memory that cannot be shared
                 self._explain(error)
         return serialize_tensors(tensors, self._tp_size)
 
@@ -194,11 +127,17 @@ class PayloadEncoder:
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
         return is_plain and not (tensor.is_neg() or tensor.is_conj() or _repeats_elements(tensor))
 
+    def _let_go(self) -> None:
+        """Of what was given up while it may have been read, and has been given back since."""
+        for lent in [lent for lent in self._unfinished if lent.is_read]:
+            self._unfinished.remove(lent)
+            lent.close()
+
     def _explain(self, error: RuntimeError) -> None:
         if not self._has_explained:
             self._has_explained = True
             reason = str(error).partition("\n")[0]
-            logger.warning("new weights are copied by way of the host: torch cannot share them: %s", reason)
+            logger.warning("new weights are copied by way of the host: they cannot be shared: %s", reason)
 
 
 def _reaches(reader: torch.device, device: torch.device) -> bool:
@@ -206,74 +145,6 @@ def _reaches(reader: torch.device, device: torch.device) -> bool:
     if reader.type != "cuda" or device.type != "cuda":
         return False
     return reader == device or torch.cuda.can_device_access_peer(reader, device)
-
-
-def _lend(tensors: Sequence[tuple[str, torch.Tensor]], num_readers: int) -> LentTensors:
-    """Entries that refer to these tensors, which lie in torch's memory of one GPU or several.
-
-    Raises RuntimeError for memory that torch cannot share, or only with those who may trace this process.
-    """
-    # What is shared collects an event and a counter each time until it is freed. The weights of a trainer
-    # never are: so they are shared through storages of their own, which are freed after the update.
-    numbers: dict[int, int] = {}
-    storages: list[torch.UntypedStorage] = []
-    listed = []
-    for name, tensor in tensors:
-        original = tensor.untyped_storage()
-        number = numbers.setdefault(original._cdata, len(storages))
-        if number == len(storages):
-            storages.append(_second_storage(original))
-        listed.append(_listed(name, tensor, int(tensor.storage_offset()), number))
-    counters: list[tuple[bytes, int]] = []
-    try:
-        # Each reader has counters of its own: a reference is opened, and given back, once.
-        entries = [
-            encode_tensors([_lent_storage(storage, counters) for storage in storages], listed)
-            for _ in range(num_readers)
-        ]
-    except BaseException:
-        _take_back(counters)
-        raise
-    return LentTensors(entries, storages, counters)
-
-
-def _listed(name: str, tensor: torch.Tensor, offset: int, storage: int) -> SharedTensor:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return SharedTensor(name, dtype, tuple(tensor.shape), tuple(tensor.stride()), offset, storage)
-
-
-def _lent_storage(storage: torch.UntypedStorage, counters: list[tuple[bytes, int]]) -> DeviceStorage:
-    """Shares a storage once more, noting the file and the index of the counter of this reference."""
-    if storage.nbytes() == 0:
-        return DeviceStorage(_uuid(storage.device), b"", 0, 0, b"", 0)
-    # All work is done: a reader on another GPU need not open the event of this one.
-    shared = storage._share_cuda_()  # type: ignore[no-untyped-call]
-    _, handle, num_bytes, offset_bytes, file, index, _, _ = shared
-    counters.append((file, index))
-    if handle[1:2] == _EXPANDABLE:
-        raise RuntimeError("it lies in an expandable segment (PYTORCH_CUDA_ALLOC_CONF)")
-    return DeviceStorage(_uuid(storage.device), handle, num_bytes, offset_bytes, file, index)
-
-
-@functools.cache
-def _uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _second_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Another storage over the same memory, which keeps the first one alive."""
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    capsule = torch.utils.dlpack.to_dlpack(flat)  # type: ignore[attr-defined]
-    return torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
-
-
-def _take_back(counters: Iterable[tuple[bytes, int]]) -> None:
-    """Counts references as given back, for a receiver that will not do so.
-
-    One that has been given back already is then counted below zero: torch frees that too.
-    """
-    for file, index in counters:
-        torch.UntypedStorage._release_ipc_counter_cuda(file, index)
 
 
 def _repeats_elements(tensor: torch.Tensor) -> bool:
@@ -311,7 +182,7 @@ def serialize_tensors(
         used = tensor.numel() * tensor.element_size()
         view = flat[start : start + used].view(tensor.dtype).view(tensor.shape)
         view.copy_(tensor.detach())
-        listed.append(_listed(name, view, start // tensor.element_size(), 0))
+        listed.append(shared_tensor(name, view, start // tensor.element_size(), 0))
         start += size
     entries = [encode_tensors([_shared_storage(storage)], listed) for _ in range(num_entries)]
     return SharedTensors(entries, storage, handle)
@@ -389,7 +260,7 @@ class _Pickler(ForkingPickler):
 def _reduce_tensor(tensor: torch.Tensor) -> _Reduced:
     rebuild, arguments = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     if rebuild is reductions.rebuild_cuda_tensor:
-        arguments = (*arguments[:_DEVICE_SLOT], _uuid(tensor.device), *arguments[_DEVICE_SLOT + 1 :])
+        arguments = (*arguments[:_DEVICE_SLOT], uuid_of(tensor.device), *arguments[_DEVICE_SLOT + 1 :])
     return rebuild, arguments
 
 

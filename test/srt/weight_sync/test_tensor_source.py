@@ -63,7 +63,7 @@ def test_what_a_trainer_sends_arrives(
         entry = base64.b64decode(entry)
     source = open_tensor_payload([entry], load_format)
     assert source.direct is (load_format == "direct")
-    assert not source.is_near, "it lies in host memory"
+    assert source.near_bytes is None, "it lies in host memory"
     assert_holds(source, sample_tensors())
 
 

@@ -15,20 +15,17 @@ from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.chunk_pool import ChunkArena
 from ebbtide.srt.memory_saver.saver import ArenaSource
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.model_executor.weight_copies import CONVERTIBLE, Run, WeightCopies, compile_copies
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.sharding import Part, replace_parameter, shard
 from ebbtide.srt.stored_tensor import StoredTensor, copy_into
 
 ALIGNMENT_BYTES = 256
-# Tensors that are looked at for NaN and Inf by one call.
-LOOKED_AT_ONCE = 64
 LOCAL_SLICE_BYTES = 64 << 20
 # At the speed of pageable memory, about what a forward pass can be kept waiting for.
 TRANSFER_BYTES = 16 << 20
 # So much of a sender's names and shapes is repeated in a message.
 MAX_TEXT = 200
-# Narrower floating types mean nothing without the scales that belong to them.
-CONVERTIBLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 AnyTensor = TypeVar("AnyTensor", Tensor, StoredTensor, Tensor | StoredTensor)
 
@@ -79,49 +76,6 @@ class Destination:
         return tensor if part is None else tensor.narrow(part.dim, part.start, part.length)
 
 
-class NonFinite:
-    """Which of the tensors that were written hold NaN or Inf.
-
-    They are looked at where they are, and what was found is read once. To be used where copies are launched.
-    """
-
-    def __init__(self) -> None:
-        self._named: list[tuple[str, Tensor]] = []
-        self._num_looked_at = 0
-        self._norms: list[Tensor] = []
-        self._is_finite: Tensor | None = None
-
-    def add(self, name: str, region: Tensor) -> None:
-        """To be looked at, now or later. Types without Inf, or that mean nothing without scales, are not."""
-        if region.dtype in CONVERTIBLE:
-            self._named.append((name, region))
-        if len(self._named) - self._num_looked_at == LOOKED_AT_ONCE:
-            self._look()
-
-    def finish(self) -> None:
-        """All were added: launch what is left, and the reading."""
-        self._look()
-        if self._norms:
-            is_finite = torch.stack(self._norms).isfinite()
-            self._is_finite = torch.empty(len(is_finite), dtype=torch.bool, pin_memory=is_finite.is_cuda)
-            self._is_finite.copy_(is_finite, non_blocking=True)
-
-    def names(self) -> list[str]:
-        """Once everything that was launched has run."""
-        if self._is_finite is None:
-            return []
-        # A norm may be infinite where nothing else is: only those few are waited for.
-        looked_at = zip(self._named, self._is_finite.tolist(), strict=True)
-        suspects = [named for named, is_finite in looked_at if not is_finite]
-        return [name for name, region in suspects if not bool(region.isfinite().all())]
-
-    def _look(self) -> None:
-        regions = [region for _, region in self._named[self._num_looked_at :]]
-        self._num_looked_at = len(self._named)
-        if regions:
-            self._norms += torch._foreach_norm(regions, 2, dtype=torch.float32)
-
-
 class WeightStore:
     """All parameters of a model, or of a rank's part of it, laid out in one `weights` arena.
 
@@ -167,8 +121,16 @@ class WeightStore:
         self.num_chunks = -self._group.smallest(-num_chunks)
         self.generation = 0
         self.places: dict[str, list[int] | None] = {}
+        self._runs = {
+            False: {name: run for name in self._placements if (run := self._run(name)) is not None},
+            True: {
+                name: Run(slot.offset, slot.num_bytes, 0, slot.dtype) for name, slot in self._slots.items()
+            },
+        }
         for name, slot in self._slots.items():
             replace_parameter(model, name, self.arena.view(slot.offset, slot.shape, slot.dtype))
+        if self.device.type == "cuda":
+            compile_copies(self.device)
 
     @property
     def names(self) -> frozenset[str]:
@@ -242,7 +204,6 @@ class WeightStore:
         tensor: Tensor | StoredTensor,
         shadow: Shadow | None,
         direct: bool = False,
-        nonfinite: NonFinite | None = None,
     ) -> Generator[int, None, None]:
         """As `write`, yielding the bytes of each slice just copied; nothing for an ignored name.
 
@@ -262,8 +223,14 @@ class WeightStore:
         for piece, room in _row_slices(part, region, region.nbytes if is_near else TRANSFER_BYTES):
             copy_into(room, piece)
             yield room.nbytes
-        if nonfinite is not None:
-            nonfinite.add(name, region)
+
+    def plan(
+        self, copies: WeightCopies, name: str, tensor: Tensor, shadow: Shadow | None, direct: bool = False
+    ) -> bool:
+        """Plan the copy of a tensor that `check` accepts; False: it is to be written by `write_by_slices`."""
+        run = self._runs[direct].get(name)
+        memory = self.arena if shadow is None else shadow.twin
+        return run is not None and copies.plan(name, tensor, run, memory.address)
 
     def destination(self, name: str, shadow: Shadow | None, direct: bool = False) -> Destination | None:
         """Where a tensor that `check` accepts goes; None for an ignored name.
@@ -351,6 +318,18 @@ class WeightStore:
 
     def _slot(self, name: str, direct: bool) -> Slot:
         return self._slots[name if direct else self._placements[name].target.parameter]
+
+    def _run(self, name: str) -> Run | None:
+        """Where a tensor of a checkpoint goes, if it goes there as it is, in one piece."""
+        placement = self._placements[name]
+        target, part, slot = placement.target, placement.part, self._slots[placement.target.parameter]
+        if target.dim != 0 or (part is not None and part.dim != 0):
+            return None
+        row_bytes = slot.num_bytes // max(1, slot.shape[0])
+        skipped_bytes = 0 if part is None else part.start * row_bytes
+        return Run(
+            slot.offset + target.start * row_bytes, target.length * row_bytes, skipped_bytes, slot.dtype
+        )
 
     def _expected_shape(self, name: str, direct: bool) -> tuple[int, ...] | None:
         if direct:

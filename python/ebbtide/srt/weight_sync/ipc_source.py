@@ -20,16 +20,15 @@ from ebbtide.srt.weight_sync.payload.allowed_globals import (
     kind_of,
     natural,
     offered_tensor,
+    record_fields,
     resolve_offer,
     tensor_dtype,
     tensor_shape,
     text,
 )
-from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
-from ebbtide.srt.weight_sync.payload.envelope import record_fields
 from ebbtide.srt.weight_sync.payload.pickle_reader import read_pickle
-from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
+from ebbtide.srt.weight_sync.source import BorrowedMemory, TensorHeader, WeightSource
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 # How long a last answer is kept for a sender that does not take it.
@@ -173,7 +172,7 @@ class IpcConversation:
         def read() -> Iterable[tuple[str, torch.Tensor]]:
             return _views(buffer, places)
 
-        return WeightSource([header for header, _ in places], read)
+        return WeightSource([header for header, _ in places], read, is_on_device=True)
 
     def _close_buffer(self) -> None:
         self._bucket = None

@@ -1,4 +1,7 @@
-"""What every weight source offers: the headers of its tensors first, then the tensors one by one."""
+"""What every weight source offers: the headers of its tensors first, then the tensors one by one.
+
+Where they lie in memory of the sender's, that is opened, read, and given back once.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,97 @@ import torch
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.stored_tensor import StoredTensor
-from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
+from ebbtide.srt.weight_sync.payload.allowed_globals import (
+    AnyStorageRef,
+    CudaStorageRef,
+    StorageRef,
+    TensorRef,
+)
+from ebbtide.srt.weight_sync.payload.cuda_memory import CudaBlocks, CudaIpc
+from ebbtide.srt.weight_sync.payload.shared_memory import SharedBlocks
 
 ONE_RANK: Final = ParallelConfig()
 
 NamedTensor: TypeAlias = tuple[str, torch.Tensor | StoredTensor]
+
+
+class BorrowedMemory:
+    """The memory behind one payload.
+
+    `note` takes down the references as they are decoded. `want` then checks those that are to be read; `open`
+    maps device memory, which takes long enough to be done in steps. However it goes on, `close` gives every
+    reference back that was noted.
+
+    Args:
+        cuda: for the device that the engine runs on; None where that is the CPU.
+        reader, num_readers: of all ranks that were sent the same references, which one this is. The first one
+            takes the references over. CUDA memory is for a single reader: the others refuse it, and the
+            first one too, so that all of them do the same.
+    """
+
+    def __init__(self, cuda: CudaIpc | None = None, reader: int = 0, num_readers: int = 1) -> None:
+        self._noted: list[AnyStorageRef] = []
+        self._wanted: list[CudaStorageRef] = []
+        self._blocks = SharedBlocks(owns_references=reader == 0)
+        self._cuda = CudaBlocks(cuda, owns_references=reader == 0, may_open=num_readers == 1)
+
+    def note(self, ref: AnyStorageRef) -> None:
+        """Take down a reference that the payload makes."""
+        self._noted.append(ref)
+
+    def want(self, ref: TensorRef) -> None:
+        """Check a tensor's memory.
+
+        Raises:
+            RequestRejected: it is not there, or out of reach of this engine's device.
+        """
+        match ref.storage:
+            case StorageRef():
+                self._blocks.block(ref.storage)
+            case CudaStorageRef():
+                self._cuda.check(ref.storage)
+                self._wanted.append(ref.storage)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether all of it is on a device."""
+        return bool(self._wanted) and all(isinstance(ref, CudaStorageRef) for ref in self._noted)
+
+    def open(self) -> Iterator[int]:
+        """Map the device memory of the tensors that `want` was given; yields the bytes of each.
+
+        Raises:
+            RequestRejected: it cannot be opened.
+        """
+        return self._cuda.open(self._wanted) if self._wanted else iter(())
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor | StoredTensor:
+        """The sender's tensor: a view of device memory, for work launched on torch's current stream; or what
+        is read from host memory, where the sender may cut short what it has shared."""
+        match ref.storage:
+            case None:
+                return torch.empty(ref.shape, dtype=ref.dtype)
+            case StorageRef():
+                block = self._blocks.block(ref.storage)
+                return StoredTensor(block, ref.offset * ref.dtype.itemsize, ref.shape, ref.stride, ref.dtype)
+            case CudaStorageRef():
+                storage = self._cuda.storage(ref.storage)
+        empty = torch.empty(0, dtype=ref.dtype, device=storage.device)
+        return empty.set_(storage, ref.offset, ref.shape, ref.stride)
+
+    def release(self) -> Iterator[int]:
+        """Give the device memory back, once all that reads it has run; yields the bytes of each."""
+        return self._cuda.release()
+
+    def detach(self) -> Callable[[], None]:
+        """Let the sender use its device memory again; it stays mapped until what this returns is called."""
+        return self._cuda.detach()
+
+    def close(self) -> None:
+        """Give everything back, opened or not. Idempotent."""
+        noted, self._noted = self._noted, []
+        self._cuda.close([ref for ref in noted if isinstance(ref, CudaStorageRef)])
+        self._blocks.close([ref for ref in noted if isinstance(ref, StorageRef)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +131,7 @@ class WeightSource:
     Args:
         read: makes the tensors of `entries`, in that order; called for each iteration.
         memory: of the sender, in which they lie.
+        is_on_device: where there is none, whether they lie on this rank's device, not to be opened.
 
     Attributes:
         entries: what iteration will yield; known before any data is read.
@@ -60,16 +150,21 @@ class WeightSource:
         *,
         direct: bool = False,
         memory: BorrowedMemory | None = None,
+        is_on_device: bool = False,
     ) -> None:
         self.entries = entries
+        self._is_on_device = is_on_device
         self.direct = direct
         self._read: Callable[[], Iterable[NamedTensor]] | None = read
         self._memory = memory
 
     @property
-    def is_near(self) -> bool:
-        """Whether all of it lies in memory that this rank's device reads at its own bandwidth."""
-        return self._memory is not None and self._memory.is_on_device
+    def near_bytes(self) -> int | None:
+        """How much it is, if all of it lies in memory that this rank's device reads at its own bandwidth."""
+        is_near = self._memory.is_on_device if self._memory is not None else self._is_on_device
+        if not is_near:
+            return None
+        return sum(entry.num_bytes for entry in self.entries)
 
     def open(self) -> Iterator[int]:
         """Bring the tensors within reach; yields the bytes of each piece of memory. Run it to its end.
@@ -107,6 +202,15 @@ class WeightSource:
         self._read = None
         if self._memory is not None:
             yield from self._memory.release()
+
+    def detach(self) -> Callable[[], None]:
+        """Every copy has run: the sender may use its memory again. Only `close` may follow.
+
+        Returns what ends the mapping of device memory. Until it is called, the same memory is opened again
+        for nothing; the driver gives it to others only then.
+        """
+        self._read = None
+        return (lambda: None) if self._memory is None else self._memory.detach()
 
     def close(self) -> None:
         """Give everything back that is still held. Idempotent."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.model_executor.weight_store import Destination, NonFinite
+from ebbtide.srt.model_executor.weight_copies import NonFinite
+from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
 from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES, decode_positions
@@ -73,9 +74,9 @@ class DeltaSource(WeightSource):
         self.checksums = checksums
 
     @property
-    def is_near(self) -> bool:
-        """Changes are little, and brought to the device before anything is written."""
-        return True
+    def near_bytes(self) -> int:
+        """Changes are less than this, and brought to the device before anything is written."""
+        return sum(entry.num_bytes for entry in self.entries)
 
     def verify(self, target: Target) -> Iterator[int]:
         """Check on this rank what tensors are to become; yields bytes. Nothing is written.

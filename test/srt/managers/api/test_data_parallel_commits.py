@@ -121,18 +121,20 @@ class TestCommit:
         replicas.settle()
         assert replicas[0].outputs[rid].version_starts == [("default", 0)]
 
-    @pytest.mark.parametrize("is_near", [False, True])
-    def test_in_place_none_writes_before_all_are_ready(self, replicas: Replicas, is_near: bool) -> None:
+    @pytest.mark.parametrize("near_bytes", [None, 1])
+    def test_in_place_none_writes_before_all_are_ready(
+        self, replicas: Replicas, near_bytes: int | None
+    ) -> None:
         for rank in replicas[0].ranks:
-            rank.weights.num_staged = int(is_near)
+            rank.weights.num_staged = int(near_bytes is not None)
         replicas[1].ranks[-1].weights.faults["map"] = RequestRejected("cannot be done here")
-        call = prepared(replicas, update(7, is_near=is_near))
+        call = prepared(replicas, update(7, near_bytes=near_bytes))
         assert replicas[0].values == {0}
         refusal = replicas.answer(call, Refusal)
         assert (refusal.status, refusal.message) == (400, refused_on(replicas, "cannot be done here"))
         assert_serve(replicas, 0, "default")
         assert [replica.can_run for replica in replicas.replicas] == [True, True]
-        assert replicas.apply(update(7, is_near=is_near), UpdateWeightsReqOutput).staged is False
+        assert replicas.apply(update(7, near_bytes=near_bytes), UpdateWeightsReqOutput).staged is False
         assert_serve(replicas, 7, "7")
 
     def test_stale_weights_stay_so_on_all(self, replicas: Replicas) -> None:

@@ -59,7 +59,7 @@ def test_tensors_are_opened_in_steps_awaited_when_read_and_freed_in_steps(
         ("c", (3,)),
     ]
     assert gpu.log == []
-    assert source.is_near
+    assert source.near_bytes == 60
     assert len(list(source.open())) == 3
     assert gpu.log == ["open 0", "open 1", "open 2"]
     for name, tensor in read(source).items():
@@ -288,11 +288,19 @@ class Driver(types.SimpleNamespace):
         success = self.CUresult.CUDA_SUCCESS
         self.log: list[tuple[Any, ...]] = []
         opened = success if status == success.name else types.SimpleNamespace(name=status)
-        self.CUipcEventHandle = EventHandle
+        self.CUipcEventHandle = self.CUipcMemHandle = EventHandle
+        self.CUipcMem_flags = types.SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS="lazily")
+        self.cuIpcOpenMemHandle = self._open
+        self.cuIpcCloseMemHandle = lambda address: self.log.append(("close", address)) or (success,)
+        self._opened = opened
         self.cuIpcOpenEventHandle = lambda handle: (opened, f"event {handle.reserved!r}")
         self.cuStreamWaitEvent = lambda *arguments: self.log.append(("wait", *arguments)) or (success,)
         self.cuEventDestroy = lambda event: self.log.append(("destroy", event)) or (success,)
         self.cuMemGetAddressRange = lambda address: (opened, address - 1, 10)
+
+    def _open(self, handle: EventHandle, flags: object) -> tuple[Any, int]:
+        self.log.append(("open", handle.reserved, flags))
+        return self._opened, 4096
 
 
 @pytest.fixture
@@ -325,18 +333,63 @@ def test_an_event_whose_sender_has_ended_is_refused() -> None:
     assert ipc.extent(100) is None
 
 
-def test_what_torch_cannot_open_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> None:
-        raise RuntimeError("CUDA error: invalid argument\nand much more")
+def test_one_mapping_serves_all_references_into_an_allocation(gpu: Gpu, counters: Counters) -> None:
+    memory = torch.arange(32, dtype=torch.float32)
+    first = gpu.share(memory[:8].clone())
+    handle = b"\x02c" + b"0".ljust(64)
+    second = gpu.share(memory[8:12].clone(), handle=handle, num_bytes=16, offset_bytes=OFFSET_BYTES + 16)
+    source = open_payload(gpu, [("a", first), ("b", second)])
+    run(source.open())
+    assert torch.equal(read(source)["b"], memory[4:8])
+    assert len(list(source.release())) == 1
+    assert [entry for entry in gpu.log if not entry.startswith("wait")] == ["open 0", "free 0"]
+    assert counters.values == [0, 0]
 
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", fail)
-    ref = CudaStorageRef(UUID, b"h" * 64, 8, 0, b"/torch_1_2_3", 4, None)
+
+HANDLE = b"\x02c" + b"h" * 64
+REF = CudaStorageRef(UUID, HANDLE, 8, 16, b"/torch_1_2_3", 4, None)
+
+
+def test_an_allocation_is_mapped_and_unmapped_by_the_driver() -> None:
+    driver = Driver("CUDA_SUCCESS")
+    mapping = opener(driver).open(REF)
+    assert mapping.address == 4096
+    mapping.close()
+    assert driver.log == [("open", b"h" * 64, "lazily"), ("close", 4096)]
+
+
+def test_what_the_driver_cannot_open_is_refused_with_its_reason() -> None:
     with pytest.raises(RequestRejected) as refused:
-        TorchCudaIpc(0, UUID).open(ref)
+        opener(Driver("CUDA_ERROR_INVALID_VALUE")).open(REF)
     assert refused.value.message == (
-        "CUDA memory counted in /torch_1_2_3[4] cannot be opened (CUDA error: invalid argument): keep the "
+        "CUDA memory counted in /torch_1_2_3[4] cannot be opened (CUDA_ERROR_INVALID_VALUE): keep the "
         "sending process and its tensors alive until the update is answered"
     )
+
+
+def test_expandable_segments_are_left_to_torch_which_takes_a_reference_of_its_own(
+    gpu: Gpu, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = torch.UntypedStorage(8)
+    asked: list[tuple[object, ...]] = []
+
+    def open_shared(*arguments: object) -> torch.UntypedStorage:
+        asked.append(arguments)
+        if len(asked) == 2:
+            raise RuntimeError("CUDA error: invalid argument\nand much more")
+        return storage
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_shared)
+    counter = (counters.name, counters.take())
+    ref = CudaStorageRef(UUID, b"\x02e" + b"h" * 80, 8, 16, *counter, None)
+    mapping = TorchCudaIpc(0, UUID).open(ref)
+    assert mapping.address == storage.data_ptr() - 16
+    assert mapping.storage(16, 8).data_ptr() == storage.data_ptr()
+    assert asked == [(0, ref.handle, 8, 16, *counter, b"", False)]
+    assert counters.values == [2]
+    with pytest.raises(RequestRejected, match=r"cannot be opened \(CUDA error: invalid argument\)"):
+        TorchCudaIpc(0, UUID).open(ref)
+    assert counters.values == [2]
 
 
 def test_a_gpu_reads_its_own_memory_and_that_of_visible_peers(monkeypatch: pytest.MonkeyPatch) -> None:

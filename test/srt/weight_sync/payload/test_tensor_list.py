@@ -10,7 +10,6 @@ import torch
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.allowed_globals import AnyStorageRef, CudaStorageRef, StorageRef
-from ebbtide.srt.weight_sync.payload.envelope import decode_payload
 from ebbtide.srt.weight_sync.payload.tensor_list import (
     MAGIC,
     DeviceStorage,
@@ -18,6 +17,7 @@ from ebbtide.srt.weight_sync.payload.tensor_list import (
     SharedTensor,
     encode_tensors,
 )
+from ebbtide.srt.weight_sync.tensor_source import decode_payload
 
 HOST = HostStorage(b"/tmp/torch-shm-dir-aB3/manager.sock", b"/torch_12_34_5", 96)
 DEVICE = DeviceStorage(

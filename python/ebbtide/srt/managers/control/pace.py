@@ -23,8 +23,9 @@ SHORTEST_TURN_S: Final = 0.5e-3
 LONGEST_TURN_S: Final = 10e-3
 # Where no forward pass waits, a turn ends only so that the loop hears of messages and deadlines.
 IDLE_TURN_S: Final = 25e-3
-# What a device copies beside a forward pass; a copy is launched sooner than it is done.
+# What a device copies beside a forward pass (a copy is launched sooner than it is done), and beside none.
 COPY_BYTES_PER_S: Final = 1.4e12
+BURST_BYTES_PER_S: Final = 2e12
 
 # A pass over so many new tokens is prefill, with or without requests that decode beside.
 PREFILL_TOKENS: Final = 512
@@ -143,6 +144,11 @@ class Pace:
             return IDLE_TURN_S, math.inf
         turn_s = min(max(SHARE * self._step_s, SHORTEST_TURN_S), LONGEST_TURN_S)
         return turn_s, turn_s * COPY_BYTES_PER_S
+
+
+def is_burst(num_bytes: int) -> bool:
+    """Whether a device copies so much within the longest turn, if it does nothing else meanwhile."""
+    return num_bytes <= LONGEST_TURN_S * BURST_BYTES_PER_S
 
 
 def look_until(is_done: Callable[[], bool], wake: Wake) -> Work[None]:

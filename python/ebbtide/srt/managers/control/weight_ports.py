@@ -15,7 +15,8 @@ class IncomingWeights(Protocol):
     Attributes:
         names: the checkpoint names that are valid once everything is written.
         is_sent: whether it comes through a group, rather than out of memory of the sender.
-        is_near: whether it lies whole in memory that this device reads at its own bandwidth.
+        near_bytes: how much is to be read, if all of it lies in memory that this device reads at its own
+            bandwidth; None: it does not.
         needs_copy: whether it is written by changing what is there: it is given a copy that holds everything,
             and leaves it in an unknown state where it fails.
         is_delta: whether it changes some of what is there, and says what its tensors are to come to.
@@ -27,7 +28,7 @@ class IncomingWeights(Protocol):
     names: frozenset[str]
     sent: frozenset[str]
     is_sent: bool
-    is_near: bool
+    near_bytes: int | None
     needs_copy: bool
     is_delta: bool
     base_version: str | None
@@ -61,8 +62,8 @@ class IncomingWeights(Protocol):
         """
         ...
 
-    def open(self) -> Slices[None]:
-        """Get hold of the sender's memory. Nothing is written before its end."""
+    def open(self, staging: Staging) -> Slices[None]:
+        """Get hold of the sender's memory, for a write to this staging. Nothing is written before its end."""
         ...
 
     def write(self, staging: Staging) -> Slices[None]:
@@ -91,6 +92,13 @@ class IncomingWeights(Protocol):
 
     def release(self) -> Slices[None]:
         """Every copy has run: give the sender's memory back."""
+        ...
+
+    def detach(self) -> Callable[[], None]:
+        """Every copy has run: the sender may use its memory again; only `close` may follow.
+
+        What it returns gives the rest of it back: this device may have it mapped until then.
+        """
         ...
 
     def close(self) -> None:
@@ -300,14 +308,13 @@ class Weights(Protocol):
         """
         ...
 
-    def stage(self, *, in_place: bool, may_burst: bool = False, is_last: bool = True) -> Slices[Staging]:
+    def stage(self, *, in_place: bool, is_last: bool = True) -> Slices[Staging]:
         """Room for an update, by the server argument `update_staging`: a copy, or in place.
 
         Ended early, it keeps nothing.
 
         Args:
-            in_place: there is nothing to keep, or another rank has no copy.
-            may_burst: in place is sooner, and nobody waits meanwhile.
+            in_place: there is nothing to keep, or another rank has no copy, or in place is sooner.
             is_last: False: where there is no memory for a copy, it will be tried again with more.
 
         Raises:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.model_executor.weight_store import NonFinite
+from ebbtide.srt.model_executor.weight_copies import NonFinite
 from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES
 from ebbtide.srt.weight_sync.delta.state_sum import (
     COLUMN_SEED,

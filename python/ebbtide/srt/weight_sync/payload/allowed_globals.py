@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -25,7 +25,7 @@ _EVENT_BYTES: Final = 64
 # These are arguments of rebuild_cuda_tensor.
 _DEVICE_SLOT: Final = 6
 # A handle of the driver, bare or behind two bytes that say so; or a longer list of an expandable segment.
-_DRIVER_HANDLE_BYTES: Final = 64
+DRIVER_HANDLE_BYTES: Final = 64
 _HANDLE_KINDS: Final = (b"c", b"e")
 _MANAGER: Final = re.compile(rb"/(?:[^/\0]+/)*torch-shm-dir-[A-Za-z0-9]+/manager\.sock")
 
@@ -120,6 +120,19 @@ def tensor_shape(value: object, where: str) -> tuple[int, ...]:
     if math.prod(max(size, 1) for size in shape) > _MAX_INT:
         raise RequestRejected(f"{where}: the sizes multiply to more than 2^63-1")
     return shape
+
+
+def record_fields(value: object, kind: str, expected: Sequence[str]) -> dict[str, Any]:
+    """The fields of a record of this class or of a plain dictionary, which has to have exactly these."""
+    if isinstance(value, Record) and value.name.rpartition(".")[2] == kind:
+        fields = value.fields or {}
+    elif isinstance(value, dict):
+        fields = value
+    else:
+        raise RequestRejected(f"expected a {kind}, got {kind_of(value)}")
+    if set(fields) != set(expected):
+        raise RequestRejected(f"{kind}: expected exactly the fields {', '.join(expected)}")
+    return fields
 
 
 # What the globals of wire_api 4.4 mean here. Each takes the tuple of arguments that the payload gives.
@@ -326,10 +339,10 @@ def device_storage(
 def _is_memory_handle(handle: object) -> bool:
     if not isinstance(handle, bytes):
         return False
-    if len(handle) == _DRIVER_HANDLE_BYTES:
+    if len(handle) == DRIVER_HANDLE_BYTES:
         return True
     kind = handle[1:2]
-    return kind in _HANDLE_KINDS and (kind == b"e" or len(handle) == 2 + _DRIVER_HANDLE_BYTES)
+    return kind in _HANDLE_KINDS and (kind == b"e" or len(handle) == 2 + DRIVER_HANDLE_BYTES)
 
 
 def _named(name: str, call: Callable[[str, tuple[object, ...]], object]) -> Global:

@@ -1,8 +1,8 @@
 """Opens device memory that a payload refers to, as torch shares it between processes (CUDA IPC).
 
 The sender counts, in a file in shared memory, each reference that it has handed out, and keeps the memory
-until the receiver has taken every one off the count: torch does so when an opened storage is freed, and
-`CudaBlocks` for those that were never opened. Source: wire_api section 4.2.
+until the receiver has taken every one off the count. Many references may lead into one allocation: that is
+mapped once. Source: wire_api section 4.2.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import ctypes
 import os
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from typing import Any, Final, Protocol, Self
@@ -19,10 +20,31 @@ from typing import Any, Final, Protocol, Self
 import torch
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.weight_sync.payload.allowed_globals import NUM_COUNTERS, CudaStorageRef
+from ebbtide.srt.weight_sync.payload.allowed_globals import (
+    DRIVER_HANDLE_BYTES,
+    NUM_COUNTERS,
+    CudaStorageRef,
+)
 from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, KEEP_ALIVE, object_path
 
 _COUNTER: Final = struct.Struct("=q")
+
+
+class Mapping(Protocol):
+    """An allocation of another process, mapped here."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        ...
+
+    def storage(self, offset_bytes: int, num_bytes: int) -> torch.UntypedStorage:
+        """A part of it, to be used only until it is closed."""
+        ...
+
+    def close(self) -> None:
+        """End it, once all that reads it has run."""
+        ...
 
 
 class CudaIpc(Protocol):
@@ -44,11 +66,15 @@ class CudaIpc(Protocol):
         """
         ...
 
-    def open(self, ref: CudaStorageRef) -> torch.UntypedStorage:
-        """Map the sender's allocation. Freeing the storage closes it and takes the reference off the count.
+    def key(self, ref: CudaStorageRef) -> object:
+        """The same for references that one mapping serves."""
+        ...
+
+    def open(self, ref: CudaStorageRef) -> Mapping:
+        """Map the sender's allocation that a reference leads into.
 
         Raises:
-            RequestRejected: it cannot be mapped, and the count is as it was.
+            RequestRejected: it cannot be mapped.
         """
         ...
 
@@ -66,7 +92,7 @@ class CudaIpc(Protocol):
 
 
 class CudaBlocks:
-    """The device memory of one payload: each reference opened once, and given back once.
+    """The device memory of one payload: each allocation mapped once, and each reference given back once.
 
     Args:
         ipc: of the device that the engine runs on; None where that is the CPU.
@@ -79,7 +105,8 @@ class CudaBlocks:
         self._ipc = ipc
         self._owns_references = owns_references
         self._may_open = may_open
-        self._opened: dict[CudaStorageRef, torch.UntypedStorage] = {}
+        self._mapped: dict[object, Mapping] = {}
+        self._opened: dict[object, list[CudaStorageRef]] = {}
         self._given_back: set[CudaStorageRef] = set()
         self._awaited: set[CudaStorageRef] = set()
 
@@ -99,7 +126,7 @@ class CudaBlocks:
             raise RequestRejected("a CUDA tensor can be opened by one rank only: send one entry per rank")
 
     def open(self, refs: Iterable[CudaStorageRef]) -> Iterator[int]:
-        """Map the memory of references that `check` accepts; yields the bytes of each.
+        """Map the memory of references that `check` accepts; yields the bytes of each reference.
 
         Raises:
             RequestRejected: the sender has ended, or the memory is not what the payload says.
@@ -107,43 +134,66 @@ class CudaBlocks:
         assert self._ipc is not None
         extents: dict[int, int] = {}
         with _Counters() as counters:
-            for ref in refs:
-                if ref in self._opened:
-                    continue
+            for ref in dict.fromkeys(refs):
                 if counters.add(ref, 0) == 0:
                     raise RequestRejected(f"{_name(ref)} was given back before: serialize the tensors anew")
-                self._opened[ref] = self._ipc.open(ref)
+                key = self._ipc.key(ref)
+                if key not in self._mapped:
+                    self._mapped[key] = self._ipc.open(ref)
+                self._opened.setdefault(key, []).append(ref)
                 self._check_extent(ref, extents)
                 yield ref.num_bytes
 
     def storage(self, ref: CudaStorageRef) -> torch.UntypedStorage:
         """An opened storage, for work launched on torch's current stream."""
         assert self._ipc is not None
-        if ref not in self._opened:
+        mapping = self._mapped.get(self._ipc.key(ref))
+        if mapping is None:
             raise EngineError(f"{_name(ref)} is read before it was opened")
         if ref.event is not None and ref not in self._awaited:
             self._ipc.wait(ref.event)
             self._awaited.add(ref)
-        return self._opened[ref]
+        return mapping.storage(ref.offset_bytes, ref.num_bytes)
 
     def release(self) -> Iterator[int]:
-        """Give back what was opened; yields the bytes of each. Nothing that reads it may be under way."""
-        while self._opened:
-            ref, storage = self._opened.popitem()
-            self._given_back.add(ref)
-            del storage
-            yield ref.num_bytes
+        """Give back what was opened; yields the bytes of each mapping. All that reads it has run."""
+        with _Counters() as counters:
+            while self._mapped:
+                key, mapping = self._mapped.popitem()
+                mapping.close()
+                refs = self._opened.pop(key, [])
+                self._give_back(refs, counters)
+                yield sum(ref.num_bytes for ref in refs)
+
+    def detach(self) -> Callable[[], None]:
+        """Give the references back, and leave what was opened mapped until what this returns is called."""
+        mapped, self._mapped = self._mapped, {}
+        opened, self._opened = self._opened, {}
+        with _Counters() as counters:
+            for refs in opened.values():
+                self._give_back(refs, counters)
+
+        def unmap() -> None:
+            while mapped:
+                _, mapping = mapped.popitem()
+                mapping.close()
+
+        return unmap
 
     def close(self, unread: Iterable[CudaStorageRef] = ()) -> None:
         """Give everything back, also references that travelled and were never opened. Idempotent."""
         for _ in self.release():
             pass
-        if self._owns_references:
-            with _Counters() as counters:
-                for ref in unread:
-                    if ref not in self._given_back:
-                        self._given_back.add(ref)
-                        counters.add(ref, -1)
+        with _Counters() as counters:
+            self._give_back(unread, counters)
+
+    def _give_back(self, refs: Iterable[CudaStorageRef], counters: _Counters) -> None:
+        if not self._owns_references:
+            return
+        for ref in refs:
+            if ref not in self._given_back:
+                self._given_back.add(ref)
+                counters.add(ref, -1)
 
     def _check_extent(self, ref: CudaStorageRef, extents: dict[int, int]) -> None:
         """Refuse a storage that reaches beyond the mapping: reading there would end the engine's context.
@@ -152,7 +202,7 @@ class CudaBlocks:
             extents: ends of the mappings that have been looked at, by their beginnings.
         """
         assert self._ipc is not None
-        begin = self._opened[ref].data_ptr() - ref.offset_bytes
+        begin = self._mapped[self._ipc.key(ref)].address
         needed_end = begin + ref.offset_bytes + ref.num_bytes
         end = extents.get(begin, begin)
         while end < needed_end:
@@ -169,12 +219,17 @@ class CudaBlocks:
 
 
 class TorchCudaIpc:
-    """CUDA IPC through torch, which shares mappings and keeps the counts; events and extents by the driver.
+    """CUDA IPC as torch shares memory, by calls of the driver.
 
-    torch never destroys an event that it has opened, so it is not given any.
+    torch's own way opens and maps a file for each reference, and waits for the forward pass under way
+    wherever it gives one back.
+
+    Args:
+        lasting: memory stays mapped, and counted as read, as long as there are storages of it: torch's way.
     """
 
-    def __init__(self, index: int, uuid: str) -> None:
+    def __init__(self, index: int, uuid: str, *, lasting: bool = False) -> None:
+        self._is_lasting = lasting
         self.index = index
         self.uuid = uuid.removeprefix("GPU-")
 
@@ -198,21 +253,22 @@ class TorchCudaIpc:
     def _driver(self) -> Any:
         return import_module("cuda.bindings.driver")  # only machines with a GPU have it
 
-    def open(self, ref: CudaStorageRef) -> torch.UntypedStorage:
-        try:
-            return torch.UntypedStorage._new_shared_cuda(
-                self.index,
-                ref.handle,
-                ref.num_bytes,
-                ref.offset_bytes,
-                ref.counter_file,
-                ref.counter_index,
-                b"",
-                False,
-            )
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise RequestRejected(f"{_name(ref)} cannot be opened ({reason}): {KEEP_ALIVE}") from error
+    def key(self, ref: CudaStorageRef) -> object:
+        return ref if self._needs_torch(ref) else ref.handle
+
+    def _needs_torch(self, ref: CudaStorageRef) -> bool:
+        return self._is_lasting or is_expandable(ref.handle)
+
+    def open(self, ref: CudaStorageRef) -> Mapping:
+        if self._needs_torch(ref):
+            return _TorchMapping(self.index, ref)
+        handle = self._driver.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), ref.handle[-DRIVER_HANDLE_BYTES:], DRIVER_HANDLE_BYTES)
+        flags = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        status, address = self._driver.cuIpcOpenMemHandle(handle, flags)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise RequestRejected(f"{_name(ref)} cannot be opened ({status.name}): {KEEP_ALIVE}")
+        return _DriverMapping(self._driver, torch.device("cuda", self.index), int(address))
 
     def extent(self, address: int) -> tuple[int, int] | None:
         status, begin, num_bytes = self._driver.cuMemGetAddressRange(address)
@@ -232,6 +288,61 @@ class TorchCudaIpc:
         self._driver.cuEventDestroy(opened)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise EngineError(f"cuStreamWaitEvent: {status.name}")
+
+
+@dataclass(frozen=True)
+class _DriverMapping:
+    """A whole allocation of the sender's."""
+
+    driver: Any
+    device: torch.device
+    address: int
+
+    def storage(self, offset_bytes: int, num_bytes: int) -> torch.UntypedStorage:
+        made = torch._C._construct_storage_from_data_pointer(
+            self.address + offset_bytes, self.device, num_bytes
+        )
+        assert isinstance(made, torch.UntypedStorage)
+        return made
+
+    def close(self) -> None:
+        (status,) = self.driver.cuIpcCloseMemHandle(self.address)
+        if status != self.driver.CUresult.CUDA_SUCCESS:
+            raise EngineError(f"cuIpcCloseMemHandle: {status.name}")
+
+
+class _TorchMapping:
+    """One reference by torch: only that can map an expandable segment, by file descriptors of the sender's.
+
+    torch takes a reference off the sender's count when it ends: it is given one of its own.
+    """
+
+    def __init__(self, index: int, ref: CudaStorageRef) -> None:
+        with _Counters() as counters:
+            counters.add(ref, 1)
+        memory = (ref.handle, ref.num_bytes, ref.offset_bytes)
+        counter = (ref.counter_file, ref.counter_index)
+        try:
+            opened = torch.UntypedStorage._new_shared_cuda(index, *memory, *counter, b"", False)
+        except RuntimeError as error:
+            with _Counters() as counters:
+                counters.add(ref, -1)
+            reason = str(error).partition("\n")[0]
+            raise RequestRejected(f"{_name(ref)} cannot be opened ({reason}): {KEEP_ALIVE}") from error
+        self._storage: torch.UntypedStorage | None = opened
+        self.address = opened.data_ptr() - ref.offset_bytes
+
+    def storage(self, offset_bytes: int, num_bytes: int) -> torch.UntypedStorage:
+        assert self._storage is not None
+        return self._storage
+
+    def close(self) -> None:
+        self._storage = None
+
+
+def is_expandable(handle: bytes) -> bool:
+    """Whether it is torch's handle of an expandable segment."""
+    return len(handle) != DRIVER_HANDLE_BYTES and handle[1:2] == b"e"
 
 
 def _name(ref: CudaStorageRef) -> str:

@@ -6,7 +6,7 @@ without a step of Python for each opcode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -72,11 +72,13 @@ def encode_tensors(storages: Sequence[HostStorage | DeviceStorage], tensors: Seq
     return MAGIC + _ENCODER.encode(_TensorList(list(storages), list(tensors)))
 
 
-def decode_tensors(data: bytes, note: Callable[[AnyStorageRef], None]) -> list[tuple[str, TensorRef]]:
-    """The tensors of a payload that begins with `MAGIC`, described and not opened.
+def decode_tensors(
+    data: bytes, note: Callable[[AnyStorageRef], None]
+) -> Generator[int, None, list[tuple[str, TensorRef]]]:
+    """The tensors of a payload that begins with `MAGIC`, described and not opened; in slices.
 
     Args:
-        note: is told of every reference before anything else is refused, so that all can be given back.
+        note: is told of every reference ahead of the first slice, so that all can be given back.
 
     Raises:
         RequestRejected: the payload is not of this form, or a tensor does not lie within its storage.
@@ -97,7 +99,12 @@ def decode_tensors(data: bytes, note: Callable[[AnyStorageRef], None]) -> list[t
             note(reference)
     if problems:
         raise problems[0]
-    return [(tensor.name, _tensor(tensor, storages)) for tensor in listed.tensors]
+    yield len(data)
+    tensors = []
+    for tensor in listed.tensors:
+        tensors.append((tensor.name, _tensor(tensor, storages)))
+        yield len(tensor.name)
+    return tensors
 
 
 def _reference(storage: HostStorage | DeviceStorage, where: str) -> AnyStorageRef | None:

@@ -109,33 +109,34 @@ def test_without_room_for_a_copy_a_failure_leaves_no_mixture_serving(harness: Ha
 
 
 class TestBurst:
-    """What the device reads at its own bandwidth is written in place where nobody waits."""
+    """What the device reads at its own bandwidth is written in place where nobody waits, or not for long."""
 
-    def test_beside_streams_in_sessions_and_for_custom_loaders_there_is_a_copy(
+    def test_what_takes_long_beside_streams_sessions_and_custom_loaders_have_a_copy(
         self, harness: Harness
     ) -> None:
-        reply = harness.update(7, weight_version="7", is_near=True)
+        reply = harness.update(7, weight_version="7", near_bytes=1)
         assert (reply.staged, reply.committed, reply.weight_version) == (False, True, "7")
         assert harness.values == [7] * 4
-        assert harness.update(0, is_near=True, needs_copy=True).staged is True
+        assert harness.update(0, near_bytes=1, needs_copy=True).staged is True
         rid = harness.begin_request(max_new_tokens=40)
-        assert harness.update(8, is_near=True, **IN_PLACE).staged is True
+        assert harness.update(8, near_bytes=60 << 30, **IN_PLACE).staged is True
+        assert harness.update(8, near_bytes=16 << 30, **IN_PLACE).staged is False
         harness.pause(PauseMode.IN_PLACE)
-        assert harness.update(9, is_near=True, flush_cache=False).staged is False
+        assert harness.update(9, near_bytes=1, flush_cache=False).staged is False
         harness.proceed()
         harness.assert_end(rid, length=40)
         harness.begin()
-        assert harness.update(7, is_near=True).staged is True
+        assert harness.update(7, near_bytes=1).staged is True
 
     def test_a_failure_ahead_of_the_first_byte_leaves_the_old_one_half_way_leaves_stale_weights(
         self, harness: Harness
     ) -> None:
         harness.weights.faults["map"] = RequestRejected("the sender has ended")
-        assert harness.refuse(updating(7, is_near=True)).status == 400
+        assert harness.refuse(updating(7, near_bytes=1)).status == 400
         assert (harness.values, harness.now.can_run) == ([0] * 4, True)
-        assert harness.refuse(updating(7, is_near=True, fail_after=2)).status == 500
+        assert harness.refuse(updating(7, near_bytes=1, fail_after=2)).status == 500
         assert not harness.now.can_run
-        assert harness.update(8, is_near=True).content == "valid"
+        assert harness.update(8, near_bytes=1).content == "valid"
         assert harness.now.can_run
 
 

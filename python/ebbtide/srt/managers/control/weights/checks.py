@@ -1,4 +1,4 @@
-"""Telling whether the weights are what they should be: checksums, and a copy to compare them with.
+"""Telling what the weights are: single ones, checksums of all, and a copy to compare them with.
 
 A trainer that doubts its own updates copies the weights, fills them with anything, sends them again and
 compares. Source: wire_api section 3.3, `/weights_checker`.
@@ -17,11 +17,13 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.ports import Activity, HandlerTable, Operation, Ranks, Slices, Work
-from ebbtide.srt.managers.control.weight_ports import Parameters, Snapshot
+from ebbtide.srt.managers.control.weight_ports import Parameters, Snapshot, Weights
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
     CheckWeightsReqInput,
     CheckWeightsReqOutput,
+    GetWeightsByNameReqInput,
+    GetWeightsByNameReqOutput,
     RankChecksums,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -30,6 +32,29 @@ T = TypeVar("T")
 
 MAX_ERRORS: Final = 20
 MAX_NAMES: Final = 10
+
+
+class WeightReading:
+    """Answers requests for single weights."""
+
+    def __init__(self, weights: Weights, memory: MemoryOccupation) -> None:
+        self._weights = weights
+        self._memory = memory
+        self.handlers: HandlerTable = {GetWeightsByNameReqInput: self.read}
+
+    def read(self, request: GetWeightsByNameReqInput) -> AnyReply:
+        """The first rows of a weight that serves."""
+        if request.truncate_size < 0:
+            raise RequestRejected(f"truncate_size: expected 0 or more rows, got {request.truncate_size}")
+        name = self._weights.stored_as(request.name)
+        if name in self._weights.names:
+            if MemoryTag.WEIGHTS in self._memory.released:
+                raise RequestRejected("the weights are released: resume them first", 409)
+            if name in self._memory.content.missing:
+                raise RequestRejected(
+                    f"{name} is stale: it was not written since the weights were resumed", 409
+                )
+        return GetWeightsByNameReqOutput(values=self._weights.read(name, request.truncate_size))
 
 
 class WeightChecks:

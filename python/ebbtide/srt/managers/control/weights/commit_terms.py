@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -9,7 +10,15 @@ from dataclasses import dataclass
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.pause import Generation, Paused
-from ebbtide.srt.managers.control.ports import Activity, Requests
+from ebbtide.srt.managers.control.ports import (
+    Activity,
+    DeadlinePassed,
+    Operation,
+    OutOfStep,
+    Overruled,
+    Requests,
+)
+from ebbtide.srt.managers.control.weight_content import Valid
 from ebbtide.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     Canary,
@@ -19,6 +28,8 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromDistributedReqInput,
     WeightUpdateRequest,
 )
+
+logger = logging.getLogger(__name__)
 
 CAUSE = "a weight update"
 
@@ -140,6 +151,32 @@ class CommitConditions:
             self._generation.stop_requests(mode, CAUSE)
         if terms.flush_cache and self._requests.num_running > 0:
             self._generation.stop_requests(PauseMode.RETRACT, CAUSE)
+
+    def guarded(self, operation: Operation) -> Operation:
+        """Say of every failure what serves now."""
+        was_valid = isinstance(self._memory.content.state, Valid)
+        try:
+            return (yield from operation)
+        except Overruled as overruled:
+            num_missing = len(self._memory.content.missing)
+            if num_missing == 0:
+                raise
+            left = f"{num_missing} parameters are stale: send the update again"
+            raise Overruled(overruled.message, 500 if was_valid else 400, left) from None
+        except (RequestRejected, OutOfStep):
+            raise
+        except DeadlinePassed:
+            raise RequestRejected(
+                f"the update was given up at its deadline: {self._requests.num_running} requests were still "
+                "running. Pause generation, or give pause_mode or a longer timeout_s"
+            ) from None
+        except Exception as error:
+            if not isinstance(self._memory.content.state, Valid):
+                raise
+            logger.error("a weight update failed; the old weights serve", exc_info=error)
+            raise RequestRejected(
+                f"the update failed, the old weights serve: {type(error).__name__}: {error}"
+            ) from error
 
     def _waits(self, terms: CommitTerms) -> bool:
         """Whether running requests get to their end first. They cannot where no forward pass can run."""

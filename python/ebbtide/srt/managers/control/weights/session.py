@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control.pace import Pace, Stall
+from ebbtide.srt.managers.control.pace import Pace, Stall, is_burst
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import Activity, CopyStream, Ranks, Slices, Work
 from ebbtide.srt.managers.control.weight_content import Valid, WeightContent
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 # So many names, or refusals, are listed in a message.
 MAX_TOLD: Final = 10
+# The memory of so many buckets of a session stays mapped, in case that the next ones lie in it.
+MAX_MAPPED: Final = 4
 
 
 @dataclass
@@ -96,6 +98,7 @@ class WeightSession:
         self._ranks = ranks
         self._pace = pace
         self._staging: Staging | None = None
+        self._unmap: list[Callable[[], None]] = []
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -180,30 +183,37 @@ class WeightSession:
 
         return at_once(exchanged)
 
-    def prepare(self, incoming: IncomingWeights, *, nobody_waits: bool = False) -> Work[None]:
+    def prepare(
+        self, incoming: IncomingWeights, *, is_all: bool = False, nobody_waits: bool = False
+    ) -> Work[None]:
         """Find a place for these tensors, and get hold of them: ahead of each `write`.
 
+        What lies near may be written in one burst, in place: that holds forward passes up no longer than
+        exchanging a copy does, and none is made.
+
         Args:
-            nobody_waits: no forward pass runs, and nothing else is going to be written. What lies near is
-                then written in one burst, in place.
+            is_all: nothing else is going to be written.
+            nobody_waits: no forward pass runs, and none is held up.
 
         Raises:
             RequestRejected: they need a copy, and there is none; or what the copy holds is unknown.
         """
         self._require_sound()
         self._require_base(incoming)
-        needs_copy = incoming.needs_copy or self.is_on_trial
-        may_burst = nobody_waits and incoming.is_near and not needs_copy
-        yield from self._make_room(incoming, may_burst=may_burst)
+        can_burst = is_all and not (incoming.needs_copy or self.is_on_trial)
+        near_bytes = incoming.near_bytes if can_burst else None
+        is_short = near_bytes is not None and is_burst(near_bytes) and not incoming.is_delta
+        bursts = near_bytes is not None and (nobody_waits or is_short)
+        yield from self._make_room(incoming, bursts=bursts)
         if not incoming.is_sent and self._staging is not None:
             # What a delta says is read by the device.
             copies = self._weights.copies if incoming.is_delta else None
-            yield from self._do(incoming.open(), Activity.WORKING, copies)
+            yield from self._do(incoming.open(self._staging), Activity.COPYING, copies)
 
-    def _make_room(self, incoming: IncomingWeights, *, may_burst: bool = False) -> Work[None]:
+    def _make_room(self, incoming: IncomingWeights, *, bursts: bool = False) -> Work[None]:
         """A copy, or the live weights where these hold nothing to keep."""
         if self._staging is None and incoming.num_tensors > 0:
-            yield from self._take_room(may_burst=may_burst)
+            yield from self._take_room(bursts=bursts)
         if self.is_on_trial:
             self.require_copy()
         if incoming.needs_copy and not self.is_staged:
@@ -213,19 +223,19 @@ class WeightSession:
                 "where memory for a copy is missing, release kv_cache during the update"
             )
 
-    def _take_room(self, *, may_burst: bool) -> Work[None]:
+    def _take_room(self, *, bursts: bool) -> Work[None]:
         """A copy, made of memory that is free or lent, then of more that is lent; or none."""
         is_staged = False
-        may_burst = may_burst and not self._weights.requires_copy
+        bursts = bursts and not self._weights.requires_copy
         try:
-            if isinstance(self._content.state, Valid):
+            if isinstance(self._content.state, Valid) and not (yield from self._all(bursts)):
                 yield Activity.BOUNDARY
                 self._lender.set_aside()
-                is_staged, bursts = yield from self._stage(may_burst=may_burst)
-                if not is_staged and not bursts:
+                is_staged = yield from self._stage()
+                if not is_staged:
                     yield Activity.BOUNDARY
                     if self._lender.set_aside(hard=True) or self._weights.requires_copy:
-                        is_staged, _ = yield from self._stage(is_last=True)
+                        is_staged = yield from self._stage(is_last=True)
             if not is_staged:
                 yield from self._find_room(in_place=True)
         except BaseException:
@@ -233,23 +243,27 @@ class WeightSession:
             raise
         self.is_staged = is_staged
 
-    def _stage(self, *, may_burst: bool = False, is_last: bool = False) -> Work[tuple[bool, bool]]:
-        """Take a copy, on all ranks or on none; whether there is one, and whether a rank may burst."""
-        finding = self._find_room(in_place=False, may_burst=may_burst, is_last=is_last)
+    def _all(self, holds: bool) -> Work[bool]:
+        """Whether it is so on all ranks."""
+        _, facts = yield from self._ranks.survey(Activity.COPYING, at_once(lambda: holds), bool)
+        return all(facts)
+
+    def _stage(self, *, is_last: bool = False) -> Work[bool]:
+        """Take a copy, on all ranks or on none; returns whether there is one."""
+        finding = self._find_room(in_place=False, is_last=is_last)
         staging, found = yield from self._ranks.survey(
-            Activity.WORKING, finding, lambda staging: (staging.is_staged, may_burst)
+            Activity.WORKING, finding, lambda staging: staging.is_staged
         )
-        is_staged, bursts = all(staged for staged, _ in found), any(burst for _, burst in found)
-        if not is_staged:
+        if not all(found):
             staging.close()
             self._lender.take_back()
-        return is_staged, bursts
+        return all(found)
 
-    def _find_room(self, *, in_place: bool, may_burst: bool = False, is_last: bool = True) -> Work[Staging]:
+    def _find_room(self, *, in_place: bool, is_last: bool = True) -> Work[Staging]:
         def room() -> Slices[Staging]:
-            if not in_place and not may_burst:
+            if not in_place:
                 self._lender.hand_over()
-            return (yield from self._weights.stage(in_place=in_place, may_burst=may_burst, is_last=is_last))
+            return (yield from self._weights.stage(in_place=in_place, is_last=is_last))
 
         _, self._staging = yield from self._pace.turns(room(), Activity.WORKING, self.stall)
         return self._staging
@@ -309,6 +323,8 @@ class WeightSession:
         self._note_nonfinite(incoming, frozenset[str]().union(*found))
         if incoming.is_sent:
             incoming.close()
+        elif self.deadline_id is not None:
+            self._keep_mapped(incoming)
         elif not self.stall.lasts:
             yield from self._do(incoming.release(), Activity.WORKING)
         return num_bytes
@@ -332,6 +348,12 @@ class WeightSession:
                 f"are stale ({', '.join(sorted(missing)[:MAX_TOLD])}): send them whole",
                 409,
             )
+
+    def _keep_mapped(self, incoming: IncomingWeights) -> None:
+        """Bucket after bucket comes in the same memory, which the driver unmaps only when no pass runs."""
+        self._unmap.append(incoming.detach())
+        if len(self._unmap) > MAX_MAPPED:
+            self._unmap.pop(0)()
 
     def _note_nonfinite(self, incoming: IncomingWeights, names: frozenset[str]) -> None:
         self.nonfinite = (self.nonfinite - incoming.sent) | names
@@ -378,11 +400,13 @@ class WeightSession:
             yield from self._do(incoming.release(), Activity.WORKING)
 
     def close(self) -> None:
-        """Give the copy's memory back."""
+        """Give the copy's memory back, and what is still mapped of the senders'."""
         if self._staging is not None:
             self._staging.close()
             self._staging = None
         self._lender.take_back()
+        while self._unmap:
+            self._unmap.pop()()
 
     def _require_sound(self) -> None:
         if self._is_spoilt:

@@ -26,16 +26,14 @@ from ebbtide.srt.managers.control.ports import (
     DeadlinePassed,
     HandlerTable,
     Operation,
-    OutOfStep,
-    Overruled,
     Ranks,
     Requests,
     Work,
 )
-from ebbtide.srt.managers.control.weight_content import Valid
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, TrialPass, Weights
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces
 from ebbtide.srt.managers.control.weights.canary import CanaryTrials
+from ebbtide.srt.managers.control.weights.checks import WeightReading
 from ebbtide.srt.managers.control.weights.commit_terms import (
     CAUSE,
     CommitConditions,
@@ -47,7 +45,6 @@ from ebbtide.srt.managers.control.weights.commit_terms import (
     version_of,
 )
 from ebbtide.srt.managers.control.weights.groups import GroupRequests
-from ebbtide.srt.managers.control.weights.reading import WeightReading
 from ebbtide.srt.managers.control.weights.session import WeightSession
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
@@ -142,12 +139,12 @@ class WeightUpdates:
     def update(self, request: WeightUpdateRequest) -> Operation:
         """One update: a session of its own, or a part of the open one."""
         contents = Contents(announced_names(request))
-        return self._noted(request, contents, self._guarded(self._update(request, contents)))
+        return self._noted(request, contents, self._conditions.guarded(self._update(request, contents)))
 
     def update_from_senders(self, request: UpdateWeightsFromIPCReqInput) -> Operation:
         """As `update`, of tensors that come piece by piece."""
         # What was not brought any more is not known by name.
-        return self._noted(request, Contents(), self._guarded(self._update_from_senders(request)))
+        return self._noted(request, Contents(), self._conditions.guarded(self._update_from_senders(request)))
 
     def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         """Open a session, behind the updates that came before."""
@@ -160,7 +157,7 @@ class WeightUpdates:
         check_fields(request)
         self._require_session()
         self._require_named(request, 409)
-        return self._guarded(self._end(request))
+        return self._conditions.guarded(self._end(request))
 
     def abort(self, request: AbortWeightUpdateReqInput) -> AnyReply:
         """Discard the open session, and what is being done for it."""
@@ -206,32 +203,6 @@ class WeightUpdates:
 
     # ---------------------------------------------------------------------------------------- operations
 
-    def _guarded(self, operation: Operation) -> Operation:
-        """Say of every failure what serves now."""
-        was_valid = isinstance(self._content.state, Valid)
-        try:
-            return (yield from operation)
-        except Overruled as overruled:
-            num_missing = len(self._content.missing)
-            if num_missing == 0:
-                raise
-            left = f"{num_missing} parameters are stale: send the update again"
-            raise Overruled(overruled.message, 500 if was_valid else 400, left) from None
-        except (RequestRejected, OutOfStep):
-            raise
-        except DeadlinePassed:
-            raise RequestRejected(
-                f"the update was given up at its deadline: {self._requests.num_running} requests were still "
-                "running. Pause generation, or give pause_mode or a longer timeout_s"
-            ) from None
-        except Exception as error:
-            if not isinstance(self._content.state, Valid):
-                raise
-            logger.error("a weight update failed; the old weights serve", exc_info=error)
-            raise RequestRejected(
-                f"the update failed, the old weights serve: {type(error).__name__}: {error}"
-            ) from error
-
     def _noted(self, request: WeightUpdateRequest, contents: Contents, operation: Operation) -> Operation:
         """An update of the open session that is refused leaves the session incomplete."""
         try:
@@ -261,7 +232,8 @@ class WeightUpdates:
             yield from self._arrivals.receive(incoming, session)
             session.folder = folder_of(request)
             with self._conditions.draining(terms):
-                yield from session.prepare(incoming, nobody_waits=self._conditions.nobody_waits)
+                nobody_waits = self._conditions.nobody_waits
+                yield from session.prepare(incoming, is_all=True, nobody_waits=nobody_waits)
                 if session.overwrites_what_serves:
                     # There is no way back from the first byte on: other replicas are waited for before it.
                     mode = yield from self._agree(session, terms)

@@ -24,8 +24,7 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorMetadata
-from ebbtide.srt.weight_sync.payload.envelope import LocalSerializedTensor
-from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
+from ebbtide.srt.weight_sync.tensor_source import LocalSerializedTensor, open_tensor_payload
 from ebbtide.trainer.payload_encoding import serialize
 
 

@@ -1,0 +1,97 @@
+"""Many copies by one kernel, which looks at what it copies for NaN and Inf on its way.
+
+Shapes: S spans (copies), R rows of them.
+"""
+
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+# Spans are cut into rows of a table, of which so many programs copy a piece each, in steps.
+PIECES: Final = 16
+PIECE_BYTES: Final = 256 << 10
+STEP_BYTES: Final = 32 << 10
+ROW_BYTES: Final = PIECES * PIECE_BYTES
+
+
+class SpanCopies:
+    """So many copies, ready to be launched, on the stream that they were made on.
+
+    Args:
+        spans_S5: addresses of source and destination, bytes, and two masks: 32 bits of the source in which
+            all bits of a mask are set hold NaN or Inf (zeros: nothing is looked for). The first three are
+            multiples of 16. All of that memory must live until the copies have run.
+        device: where it lies.
+
+    Attributes:
+        found_S: once they have run, which of the spans hold NaN or Inf; ones and zeros.
+    """
+
+    def __init__(self, spans_S5: NDArray[np.int64], device: torch.device) -> None:
+        self.found_S = torch.zeros(len(spans_S5), dtype=torch.int32, device=device)
+        self._bytes_R, rows_R6 = _rows(spans_S5)
+        self._rows_R6 = torch.from_numpy(rows_R6)
+        if device.type == "cuda":
+            self._rows_R6 = self._rows_R6.pin_memory().to(device, non_blocking=True)
+
+    def launch(self, launch_bytes: int) -> Iterator[int]:
+        """Launch them, by kernels of about so many bytes each; yields the bytes of each kernel."""
+        ends_R = np.cumsum(self._bytes_R)
+        bounds = [0, *(np.flatnonzero(np.diff(ends_R // launch_bytes)) + 1), len(ends_R)]
+        for first, end in pairwise(bounds):
+            if first < end:
+                rows = self._rows_R6[first:end]
+                _copy_rows[(PIECES * len(rows),)](
+                    rows,
+                    self.found_S,
+                    PIECES=PIECES,
+                    WORDS=STEP_BYTES // 4,
+                    STEPS=PIECE_BYTES // STEP_BYTES,
+                    num_warps=16,
+                )
+                yield int(self._bytes_R[first:end].sum())
+
+
+def _rows(spans_S5: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Bytes of each row [R]; and source, destination, words of 32 bits, span and the masks [R, 6]."""
+    num_bytes_S = spans_S5[:, 2]
+    num_rows_S = -(-num_bytes_S // ROW_BYTES)
+    span_R = np.repeat(np.arange(len(spans_S5)), num_rows_S)
+    first_S = np.cumsum(num_rows_S) - num_rows_S
+    offset_R = (np.arange(len(span_R)) - first_S[span_R]) * ROW_BYTES
+    bytes_R = np.minimum(num_bytes_S[span_R] - offset_R, ROW_BYTES)
+    rows_R6 = np.empty((len(span_R), 6), dtype=np.int64)
+    rows_R6[:, :2] = spans_S5[span_R, :2] + offset_R[:, None]
+    rows_R6[:, 2] = bytes_R // 4
+    rows_R6[:, 3] = span_R
+    rows_R6[:, 4:] = spans_S5[span_R, 3:]
+    return bytes_R, rows_R6
+
+
+@triton.jit
+def _copy_rows(  # type: ignore[no-untyped-def]
+    rows_ptr, found_ptr, PIECES: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr
+) -> None:
+    program = tl.program_id(0)
+    row_ptr = rows_ptr + (program // PIECES).to(tl.int64) * 6
+    source_ptr = tl.multiple_of(tl.load(row_ptr), 16).to(tl.pointer_type(tl.int32))
+    destination_ptr = tl.multiple_of(tl.load(row_ptr + 1), 16).to(tl.pointer_type(tl.int32))
+    num_words = tl.multiple_of(tl.load(row_ptr + 2).to(tl.int32), 4)
+    lower, upper = tl.load(row_ptr + 4).to(tl.int32), tl.load(row_ptr + 5).to(tl.int32)
+    first = (program % PIECES) * WORDS * STEPS
+    found = tl.zeros((WORDS,), tl.int32)
+    for step in range(STEPS):
+        word = first + step * WORDS + tl.arange(0, WORDS)
+        values = tl.load(source_ptr + word, mask=word < num_words, other=0)
+        tl.store(destination_ptr + word, values, mask=word < num_words)
+        found |= ((values & lower) == lower).to(tl.int32) | ((values & upper) == upper).to(tl.int32)
+    is_found = (tl.max(found, axis=0) > 0) & (lower != 0)
+    tl.store(found_ptr + tl.load(row_ptr + 3), 1, mask=is_found)

@@ -1,0 +1,212 @@
+"""Payloads that refer to a trainer's tensors where they are, on a GPU: the engine reads them there.
+
+Allocations are shared whole, by the driver's handles: a few hundred of them hold thousands of tensors. Each
+reader counts down, in a file in shared memory as torch makes them, as it gives references back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import secrets
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.payload.allowed_globals import DRIVER_HANDLE_BYTES, NUM_COUNTERS
+from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, object_path
+from ebbtide.srt.weight_sync.payload.tensor_list import DeviceStorage, SharedTensor, encode_tensors
+
+_COUNTER: Final = struct.Struct("=q")
+# CU_POINTER_ATTRIBUTE_CONTEXT
+_CONTEXT_OF_POINTER: Final = 1
+
+
+class Payload(ABC):
+    """What is sent, and the memory behind it for as long as it is open: until the update is answered.
+
+    Attributes:
+        entries: of `serialized_named_tensors`.
+    """
+
+    def __init__(self, entries: Sequence[bytes]) -> None:
+        self.entries = list(entries)
+
+    @property
+    def payload(self) -> bytes:
+        """The only entry, for an engine of one rank."""
+        [entry] = self.entries
+        return entry
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives the memory back. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LentTensors(Payload):
+    """Entries that refer to the tensors themselves.
+
+    Left by something else than `RequestRejected`, which says that nothing is read any more, the engine may
+    be reading still: then whoever `keeps` it holds the tensors until it has finished.
+    """
+
+    def __init__(
+        self, entries: Sequence[bytes], tensors: object, counts: Counts, keep: Callable[[LentTensors], None]
+    ) -> None:
+        super().__init__(entries)
+        self._tensors: object | None = tensors
+        self._counts = counts
+        self._keep = keep
+
+    @property
+    def is_read(self) -> bool:
+        """Whether every reader has given back what it was lent."""
+        return self._counts.are_zero
+
+    def close(self) -> None:
+        """Lets go of the tensors."""
+        self._tensors = None
+        self._counts.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or issubclass(kind, RequestRejected):
+            self.close()
+        else:
+            self._keep(self)
+
+
+class Counts:
+    """How many references each reader has yet to give back, in a file in shared memory.
+
+    Args:
+        num_readers, num_references: so many readers are handed so many references each.
+
+    Attributes:
+        name: of the file, as payloads say it.
+    """
+
+    def __init__(self, num_readers: int, num_references: int) -> None:
+        assert num_readers <= NUM_COUNTERS
+        self.name = b"/torch_%d_%d" % (os.getpid(), secrets.randbits(48))
+        self._num_readers = num_readers
+        self._descriptor = os.open(object_path(self.name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.ftruncate(self._descriptor, HEADER_BYTES + NUM_COUNTERS * _COUNTER.size)
+        os.pwrite(self._descriptor, _COUNTER.pack(num_references) * num_readers, HEADER_BYTES)
+        self._is_open = True
+
+    @property
+    def are_zero(self) -> bool:
+        counts = os.pread(self._descriptor, self._num_readers * _COUNTER.size, HEADER_BYTES)
+        return not any(counts)
+
+    def close(self) -> None:
+        """Remove the file. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._descriptor)
+            object_path(self.name).unlink(missing_ok=True)
+
+
+class Driver:
+    """The calls of the CUDA driver that tell where allocations begin, and how other processes map them.
+
+    They take a microsecond each, and keep the interpreter's lock: a thread that lets go of it at each of
+    hundreds of calls waits milliseconds for it each time, where another one serves streams.
+    """
+
+    def __init__(self) -> None:
+        self._library = ctypes.PyDLL("libcuda.so.1")
+
+    def range_of(self, address: int) -> tuple[int, int]:
+        """Begin and length, in bytes, of the allocation around an address."""
+        begin, num_bytes = ctypes.c_uint64(), ctypes.c_size_t()
+        to = ctypes.byref(begin), ctypes.byref(num_bytes)
+        self._call("cuMemGetAddressRange_v2", *to, ctypes.c_uint64(address))
+        return begin.value, num_bytes.value
+
+    def handle_of(self, begin: int) -> bytes:
+        """What other processes map an allocation by."""
+        handle = ctypes.create_string_buffer(DRIVER_HANDLE_BYTES)
+        context = ctypes.c_void_p()
+        self._call(
+            "cuPointerGetAttribute", ctypes.byref(context), _CONTEXT_OF_POINTER, ctypes.c_uint64(begin)
+        )
+        self._call("cuCtxPushCurrent_v2", context)
+        try:
+            self._call("cuIpcGetMemHandle", handle, ctypes.c_uint64(begin))
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(context))
+        return handle.raw
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status != 0:
+            raise RuntimeError(f"{name}: CUDA error {status}")
+
+
+driver: Final = functools.cache(Driver)
+
+
+def lend(
+    tensors: Sequence[tuple[str, torch.Tensor]], num_readers: int, keep: Callable[[LentTensors], None]
+) -> LentTensors:
+    """Entries, one for each reader, that refer to these tensors, whose contents are there.
+
+    Args:
+        keep: takes over what a reader may not have finished with.
+
+    Raises RuntimeError for memory that the driver does not share in this way.
+    """
+    # What is empty lies in the first storage, which has no memory.
+    storages = [("", b"", 0)]
+    numbers: dict[int, int] = {}
+    listed = []
+    begin = end = number = 0
+    for name, tensor in tensors:
+        address = tensor.data_ptr()
+        if tensor.numel() == 0:
+            listed.append(shared_tensor(name, tensor, 0, 0))
+            continue
+        if not begin <= address < end:
+            begin, num_bytes = driver().range_of(address)
+            end, number = begin + num_bytes, numbers.setdefault(begin, len(storages))
+            if number == len(storages):
+                storages.append((uuid_of(tensor.device), driver().handle_of(begin), num_bytes))
+        offset, rest = divmod(address - begin, tensor.element_size())
+        if rest:
+            raise RuntimeError(f"{name} does not lie at a multiple of its elements' size")
+        listed.append(shared_tensor(name, tensor, offset, number))
+    counts = Counts(num_readers, len(storages) - 1)
+    entries = [
+        encode_tensors([DeviceStorage(*storage, 0, counts.name, reader) for storage in storages], listed)
+        for reader in range(num_readers)
+    ]
+    return LentTensors(entries, tensors, counts, keep)
+
+
+def shared_tensor(name: str, tensor: torch.Tensor, offset: int, storage: int) -> SharedTensor:
+    """A tensor's place in a payload: in the storage of this number, `offset` elements from its beginning."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return SharedTensor(name, dtype, tuple(tensor.shape), tuple(tensor.stride()), offset, storage)
+
+
+@functools.cache
+def uuid_of(device: torch.device) -> str:
+    """What other processes know a GPU by."""
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,0 +1,97 @@
+"""Copies into the weights, and the search for NaN and Inf in them: gathered in a kernel, and one by one."""
+
+import math
+import os
+
+import pytest
+import torch
+
+from ebbtide.srt.model_executor import weight_copies
+from ebbtide.srt.model_executor.weight_copies import LOOKED_AT_ONCE, NonFinite, Run, WeightCopies
+
+HAS_GPU = torch.cuda.is_available()  # noqa: TID251
+BFLOAT16, HALF, FLOAT, BYTES = torch.bfloat16, torch.float16, torch.float32, torch.uint8
+
+
+@pytest.fixture(
+    params=[pytest.param("cpu", id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the kernel runs: in Triton's interpreter where there is no GPU."""
+    if (request.param == "cuda") != HAS_GPU:
+        pytest.skip("the kernel is interpreted where there is no GPU")
+    if not HAS_GPU:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    language = pytest.importorskip("triton.language")
+    if not HAS_GPU and type(language.sum).__name__ != "InterpretedFunction":
+        pytest.skip("Triton was imported before TRITON_INTERPRET was set")
+    return torch.device(request.param, 0) if HAS_GPU else torch.device("cpu")
+
+
+def test_planned_copies_bring_every_byte_and_name_what_is_not_finite(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_copies, "LAUNCH_BYTES", 1_000_000)
+    tensors = {
+        "pieces": torch.randn(400_000).to(BFLOAT16),
+        "short": torch.tensor([6e4, -6e4, 0, 0, 0, 0, 0, math.inf], dtype=HALF),
+        "last of many": torch.cat([torch.full((99_999,), 3e38), torch.tensor([math.nan])]),
+        "bytes": torch.full((320,), 255, dtype=BYTES),
+        "upper half": torch.tensor([1.0, -math.inf, *[2.0] * 14], dtype=BFLOAT16),
+    }
+    part = torch.arange(64, dtype=FLOAT).to(device)
+    sources = {name: tensor.to(device) for name, tensor in tensors.items()}
+    arena = torch.zeros(4 << 20, dtype=BYTES, device=device)
+    copies, end, written = WeightCopies(device), 0, []
+    # Of two of one name the later one counts.
+    assert copies.plan("short", part, Run(1 << 20, 16, 0, FLOAT), arena.data_ptr())
+    for name, tensor in sources.items():
+        assert copies.plan(name, tensor, Run(end, tensor.nbytes, 0, tensor.dtype), arena.data_ptr())
+        written.append(arena[end : end + tensor.nbytes])
+        end += tensor.nbytes
+    # A rank's part of a tensor: its rows from 32 on.
+    assert copies.plan("part", part, Run(end, 64, 128, FLOAT), arena.data_ptr())
+
+    copies.prepare()
+    kernels = list(copies.launch())
+    assert (sum(kernels), len(kernels)) == (end + 64, 2)
+
+    torch.zeros(1, device=device).item()  # everything that was launched has run
+    assert sorted(copies.nonfinite()) == ["last of many", "short", "upper half"]
+    for tensor, copy in zip(tensors.values(), written, strict=True):
+        assert torch.equal(copy.cpu(), tensor.view(BYTES))
+    assert torch.equal(arena[end : end + 64].cpu(), part[32:48].view(BYTES).cpu())
+    assert not arena[end + 64 :].any()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dtype", "offset"),
+    [
+        (torch.zeros(8, dtype=HALF), FLOAT, 0),
+        (torch.zeros(8, 8, dtype=FLOAT).t(), FLOAT, 0),
+        (torch.zeros(3, dtype=FLOAT), FLOAT, 0),
+        (torch.zeros(9, dtype=FLOAT)[1:], FLOAT, 0),
+        (torch.zeros(8, dtype=FLOAT), FLOAT, 4),
+        (torch.zeros(8, dtype=torch.float64), torch.float64, 0),
+    ],
+    ids=["converts", "strided", "odd length", "odd source", "odd destination", "no masks"],
+)
+def test_what_is_not_alike_is_not_planned(tensor: torch.Tensor, dtype: torch.dtype, offset: int) -> None:
+    copies = WeightCopies(torch.device("cpu"))
+    assert not copies.plan("w", tensor, Run(offset, tensor.nbytes, 0, dtype), 4096)
+
+
+def test_nan_and_inf_are_found_and_what_is_merely_large_is_not() -> None:
+    regions = {f"good.{index}": torch.ones(3) for index in range(2 * LOOKED_AT_ONCE)} | {
+        "nan": torch.tensor([1.0, math.nan]),
+        "inf": torch.tensor([[1.0], [-math.inf]], dtype=torch.bfloat16),
+        "large": torch.full((100,), 3e38),
+        "large half": torch.full((100,), 6e4, dtype=torch.float16),
+        "empty": torch.empty(0),
+        "integers": torch.ones(2, dtype=torch.int8),
+    }
+    nonfinite = NonFinite()
+    for name, region in regions.items():
+        nonfinite.add(name, region)
+    nonfinite.finish()
+    assert nonfinite.names() == ["nan", "inf"]
