@@ -157,7 +157,10 @@ class Driver:
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)
         if status != 0:
-            raise RuntimeError(f"{name}: CUDA error {status}")
+            raise RuntimeError(
+                f"{name}: CUDA error {status}. What cudaMalloc gives can be shared: no expandable segment "
+                "(PYTORCH_CUDA_ALLOC_CONF), nothing of torch_memory_saver"
+            )
 
 
 driver: Final = functools.cache(Driver)

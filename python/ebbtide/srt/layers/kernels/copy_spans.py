@@ -82,8 +82,8 @@ def _copy_rows(  # type: ignore[no-untyped-def]
 ) -> None:
     program = tl.program_id(0)
     row_ptr = rows_ptr + (program // PIECES).to(tl.int64) * 6
-    source_ptr = tl.multiple_of(tl.load(row_ptr), 16).to(tl.pointer_type(tl.int32))
-    destination_ptr = tl.multiple_of(tl.load(row_ptr + 1), 16).to(tl.pointer_type(tl.int32))
+    source_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.int32)), 16)
+    destination_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(tl.int32)), 16)
     num_words = tl.multiple_of(tl.load(row_ptr + 2).to(tl.int32), 4)
     lower, upper = tl.load(row_ptr + 4).to(tl.int32), tl.load(row_ptr + 5).to(tl.int32)
     first = (program % PIECES) * WORDS * STEPS
