@@ -1,7 +1,7 @@
 """Any order of requests, deadlines and failures: all replicas commit an update, or none does.
 
-But for an update in place whose deadline a replica misses after the verdict: what it was overwriting is stale
-then, and the reply says which replica serves what.
+But for an update in place that breaks off half-way on one of them, when all have been told to write: what it
+was overwriting is stale, and the reply says which replica serves what.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
+    EndWeightUpdateReqInput,
     Expire,
     Refusal,
+    UpdateWeightFromDiskReqInput,
     UpdateWeightsReqOutput,
     UpdateWeightVersionReqInput,
 )
 from ebbtide.testing import default_schedule
 
 NUM_REPLICAS = 2
+UPDATES = (UpdateWeightFromDiskReqInput, EndWeightUpdateReqInput)
 REPLICAS = st.integers(0, NUM_REPLICAS - 1)
 
 
@@ -86,11 +89,11 @@ class ReplicasMachine(Clients):
 
     @property
     def divided(self) -> dict[str, list[bool]]:
-        """Of the calls that only some replicas are said to have committed, which."""
+        """Of the updates that only some replicas are said to have committed, which."""
         divided = {}
         for call, reply in self.replicas.replies.items():
-            if isinstance(reply, Refusal) and reply.status == 500 and "replicas" in reply.fields:
-                assert self.expired & {(call, dp_rank) for dp_rank in range(NUM_REPLICAS)}, reply
+            is_update = isinstance(self.replicas.calls[call], UPDATES)
+            if is_update and isinstance(reply, Refusal) and "replicas" in reply.fields:
                 divided[call] = [outcome["success"] for outcome in reply.fields["replicas"]]
         return divided
 
