@@ -308,6 +308,12 @@ GOALS: dict[str, Goal] = {
     "replay.structured_64": Goal(
         "replay", "64 requests by a regular expression: of the same without", "share", 0.95, at_least=True
     ),
+    "replay.masks_64": Goal(
+        "replay", "64 requests that ask for sampling masks: of the same without", "share", 0.99, at_least=True
+    ),
+    "replay.routes_256": Goal(
+        "replay", "256 streams with routed experts (Qwen3-30B-A3B): of without", "share", 0.98, at_least=True
+    ),
     "peak_memory.saved": Goal(
         "peak_memory", "multi-stage below one-stage while weights update", "GB", None, True
     ),

@@ -7,6 +7,9 @@
 - `structured_64`: 64 requests of 256 tokens at temperature 1 that keep to a regular expression, as a share of
   the tokens per second of the same requests without. The tokenizer is made up: single bytes, and words of
   noise up to the model's vocabulary.
+- `masks_64`: 64 requests of 256 tokens with top-p and top-k that ask for sampling masks, likewise.
+- `routes_256`: 256 streams of 512 tokens in and 256 out of Qwen3-30B-A3B that ask for routed experts, as a
+  share of the tokens per second of an engine that does not record them; and the longest gap between chunks.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import random
 import statistics
 import string
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ from gpu_common import SHAPES, Report, Shape, engine_args, model_folder, parse, 
 
 from ebbtide import Engine
 
-PARTS = ("canary", "short", "structured")
+PARTS = ("canary", "short", "structured", "masks", "routes")
+MOE_MODEL = "qwen30b-a3b"
 PATTERN = "([A-Za-z0-9]{1,12}[ ,.;]){200}"
 
 
@@ -67,14 +71,21 @@ class Requests:
     def prompt(self, length: int) -> list[int]:
         return [self._rng.randrange(250) for _ in range(length)]
 
-    async def call(self, length: int, num_tokens: int, **params: Any) -> Any:
-        given = {
-            "temperature": 1.0,
-            "max_new_tokens": num_tokens,
-            "sampling_seed": next(self._seeds),
-            **params,
-        }
-        return await self.engine.async_generate(input_ids=self.prompt(length), sampling_params=given)
+    async def call(self, length: int, num_tokens: int, *, asks_mask: bool = False, **params: Any) -> Any:
+        seed = next(self._seeds)
+        given = {"temperature": 1.0, "max_new_tokens": num_tokens, "sampling_seed": seed, **params}
+        return await self.engine.async_generate(
+            input_ids=self.prompt(length), sampling_params=given, return_sampling_mask=asks_mask
+        )
+
+    async def gap(self, length: int, num_tokens: int, *, asks: bool) -> float:
+        """The longest time between two chunks of a stream, in seconds."""
+        given = {"temperature": 1.0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        stream = await self.engine.async_generate(
+            input_ids=self.prompt(length), sampling_params=given, return_routed_experts=asks, stream=True
+        )
+        times = [time.perf_counter() async for _ in stream]
+        return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
 async def canary(report: Report, requests: Requests, num_runs: int) -> None:
@@ -135,14 +146,64 @@ async def structured(report: Report, requests: Requests, num_runs: int) -> None:
         elapsed_s = time.perf_counter() - started
         return float(sum(answer["meta_info"]["completion_tokens"] for answer in answers) / elapsed_s)
 
+    async def rate(*, asks: bool) -> float:
+        return await (tokens_per_s(regex=PATTERN) if asks else tokens_per_s(ignore_eos=True))
+
+    await alternate(report, "replay.structured_64", rate, num_runs)
+
+
+async def masks(report: Report, requests: Requests, num_runs: int) -> None:
+    num_requests, num_tokens = (2, 8) if requests.is_tiny else (64, 256)
+    params = {"top_p": 0.95, "top_k": 50, "ignore_eos": True}
+
+    async def rate(*, asks: bool) -> float:
+        started = time.perf_counter()
+        calls = [requests.call(64, num_tokens, asks_mask=asks, **params) for _ in range(num_requests)]
+        await asyncio.gather(*calls)
+        return num_requests * num_tokens / (time.perf_counter() - started)
+
+    await alternate(report, "replay.masks_64", rate, num_runs)
+
+
+async def alternate(report: Report, key: str, rate: Callable[..., Awaitable[float]], num_runs: int) -> None:
+    """With and without, in turns; the first of each is not counted."""
     rates: dict[bool, list[float]] = {True: [], False: []}
     for run in range(2 * num_runs + 2):
-        rate = await (tokens_per_s(regex=PATTERN) if run % 2 else tokens_per_s(ignore_eos=True))
+        asks = run % 2 == 1
+        tok_s = await rate(asks=asks)
         if run >= 2:
-            rates[bool(run % 2)].append(rate)
+            rates[asks].append(tok_s)
     plain = statistics.median(rates[False])
-    shares = [rate / plain for rate in rates[True]]
-    report.add("replay.structured_64", shares, tok_s=rates[True], plain_tok_s=rates[False])
+    shares = [tok_s / plain for tok_s in rates[True]]
+    report.add(key, shares, tok_s=rates[True], plain_tok_s=rates[False])
+
+
+async def streams(requests: Requests, *, asks: bool) -> tuple[float, float]:
+    """Tokens per second of many streams, and the longest gap of any."""
+    num_streams, length, num_tokens = (2, 16, 8) if requests.is_tiny else (256, 512, 256)
+    started = time.perf_counter()
+    gaps = await asyncio.gather(*(requests.gap(length, num_tokens, asks=asks) for _ in range(num_streams)))
+    return num_streams * num_tokens / (time.perf_counter() - started), max(gaps)
+
+
+def routes(report: Report, args: argparse.Namespace) -> None:
+    """Two engines, one after the other: what records experts does so in every pass."""
+    found: dict[bool, list[tuple[float, float]]] = {}
+    for asks in (False, True):
+        with model_folder(args, MOE_MODEL) as (shape, folder):
+            given = engine_args(args, folder, enable_return_routed_experts=asks)
+            with Engine(**given) as engine:
+                requests = Requests(args, engine, shape)
+                found[asks] = [asyncio.run(streams(requests, asks=asks)) for _ in range(args.runs + 1)][1:]
+    plain = statistics.median(tok_s for tok_s, _ in found[False])
+    report.add(
+        "replay.routes_256",
+        [tok_s / plain for tok_s, _ in found[True]],
+        tok_s=[tok_s for tok_s, _ in found[True]],
+        plain_tok_s=[tok_s for tok_s, _ in found[False]],
+        longest_gap_ms=[1e3 * gap for _, gap in found[True]],
+        plain_longest_gap_ms=[1e3 * gap for _, gap in found[False]],
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -162,7 +223,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         if "structured" in args.parts:
             with report.attempt("replay.structured_64"):
                 await structured(report, requests, args.runs)
+        if "masks" in args.parts:
+            with report.attempt("replay.masks_64"):
+                await masks(report, requests, args.runs)
 
+    if "routes" in args.parts:
+        if args.tiny:
+            report.skip("replay.routes_256", why="the tiny model has no experts")
+        else:
+            with report.attempt("replay.routes_256"):
+                routes(report, args)
+    if args.parts == ["routes"]:
+        report.finish()
+        return
     with model_folder(args, args.model) as (shape, folder):
         write_tokenizer(folder, shape["vocab_size"])
         given = {"max_total_tokens": 4096} if args.tiny else {}

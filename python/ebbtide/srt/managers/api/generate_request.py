@@ -44,6 +44,7 @@ UNSUPPORTED_FIELDS = frozenset(
         "lora_id",
         "custom_logit_processor",
         "return_hidden_states",
+        "replay_routed_experts",
         "return_indexer_topk",
         "return_entropy",
         "session_params",
