@@ -248,6 +248,7 @@ def test_a_mapping_that_begins_elsewhere_is_refused(gpu: Gpu) -> None:
         ({"offset_bytes": 2**63}, "storage offset: expected an integer"),
         ({"handle": b"\x02x" + b"h" * 64}, "memory handle: not one"),
         ({"handle": b"\x02c" + b"h" * 63}, "memory handle: not one"),
+        ({"handle": None}, "beyond its storage of 0 bytes"),
         ({"counter_file": b"/etc/passwd"}, "counter file: expected the form"),
         ({"counter_file": b"/torch_1_2/../passwd"}, "counter file: expected the form"),
         ({"counter_index": 10_000}, "counter index: expected 0 to 9999"),
