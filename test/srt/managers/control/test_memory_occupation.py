@@ -122,6 +122,7 @@ def test_releasing_the_weights_alone_keeps_the_kv(harness: Harness) -> None:
 
 def test_stale_weights_never_serve(harness: Harness) -> None:
     harness.release(WEIGHTS)
+    assert "released" in harness.refuse(GetWeightsByNameReqInput(name="layer.2")).message
     weights = harness.resume(WEIGHTS).weights
     assert (weights.content, weights.num_missing) == ("stale", 4)
     rid = harness.generate(PROMPT, max_new_tokens=3)

@@ -209,10 +209,15 @@ class TestWhileRunning:
         assert harness.outputs[rid].finish.kind == "abort"
         assert harness.now.paused is None
 
+    @pytest.mark.parametrize("is_sent", [False, True])
     @pytest.mark.parametrize("by", ["its deadline", "a release"])
-    def test_what_ends_a_draining_update_refuses_it(self, harness: Harness, by: str) -> None:
+    def test_what_ends_an_update_that_waits_refuses_it(
+        self, harness: Harness, by: str, is_sent: bool
+    ) -> None:
+        """For requests to end, or for what is sent."""
+        harness.weights.lateness = 10_000
         rid = harness.begin_request()
-        call = harness.call(updating(3))
+        call = harness.call(updating(3, is_sent=is_sent))
         harness.turn(8)
         if by == "a release":
             harness.release(WEIGHTS)
