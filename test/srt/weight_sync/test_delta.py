@@ -16,6 +16,7 @@ from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.weight_store import Destination, WeightStore
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.models.sharding import Part
+from ebbtide.srt.weight_sync.delta.folder import STATE, PulledState, read_state, write_state
 from ebbtide.srt.weight_sync.delta.gap_coding import decode_positions, encode_positions
 from ebbtide.srt.weight_sync.delta.patch import Operation, Patch, Place
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of, state_sum
@@ -137,6 +138,18 @@ def test_xor_twice_is_as_it_was() -> None:
 def test_positions_that_cannot_be(positions: list[int], message: str) -> None:
     with pytest.raises(RequestRejected, match=message):
         Patch("w", (2, 2), torch.tensor(positions), torch.zeros(2)).checked()
+
+
+def test_what_was_pulled_is_noted_and_a_whole_copy_of_another_engines_is_a_folder(tmp_path: Path) -> None:
+    assert read_state(tmp_path) is None
+    state = PulledState(tmp_path / "source", "default", 0, 7)
+    write_state(tmp_path, state)
+    assert read_state(tmp_path) == state
+    (tmp_path / STATE).write_text('{"version": "000007"}')
+    assert read_state(tmp_path) is None
+    (tmp_path / STATE).write_text("{")
+    with pytest.raises(RequestRejected, match="cannot be read"):
+        read_state(tmp_path)
 
 
 def test_a_store_says_where_its_tensors_lie_in_every_copy(tmp_path: Path) -> None:
