@@ -168,6 +168,10 @@ class CodedSource(DeltaSource):
         self._forget()
         yield from self._payload.release()
 
+    def detach(self) -> Callable[[], None]:
+        self._forget()
+        return self._payload.detach()
+
     def close(self) -> None:
         super().close()
         self._forget()

@@ -280,9 +280,12 @@ class IncomingTensors:
 
     def release(self) -> Slices[None]:
         """Before the commit, so that closing many mappings holds no forward pass up."""
+        # They hold on to the sender's memory.
+        self._changes = None
         yield from self._source.release()
 
     def detach(self) -> Callable[[], None]:
+        self._changes = None
         return self._source.detach()
 
     def close(self) -> None:
@@ -291,6 +294,7 @@ class IncomingTensors:
                 # It ends early: copies from the sender's memory are still under way.
                 self._device.synchronize()
         finally:
+            self._changes = None
             self._others.clear()
             self._source.close()
 
