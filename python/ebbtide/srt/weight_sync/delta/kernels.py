@@ -79,23 +79,26 @@ def coded_blocks(codes: Tensor, num_codes: Sequence[int]) -> CodedBlocks:
         num_blocks.to(device),
         output_size=total,
     )
-    passed_2B = torch.zeros((2, total + 1), dtype=torch.int64, device=device)
+    # Of integers and of where rows begin kernels are compiled anew: each has memory of its own.
+    passed_B1, values_B1 = (torch.zeros(total + 1, dtype=torch.int64, device=device) for _ in range(2))
     if total:
         _count[(total,)](
-            codes, tensor_B, bounds_T3, passed_2B, total + 1, ESCAPE=ESCAPES[codes.dtype], BLOCK=BLOCK
+            codes, tensor_B, bounds_T3, passed_B1, values_B1, ESCAPE=ESCAPES[codes.dtype], BLOCK=BLOCK
         )
-    until_2B = torch.cumsum(passed_2B, 1)
-    at_first_2T = until_2B[:, bounds_T3[:, 0]]
-    at_end_2T = until_2B[:, (first_blocks + num_blocks).to(device)]
-    passed, num_values = (at_end_2T - at_first_2T).tolist()
+    passed_B1, values_B1 = torch.cumsum(passed_B1, 0), torch.cumsum(values_B1, 0)
+    ends_T = (first_blocks + num_blocks).to(device)
+    at_first_T = passed_B1[bounds_T3[:, 0]]
+    passed_T = passed_B1[ends_T] - at_first_T
+    values_T = values_B1[ends_T] - values_B1[bounds_T3[:, 0]]
+    passed, num_values = torch.stack([passed_T, values_T]).tolist()
     return CodedBlocks(
         codes=codes,
         tensor_B=tensor_B,
         bounds_T3=bounds_T3,
-        ahead_B=until_2B[0, :-1] - at_first_2T[0][tensor_B.long()],
-        values_ahead_B=until_2B[1, :-1].contiguous(),
+        ahead_B=passed_B1[:-1] - at_first_T[tensor_B.long()],
+        values_ahead_B=values_B1[:-1],
         lasts=[elements - 1 for elements in passed],
-        num_values=[int(count) for count in num_values],
+        num_values=num_values,
     )
 
 
@@ -210,13 +213,13 @@ def _steps(codes_ptr, bounds_ptr, block, ESCAPE: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _count(  # type: ignore[no-untyped-def]
-    codes_ptr, tensor_ptr, bounds_ptr, passed_ptr, row_len, ESCAPE: tl.constexpr, BLOCK: tl.constexpr
+    codes_ptr, tensor_ptr, bounds_ptr, passed_ptr, values_ptr, ESCAPE: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     block = tl.program_id(0).to(tl.int64)
     tensor = tl.load(tensor_ptr + block)
     step, is_end = _steps(codes_ptr, bounds_ptr + tensor * 3, block, ESCAPE, BLOCK)
     tl.store(passed_ptr + block + 1, tl.sum(step, 0).to(tl.int64))
-    tl.store(passed_ptr + row_len + block + 1, tl.sum(is_end.to(tl.int32), 0).to(tl.int64))
+    tl.store(values_ptr + block + 1, tl.sum(is_end.to(tl.int32), 0).to(tl.int64))
 
 
 @triton.jit
