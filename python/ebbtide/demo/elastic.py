@@ -62,7 +62,7 @@ class Elastic:
         with ThreadPoolExecutor(1) as thread:
             answers = thread.submit(self._answers)
             self._watch(answers, 0.2 * whole_s)
-            self._without("3/4 of the KV cache", self._shrink, self._grow, answers, 0.4 * whole_s)
+            self._without("7/8 of the KV cache", self._shrink, self._grow, answers, 0.4 * whole_s)
             self._watch(answers, 0.1 * whole_s)
             self._without("all of it", self._release, self._resume, answers, 0.3 * whole_s)
             self._watch(answers, 600.0)
@@ -102,7 +102,7 @@ class Elastic:
 
     def _shrink(self) -> dict[str, Any]:
         self._whole_bytes = self._record.samples[-1].tag_bytes["kv_cache"]
-        return self._engine.resize_memory_occupation(num_bytes=self._whole_bytes // 4, preserve="live")
+        return self._engine.resize_memory_occupation(num_bytes=self._whole_bytes // 8, preserve="live")
 
     def _grow(self) -> dict[str, Any]:
         return self._engine.resize_memory_occupation(num_bytes=self._whole_bytes)

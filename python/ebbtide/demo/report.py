@@ -145,7 +145,7 @@ def _elastic(results: Results) -> str:
     plot = figures.svg(figures.memory_under_requests, results, 10, 3.8)
     return (
         "<h2>Memory that is lent</h2><p>In the end the trained model answers "
-        f"{results.elastic.num_requests} questions at length, while a trainer takes three quarters of the "
+        f"{results.elastic.num_requests} questions at length, while a trainer takes seven eighths of the "
         "KV cache for a while, and then all of it. Requests that have no room are parked: their KV waits in "
         "host memory, and they go on from there. All were answered token by token as by an engine that "
         "nobody disturbs.</p>" + _image(plot, "resident memory while requests run")

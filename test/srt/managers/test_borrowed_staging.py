@@ -203,7 +203,7 @@ def test_the_kv_cache_shrinks_and_grows_beside_streams(make_rank: Callable[..., 
     rank.assert_whole()
 
 
-@pytest.mark.parametrize("preserve", list(Preserve))
+@pytest.mark.parametrize("preserve", [Preserve.NONE, Preserve.ALL])
 def test_a_pool_that_is_full_gives_up_what_is_cached_and_then_the_youngest(
     make_rank: Callable[..., Rank], preserve: Preserve
 ) -> None:
@@ -254,8 +254,7 @@ def test_parked_requests_go_on_wherever_their_pages_lie(
     rank.assert_whole()
 
 
-@pytest.mark.parametrize("to", ["a smaller pool", "a second copy"])
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("to", "fails"), [("a smaller pool", True), ("a second copy", False)])
 def test_live_pages_are_moved_together_and_nobody_notices(
     make_rank: Callable[..., Rank], path: Path, monkeypatch: pytest.MonkeyPatch, to: str, fails: bool
 ) -> None:

@@ -162,7 +162,7 @@ class ControlMetrics:
         self._released = self._counter("released_bytes", "Given to the device by releases.", "tag")
         self._resumed = self._counter("resumed_bytes", "Taken from the device by resumes.", "tag")
         self._resized = self._counter("resized_bytes", "Moved by resizes of the KV cache.", "direction")
-        self._parked = self._counter("parked_bytes", "KV that releases moved to host memory.")
+        self._parked = self._counter("parked_bytes", "KV that releases and resizes moved to host memory.")
         self._requests = self._counter(
             "control_affected_requests", "Requests that an operation interrupted.", "operation", "effect"
         )
@@ -233,6 +233,7 @@ class ControlMetrics:
                 for tag, num_bytes in reply.mapped_bytes.items():
                     self._resumed.labels(tag.value).inc(num_bytes)
             case io_struct.ResizeMemoryOccupationReqOutput():
+                self._parked.inc(reply.parked_bytes)
                 direction = "released" if reply.moved_bytes < 0 else "taken"
                 self._resized.labels(direction).inc(abs(reply.moved_bytes))
         for name, effect in EFFECTS.items():
