@@ -124,7 +124,9 @@ def build_model_runner(
             raise ConfigurationError(
                 f"enable_return_routed_experts: {model_config.architecture} has no experts"
             )
-        max_tokens = schedule_config.chunked_prefill_size or model_config.context_len
+        # Without chunks the last prompt of a pass comes whole, however little room is left.
+        whole = schedule_config.max_prefill_tokens + model_config.context_len
+        max_tokens = schedule_config.chunked_prefill_size or whole
         runner.recorder = model.record_routes(max_tokens + schedule_config.max_running_requests, torch_device)
     if is_cuda:
         warm_up(runner, schedule_config.chunked_prefill_size or schedule_config.max_prefill_tokens, dtype)
