@@ -15,6 +15,7 @@ class FailingService:
 
     def __init__(self, error: Exception, *, is_down: bool) -> None:
         self.is_down = is_down
+        self.tracing = None
         self.config = SimpleNamespace(server_args=ServerArgs(model_path="none"))
         self.manager = SimpleNamespace(prepare=self.fail)
         self._error = error

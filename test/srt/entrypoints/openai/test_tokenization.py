@@ -93,7 +93,9 @@ def test_what_is_wrong_is_refused(method: str, fields: dict[str, Any], message: 
 def test_over_http(prefix: str, has_tokenizer: bool) -> None:
     async def script(engine: Engine) -> None:
         service: Any = SimpleNamespace(
-            manager=engine.manager, config=SimpleNamespace(server_args=ServerArgs(model_path="none"))
+            manager=engine.manager,
+            tracing=None,
+            config=SimpleNamespace(server_args=ServerArgs(model_path="none")),
         )
         transport = httpx.ASGITransport(create_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
