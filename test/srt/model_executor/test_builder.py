@@ -97,8 +97,7 @@ def test_the_built_runner_samples_as_it_was_configured(tmp_path: Path) -> None:
     vocab_size = resolve(ServerArgs(model_path=str(checkpoint))).model.vocab_size
     sampled = runner.sampler.launch(torch.randn(1, vocab_size), [only], np.zeros(1, dtype=np.int64)).result()
     assert sampled.logprobs is not None
-    assert sampled.logprobs[0] is not None
-    assert sampled.logprobs[0].token == 0.0
+    assert sampled.logprobs.tokens_N.tolist() == [0.0]
 
 
 def test_ranks_that_share_the_hosts_memory_take_a_part_each(

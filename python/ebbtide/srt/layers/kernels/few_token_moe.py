@@ -138,7 +138,9 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         next_start = after % STEPS * STEP
         is_there = after < TOP_K * STEPS
         next_expert = tl.load(experts_S + first_slot + after // STEPS, mask=is_there, other=0).to(tl.int64)
-        wanted = inside & ((next_start + columns < INNER) & is_there)[None, :]
+        # A comparison of tensors: Triton's interpreter takes no Python number for one side of an "and".
+        is_ahead = tl.zeros_like(columns) < TOP_K * STEPS - after
+        wanted = inside & ((next_start + columns < INNER) & is_ahead)[None, :]
         ahead = tl.load(tile + next_expert * (HIDDEN * INNER) + next_start, mask=wanted, other=0.0)
         value = tl.load(
             inner_SI + slot.to(tl.int64) * INNER + start + columns, mask=start + columns < INNER, other=0.0

@@ -198,7 +198,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     expert = tl.load(block_experts + block)
     slots = tl.load(block_slots + block * BLOCK_T + tl.arange(0, BLOCK_T))
     # A block without an expert lists no slots.
-    filled = (slots < num_slots) & (expert >= 0)
+    filled = (slots < num_slots) & (tl.zeros_like(slots) <= expert)
     sources = tl.where(filled, slots, 0).to(tl.int64)
     weights = tl.load(weights_S + sources)
     follow(OVERLAPPED)
