@@ -54,8 +54,9 @@ def shared_divided_engine(checkpoint: Path) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         environment.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-        with Engine(model_path=str(checkpoint), tp_size=2, **arguments) as engine:
-            yield engine
+        engine = Engine(model_path=str(checkpoint), tp_size=2, **arguments)
+    with engine:
+        yield engine
 
 
 @pytest.fixture
