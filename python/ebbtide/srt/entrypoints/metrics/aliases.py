@@ -38,7 +38,7 @@ VLLM: Final = {
 DURATION: Final = "ebbtide_control_operation_duration_seconds"
 IN_PROGRESS: Final = "ebbtide_control_operations_in_progress"
 # What vLLM calls our operations, by the family that counts them. Source: wire_vllm section 1.
-OPERATIONS: Final = {
+VLLM_OPERATIONS: Final = {
     "rl_weight_update": {
         "init_weights_update_group": "init",
         "destroy_weights_update_group": "shutdown",
@@ -74,7 +74,7 @@ class Aliases(Collector):
                 yield _renamed(family, names[family.name], family.samples)
             elif self._is_vllm and family.name in (DURATION, IN_PROGRESS):
                 suffix = "operation_duration_seconds" if family.name == DURATION else "operations_in_flight"
-                for group, operations in OPERATIONS.items():
+                for group, operations in VLLM_OPERATIONS.items():
                     yield _renamed(family, f"vllm:{group}_{suffix}", _by_operation(family, operations))
 
 

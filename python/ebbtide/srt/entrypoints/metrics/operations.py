@@ -140,7 +140,9 @@ class ControlMetrics:
             *("control_operations", "Control operations that have ended."),
             *("operation", "outcome", "status"),
         )
-        self._running = self._gauge("control_operations_in_progress", "Those that have not.", "operation")
+        self._running = self._gauge(
+            "control_operations_in_progress", "Control operations under way.", "operation"
+        )
         for operation in (*OPERATIONS.values(), TRANSITION):
             # An operation that never came is a 0 and no gap, so a rate over its first one is right.
             self._duration_s.labels(operation)

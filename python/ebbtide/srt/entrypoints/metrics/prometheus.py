@@ -25,7 +25,7 @@ LOAD_GAUGES = {
     "num_paused_reqs": "Requests that hold KV while generation is paused.",
     "num_used_tokens": "Tokens of KV that are held.",
     "max_total_num_tokens": "Tokens that the KV pool holds.",
-    "token_usage": "The former by the latter.",
+    "token_usage": "Share of the KV pool that is held.",
     "gen_throughput": "Tokens per second.",
     "cache_hit_rate": "Share of prompt tokens from the prefix cache.",
 }
@@ -53,7 +53,7 @@ class Metrics:
         self._registry.register(self.gc_pauses)
         self._requests = self._counter("num_requests", "Outputs that have ended.", "finish_reason")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of outputs that have ended.")
-        self._cached_tokens = self._counter("cached_tokens", "Those of them from the prefix cache.")
+        self._cached_tokens = self._counter("cached_tokens", "Prompt tokens from the prefix cache.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._retractions = self._counter("num_retractions", "Times that an output gave up its KV.")
         self._e2e_s = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.")

@@ -30,6 +30,8 @@ MAX_SPEC_CHARACTERS: Final = 1 << 18
 MAX_COMPILED_BYTES: Final = 64 << 20
 # Compiled grammars that are kept, here and on the ranks.
 MAX_KEPT: Final = 64
+# Tokens that one word of a mask stands for, as `batch_plan.TokenMask` has it.
+WORD_BITS: Final = 32
 # How long one may take to compile. A thread cannot be stopped, but nobody waits for it any longer.
 COMPILE_LIMIT_S: Final = 20.0
 
@@ -44,7 +46,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self.size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._lock = Lock()
 
@@ -59,7 +61,7 @@ class Vocabulary:
         import xgrammar
 
         return xgrammar.TokenizerInfo.from_huggingface(
-            self._tokenizer.hf, vocab_size=self._vocab_size, stop_token_ids=sorted(self._eos_token_ids)
+            self._tokenizer.hf, vocab_size=self.size, stop_token_ids=sorted(self._eos_token_ids)
         )
 
 
@@ -89,7 +91,7 @@ class GrammarCompiler:
         """What ranks load.
 
         Raises:
-            RequestRejected: 400, it does not compile, or is too large.
+            RequestRejected: 400, it does not compile, is too large, or no token can begin it.
         """
         import xgrammar
 
@@ -107,9 +109,14 @@ class GrammarCompiler:
             "structural_tag": compiler.compile_structural_tag,
         }
         try:
-            compiled: bytes = compilers[spec.kind](spec.text).serialize_json().encode()
+            grammar = compilers[spec.kind](spec.text)
         except Exception as error:  # the library raises RuntimeError, and what pydantic raises
             raise RequestRejected(f"{name}: does not compile: {_told(error)}") from error
+        words_W = np.empty(-(-self._vocabulary.size // WORD_BITS), dtype=np.int32)
+        GrammarMask(grammar).fill(words_W)
+        if not words_W.any():
+            raise RequestRejected(f"{name}: no token of the model's vocabulary can begin it")
+        compiled: bytes = grammar.serialize_json().encode()
         if len(compiled) > MAX_COMPILED_BYTES:
             raise RequestRejected(
                 f"{name}: it compiles to {len(compiled)} bytes, {MAX_COMPILED_BYTES} are most"

@@ -20,7 +20,7 @@ from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, alter
 from ebbtide.srt.model_executor.sampling.noise import mixed_seeds, uniforms_at
 from ebbtide.srt.model_executor.sampling.penalties import Penalties
 from ebbtide.srt.model_executor.sampling.support import LaunchedSupports, SupportReader
-from ebbtide.srt.model_executor.sampling.token_masks import TokenMasks
+from ebbtide.srt.model_executor.sampling.token_masks import AllowedTokens, TokenMasks
 from ebbtide.srt.model_executor.transfers import download, upload
 from ebbtide.srt.sampling_params import SamplingParams
 
@@ -160,7 +160,7 @@ class _Batch:
             else None
         )
         self._bias = _bias_entries(specs, device)
-        self._forbidden = _Forbidden.of(specs, vocab_size, device)
+        self._allowed = AllowedTokens.of(specs, vocab_size, device)
         self._minimum_S = np.array([spec.params.min_new_tokens for spec in specs])
         self._has_minimum = bool(self._minimum_S.any())
         asks = any(spec.returns_support for spec in specs)
@@ -185,7 +185,7 @@ class _Batch:
     def adjusted(self, logits_SV: Tensor, positions_S: NDArray[np.int64]) -> Tensor:
         """Scores after penalties, bias and masks; reported logprobs are of these over the temperature."""
         mask = self._stop_id_mask(positions_S) if self._has_minimum else None
-        changes = (self._penalties, self._bias, self._forbidden, mask, self._token_masks)
+        changes = (self._penalties, self._bias, self._allowed, mask, self._token_masks)
         if all(change is None for change in changes):
             # A CUDA chooser reads half precision as it is.
             return logits_SV if logits_SV.is_cuda else logits_SV.float()
@@ -195,8 +195,8 @@ class _Batch:
         if self._bias is not None:
             where, values = self._bias
             scores_SV.index_put_(where, values, accumulate=True)
-        if self._forbidden is not None:
-            self._forbidden.apply(scores_SV)
+        if self._allowed is not None:
+            self._allowed.apply(scores_SV)
         if mask is not None:
             scores_SV.index_put_(mask, scores_SV.new_full((), float("-inf")))
         if self._token_masks is not None:
@@ -264,36 +264,6 @@ class _Batch:
                 masked_rows, token_ids = zip(*entries, strict=True)
                 self._mask = (upload(list(masked_rows), self._device), upload(list(token_ids), self._device))
         return self._mask
-
-
-@dataclass(frozen=True, slots=True)
-class _Forbidden:
-    """What A of the rows may not choose: all but their `allowed_token_ids`."""
-
-    rows_A: Tensor
-    mask_AV: Tensor
-
-    @staticmethod
-    def of(specs: list[SampleSpec], vocab_size: int, device: torch.device) -> _Forbidden | None:
-        """None: every row may choose anything."""
-        rows = [row for row, spec in enumerate(specs) if spec.params.allowed_token_ids is not None]
-        if not rows:
-            return None
-        entries = [
-            (place, token_id)
-            for place, row in enumerate(rows)
-            for token_id in specs[row].params.allowed_token_ids or ()
-        ]
-        places, token_ids = (list(column) for column in zip(*entries, strict=True))
-        mask_AV = torch.ones((len(rows), vocab_size), dtype=torch.bool, device=device)
-        where = (upload(places, device), upload(token_ids, device))
-        mask_AV.index_put_(where, mask_AV.new_zeros(()))
-        return _Forbidden(upload(rows, device), mask_AV)
-
-    def apply(self, scores_SV: Tensor) -> None:
-        """In place."""
-        allowed_AV = scores_SV[self.rows_A].masked_fill(self.mask_AV, float("-inf"))
-        scores_SV.index_copy_(0, self.rows_A, allowed_AV)
 
 
 @dataclass(frozen=True, slots=True)

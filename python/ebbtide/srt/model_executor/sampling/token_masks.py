@@ -1,11 +1,12 @@
-"""Tokens that may not come next, by one bit each: grammars and lists of tokens speak through these alone.
+"""Tokens that may not come next: those that a list leaves out, and those that a mask does, by one bit each.
 
-Shapes: S requests that sample, M of them with a mask, V vocabulary, W words of 32 tokens.
+Shapes: S requests that sample, A of them with a list, M with a mask, V vocabulary, W words of 32 tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +16,36 @@ from ebbtide.srt.model_executor.batch_plan import SampleSpec
 from ebbtide.srt.model_executor.transfers import upload
 
 WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """The `allowed_token_ids` of A of the rows. Unlike masks they never change, and stay on the device."""
+
+    rows_A: Tensor
+    forbidden_AV: Tensor
+
+    @staticmethod
+    def of(specs: list[SampleSpec], vocab_size: int, device: torch.device) -> AllowedTokens | None:
+        """None: every row may choose anything."""
+        rows = [row for row, spec in enumerate(specs) if spec.params.allowed_token_ids is not None]
+        if not rows:
+            return None
+        entries = [
+            (place, token_id)
+            for place, row in enumerate(rows)
+            for token_id in specs[row].params.allowed_token_ids or ()
+        ]
+        places, token_ids = (list(column) for column in zip(*entries, strict=True))
+        forbidden_AV = torch.ones((len(rows), vocab_size), dtype=torch.bool, device=device)
+        where = (upload(places, device), upload(token_ids, device))
+        forbidden_AV.index_put_(where, forbidden_AV.new_zeros(()))
+        return AllowedTokens(upload(rows, device), forbidden_AV)
+
+    def apply(self, scores_SV: Tensor) -> None:
+        """In place."""
+        allowed_AV = scores_SV[self.rows_A].masked_fill(self.forbidden_AV, float("-inf"))
+        scores_SV.index_copy_(0, self.rows_A, allowed_AV)
 
 
 class TokenMasks:
