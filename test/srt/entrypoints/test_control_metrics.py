@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fixtures.scripted_engine import STATE
+from fixtures.scripted_engine import STATE, updated
 from fixtures.servers import Server, null_server
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,7 +16,7 @@ from ebbtide.srt.entrypoints.metrics.collectors import GcPauses
 from ebbtide.srt.entrypoints.metrics.operations import ControlMetrics
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.io_struct import Reply, UpdateWeightsReqOutput, UpdateWeightVersionReqOutput
+from ebbtide.srt.managers.io_struct import Reply, UpdateWeightVersionReqOutput
 from ebbtide.testing.null_engine import NullEngine
 
 # A null engine's tags; see `ebbtide.testing.NullDevice`.
@@ -129,21 +129,6 @@ def test_an_engine_in_python_has_the_same_samples() -> None:
 # ------------------------------------------------------------------------------------ without an engine
 
 
-def commit(version: str) -> UpdateWeightsReqOutput:
-    return UpdateWeightsReqOutput(
-        weight_version=version,
-        committed=True,
-        staged=True,
-        num_tensors=1,
-        num_ignored=0,
-        num_bytes=1,
-        stall_ms=1.0,
-        num_paused_requests=0,
-        content="valid",
-        num_missing=0,
-    )
-
-
 class Observed:
     """Control metrics that are driven by hand, from version 0 on."""
 
@@ -176,7 +161,7 @@ def spans(*lengths: tuple[str, int]) -> list[dict[str, Any]]:
 def test_the_lag_of_a_token_is_in_commits_since_its_version() -> None:
     observed = Observed()
     for version in ("1", "2", "3"):
-        observed.end("update_weights_from_disk", commit(version))
+        observed.end("update_weights_from_disk", updated(version))
     # The same weights under another name are no commit; and the last version is not known here yet.
     observed.end("update_weight_version", UpdateWeightVersionReqOutput(new_version="3b"))
     observed.metrics.note_spans(spans(("0", 5), ("2", 3), ("3b", 2), ("4", 1)))
@@ -241,7 +226,7 @@ def test_pauses_for_garbage_collection_are_counted_while_they_are_watched() -> N
 def test_the_names_of_other_engines(dialect: str | None, has: list[str], has_not: list[str]) -> None:
     metrics = Metrics("0", dialect)
     for operation in ("update_weights_from_tensor", "update_weights_from_disk"):
-        ended = asyncio.sleep(0, commit("1"))
+        ended = asyncio.sleep(0, updated("1"))
         asyncio.run(metrics.control.observed(operation, ended))
     meta = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens", "num_retractions"), 1)
     meta |= dict.fromkeys(("e2e_latency", "first_token_latency", "queue_time"), 1)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fixtures.scripted_engine import updated
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -19,7 +20,6 @@ from starlette.testclient import TestClient
 from ebbtide.srt.entrypoints.metrics.operations import EndedOperation
 from ebbtide.srt.entrypoints.metrics.tracing import TraceContext, Tracing, open_tracing
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.managers.io_struct import UpdateWeightsReqOutput
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_engine import NullEngine
 
@@ -39,21 +39,6 @@ def tracing(exporter: InMemorySpanExporter) -> Iterator[Tracing]:
     tracing = Tracing(provider)
     yield tracing
     tracing.close()
-
-
-def commit(version: str) -> UpdateWeightsReqOutput:
-    return UpdateWeightsReqOutput(
-        weight_version=version,
-        committed=True,
-        staged=True,
-        num_tensors=1,
-        num_ignored=0,
-        num_bytes=1,
-        stall_ms=1.0,
-        num_paused_requests=0,
-        content="valid",
-        num_missing=0,
-    )
 
 
 def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
@@ -114,7 +99,7 @@ def test_an_output_has_the_parent_that_its_request_names_and_is_linked_to_the_up
 
     for version in ("1", "2"):
         tracing.begin(f"update to {version}")(
-            EndedOperation("update", 1.0, 0.5, "done", "200", "", commit(version))
+            EndedOperation("update", 1.0, 0.5, "done", "200", "", updated(version))
         )
     app = Starlette()
     app.add_route("/generate", endpoint)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fixtures.scripted_engine import STATE, as_tests
+from fixtures.scripted_engine import STATE, as_tests, updated
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
@@ -46,7 +46,6 @@ from ebbtide.srt.managers.io_struct import (
     TokenOutput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
-    UpdateWeightsReqOutput,
     Verdict,
     WeightsContent,
     WeightSessionReqOutput,
@@ -191,21 +190,6 @@ def resumed(**mapped_bytes: int) -> ResumeMemoryOccupationReqOutput:
         device_free_bytes_before=1,
         device_free_bytes_after=1,
         duration_ms=1.0,
-    )
-
-
-def updated(*, is_committed: bool) -> UpdateWeightsReqOutput:
-    return UpdateWeightsReqOutput(
-        weight_version="8",
-        committed=is_committed,
-        staged=True,
-        num_tensors=1,
-        num_ignored=0,
-        num_bytes=1,
-        stall_ms=0.0,
-        num_paused_requests=0,
-        content="valid",
-        num_missing=0,
     )
 
 
@@ -383,7 +367,7 @@ async def test_a_session_that_was_begun_later_is_left_alone(setup: Setup) -> Non
     task = await setup.call(UpdateWeightFromDiskReqInput(model_path="8"))
     await setup.call(AbortWeightUpdateReqInput())
     await setup.call(BeginWeightUpdateReqInput())
-    await setup.answer(0, updated(is_committed=False), 0)
+    await setup.answer(0, updated("8", is_committed=False), 0)
     await setup.answer(1, Refusal(status=400, message="discarded"), 0)
     with pytest.raises(RequestRejected, match="replica 1: discarded"):
         await task
