@@ -54,7 +54,7 @@ from ebbtide.srt.managers.io_struct import (
     WeightUpdateRequest,
 )
 from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.scheduling.rank_channels import open_rank_channels
+from ebbtide.srt.managers.scheduling.ranks.channels import open_rank_channels
 from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
 from ebbtide.srt.mem_cache.page_table import PageTable

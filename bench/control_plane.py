@@ -53,7 +53,7 @@ from ebbtide.srt.managers.io_struct import (
     TokenOutput,
 )
 from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.scheduling.lockstep import Inbox
+from ebbtide.srt.managers.scheduling.ranks.lockstep import Inbox
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.tags import MemoryTag

@@ -30,7 +30,7 @@ from ebbtide.srt.managers.io_struct import (
     VersionContract,
 )
 from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.scheduling.lockstep import (
+from ebbtide.srt.managers.scheduling.ranks.lockstep import (
     Demand,
     FollowerInbox,
     Inbox,
@@ -38,7 +38,7 @@ from ebbtide.srt.managers.scheduling.lockstep import (
     NoOutputs,
     RankInbox,
 )
-from ebbtide.srt.managers.scheduling.rank_messages import RankMessage, Tick
+from ebbtide.srt.managers.scheduling.ranks.messages import RankMessage, Tick
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.tags import MemoryTag

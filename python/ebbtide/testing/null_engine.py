@@ -21,7 +21,7 @@ from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EbbtideError
 from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.scheduling.rank_channels import open_rank_channels
+from ebbtide.srt.managers.scheduling.ranks.channels import open_rank_channels
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.server_args import ServerArgs

@@ -31,7 +31,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
 )
-from ebbtide.srt.managers.scheduling import weight_io
+from ebbtide.srt.managers.scheduling.weights import weight_io
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.weight_store import Destination

@@ -27,9 +27,9 @@ from ebbtide.srt.managers.io_struct import (
     Verdict,
 )
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests
-from ebbtide.srt.managers.scheduling.lockstep import Demand, RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import PROMPT_TAIL, OutputProcessor
-from ebbtide.srt.managers.scheduling.rank_messages import TurnInput
+from ebbtide.srt.managers.scheduling.ranks.lockstep import Demand, RankInbox
+from ebbtide.srt.managers.scheduling.ranks.messages import TurnInput
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch

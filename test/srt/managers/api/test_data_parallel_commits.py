@@ -35,7 +35,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
     WeightSessionReqOutput,
 )
-from ebbtide.srt.managers.scheduling import lockstep
+from ebbtide.srt.managers.scheduling.ranks import lockstep
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 WEIGHTS = (MemoryTag.WEIGHTS,)

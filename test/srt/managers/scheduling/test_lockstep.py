@@ -24,9 +24,9 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from ebbtide.srt.managers.scheduling import lockstep
-from ebbtide.srt.managers.scheduling.lockstep import Demand, LeaderInbox
-from ebbtide.srt.managers.scheduling.rank_messages import Tick
+from ebbtide.srt.managers.scheduling.ranks import lockstep
+from ebbtide.srt.managers.scheduling.ranks.lockstep import Demand, LeaderInbox
+from ebbtide.srt.managers.scheduling.ranks.messages import Tick
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import NullDevice, default_schedule
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.scheduling import parameter_checker
-from ebbtide.srt.managers.scheduling.parameter_checker import ParameterChecker
+from ebbtide.srt.managers.scheduling.weights import parameter_checker
+from ebbtide.srt.managers.scheduling.weights.parameter_checker import ParameterChecker
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ebbtide.srt.managers.io_struct import PauseGenerationReqInput, PauseGenerationReqOutput, PauseMode
-from ebbtide.srt.managers.scheduling import lockstep
+from ebbtide.srt.managers.scheduling.ranks import lockstep
 from ebbtide.testing import SchedulerHarness, default_schedule
 
 

@@ -22,18 +22,18 @@ from ebbtide.srt.managers.control.weights.checks import WeightChecks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import DetokenizerInput, RankReport, StateReport
 from ebbtide.srt.managers.scheduler import Scheduler
-from ebbtide.srt.managers.scheduling.kv_compaction import KVCompaction
-from ebbtide.srt.managers.scheduling.kv_lender import KVLender, LendableMemory
-from ebbtide.srt.managers.scheduling.kv_resizer import KVResizer, ResizableMemory
-from ebbtide.srt.managers.scheduling.kv_resume import KVResume, ResumableMemory
+from ebbtide.srt.managers.scheduling.kv.compaction import KVCompaction
+from ebbtide.srt.managers.scheduling.kv.lender import KVLender, LendableMemory
+from ebbtide.srt.managers.scheduling.kv.resizer import KVResizer, ResizableMemory
+from ebbtide.srt.managers.scheduling.kv.resume import KVResume, ResumableMemory
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports
-from ebbtide.srt.managers.scheduling.lockstep import RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
+from ebbtide.srt.managers.scheduling.ranks.lockstep import RankInbox
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
-from ebbtide.srt.managers.scheduling.trial_pass import SchedulerTrialPass
+from ebbtide.srt.managers.scheduling.weights.trial_pass import SchedulerTrialPass
 from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd

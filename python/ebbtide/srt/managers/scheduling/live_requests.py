@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ebbtide.srt.managers.control.ports import ParkingPlan
 from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason
-from ebbtide.srt.managers.scheduling.kv_versions import Commit
+from ebbtide.srt.managers.scheduling.kv.versions import Commit
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy

@@ -18,7 +18,7 @@ from ebbtide.srt.managers.io_struct import (
     StreamedTokens,
     TokenOutput,
 )
-from ebbtide.srt.managers.scheduling.kv_versions import Commit
+from ebbtide.srt.managers.scheduling.kv.versions import Commit
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.running_rows import OTHER_STREAM, PLAIN_STREAM

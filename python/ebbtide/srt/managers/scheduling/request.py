@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ebbtide.srt.managers.io_struct import FinishReason, LogprobList
-from ebbtide.srt.managers.scheduling.kv_versions import Commit
+from ebbtide.srt.managers.scheduling.kv.versions import Commit
 from ebbtide.srt.managers.scheduling.routes import RouteRows
 from ebbtide.srt.managers.scheduling.running_rows import RunningRows
 from ebbtide.srt.managers.scheduling.version_contract import NO_CONTRACT

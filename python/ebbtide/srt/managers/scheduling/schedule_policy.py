@@ -16,7 +16,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.ports import PageStore, ParkingPlan
 from ebbtide.srt.managers.io_struct import FinishReason
 from ebbtide.srt.managers.scheduling.growth_reserve import GrowthReserve
-from ebbtide.srt.managers.scheduling.kv_versions import Commit, KVVersions
+from ebbtide.srt.managers.scheduling.kv.versions import Commit, KVVersions
 from ebbtide.srt.managers.scheduling.prefill_share import PrefillShare
 from ebbtide.srt.managers.scheduling.request import KVHold, ParkedKV, Phase, Req
 from ebbtide.srt.managers.scheduling.routes import PageRoutes, num_usable

@@ -16,10 +16,10 @@ from ebbtide.srt.heap import freeze_heap
 from ebbtide.srt.layers.attention.registry import name_of
 from ebbtide.srt.managers.control.ports import TagMemory
 from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.scheduling.rank_channels import open_rank_channels
+from ebbtide.srt.managers.scheduling.ranks.channels import open_rank_channels
 from ebbtide.srt.managers.scheduling.tag_memory import ArenaMemory, BackedUpWeights
 from ebbtide.srt.managers.scheduling.watchdog import Watchdog, dump_stacks, end_hung_process
-from ebbtide.srt.managers.scheduling.weight_io import EngineWeights
+from ebbtide.srt.managers.scheduling.weights.weight_io import EngineWeights
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.mem_cache.page_store import HostPageStore

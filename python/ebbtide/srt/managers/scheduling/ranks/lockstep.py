@@ -31,7 +31,7 @@ from ebbtide.srt.managers.io_struct import (
     SchedulerInput,
     StateReport,
 )
-from ebbtide.srt.managers.scheduling.rank_messages import (
+from ebbtide.srt.managers.scheduling.ranks.messages import (
     RankMessage,
     RankReply,
     RankUpdate,

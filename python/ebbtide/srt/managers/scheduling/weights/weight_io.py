@@ -20,7 +20,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateRequest,
 )
-from ebbtide.srt.managers.scheduling.incoming_weights import (
+from ebbtide.srt.managers.scheduling.weights.incoming_weights import (
     CheckedConversation,
     IncomingTensors,
     InPlace,
@@ -28,7 +28,7 @@ from ebbtide.srt.managers.scheduling.incoming_weights import (
     checked,
     timed,
 )
-from ebbtide.srt.managers.scheduling.parameter_checker import ParameterChecker
+from ebbtide.srt.managers.scheduling.weights.parameter_checker import ParameterChecker
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
 from ebbtide.srt.weight_sync.broadcast.memberships import Joining, Memberships

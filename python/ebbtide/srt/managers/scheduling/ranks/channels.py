@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.io_struct import DetokenizerInput, ManagerInput, SchedulerInput
-from ebbtide.srt.managers.scheduling.lockstep import FollowerInbox, Inbox, LeaderInbox, NoOutputs, RankInbox
-from ebbtide.srt.managers.scheduling.rank_messages import RankMessage, Tick
+from ebbtide.srt.managers.scheduling.ranks.lockstep import (
+    FollowerInbox,
+    Inbox,
+    LeaderInbox,
+    NoOutputs,
+    RankInbox,
+)
+from ebbtide.srt.managers.scheduling.ranks.messages import RankMessage, Tick
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, SendEnd, Sender
 
 

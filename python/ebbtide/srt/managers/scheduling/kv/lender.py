@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from ebbtide.srt.errors import OutOfDeviceMemory
-from ebbtide.srt.managers.scheduling.kv_compaction import KVCompaction
+from ebbtide.srt.managers.scheduling.kv.compaction import KVCompaction
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.resize import ShrinkingPlan
 from ebbtide.srt.managers.io_struct import Preserve
-from ebbtide.srt.managers.scheduling.kv_compaction import KVCompaction
+from ebbtide.srt.managers.scheduling.kv.compaction import KVCompaction
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 
