@@ -16,17 +16,16 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.ports import PageStore, ParkingPlan
 from ebbtide.srt.managers.io_struct import FinishReason
 from ebbtide.srt.managers.scheduling.growth_reserve import GrowthReserve
-from ebbtide.srt.managers.scheduling.kv.versions import Commit, KVVersions
+from ebbtide.srt.managers.scheduling.kv.versions import Commit
 from ebbtide.srt.managers.scheduling.prefill_share import PrefillShare
-from ebbtide.srt.managers.scheduling.request import KVHold, ParkedKV, Phase, Req
-from ebbtide.srt.managers.scheduling.routes import PageRoutes, num_usable
-from ebbtide.srt.managers.scheduling.running_rows import RunningRows
+from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
+from ebbtide.srt.managers.scheduling.request_pages import RequestPages
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.version_contract import ServedVersions, Standing
 from ebbtide.srt.managers.scheduling.waiting_order import WaitingOrder
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
-from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixCache, PrefixLease
+from ebbtide.srt.mem_cache.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
@@ -63,31 +62,40 @@ class SchedulePolicy:
         records_routes: bool = False,
     ) -> None:
         self.config = config
+        self.pages = RequestPages(
+            allocator,
+            cache,
+            table,
+            page_size,
+            page_store,
+            cache_by_version=cache_by_version,
+            records_routes=records_routes,
+        )
         self.allocator = allocator
         self.cache = cache
         self.table = table
         self.page_size = page_size
         self.page_store = page_store
-        self.cache_by_version = cache_by_version
-        self.shares_prefixes = not isinstance(cache, NoPrefixCache)
-        self.kv_versions = KVVersions()
-        self.commit = Commit(0, "")
+        self.rows = self.pages.rows
         self.holds_admission = False
         self.held: list[Req] = []
         self.waiting: list[Req] = []
         self.running: list[Req] = []
         self._versions = ServedVersions("")
         self._num_updates = 0
-        self.rows = RunningRows(len(table.array))
         self._rows_R: NDArray[np.int64] | None = None
         self._live: dict[str, Req] = {}
         self._num_in_flight = 0
-        self.routes = PageRoutes(page_size) if records_routes else None
         self._reserve = GrowthReserve(page_size)
         self._share = PrefillShare(config)
         self._order = WaitingOrder(config.policy)
 
     # ------------------------------------------------------------------------------------------ requests
+
+    @property
+    def commit(self) -> Commit:
+        """The weights that serve."""
+        return self.pages.commit
 
     @property
     def has_work(self) -> bool:
@@ -126,14 +134,14 @@ class SchedulePolicy:
 
     def _is_next_turn(self, req: Req) -> bool:
         """Whether most of its prompt is in the cache: there is little to compute, and an agent waits."""
-        return 2 * len(self._matched(req)) * self.page_size >= req.num_tokens
+        return 2 * len(self.pages.matched(req)) * self.page_size >= req.num_tokens
 
     def serve(self, commit: Commit, *, is_update: bool) -> list[tuple[Req, FinishReason]]:
         """Other weights serve, or the same ones under another version; returns the requests that this ends.
 
         With an update, what still holds KV of the weights before keeps it, gives it up, or ends, as it asks.
         """
-        self.commit = commit
+        self.pages.commit = commit
         self._versions.note(commit.version)
         self._num_updates += is_update
         ended: list[tuple[Req, FinishReason]] = []
@@ -181,9 +189,9 @@ class SchedulePolicy:
                 self.held.remove(req)
             case Phase.WAITING:
                 self.waiting.remove(req)
-                self._drop_parked(req)
+                self.pages.drop_parked(req)
             case _:
-                self._release_kv(req, publish=True)
+                self.pages.release(req, publish=True)
                 self.running.remove(req)
                 self._rows_R = None
         req.phase = Phase.FINISHED
@@ -195,7 +203,7 @@ class SchedulePolicy:
         ended = self.running + queued
         self.waiting, self.held = [], []
         for req in queued:
-            self._drop_parked(req)
+            self.pages.drop_parked(req)
             req.phase = Phase.FINISHED
             del self._live[req.rid]
         self.finish_running(list(self.running))
@@ -204,7 +212,7 @@ class SchedulePolicy:
     def finish_running(self, finished: list[Req]) -> None:
         """End several running requests at once: the usual end of a step."""
         for req in finished:
-            self._release_kv(req, publish=True)
+            self.pages.release(req, publish=True)
             req.phase = Phase.FINISHED
             del self._live[req.rid]
         self.running = [req for req in self.running if req.phase is Phase.RUNNING]
@@ -232,7 +240,7 @@ class SchedulePolicy:
         rids: set[str] = set()
         pages: set[int] = set()
         for req in self.running:
-            computed = self.computed_pages(req)
+            computed = self.pages.computed(req)
             num_pages = len(pages) + sum(page not in pages for page in computed)
             if num_pages > max_pages:
                 break
@@ -252,20 +260,12 @@ class SchedulePolicy:
             self.cache.flush()
         return len(retracted)
 
-    def computed_pages(self, req: Req) -> list[int]:
-        """The pages that hold KV of a running request."""
-        assert req.kv is not None
-        return req.kv.pages[: -(-req.kv.num_computed // self.page_size)]
-
     def park_request(self, req: Req, slots: list[int]) -> None:
         """Take a running request's pages away: what they hold has been copied to these slots of the store.
 
         When it is admitted again it goes on from there.
         """
-        kv = req.kv
-        assert kv is not None
-        starts = self.kv_versions.spans(kv.lease.runs, kv.commit_starts, self.page_size)
-        req.parked = ParkedKV(slots, kv.num_computed, kv.is_prefilled, starts)
+        self.pages.park(req, slots)
         self._leave(req)
         self._enqueue(req)
 
@@ -284,7 +284,7 @@ class SchedulePolicy:
 
         Where too few are free the youngest requests that run give up theirs.
         """
-        while (pages := self._allocate(num_pages)) is None and self.running:
+        while (pages := self.pages.allocate(num_pages)) is None and self.running:
             self._reserve.note_retraction()
             self.retract(self.running[-1])
         return pages
@@ -346,14 +346,9 @@ class SchedulePolicy:
         assert kv is not None
         if not kv.is_prefilled and kv.num_computed == req.num_tokens:
             kv.is_prefilled = True
-            req.prefill_starts = self._prefill_starts(req)
+            req.prefill_starts = self.pages.prefill_starts(req)
             req.prefill_changed = True
-            self._publish(req)
-
-    def _prefill_starts(self, req: Req) -> list[tuple[str, int]]:
-        assert req.kv is not None
-        starts = self.kv_versions.prefill_starts(req.kv.lease.runs, req.kv.commit_starts, self.page_size)
-        return [(version, start) for version, start in starts if start < len(req.spec.prompt_ids)]
+            self.pages.publish(req)
 
     def _must_commit_first(self) -> bool:
         """Whether a request's next token depends on the ids of those in flight."""
@@ -375,7 +370,7 @@ class SchedulePolicy:
             for index in self.rows.short_of_pages(self._running_rows()):
                 kv = self.running[index].kv
                 assert kv is not None
-                page = self._allocate(1)
+                page = self.pages.allocate(1)
                 if page is None:
                     break
                 self.table.write(kv.row, len(kv.pages), page)
@@ -394,10 +389,10 @@ class SchedulePolicy:
             return
         rows_R = self._running_rows()
         in_prefill = np.flatnonzero(~self.rows.is_decoding(rows_R)).tolist()
-        prefilling = {self._next_page_key(self.running[index]) for index in in_prefill}
+        prefilling = {self.pages.next_key(self.running[index]) for index in in_prefill}
         num_to_come = self.rows.num_to_come(rows_R)
         num_deferred = 0
-        for req in self._order.candidates(self.waiting, self._matched):
+        for req in self._order.candidates(self.waiting, self.pages.matched):
             if budget <= 0 or len(self.running) >= self.config.max_running_requests:
                 return
             hold = self._take_pages(req, prefilling, num_to_come)
@@ -413,25 +408,13 @@ class SchedulePolicy:
             insort(self.running, req, key=_by_arrival)
             self._rows_R = None
             req.phase = Phase.RUNNING
-            req.kv = hold
-            self.table.write(hold.row, 0, hold.pages)
             if req.cached_tokens is None:
                 req.cached_tokens = hold.num_computed
                 req.first_update = self._num_updates
-            for version in self.kv_versions.versions(hold.lease.labels):
-                req.note_kv_used(version)
-            self._restore(req)
-            self._take_routes(req)
-            prefilling.add(self._next_page_key(req))
+            self.pages.begin(req, hold)
+            prefilling.add(self.pages.next_key(req))
             num_to_come += req.num_to_come
             yield req
-
-    def _matched(self, req: Req) -> list[int]:
-        """The cached pages that it could begin with."""
-        tokens = req.tokens(0, req.num_tokens)
-        lease = self.cache.match(self._namespace(req), tokens, req.reusable_tokens)
-        lease.release()
-        return lease.pages
 
     def _take_pages(
         self, req: Req, prefilling: set[tuple[object, ...]], num_to_come: int
@@ -442,12 +425,13 @@ class SchedulePolicy:
         one prompt prefills it once.
         """
         tokens = req.tokens(0, req.num_tokens)
-        lease = self.cache.match(self._namespace(req), tokens, req.reusable_tokens)
-        lease = self._with_routes(req, tokens, lease)
+        lease = self.pages.lease(req, tokens)
         num_cached = len(lease.pages) * self.page_size
         next_page = tokens[num_cached : num_cached + self.page_size]
         is_shareable = (
-            self.shares_prefixes and req.parked is None and num_cached + self.page_size <= req.reusable_tokens
+            self.pages.shares_prefixes
+            and req.parked is None
+            and num_cached + self.page_size <= req.reusable_tokens
         )
         if is_shareable and (num_cached, req.namespace, *next_page) in prefilling:
             lease.release()
@@ -457,7 +441,7 @@ class SchedulePolicy:
         if self.running and num_needed + self._reserve.pages(num_to_come) > num_free:
             lease.release()
             return None
-        pages = self._allocate(num_needed)
+        pages = self.pages.allocate(num_needed)
         if pages is None:
             lease.release()
             return None
@@ -466,78 +450,7 @@ class SchedulePolicy:
         self.rows.open(hold.row, req, num_computed=num_cached, num_pages_tokens=room)
         return hold
 
-    def _with_routes(self, req: Req, tokens: list[int], lease: PrefixLease) -> PrefixLease:
-        """A lease of no page whose experts a request wants and nobody knows."""
-        if self.routes is None or req.routes_from is None:
-            return lease
-        first_page = max(req.routes_from, req.routes.end) // self.page_size
-        num_pages = num_usable(self.routes.found(tokens, lease.pages, lease.runs), first_page)
-        if num_pages == len(lease.pages):
-            return lease
-        lease.release()
-        return self.cache.match(self._namespace(req), tokens, num_pages * self.page_size)
-
-    def _take_routes(self, req: Req) -> None:
-        """The experts of the cached tokens that a request begins with."""
-        assert req.kv is not None
-        if self.routes is None:
-            return
-        lease = req.kv.lease
-        tokens = req.tokens(0, len(lease.pages) * self.page_size)
-        for index, rows in enumerate(self.routes.found(tokens, lease.pages, lease.runs)):
-            if rows is not None and (index + 1) * self.page_size > req.routes.end:
-                req.routes.add(index * self.page_size, rows)
-
-    def _next_page_key(self, req: Req) -> tuple[object, ...]:
-        """What identifies the first page that a prefilling request computes itself."""
-        assert req.kv is not None
-        start = len(req.kv.lease.pages) * self.page_size
-        return (start, req.namespace, *req.tokens(start, min(start + self.page_size, req.num_tokens)))
-
     # --------------------------------------------------------------------------------------------- pages
-
-    def _allocate(self, num_pages: int) -> list[int] | None:
-        shortage = num_pages - self.allocator.num_free
-        if shortage > 0:
-            self.cache.evict(shortage)
-        return self.allocator.allocate(num_pages)
-
-    def _namespace(self, req: Req) -> Namespace:
-        return (*req.namespace, str(self.commit.number)) if self._is_by_version(req) else req.namespace
-
-    def _is_by_version(self, req: Req) -> bool:
-        """Whether it shares KV of the same weights only. One that wants new KV must not find the old."""
-        return self.cache_by_version or req.contract.on_update == "recompute"
-
-    def _publish(self, req: Req) -> None:
-        """Hand the request's whole pages to the prefix cache, one run of commits at a time."""
-        kv = req.kv
-        assert kv is not None
-        end_page = kv.num_computed // self.page_size
-        starts = kv.commit_starts
-        if self._is_by_version(req) and starts:
-            # A page of this namespace holds KV of one commit only: stop where the next commit begins.
-            later = [start for commit, start in starts if str(commit.number) != kv.lease.namespace[-1]]
-            end_page = min([end_page, *(start // self.page_size for start in later)])
-        first_page = len(kv.lease.pages)
-        tokens = req.tokens(0, kv.num_computed)
-        for label, end in self.kv_versions.runs(starts, first_page, end_page, self.page_size):
-            kv.lease = self.cache.publish(kv.lease, tokens[: end * self.page_size], kv.pages, label)
-            kv.pages[: len(kv.lease.pages)] = kv.lease.pages
-            if self.routes is not None:
-                self.routes.keep(tokens, kv.lease.pages, kv.lease.runs, req.routes, label)
-        self.table.write(kv.row, first_page, kv.pages[first_page:end_page])
-
-    def _release_kv(self, req: Req, *, publish: bool) -> None:
-        kv = req.kv
-        assert kv is not None
-        if publish:
-            self._publish(req)
-        self.allocator.free(kv.pages[len(kv.lease.pages) :])
-        kv.lease.release()
-        self.table.free_row(kv.row)
-        self.rows.close(kv.row)
-        req.kv = None
 
     def retract(self, req: Req) -> None:
         """Take a running request's KV away; it re-prefills prompt and output when it is admitted again."""
@@ -547,12 +460,12 @@ class SchedulePolicy:
     def _retract_parked(self, req: Req) -> None:
         """A request that waits with KV in host memory loses it."""
         self.waiting.remove(req)
-        self._drop_parked(req)
+        self.pages.drop_parked(req)
         self._requeue(req)
 
     def _leave(self, req: Req) -> None:
         assert req.num_in_flight == 0, "a token in flight would be lost"
-        self._release_kv(req, publish=False)
+        self.pages.release(req, publish=False)
         self.running.remove(req)
         self._rows_R = None
 
@@ -562,27 +475,6 @@ class SchedulePolicy:
         if not req.has_input_logprobs:
             req.reset_input_logprobs()
         self._enqueue(req)
-
-    def _drop_parked(self, req: Req) -> None:
-        if req.parked is not None:
-            self.page_store.drop(req.parked.slots)
-            req.parked = None
-
-    def _restore(self, req: Req) -> None:
-        """Bring KV back from host memory, but for pages that are cached."""
-        kv, parked = req.kv, req.parked
-        assert kv is not None
-        if parked is None:
-            return
-        num_cached = len(kv.lease.pages)
-        if num_cached < len(parked.slots):
-            self.page_store.restore(parked.slots[num_cached:], kv.pages[num_cached : len(parked.slots)])
-            self.rows.computed[kv.row] = self.rows.launched[kv.row] = parked.num_computed
-        kv.is_prefilled = parked.is_prefilled
-        kv.commit_starts = self.kv_versions.behind(parked.commit_starts, num_cached * self.page_size)
-        self._drop_parked(req)
-        self._publish(req)
-        kv.commit_starts = self.kv_versions.behind(kv.commit_starts, len(kv.lease.pages) * self.page_size)
 
     def _enqueue(self, req: Req) -> None:
         req.phase = Phase.WAITING

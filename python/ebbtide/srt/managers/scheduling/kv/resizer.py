@@ -110,7 +110,7 @@ class KVResizer:
         pages: set[int] = set()
         num_parked = 0
         for req in in_the_way if preserve is not Preserve.NONE else []:
-            pages.update(policy.computed_pages(req))
+            pages.update(policy.pages.computed(req))
             if len(pages) > policy.page_store.num_free:
                 break
             num_parked += 1
@@ -120,7 +120,7 @@ class KVResizer:
         """Copy what is parked to the host; returns the bytes. Raises OutOfDeviceMemory: nothing is kept."""
         policy = self._policy
         before = policy.page_store.num_bytes
-        self._slots = policy.page_store.save([policy.computed_pages(req) for req in self._found(plan.parked)])
+        self._slots = policy.page_store.save([policy.pages.computed(req) for req in self._found(plan.parked)])
         return policy.page_store.num_bytes - before
 
     def discard(self) -> None:
