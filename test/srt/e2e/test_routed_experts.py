@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fixtures.checkpoints import make_checkpoint
+from fixtures.gpu_device import ON_CPU_AND_GPUS
 from fixtures.servers import Server, running_server
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
@@ -28,12 +29,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("moe"), "Qwen3MoeForCausalLM", max_position_embeddings=512)
 
 
-@pytest.fixture(scope="module")
-def engine(checkpoint: Path) -> Iterator[Engine]:
+@pytest.fixture(scope="module", params=ON_CPU_AND_GPUS)
+def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     # Pages of 8 tokens: prompts share whole ones.
-    with Engine(
-        model_path=str(checkpoint), enable_return_routed_experts=True, max_total_tokens=1024, page_size=8
-    ) as engine:
+    fixed = {"enable_return_routed_experts": True, "max_total_tokens": 1024, "page_size": 8}
+    with Engine(model_path=str(checkpoint), **fixed, **request.param) as engine:
         yield engine
 
 

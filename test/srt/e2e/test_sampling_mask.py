@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.gpu_device import ON_CPU_AND_GPU
 from fixtures.references import Reference
 
 from ebbtide import Engine
@@ -17,9 +18,9 @@ from ebbtide.srt.errors import RequestRejected
 PROMPT = list(range(20))
 
 
-@pytest.fixture(scope="module")
-def engine(checkpoint_a: Path) -> Iterator[Engine]:
-    with Engine(model_path=str(checkpoint_a), max_total_tokens=1024) as engine:
+@pytest.fixture(scope="module", params=ON_CPU_AND_GPU)
+def engine(checkpoint_a: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with Engine(model_path=str(checkpoint_a), max_total_tokens=1024, **request.param) as engine:
         yield engine
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.gpu_device import ON_CPU_AND_GPU
 
 from ebbtide import Engine
 from ebbtide.srt.errors import RequestRejected
@@ -32,9 +33,10 @@ TAG = {
 LONG = "[a-f]{60}"
 
 
-@pytest.fixture(scope="module")
-def engine(checkpoint_a: Path) -> Iterator[Engine]:
-    with Engine(model_path=str(checkpoint_a), random_seed=7, max_total_tokens=4096) as engine:
+@pytest.fixture(scope="module", params=ON_CPU_AND_GPU)
+def engine(checkpoint_a: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    fixed = {"random_seed": 7, "max_total_tokens": 4096}
+    with Engine(model_path=str(checkpoint_a), **fixed, **request.param) as engine:
         yield engine
 
 
