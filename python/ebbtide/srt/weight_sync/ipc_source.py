@@ -170,7 +170,7 @@ class IpcConversation:
         places = [_place(item, buffer.numel()) for item in listed]
 
         def read() -> Iterable[tuple[str, torch.Tensor]]:
-            return _views(buffer, places)
+            return views_of(buffer, places)
 
         return WeightSource([header for header, _ in places], read, is_on_device=True)
 
@@ -227,9 +227,10 @@ def _place(item: object, num_bytes: int) -> tuple[TensorHeader, int]:
     return header, offset
 
 
-def _views(
+def views_of(
     buffer: torch.Tensor, places: Iterable[tuple[TensorHeader, int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a buffer of bytes, each with where it begins."""
     for header, offset in places:
         piece = buffer[offset : offset + header.num_bytes]
         if piece.storage_offset() % header.dtype.itemsize:

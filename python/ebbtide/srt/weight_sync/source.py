@@ -41,13 +41,16 @@ class BorrowedMemory:
         reader, num_readers: of all ranks that were sent the same references, which one this is. The first one
             takes the references over. CUDA memory is for a single reader: the others refuse it, and the
             first one too, so that all of them do the same.
+        is_kept: see `CudaBlocks`.
     """
 
-    def __init__(self, cuda: CudaIpc | None = None, reader: int = 0, num_readers: int = 1) -> None:
+    def __init__(
+        self, cuda: CudaIpc | None = None, reader: int = 0, num_readers: int = 1, *, is_kept: bool = False
+    ) -> None:
         self._noted: list[AnyStorageRef] = []
         self._wanted: list[CudaStorageRef] = []
         self._blocks = SharedBlocks(owns_references=reader == 0)
-        self._cuda = CudaBlocks(cuda, owns_references=reader == 0, may_open=num_readers == 1)
+        self._cuda = CudaBlocks(cuda, reader == 0, num_readers == 1, is_kept)
 
     def note(self, ref: AnyStorageRef) -> None:
         """Take down a reference that the payload makes."""

@@ -5,8 +5,9 @@ From start to finish is a session: nothing of it serves before the finish, and a
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePath
 from typing import Any, Final, Literal
@@ -35,12 +36,14 @@ from ebbtide.srt.managers.io_struct import (
     StateReport,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 GROUP: Final = "vllm"
 SESSION: Final = "vllm"
 PACKED_BYTES: Final = 1 << 30
+UPDATE_INFO: Final = "body.update_info"
 
 
 class InitInfo(Struct, kw_only=True):
@@ -73,6 +76,27 @@ class UpdateInfo(Struct, kw_only=True):
     num_updates_list: list[int] | None = None
 
 
+class LendingInfo(Struct, kw_only=True):
+    """A trainer that lends its memory needs not be met."""
+
+    packed: bool = False
+
+
+class LentInfo(Struct, kw_only=True):
+    """What is behind handles, of each tensor or of one buffer.
+
+    `tensor_sizes`: in bytes, of the tensors in a buffer; `sizes`: SkyRL's word, in elements.
+    """
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    ipc_handles_pickled: str
+    tensor_sizes: list[int] | None = None
+    sizes: list[int] | None = None
+    packed: bool | None = None
+
+
 class VllmWeightTransfer:
     """What is behind `/start_weight_update` and its like.
 
@@ -94,7 +118,12 @@ class VllmWeightTransfer:
         self._failure: str | None = None
 
     async def init(self, asked: InitParameters) -> Body:
-        """Join the trainer's group, in the place of the one before."""
+        """Join the trainer's group in the place of the one before; one that lends its memory has none."""
+        if not asked.init_info.keys() & set(InitInfo.__struct_fields__) - set(LendingInfo.__struct_fields__):
+            checked(asked.init_info, LendingInfo, "body.init_info")
+            self._init_info = None
+            left: Body = await self._control(DestroyWeightsUpdateGroupReqInput, {"group_name": GROUP})
+            return {**left, "message": "Weight transfer initialized"}
         info = self._checked_init(asked.init_info)
         fields = {
             "master_address": info.master_address or "",
@@ -138,9 +167,7 @@ class VllmWeightTransfer:
         self._require_session("update")
         self._require_resident()
         try:
-            reply: Body = await self._control(
-                UpdateWeightsFromDistributedReqInput, self._broadcast(asked.update_info)
-            )
+            reply: Body = await self._control(*self._request(asked.update_info))
         except (RequestRejected, EngineError) as error:
             self._is_started, self._failure = False, str(error)
             # An engine that has failed says so by the first error.
@@ -216,7 +243,27 @@ class VllmWeightTransfer:
             )
         return info
 
-    def _broadcast(self, given: Mapping[str, Any] | list[dict[str, Any]]) -> Body:
+    def _request(self, given: dict[str, Any] | list[dict[str, Any]]) -> tuple[type[Any], Body]:
+        """The update as a control request."""
+        entries = given if isinstance(given, list) else [given]
+        num_ranks = self._num_ranks()
+        if len(entries) not in (1, num_ranks):
+            raise RequestRejected(
+                f"update_info: expected one entry, or one for each of {num_ranks} ranks, got {len(entries)}",
+                param=UPDATE_INFO,
+            )
+        common = {"flush_cache": False, "session_id": SESSION}
+        if any(entry.get("ipc_handles") is not None for entry in entries):
+            raise RequestRejected(
+                "ipc_handles: over HTTP they come as ipc_handles_pickled", param=f"{UPDATE_INFO}.ipc_handles"
+            )
+        if any(entry.get("ipc_handles_pickled") is not None for entry in entries):
+            return UpdateWeightsFromTensorReqInput, {**_lent(entries, num_ranks), **common}
+        if any(entry != entries[0] for entry in entries):
+            raise RequestRejected("update_info: expected the same for each rank", param=UPDATE_INFO)
+        return UpdateWeightsFromDistributedReqInput, {**self._broadcast(entries[0]), **common}
+
+    def _broadcast(self, given: Mapping[str, Any]) -> Body:
         """The update as the fields of a broadcast."""
         init = self._init_info
         if init is None or GROUP not in self._state().weight_groups:
@@ -229,8 +276,6 @@ class VllmWeightTransfer:
             "dtypes": info.dtype_names,
             "shapes": info.shapes,
             "group_name": GROUP,
-            "flush_cache": False,
-            "session_id": SESSION,
         }
         if info.num_updates_list is not None:
             return {**fields, "load_format": "sparse", "num_updates": info.num_updates_list}
@@ -239,27 +284,11 @@ class VllmWeightTransfer:
             return {**fields, "load_format": "packed", "packed_buffer_bytes": size}
         return fields
 
-    def _checked_update(self, given: Mapping[str, Any] | list[dict[str, Any]]) -> UpdateInfo:
-        where = "body.update_info"
-        if isinstance(given, list):
-            if any(entry != given[0] for entry in given) or len(given) not in (1, self._num_ranks()):
-                raise RequestRejected(
-                    f"update_info: expected one entry, or the same for each of {self._num_ranks()} ranks",
-                    param=where,
-                )
-            given = given[0]
-        for name in ("ipc_handles", "ipc_handles_pickled", "tensor_sizes"):
-            if given.get(name) is not None:
-                raise RequestRejected(f"{name}: not supported in this version", param=f"{where}.{name}")
-        info = checked(given, UpdateInfo, where)
+    def _checked_update(self, given: Mapping[str, Any]) -> UpdateInfo:
+        info = checked(given, UpdateInfo, UPDATE_INFO)
         if not (info.names or info.dtype_names or info.shapes) and self._last is not None:
             info = self._last
-        if not len(info.names) == len(info.dtype_names) == len(info.shapes):
-            raise RequestRejected(
-                f"update_info: expected lists of one length, got {len(info.names)} names, "
-                f"{len(info.dtype_names)} dtype_names and {len(info.shapes)} shapes",
-                param=where,
-            )
+        _check_lengths(info)
         self._last = info
         return info
 
@@ -279,6 +308,41 @@ class VllmWeightTransfer:
         ranks = self._state().ranks
         if any(rank.tags[MemoryTag.WEIGHTS].state == "released" for rank in ranks):
             raise RequestRejected("the weights are released: /wake_up?tags=weights first", 409)
+
+
+def _check_lengths(info: UpdateInfo | LentInfo) -> None:
+    if not len(info.names) == len(info.dtype_names) == len(info.shapes):
+        raise RequestRejected(
+            f"update_info: expected lists of one length, got {len(info.names)} names, "
+            f"{len(info.dtype_names)} dtype_names and {len(info.shapes)} shapes",
+            param=UPDATE_INFO,
+        )
+
+
+def _lent(entries: Sequence[Mapping[str, Any]], num_ranks: int) -> Body:
+    """An update by handles as fields: what is behind them is the same for every rank."""
+    infos = [checked(entry, LentInfo, UPDATE_INFO) for entry in entries]
+    first = infos[0]
+    _check_lengths(first)
+    if any((info.names, info.shapes) != (first.names, first.shapes) for info in infos):
+        raise RequestRejected("update_info: expected the same names and shapes for each rank")
+    sizes: Sequence[int | None] = first.tensor_sizes or [None] * len(first.names)
+    num_elements = [math.prod(shape) for shape in first.shapes]
+    if len(sizes) != len(first.names) or (first.sizes or num_elements) != num_elements:
+        raise RequestRejected(
+            "update_info: expected a size for each tensor: tensor_sizes in bytes, or sizes in elements",
+            param=UPDATE_INFO,
+        )
+    rows = zip(first.names, first.dtype_names, first.shapes, sizes, strict=True)
+    handles = [info.ipc_handles_pickled for info in infos]
+    return {
+        "serialized_named_tensors": handles * (num_ranks // len(handles)),
+        "load_format": "ipc_handles",
+        "lent": [
+            {"name": name, "dtype": dtype.removeprefix("torch."), "shape": shape, "num_bytes": size}
+            for name, dtype, shape, size in rows
+        ],
+    }
 
 
 def _with_place(rank: Body) -> Body:

@@ -20,6 +20,7 @@ from ebbtide.srt.managers.wire.control_request import (
 from ebbtide.srt.managers.wire.message import Reply, TotalsReply
 from ebbtide.srt.managers.wire.reports import PauseMode, RankChecksums
 from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
+from ebbtide.srt.weight_sync.payload.lent_tensor import LentTensor
 
 # A weight update group has this name where none is given.
 DEFAULT_GROUP = "weight_update_group"
@@ -121,7 +122,8 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateRequest, frozen=True, kw_only=
     """Take serialized named tensors, one entry per rank; in JSON each entry is base64. wire_api section 4.
 
     `changed`: with `load_format` "sparse", what the payload changes; `base_version`: of which weights.
-    Refused (409) unless these serve, or the open session is to make them serve.
+    Refused (409) unless these serve, or the open session is to make them serve. `lent`: with "ipc_handles",
+    what is behind them, see wire_vllm section 2.4.
     """
 
     row = _update("/update_weights_from_tensor", per_rank="serialized_named_tensors")
@@ -129,6 +131,7 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateRequest, frozen=True, kw_only=
     serialized_named_tensors: list[bytes]
     load_format: str | None = None
     changed: list[ChangedTensor] | None = None
+    lent: list[LentTensor] | None = None
     base_version: str | int | None = None
 
 

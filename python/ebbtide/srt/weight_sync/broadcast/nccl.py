@@ -10,7 +10,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -101,7 +101,9 @@ class RawNccl:
                 (ctypes.byref(self._comm), world_size, ident, rank, ctypes.byref(config)),
                 until_s,
             )
-            self._warm_up(until_s)
+            # The default stream has forward passes, which would wait for the others too.
+            with torch.Stream(device) if device.type == "cuda" else nullcontext():
+                self._warm_up(until_s)
         except BaseException:
             self.abort()
             raise

@@ -406,9 +406,20 @@ def offered_tensor(value: object, device: int) -> TensorRef:
     """
     match value:
         case (Global(name=name), tuple(arguments)) if name in _CUDA_REBUILDERS:
-            given = [device if slot == _DEVICE_SLOT else one for slot, one in enumerate(arguments)]
-            return _cuda_tensor("rebuild_cuda_tensor", tuple(given))
+            return lent_tensor(arguments, device)
     raise RequestRejected(f"expected rebuild_cuda_tensor and its arguments, got {kind_of(value)}")
+
+
+def lent_tensor(value: object, device: int) -> TensorRef:
+    """As `offered_tensor`, of the arguments alone.
+
+    Raises:
+        RequestRejected: they are something else.
+    """
+    if not isinstance(value, tuple):
+        raise RequestRejected(f"expected the arguments of rebuild_cuda_tensor, got {kind_of(value)}")
+    given = [device if slot == _DEVICE_SLOT else one for slot, one in enumerate(value)]
+    return _cuda_tensor("rebuild_cuda_tensor", tuple(given))
 
 
 # Those that torch can copy: not the quantized ones, nor those narrower than a byte.

@@ -99,10 +99,15 @@ class CudaBlocks:
         owns_references: whether this rank gives the references back; of several that were sent the same ones
             exactly one does.
         may_open: False where several were sent the same ones, since a reference can be opened only once.
+        is_kept: the sender keeps the memory by itself, and sends the same references again and again: the
+            first to come is given back.
     """
 
-    def __init__(self, ipc: CudaIpc | None, owns_references: bool, may_open: bool) -> None:
+    def __init__(
+        self, ipc: CudaIpc | None, owns_references: bool, may_open: bool, is_kept: bool = False
+    ) -> None:
         self._ipc = ipc
+        self._is_kept = is_kept
         self._owns_references = owns_references
         self._may_open = may_open
         self._mapped: dict[object, Mapping] = {}
@@ -135,7 +140,7 @@ class CudaBlocks:
         extents: dict[int, int] = {}
         with _Counters() as counters:
             for ref in dict.fromkeys(refs):
-                if counters.add(ref, 0) == 0:
+                if counters.add(ref, 0) == 0 and not self._is_kept:
                     raise RequestRejected(f"{_name(ref)} was given back before: serialize the tensors anew")
                 key = self._ipc.key(ref)
                 if key not in self._mapped:
@@ -193,7 +198,8 @@ class CudaBlocks:
         for ref in refs:
             if ref not in self._given_back:
                 self._given_back.add(ref)
-                counters.add(ref, -1)
+                if not self._is_kept or counters.add(ref, 0) != 0:
+                    counters.add(ref, -1)
 
     def _check_extent(self, ref: CudaStorageRef, extents: dict[int, int]) -> None:
         """Refuse a storage that reaches beyond the mapping: reading there would end the engine's context.

@@ -38,6 +38,7 @@ from ebbtide.srt.weight_sync.custom_loader import CustomLoader, import_loaders
 from ebbtide.srt.weight_sync.delta.folder import read_state
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import open_broadcast
+from ebbtide.srt.weight_sync.handle_source import open_handles
 from ebbtide.srt.weight_sync.ipc_source import open_conversation
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.published_source import PublishedSource
@@ -153,6 +154,9 @@ class EngineWeights:
                         cuda=self._cuda,
                     )
                 )
+            case UpdateWeightsFromTensorReqInput(load_format="ipc_handles"):
+                entries, place = request.serialized_named_tensors, self._config.parallel
+                return (yield from open_handles(entries, request.lent, place=place, cuda=self._cuda))
             case UpdateWeightsFromTensorReqInput():
                 return (
                     yield from open_by_slices(

@@ -1,0 +1,142 @@
+"""Tensors behind CUDA IPC handles as vLLM's trainers send them: those of every device, to every rank.
+
+They are the arguments of torch's `rebuild_cuda_tensor`, by the UUID of the device: of one tensor each, or of
+one buffer that holds all tensors of a request and is filled anew for the next. Source: wire_vllm section 2.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from typing import Final
+
+from torch import Tensor, uint8
+
+from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.ipc_source import views_of
+from ebbtide.srt.weight_sync.payload.allowed_globals import (
+    TensorRef,
+    dtype_named,
+    kind_of,
+    lent_tensor,
+    offered_tensor,
+    resolve_global,
+)
+from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
+from ebbtide.srt.weight_sync.payload.lent_tensor import LentTensor
+from ebbtide.srt.weight_sync.payload.pickle_reader import Global, read_by_slices
+from ebbtide.srt.weight_sync.source import BorrowedMemory, NamedTensor, TensorHeader, WeightSource
+
+IPC_HANDLES: Final = "ipc_handles"
+
+
+def open_handles(
+    entries: Sequence[bytes],
+    lent: Sequence[LentTensor] | None,
+    *,
+    place: ParallelConfig,
+    cuda: CudaIpc | None,
+) -> Generator[int, None, WeightSource]:
+    """Opens the tensors of this rank's device, by slices.
+
+    Args:
+        entries: for each rank a pickle: a list with the handles of each tensor, or the handles of a buffer.
+        lent: what is behind them.
+
+    Raises:
+        RequestRejected: 400; every reference of this device that was read has been given back.
+    """
+    if lent is None:
+        raise RequestRejected(f"lent: load_format {IPC_HANDLES} needs it, one entry per tensor")
+    if cuda is None:
+        raise RequestRejected(
+            "IPC handles are of memory of CUDA devices, and this engine runs on the CPU: broadcast the "
+            "weights, or send them by update_weights_from_tensor"
+        )
+    if len(entries) != place.num_ranks:
+        raise RequestRejected(
+            f"serialized_named_tensors: expected {place.num_ranks} (one per rank) entries, got {len(entries)}"
+        )
+    headers = [TensorHeader(one.name, one.shape, dtype_named(one.dtype, one.name[:200])) for one in lent]
+    handles = yield from read_by_slices(entries[place.rank], resolve_global)
+    memory = BorrowedMemory(cuda, is_kept=isinstance(handles, dict))
+    try:
+        if isinstance(handles, dict):
+            return _open_buffer(handles, headers, lent, memory, cuda)
+        return _open_each(handles, headers, memory, cuda)
+    except BaseException:
+        memory.close()
+        raise
+
+
+def _open_each(
+    handles: object, headers: Sequence[TensorHeader], memory: BorrowedMemory, cuda: CudaIpc
+) -> WeightSource:
+    if not isinstance(handles, list) or len(handles) != len(headers):
+        given = f"{len(handles)} of them" if isinstance(handles, list) else kind_of(handles)
+        raise RequestRejected(
+            f"ipc_handles: expected a list with the handles of each of {len(headers)} tensors, got {given}"
+        )
+    pairs = zip(headers, handles, strict=True)
+    refs = [_own(by_device, header.name[:200], memory, cuda) for header, by_device in pairs]
+    for header, ref in zip(headers, refs, strict=True):
+        if (ref.shape, ref.dtype) != (header.shape, header.dtype):
+            raise RequestRejected(
+                f"{header.name[:200]}: told of as {header.dtype} of {list(header.shape)}, its handle is of "
+                f"{ref.dtype} of {list(ref.shape)}"
+            )
+    for ref in refs:
+        memory.want(ref)
+
+    def read() -> Iterable[NamedTensor]:
+        return ((header.name, memory.tensor(ref)) for header, ref in zip(headers, refs, strict=True))
+
+    return WeightSource(headers, read, memory=memory)
+
+
+def _open_buffer(
+    handles: object,
+    headers: Sequence[TensorHeader],
+    lent: Sequence[LentTensor],
+    memory: BorrowedMemory,
+    cuda: CudaIpc,
+) -> WeightSource:
+    ref = _own(handles, "the buffer", memory, cuda)
+    if len(ref.shape) != 1 or ref.stride != (1,):
+        raise RequestRejected(f"the buffer: expected one dimension, got {list(ref.shape)}")
+    places, start = [], 0
+    for header, one in zip(headers, lent, strict=True):
+        room = header.num_bytes if one.num_bytes is None else one.num_bytes
+        if room < header.num_bytes:
+            raise RequestRejected(
+                f"tensor_sizes: {header.name[:200]}: expected {header.num_bytes} bytes, got {room}"
+            )
+        places.append((header, start))
+        start += room
+    num_bytes = ref.shape[0] * ref.dtype.itemsize
+    if start > num_bytes:
+        raise RequestRejected(f"tensor_sizes: {start} bytes are not within the buffer of {num_bytes}")
+    memory.want(ref)
+
+    def read() -> Iterable[NamedTensor]:
+        buffer = memory.tensor(ref)
+        assert isinstance(buffer, Tensor), "handles are of device memory"
+        return views_of(buffer.view(uint8), places)
+
+    return WeightSource(headers, read, memory=memory)
+
+
+def _own(by_device: object, where: str, memory: BorrowedMemory, cuda: CudaIpc) -> TensorRef:
+    """What the handle of this rank's device is of."""
+    if not isinstance(by_device, dict):
+        raise RequestRejected(f"{where}: expected handles by the UUID of a device, got {kind_of(by_device)}")
+    by_uuid = {str(uuid).lower().removeprefix("gpu-"): handle for uuid, handle in by_device.items()}
+    handle = by_uuid.get(cuda.uuid.lower())
+    if handle is None:
+        known = ", ".join(sorted(by_uuid))[:1000] or "none"
+        raise RequestRejected(f"{where}: there is no handle for device {cuda.uuid}; given: {known}")
+    is_with_function = isinstance(handle, tuple) and len(handle) == 2 and isinstance(handle[0], Global)
+    ref = offered_tensor(handle, cuda.index) if is_with_function else lent_tensor(handle, cuda.index)
+    if ref.storage is not None:
+        memory.note(ref.storage)
+    return ref
