@@ -171,6 +171,26 @@ def test_trl_beside_its_rollouts(server: Server, trainer: BroadcastingTrainer, c
     assert len(choice["token_ids"]) == 1500
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ipc_handles_pickled": "gARdlC4="}, "this engine runs on the CPU"),
+        ({"ipc_handles_pickled": "gARdlC4=", "tensor_sizes": [1, 2]}, "a size for each tensor"),
+        ({"ipc_handles_pickled": "gARdlC4=", "shapes": []}, "lists of one length"),
+        ({"ipc_handles": []}, "ipc_handles_pickled"),
+    ],
+)
+def test_handles_that_cannot_be_opened_end_the_session(
+    server: Server, given: dict[str, Any], message: str
+) -> None:
+    ok(server.post("/init_weight_transfer_engine", {"init_info": {"packed": True}}))
+    ok(server.post("/start_weight_update"))
+    info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]], **given}
+    refused = server.post("/update_weights", {"update_info": info})
+    assert (refused.status_code, message in refused.json()["message"]) == (400, True), refused.text
+    assert server.post("/finish_weight_update").status_code == 409
+
+
 def test_patches_are_one_update_from_start_to_finish(
     server: Server, trainer: BroadcastingTrainer, checkpoints: Any, tmp_path: Path
 ) -> None:
