@@ -115,9 +115,10 @@ def _default_goals() -> dict[str, Goal]:
         (256, 25, 120, 450, ("453-491", "61-64", "461-551")),
     ):
         rows += [
-            (f"normal_{size}", f"{size} streams, no update: longest gap", None, ""),
+            (f"normal_{size}", f"{size} streams that decode, no update: longest gap", None, ""),
             (f"stall_in_place_{size}", f"{size} streams, in_place: longest gap", stall, theirs[0]),
             (f"reply_in_place_{size}", f"{size} streams, in_place: reply", reply, theirs[1]),
+            (f"start_{size}", f"{size} streams from their start on, no update: longest gap", None, ""),
             (f"stall_retract_{size}", f"{size} streams, retract: longest gap", retract, theirs[2]),
             (f"reply_retract_{size}", f"{size} streams, retract: reply", None, ""),
         ]
@@ -129,6 +130,8 @@ def _default_goals() -> dict[str, Goal]:
         ("release_kv", "release KV", 30, "72-75"),
         ("resume_kv_first_token", "resume KV, just freed: first token", 30, ""),
         ("resume_kv_all", "resume KV, just freed: reply", None, "162-210"),
+        ("driver_release_kv", "the driver's own calls: release of as much", None, ""),
+        ("driver_resume_kv_all", "the driver's own calls: resume of as much, just freed", None, ""),
         ("resize_30gb_down", "30 GB of KV given back under 64 streams: reply", 100, ""),
         ("resize_30gb_down_stall", "the same: longest gap", 15, ""),
         ("resize_30gb_up", "30 GB of KV taken again under 64 streams: reply", 100, ""),
@@ -146,8 +149,9 @@ def _default_goals() -> dict[str, Goal]:
         ("reply_idle", "nothing running: reply", None),
     ):
         goals[f"default.moe_{name}"] = Goal("default", f"Qwen3-30B-A3B, {what}", "ms", goal)
-        of_four = {"stall_in_place_64": 15.0, "reply_idle": 25.0}.get(name)
-        goals[f"default.tp4_{name}"] = Goal("default", f"tp=4, {what}", "ms", of_four)
+        divided = {"stall_in_place_64": 15.0, "reply_idle": 25.0}.get(name)
+        for num_ranks in (2, 4):
+            goals[f"default.tp{num_ranks}_{name}"] = Goal("default", f"tp={num_ranks}, {what}", "ms", divided)
     return goals
 
 

@@ -66,6 +66,19 @@ class DriverProbe:
             raise RuntimeError(f"{name}: {status}")
         return values[0] if values else None
 
+    def measure_just_freed(self, num_bytes: int) -> dict[str, float]:
+        """Milliseconds to release, and to resume at once; nothing else is on the GPU."""
+        num_chunks = -(-num_bytes // CHUNK_BYTES)
+        address = int(self._call("cuMemAddressReserve", num_chunks * CHUNK_BYTES, 0, 0, 0))
+        try:
+            handles = self._take(address, num_chunks)
+            _, release_ms = wall_ms(lambda: self._give(address, handles))
+            handles, just_freed_ms = wall_ms(lambda: self._take(address, num_chunks))
+            self._give(address, handles)
+        finally:
+            self._call("cuMemAddressFree", address, num_chunks * CHUNK_BYTES)
+        return {"release": release_ms, "resume_just_freed": just_freed_ms}
+
     def measure(self, num_bytes: int) -> dict[str, float]:
         """Milliseconds to release, and to resume just freed and clean pages, on a busy and on an idle GPU."""
         num_chunks = -(-num_bytes // CHUNK_BYTES)

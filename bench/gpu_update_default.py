@@ -3,15 +3,18 @@
 Nothing is set but the model and the length of a stream's increments, so that the KV pool takes what it
 takes by default, and there is no spare room for a second copy of the weights. The trainer is this process:
 its tensors are lent by CUDA IPC through `Engine`, allocated once the engine has started (`--trainer first`:
-before). `--tp 4` divides the model among four GPUs, the trainer on the first; `--model` takes another model.
+before). `--tp 2` divides the model among two GPUs, the trainer on the first; `--model` takes another model.
 
-- `stall_*`, `reply_*`: streams of 128 random tokens in and 400 out, greedy. 1.5 s after they were sent one
-  call brings all tensors. Per stream the longest gap between two chunks over its whole life; the figure is
-  the median over the streams. The reply is timed from the call. `normal_*` is the same without an update.
+- `stall_*`, `reply_*`: streams of 128 random tokens in, greedy, all of which decode: that of their start is
+  over. One call brings all tensors. Per stream the longest gap between two chunks from a little before the
+  call to half a second after it was answered; the figure is the median over the streams. The reply is timed
+  from the call. `normal_*` is the same for the half seconds in between, without an update.
+- `stall_retract_*`: streams of 400 tokens out. The call comes 1.5 s after they were sent, and the longest gap
+  is that of a stream's whole life. `start_256` is the same without an update: the prefill of all of them.
 - `reply_idle`: the same call with nothing running.
 - `buckets_*`: a session of flattened buckets of 512 MB; the reply is that of the whole session.
 - `release_kv`, `resume_kv_*`: all of the pool, just freed; `resume_kv_first_token` counts from the call to
-  the first token of a request that waited for it.
+  the first token of a request that waited for it. `driver_*`: the driver's own calls for the same bytes.
 - `resize_30gb_down`, `resize_30gb_up`: the cache gives 30 GB to the driver, or takes them again, under 64
   streams.
 - `park_64x2k`: 64 streams of 2,048 tokens in; the KV is released with `preserve=live`, and resumed at once.
@@ -36,20 +39,35 @@ import numpy as np
 import torch
 from gpu_common import SHAPES, TINY, Report, Shape, engine_args, model_folder, parse, parser_of
 from gpu_machine import GIB, Machine, synchronize
+from gpu_occupation import DriverProbe
 
 from ebbtide import Engine
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, pack_buckets
 from ebbtide.trainer.payload_encoding import serialize_bucket
 
 PROMPT_LEN, OUTPUT_LEN, SEND_AFTER_S = 128, 400, 1.5
+# Streams that are watched as they decode: tokens until their start is over, and how long each look lasts.
+STEADY_TOKENS, LOOK_S, LEAD_S = 16, 0.5, 0.02
 BUCKET_BYTES = 512 << 20
 MODELS = {"llama8b": "", "qwen30b-a3b": "moe_"}
 """Shapes, and what their rows begin with."""
-PARTS = ("idle", "in_place", "retract", "buckets", "kv", "park", "resize")
+PARTS = {
+    "idle": "reply_idle",
+    "in_place": "stall_in_place_64",
+    "retract": "stall_retract_64",
+    "buckets": "buckets_reply_idle",
+    "resize": "resize_30gb_down",
+    "park": "park_64x2k",
+    "kv": "release_kv",
+}
+"""What is measured, and the row that says so where it fails."""
 PARK_STREAMS, PARK_PROMPT_LEN = 64, 2048
 RESIZE_BYTES = 30 * 10**9
 # What the KV of parked streams takes, and room for what they generate.
 PARK_BYTES = 24 * GIB
+
+# What is kept of replies.
+TOLD = ("staged", "stall_ms", "duration_ms", "num_tensors", "num_bytes", "message")
 
 Update = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -103,12 +121,21 @@ class Bench:
         self.weights: list[tuple[str, torch.Tensor]] = []
 
     async def stream(
-        self, prompt: list[int], started: asyncio.Event, times: list[float] | None = None
+        self,
+        prompt: list[int],
+        started: asyncio.Event,
+        times: list[float] | None = None,
+        num_tokens: int | None = None,
     ) -> list[float]:
-        """When each chunk of a request came; `times` is extended as they come."""
+        """When each chunk of a request came; `times` is extended as they come.
+
+        Args:
+            num_tokens: None: the usual, and the stream must come to its end. With a number it may be aborted.
+        """
+        usual = 40 if self._args.tiny else OUTPUT_LEN
         params = {
             "temperature": 0.0,
-            "max_new_tokens": 40 if self._args.tiny else OUTPUT_LEN,
+            "max_new_tokens": usual if num_tokens is None else num_tokens,
             "ignore_eos": True,
         }
         times = [] if times is None else times
@@ -119,7 +146,7 @@ class Bench:
             started.set()
             if chunk["meta_info"]["finish_reason"] is not None:
                 reason = chunk["meta_info"]["finish_reason"]["type"]
-                if reason != "length":
+                if reason != "length" and num_tokens is None:
                     raise RuntimeError(f"a stream ended by {reason}")
         return times
 
@@ -141,10 +168,7 @@ class Bench:
                 sent = time.perf_counter()
                 reply = await update()
                 run["reply_ms"] = (time.perf_counter() - sent) * 1e3
-                run["reply"] = {
-                    key: reply.get(key)
-                    for key in ("staged", "stall_ms", "duration_ms", "num_tensors", "num_bytes", "message")
-                }
+                run["reply"] = {key: reply.get(key) for key in TOLD}
             all_times = await asyncio.gather(*streams)
         finally:
             gc.enable()
@@ -155,6 +179,43 @@ class Bench:
         run["seconds"] = max(times[-1] for times in all_times) - begun
         await self._engine.async_flush_cache()
         return run
+
+    async def steady(self, num_streams: int, updates: dict[str, Update]) -> dict[str, list[dict[str, Any]]]:
+        """Streams that decode, each of these updates several times in the midst of it, and looks in between.
+
+        Returns the runs by the update's name, and those without one as "normal".
+        """
+        num_streams = 4 if self._args.tiny else num_streams
+        look_s = 0.05 if self._args.tiny else LOOK_S
+        prompts = self._rng.integers(0, self._vocab_size, (num_streams, PROMPT_LEN)).tolist()
+        all_times: list[list[float]] = [[] for _ in prompts]
+        ignored = asyncio.Event()
+        looks: list[tuple[str, dict[str, Any], float, float]] = []
+        gc.collect()
+        gc.disable()
+        try:
+            streams = [
+                asyncio.ensure_future(self.stream(prompt, ignored, times, 3_000))
+                for prompt, times in zip(prompts, all_times, strict=True)
+            ]
+            while min(len(times) for times in all_times) < STEADY_TOKENS:
+                await asyncio.sleep(0.01)
+            for _ in range(self._args.runs + 1):
+                for name, update in ({"normal": None} | updates).items():
+                    begun = time.perf_counter()
+                    run = {} if update is None else await self.idle(update)
+                    await asyncio.sleep(look_s)
+                    looks.append((name, run, begun - LEAD_S, time.perf_counter()))
+            await self._engine.async_abort_request(abort_all=True)
+            await asyncio.gather(*streams)
+        finally:
+            gc.enable()
+        await self._engine.async_flush_cache()
+        runs: dict[str, list[dict[str, Any]]] = {}
+        for name, run, begun, ended in looks:
+            run |= _gaps_between(all_times, begun, ended)
+            runs.setdefault(name, []).append(run)
+        return {name: of_name[1:] for name, of_name in runs.items()}
 
     async def update(self, pause_mode: str | None, *, flush: bool) -> dict[str, Any]:
         return await self._engine.async_update_weights_from_tensor(
@@ -188,12 +249,20 @@ class Bench:
             await sent[1]
         return await self._engine.async_end_weight_update(pause_mode=pause_mode, flush_cache=False)
 
+    async def left(self) -> dict[str, int | None]:
+        """Bytes of the device that are free, that the engine has beside its arenas, and that torch has here."""
+        device = (await self._engine.async_memory_occupation())["device"]
+        here = torch.cuda.memory_reserved() if self._args.device == "cuda" else None
+        left = {"free": device["free_bytes"], "engine": device["unmanaged_bytes"], "trainer": here}
+        print(f"    left: {left}", flush=True)
+        return left
+
     async def idle(self, update: Update) -> dict[str, Any]:
         sent = time.perf_counter()
         reply = await update()
         return {
             "reply_ms": (time.perf_counter() - sent) * 1e3,
-            "reply": {k: reply.get(k) for k in ("staged",)},
+            "reply": {key: reply.get(key) for key in TOLD},
         }
 
     async def park(self, preserve: str) -> dict[str, Any]:
@@ -260,91 +329,138 @@ class Bench:
         }
 
 
+def _gaps_between(all_times: list[list[float]], begun: float, ended: float) -> dict[str, float]:
+    """What streams saw in between: of the gaps that reach into it, in milliseconds."""
+    longest, usual = [], []
+    for times in all_times:
+        inside = [
+            after - before for before, after in itertools.pairwise(times) if after > begun and before < ended
+        ]
+        longest.append(max(inside, default=ended - begun))
+        usual += inside
+    return {
+        "stall_ms": statistics.median(longest) * 1e3,
+        "worst_stream_ms": max(longest) * 1e3,
+        "median_gap_ms": statistics.median(usual) * 1e3,
+    }
+
+
 async def repeated(num_runs: int, run: Callable[[], Awaitable[dict[str, Any]]]) -> list[dict[str, Any]]:
     """After one that does not count."""
     await run()
     return [await run() for _ in range(num_runs)]
 
 
-async def measure(
-    report: Report, bench: Bench, args: argparse.Namespace, prefix: str, copy_ms: float
-) -> None:
-    copy = {"limit": copy_ms, "limit_basis": "one copy of every byte, with nothing else on the device"}
+class Measuring:
+    """The rows of one engine, part by part."""
 
-    def note(row: str, runs: list[dict[str, Any]], key: str, **limit: Any) -> None:
-        report.add(prefix + row, [run[key] for run in runs], all_runs=runs, **limit)
-
-    sizes = args.streams
-    normal: dict[int, dict[str, Any]] = {}
-    for size in sizes if set(args.parts) & {"in_place", "retract", "buckets"} else []:
-        runs = await repeated(args.runs, lambda size=size: bench.in_flight(size, None))
-        note(f"normal_{size}", runs, "stall_ms")
-        normal[size] = {
-            "limit": statistics.median(run["stall_ms"] for run in runs),
-            "limit_basis": "the longest gap of the same streams without an update",
+    def __init__(
+        self, report: Report, bench: Bench, args: argparse.Namespace, prefix: str, copy_ms: float
+    ) -> None:
+        self._report, self._bench, self._args, self._prefix = report, bench, args, prefix
+        self._copy = {
+            "limit": copy_ms,
+            "limit_basis": "one copy of every byte, with nothing else on the device",
         }
-    if "idle" in args.parts:
-        note(
-            "reply_idle",
-            await repeated(args.runs, lambda: bench.idle(lambda: bench.update(None, flush=True))),
-            "reply_ms",
-            **copy,
-        )
-    for mode, flush in (("in_place", False), ("retract", True)):
-        for size in sizes if mode in args.parts else []:
-            runs = await repeated(
-                args.runs,
-                lambda size=size, mode=mode, flush=flush: bench.in_flight(
-                    size, lambda: bench.update(mode, flush=flush)
-                ),
-            )
-            note(f"stall_{mode}_{size}", runs, "stall_ms", **normal[size])
-            note(f"reply_{mode}_{size}", runs, "reply_ms", **copy)
-    if "buckets" in args.parts:
-        note(
-            "buckets_reply_idle",
-            await repeated(args.runs, lambda: bench.idle(lambda: bench.session(None))),
-            "reply_ms",
-            **copy,
-        )
-        size = sizes[0]
-        runs = await repeated(args.runs, lambda: bench.in_flight(size, lambda: bench.session("in_place")))
-        note(f"buckets_reply_{size}", runs, "reply_ms", **copy)
-        note(f"buckets_stall_{size}", runs, "stall_ms", **normal[size])
-    if "resize" in args.parts:
-        size, whole_bytes = sizes[0], report.facts["memory"]["tags"]["kv_cache"]["resident_bytes"]
-        less_bytes = whole_bytes // 2 if args.tiny else whole_bytes - RESIZE_BYTES
-        runs = await repeated(
-            args.runs,
-            lambda: bench.resized(
-                lambda: bench.in_flight(size, lambda: bench.resize(less_bytes)),
-                lambda: bench.in_flight(size, lambda: bench.resize(whole_bytes)),
-            ),
-        )
-        for way in ("down", "up"):
-            note(f"resize_30gb_{way}", [run[way] for run in runs], "reply_ms")
-            note(f"resize_30gb_{way}_stall", [run[way] for run in runs], "stall_ms", **normal.get(size, {}))
-    if "park" in args.parts:
-        retracted = await repeated(args.runs, lambda: bench.park("none"))
-        note("park_64x2k_re_prefill", retracted, "first_token_ms")
-        parked = await repeated(args.runs, lambda: bench.park("live"))
+
+    async def run(self) -> None:
+        for part in PARTS:
+            if part in self._args.parts:
+                # A part that fails leaves the others their turn.
+                with self._report.attempt(self._prefix + PARTS[part]):
+                    await getattr(self, part)()
+                self._report.facts.setdefault("left", {})[part] = await self._bench.left()
+
+    def _note(self, row: str, runs: list[dict[str, Any]], key: str, **limit: Any) -> None:
+        self._report.add(self._prefix + row, [run[key] for run in runs], all_runs=runs, **limit)
+
+    def _note_steady(
+        self, rows: dict[str, tuple[str, str]], runs: dict[str, list[dict[str, Any]]], **limit: Any
+    ) -> None:
+        """`rows`: by the name of an update, what the rows of its reply and its stall are called."""
+        normal = {
+            "limit": statistics.median(run["stall_ms"] for run in runs["normal"]),
+            "limit_basis": "the longest gap of the same streams in half a second without an update",
+        }
+        for name, (reply, stall) in rows.items():
+            self._note(reply, runs[name], "reply_ms", **limit)
+            self._note(stall, runs[name], "stall_ms", **normal, normal_runs=runs["normal"])
+
+    async def idle(self) -> None:
+        bench = self._bench
+        runs = await repeated(self._args.runs, lambda: bench.idle(lambda: bench.update(None, flush=True)))
+        self._note("reply_idle", runs, "reply_ms", **self._copy)
+
+    async def in_place(self) -> None:
+        for size in self._args.streams:
+            updates = {"in_place": lambda: self._bench.update("in_place", flush=False)}
+            runs = await self._bench.steady(size, updates)
+            self._note(f"normal_{size}", runs["normal"], "stall_ms")
+            rows = {"in_place": (f"reply_in_place_{size}", f"stall_in_place_{size}")}
+            self._note_steady(rows, runs, **self._copy)
+
+    async def retract(self) -> None:
+        for size in self._args.streams:
+            start = [await self._bench.in_flight(size, None)]
+            self._note(f"start_{size}", start, "stall_ms")
+            runs = [
+                await self._bench.in_flight(size, lambda: self._bench.update("retract", flush=True))
+                for _ in range(min(self._args.runs, 3))
+            ]
+            self._note(f"stall_retract_{size}", runs, "stall_ms")
+            self._note(f"reply_retract_{size}", runs, "reply_ms", **self._copy)
+
+    async def buckets(self) -> None:
+        bench = self._bench
+        runs = await repeated(self._args.runs, lambda: bench.idle(lambda: bench.session(None)))
+        self._note("buckets_reply_idle", runs, "reply_ms", **self._copy)
+        size = self._args.streams[0]
+        steady = await bench.steady(size, {"buckets": lambda: bench.session("in_place")})
+        rows = {"buckets": (f"buckets_reply_{size}", f"buckets_stall_{size}")}
+        self._note_steady(rows, steady, **self._copy)
+
+    async def resize(self) -> None:
+        bench = self._bench
+        whole_bytes = self._report.facts["memory"]["tags"]["kv_cache"]["resident_bytes"]
+        less_bytes = whole_bytes // 2 if self._args.tiny else whole_bytes - RESIZE_BYTES
+        ways = {"down": lambda: bench.resize(less_bytes), "up": lambda: bench.resize(whole_bytes)}
+        runs = await bench.steady(self._args.streams[0], ways)
+        rows = {way: (f"resize_30gb_{way}", f"resize_30gb_{way}_stall") for way in ways}
+        self._note_steady(rows, runs)
+
+    async def park(self) -> None:
+        bench, runs = self._bench, min(self._args.runs, 2)
+        retracted = await repeated(runs, lambda: bench.park("none"))
+        self._note("park_64x2k_re_prefill", retracted, "first_token_ms")
+        parked = await repeated(runs, lambda: bench.park("live"))
         half_ms = statistics.median(run["first_token_ms"] for run in retracted) / 2
-        note("park_64x2k", parked, "first_token_ms", goal_value=half_ms)
-        note("park_64x2k_release", parked, "release_ms")
-    if "kv" in args.parts:
-        runs = await repeated(args.runs, bench.kv_cycle)
-        note("release_kv", runs, "release_ms")
-        note("resume_kv_first_token", runs, "first_token_ms")
-        note("resume_kv_all", runs, "all_ms")
+        self._note("park_64x2k", parked, "first_token_ms", goal_value=half_ms)
+        self._note("park_64x2k_release", parked, "release_ms")
+
+    async def kv(self) -> None:
+        runs = await repeated(self._args.runs, self._bench.kv_cycle)
+        self._note("release_kv", runs, "release_ms")
+        self._note("resume_kv_first_token", runs, "first_token_ms")
+        self._note("resume_kv_all", runs, "all_ms")
+
+
+def measure_driver(report: Report, args: argparse.Namespace, prefix: str, num_bytes: int) -> None:
+    """What the driver alone takes for the bytes of the KV cache, once the engine is gone."""
+    if args.device != "cuda":
+        return
+    probe = DriverProbe()
+    runs = [probe.measure_just_freed(num_bytes) for _ in range(args.runs)]
+    for row, key in (("driver_release_kv", "release"), ("driver_resume_kv_all", "resume_just_freed")):
+        report.add(prefix + row, [run[key] for run in runs])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=tuple(MODELS), default="llama8b")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--streams", nargs="+", type=int, choices=(64, 256), default=[64, 256])
     parser.add_argument("--trainer", choices=("after", "first"), default="after")
-    parser.add_argument("--tp", type=int, choices=(1, 4), default=1, help="tensor-parallel ranks: rows tp4_*")
+    parser.add_argument("--tp", type=int, choices=(1, 2, 4), default=1, help="ranks: rows tp2_*, tp4_*")
     args = parse(parser, argv)
     machine = Machine.measure(args.device, tiny=args.tiny)
     report = Report("gpu_update_default", args)
@@ -378,7 +494,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             report.facts["memory"] = engine.memory_occupation()
             copy_ms = 2 * num_bytes / machine.copy_bytes_per_s * 1e3
             print(f"trainer {num_bytes / GIB:.1f} GiB, {report.facts['memory']}"[:600], flush=True)
-            asyncio.run(measure(report, bench, args, prefix, copy_ms))
+            asyncio.run(Measuring(report, bench, args, prefix, copy_ms).run())
+        kv_bytes = report.facts["memory"]["tags"]["kv_cache"]["resident_bytes"]
+        if "kv" in args.parts and args.tp == 1:
+            bench.weights, first = [], None
+            measure_driver(report, args, prefix, kv_bytes)
     report.finish()
 
 

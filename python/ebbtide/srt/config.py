@@ -25,8 +25,9 @@ CPU_MAX_RUNNING_REQUESTS = 64
 CPU_CHUNKED_PREFILL_SIZE = 512
 CUDA_MAX_RUNNING_REQUESTS = 512
 CUDA_CHUNKED_PREFILL_SIZE = 8192
-# The rest is for activations, CUDA graphs, workspaces and the driver.
-CUDA_MEM_FRACTION_STATIC = 0.88
+# The rest is for activations, CUDA graphs, workspaces and the driver, and for a trainer that comes later: on
+# a card of 140 GB its 8B weights and a few GB of buckets.
+CUDA_MEM_FRACTION_STATIC = 0.85
 CUDA_GRAPH_MAX_BS = 512
 # Nodes are started by hand or by a queue, and load gigabytes before their ranks meet.
 DIST_TIMEOUT_S = 600.0

@@ -84,6 +84,8 @@ def build_model_runner(
         raise ConfigurationError(f"the weights do not fit: {error}") from error
     load_weights(weight_store, model_config.path, model_config.load_format)
     logger.info("weights loaded: bytes=%d s=%.1f", weight_store.num_bytes, time.monotonic() - started)
+    device.trim()  # What loading took is no reason for a smaller pool.
+    free_bytes = device.free_bytes() // runtime_config.ranks_per_device
     kv_pool = build_kv_pool(
         layout,
         model_config,
@@ -91,14 +93,15 @@ def build_model_runner(
         schedule_config,
         arenas,
         group,
-        free_bytes=device.free_bytes() // runtime_config.ranks_per_device,
+        free_bytes=free_bytes,
         weight_bytes=weight_store.arena.resident_bytes,
     )
     logger.info(
-        "KV pool: pages=%d page_size=%d bytes=%d",
+        "KV pool: pages=%d page_size=%d bytes=%d of %d that were free",
         kv_pool.num_pages,
         kv_pool.page_size,
         kv_pool.arena.num_bytes,
+        free_bytes,
     )
     _log_staging(kv_pool, weight_store, can_lend=pool is not None)
     page_table = PageTable(
