@@ -250,7 +250,7 @@ class Bench:
         return await self._engine.async_end_weight_update(pause_mode=pause_mode, flush_cache=False)
 
     async def left(self) -> dict[str, int | None]:
-        """Bytes of the device that are free, that the engine has beside its arenas, and that torch has here."""
+        """Bytes that are free, that the engine has beside its arenas, and that torch has in this process."""
         device = (await self._engine.async_memory_occupation())["device"]
         here = torch.cuda.memory_reserved() if self._args.device == "cuda" else None
         left = {"free": device["free_bytes"], "engine": device["unmanaged_bytes"], "trainer": here}
