@@ -5,9 +5,6 @@ The interpreter multiplies no bfloat16 matrices, so there the kernels work on fl
 Shapes: T tokens, O outputs, K columns.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,13 +14,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ebbtide.srt.layers.small_batch.tuning import Config, MatvecConfig, ProductConfig
+
 ON_GPU = torch.cuda.is_available()  # noqa: TID251
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
 EPS = 1e-5
 
 # Rows and columns that blocks divide, and that they do not.
 SMALL_SHAPES = [(96, 320), (200, 640), (64, 1024)]
-TOKENS = [1, 3, 8, 17, 33]
+# Tokens, rows, columns, block sizes.
+INTERPRETED: list[tuple[int, int, int, Config | None]] = [
+    (1, 20, 320, None),
+    (1, 20, 320, MatvecConfig(8, 256, 2)),
+    (3, 96, 192, None),
+    (8, 32, 1024, None),
+    (17, 40, 192, None),
+    (33, 40, 192, None),
+    # The last part of the columns is shorter than the others, or all are equal.
+    (5, 40, 320, ProductConfig(64, 128, 2, 4, 3, fold_norm=True)),
+    (5, 40, 320, ProductConfig(64, 128, 3, 4, 3, fold_norm=False)),
+]
 # Outputs and columns of products of Llama 3.1 8B, Qwen3 0.6B and Qwen2.5 7B.
 MODEL_SHAPES = [
     (6144, 4096),
@@ -66,6 +76,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 def check_all(num_tokens: int, num_rows: int, num_columns: int, **options: Any) -> None:
     """Every use of the kernels at one shape. `options`: of `multiply`."""
+    pytest.importorskip("triton")
     from ebbtide.srt.layers.small_batch import multiply
 
     given = Tensors(num_tokens, num_rows, num_columns)
@@ -86,34 +97,12 @@ def check_all(num_tokens: int, num_rows: int, num_columns: int, **options: Any) 
         assert_near(out, sum_TO if bias is None else sum_TO + bias.float())
 
 
-def interpreted_checks() -> None:
-    """What the interpreter runs: it is chosen before triton is imported, hence in a process of its own."""
-    from ebbtide.srt.layers.small_batch.tuning import MatvecConfig, ProductConfig
-
-    for num_rows, num_columns in SMALL_SHAPES:
-        for num_tokens in TOKENS:
-            check_all(num_tokens, num_rows, num_columns)
-        check_all(1, num_rows, num_columns, config=MatvecConfig(8, 256, 2))
-        for fold_norm in (True, False):
-            # The last part of the columns is shorter than the others, or all are equal.
-            for num_splits in (2, 3):
-                config = ProductConfig(64, 128, num_splits, 4, 3, fold_norm)
-                check_all(5, num_rows, num_columns, config=config)
-
-
-def test_every_product_equals_the_one_of_torch_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    if ON_GPU:
-        pytest.skip("the same is tested on the GPU")
-    run = subprocess.run(
-        [sys.executable, __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+@pytest.mark.skipif(ON_GPU, reason="the GPU runs these kernels")
+@pytest.mark.parametrize(("num_tokens", "num_rows", "num_columns", "config"), INTERPRETED, ids=str)
+def test_every_product_equals_the_one_of_torch_in_the_interpreter(
+    num_tokens: int, num_rows: int, num_columns: int, config: Config | None
+) -> None:
+    check_all(num_tokens, num_rows, num_columns, config=config)
 
 
 def test_too_many_tokens_and_weights_that_do_not_fit_are_refused() -> None:
@@ -174,7 +163,3 @@ def _captured(body: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return result
 
     return replay
-
-
-if __name__ == "__main__":
-    interpreted_checks()

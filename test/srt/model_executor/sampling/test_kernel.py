@@ -69,9 +69,9 @@ def chosen_on_host(scores_SV: Tensor, params: Sequence[SamplingParams], noise: S
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab_size", [7, 2048, VOCAB])
 def test_draws_are_those_of_the_host(vocab_size: int, dtype: torch.dtype) -> None:
-    num_rows = 24
+    num_rows = 12
     scores = logits(num_rows, vocab_size).to(dtype)
-    params = [SamplingParams(temperature=0.5 + row / 10) for row in range(num_rows)]
+    params = [SamplingParams(temperature=0.5 + row / 5) for row in range(num_rows)]
     noise = uniforms(range(num_rows), [0] * num_rows).tolist()
 
     tokens, logprobs, norms = chosen_by_kernels(scores, params, noise)
@@ -124,26 +124,11 @@ def test_mass_far_below_the_best_token_is_drawn_as_often_as_it_should_be() -> No
     assert tokens == pytest.approx([2048 + 512, 2048 + 1024, 2048 + 1536], abs=2)
 
 
-def test_draws_follow_the_distribution() -> None:
-    num_draws = 250
-    row = torch.full((VOCAB,), -math.inf)
-    ids = [0, 3, 2047, 2048, 3000, 4095, 4096, VOCAB - 1]
-    row[ids] = torch.tensor([0.1, 1.2, -0.5, 0.8, 0.0, 1.0, -0.2, 0.5])
-    noise = uniforms(range(num_draws), [3] * num_draws).tolist()
-
-    tokens, _, _ = chosen_by_kernels(
-        row.expand(num_draws, -1).contiguous(), [SamplingParams(temperature=0.7)] * num_draws, noise
-    )
-
-    expected = num_draws * (row[ids] / 0.7).softmax(-1)
-    counts = torch.tensor([tokens.count(token) for token in ids])
-    assert counts.sum() == num_draws
-    # Upper 1e-4 quantile of chi-square with 7 degrees of freedom; the draws are seeded.
-    assert ((counts - expected) ** 2 / expected).sum() < 29.9
-
-
-@pytest.mark.parametrize("is_coarse", [False, True])
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize(
+    ("filters", "is_coarse"),
+    [(filters, False) for filters in FILTERS] + [(FILTERS[1], True), (FILTERS[4], True), (FILTERS[-3], True)],
+    ids=str,
+)
 def test_filters_keep_what_the_host_keeps(filters: dict[str, Any], is_coarse: bool) -> None:
     scores = logits(1, seed=7)
     if is_coarse:
@@ -151,7 +136,7 @@ def test_filters_keep_what_the_host_keeps(filters: dict[str, Any], is_coarse: bo
         scores = scores.round()
     params = SamplingParams(**filters)
     # The ends find the first and the last id that is kept; what lies between, how much is.
-    noise = [0.0, 0.25, 0.5, 0.75, 1.0 - 2.0**-53]
+    noise = [0.0, 0.5, 1.0 - 2.0**-53]
     rows = scores.expand(len(noise), -1).contiguous()
 
     tokens, logprobs, _ = chosen_by_kernels(rows, [params] * len(noise), noise)
@@ -163,9 +148,9 @@ def test_filters_keep_what_the_host_keeps(filters: dict[str, Any], is_coarse: bo
 
 
 def test_rows_do_not_depend_on_their_company() -> None:
-    scores = logits(len(FILTERS) + 2, seed=3)
-    params = [GREEDY, *(SamplingParams(**filters) for filters in FILTERS), SamplingParams(temperature=2.0)]
-    noise = [-1.0, *uniforms(range(len(FILTERS) + 1), [5] * (len(FILTERS) + 1)).tolist()]
+    params = [GREEDY, *(SamplingParams(**filters) for filters in FILTERS[-2:])]
+    scores = logits(len(params), seed=3)
+    noise = [-1.0, *uniforms(range(2), [5] * 2).tolist()]
 
     together = chosen_by_kernels(scores, params, noise)
 
@@ -174,11 +159,12 @@ def test_rows_do_not_depend_on_their_company() -> None:
         assert [column[0] for column in alone] == [column[row] for column in together]
 
 
-@pytest.mark.parametrize("broken", [math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize(
+    ("broken", "is_whole"), [(math.nan, False), (math.inf, False), (-math.inf, False), (-math.inf, True)]
+)
 @pytest.mark.parametrize(
     "params", [{}, {"top_k": 2, "top_p": 0.5, "min_p": 0.1}, {"temperature": 0.0}], ids=str
 )
-@pytest.mark.parametrize("is_whole", [True, False])
 def test_broken_rows_give_valid_tokens_and_harm_no_other(
     broken: float, params: dict[str, Any], is_whole: bool
 ) -> None:
@@ -287,7 +273,7 @@ def test_steps_of_a_changing_batch_are_those_of_the_host() -> None:
     sampler = Sampler(VOCAB, DEVICE, KernelChooser)
     sampler.warm_up(torch.float32)
     reference = Sampler(VOCAB, torch.device("cpu"))
-    batches = [[0, 1, 2, 3, 4, 5]] * 4 + [[5, 3, 2], [2, 3, 5, 0, 1], [1], [0, 4]]
+    batches = [[0, 1, 2, 3, 4, 5]] * 2 + [[5, 3, 2], [2, 3, 5, 0, 1], [1], [0, 4]]
 
     for index, rows in enumerate(batches):
         scores = logits(len(rows), seed=100 + index)
