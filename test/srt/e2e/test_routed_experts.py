@@ -52,6 +52,26 @@ class Routers:
         rows: NDArray[Any] = np.sort(torch.stack(chosen, dim=1).numpy(), axis=-1)
         return rows
 
+    @torch.inference_mode()
+    def logprobs(self, token_ids: list[int], given_TLK: NDArray[Any]) -> torch.Tensor:
+        """[T, V], where the first tokens take the given experts in place of the routers' choice."""
+
+        def chosen(layer: int, output: Any) -> Any:
+            logits, weights, experts = output
+            given = torch.from_numpy(given_TLK[:, layer]).long()
+            own = logits.softmax(-1)[: len(given)].gather(1, given)
+            weights[: len(given)], experts[: len(given)] = own / own.sum(-1, keepdim=True), given
+            return logits, weights, experts
+
+        hooks = [
+            layer.mlp.gate.register_forward_hook(lambda _, __, output, index=index: chosen(index, output))
+            for index, layer in enumerate(self._model.model.layers)
+        ]
+        logits: torch.Tensor = self._model(torch.tensor([token_ids])).logits[0]
+        for hook in hooks:
+            hook.remove()
+        return logits.log_softmax(-1)
+
 
 @pytest.fixture(scope="module")
 def routers(checkpoint: Path) -> Routers:
@@ -120,6 +140,40 @@ def test_retraction_parking_and_updates_leave_the_rows_of_the_first_pass(
     asyncio.run(run())
 
 
+def test_given_experts_stand_in_for_the_routers_choice(engine: Engine, routers: Routers) -> None:
+    given = np.random.default_rng(1).random((40, 2, 6)).argsort(axis=-1)[..., :3].astype(np.uint8)
+    wanted = {"return_routed_experts": True, "return_logprob": True}
+    replayed = {"replay_routed_experts": packed(given), "logprob_start_len": 0}
+    first = engine.generate(input_ids=PROMPT, sampling_params=params(6), **wanted, **replayed)
+    # KV of given experts is shared by those who give the same.
+    again = engine.generate(
+        input_ids=PROMPT, sampling_params=params(6), replay_routed_experts=packed(given), **wanted
+    )
+    plain = engine.generate(input_ids=PROMPT, sampling_params=params(6), **wanted)
+    assert (first["meta_info"]["cached_tokens"], again["meta_info"]["cached_tokens"]) == (0, 40)
+    check(plain, PROMPT, routers)
+    for answer in (first, again):
+        meta, tokens = answer["meta_info"], [*PROMPT, *answer["output_ids"]]
+        expected = routers.logprobs(tokens, given)
+        rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).reshape(-1, 2, 3)
+        assert (rows[:40] == given).all()
+        told = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
+        assert len(told) == (50 if answer is first else 6)
+        for place, (logprob, token_id, _) in enumerate(told, len(tokens) - len(told) - 1):
+            assert logprob == pytest.approx(float(expected[place, token_id]), abs=1e-4)
+    # What the routers chose, given back, changes nothing.
+    own = np.frombuffer(base64.b64decode(plain["meta_info"]["routed_experts"]), dtype=np.int32)
+    turn = [*PROMPT, *plain["output_ids"][:-1]]
+    given_back = {"replay_routed_experts": base64.b64encode(own).decode(), "logprob_start_len": 0}
+    rest = engine.generate(input_ids=turn, sampling_params=params(3), **wanted, **given_back)
+    check(rest, turn, routers)
+
+
+def packed(rows_TLK: NDArray[Any]) -> dict[str, Any]:
+    data = base64.b64encode(rows_TLK.tobytes()).decode()
+    return {"data": data, "shape": list(rows_TLK.shape), "dtype": str(rows_TLK.dtype)}
+
+
 async def _last(stream: Any) -> Any:
     last = None
     async for chunk in stream:
@@ -143,6 +197,34 @@ def test_other_dialects_tell_them_in_their_own_forms(server: Server, routers: Ro
         expected = routers.rows([*PROMPT, *told["token_ids"]][:-1])[start:]
         assert rows.dtype == np.uint8
         assert (np.sort(rows, axis=-1) == expected).all()
+    again = {**tokens, "replay_routed_experts": other["routed_experts"]}
+    refused = server.post("/inference/v1/generate", again)
+    assert "expected at most the 45 tokens of the prompt, got 48" in refused.json()["error"]["message"]
+    again["token_ids"] = [*PROMPT, *other["token_ids"]]
+    [longer] = server.post("/inference/v1/generate", again).json()["choices"]
+    assert np.load(io.BytesIO(base64.b64decode(longer["routed_experts"])))[:48].tolist() == rows.tolist()
+
+
+ROWS = np.tile(np.arange(3, dtype=np.uint8), (45, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (packed(ROWS[:, :1]), r"expected \[tokens, 2 layers, 3 experts\], got \[45, 1, 3\]"),
+        (packed(ROWS + 4), "expected experts from 0 to 5, got 6"),
+        (packed(ROWS // 2), "expected different experts of a token in a layer, got one twice"),
+        (packed(np.concatenate([ROWS, ROWS])), "expected at most the 45 tokens of the prompt, got 90"),
+        (packed(ROWS) | {"shape": [5, 5]}, "what is none of these: cannot reshape"),
+        (packed(ROWS) | {"start": 3}, "what is none of these: its rows begin with the first token"),
+        ("AAAA", "what is none of these: buffer size"),
+        ("experts", "what is none of these: not base64"),
+        ([0, 1, 2], "a list must have one entry per prompt"),
+    ],
+)
+def test_experts_that_cannot_be_taken_are_refused(engine: Engine, given: Any, problem: str) -> None:
+    with pytest.raises(RequestRejected, match=f"replay_routed_experts: .*{problem}"):
+        engine.generate(input_ids=PROMPT, replay_routed_experts=given)
 
 
 def test_what_cannot_be_told_is_refused(engine: Engine, checkpoint_a: Path) -> None:

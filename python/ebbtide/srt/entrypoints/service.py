@@ -132,7 +132,9 @@ class EngineService:
         self._open_s = time.monotonic() - self._started_s
 
     def _connect(self) -> TokenizerManager:
-        limits = RequestLimits.of(self.config, self._facts["max_total_num_tokens"])
+        limits = RequestLimits.of(
+            self.config, self._facts["max_total_num_tokens"], self._facts.get("experts")
+        )
         replicas = self._processes.replicas
         inbox: Receiver[ManagerInput] = Receiver(replicas[0].manager, ManagerInput)
         if len(replicas) == 1:

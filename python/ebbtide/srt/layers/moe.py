@@ -47,6 +47,17 @@ class RouteRecorder:
         self.routes_TLK[: len(experts_TK), layer].copy_(experts_TK)
 
 
+class GivenRoutes:
+    """The experts that tokens of a pass take whatever the router would choose.
+
+    Attributes:
+        experts_TLK: int64, of all hidden layers; −1 where the router chooses; None: it does everywhere.
+    """
+
+    def __init__(self) -> None:
+        self.experts_TLK: Tensor | None = None
+
+
 class Experts(nn.Module):
     """The weights of all experts of a layer, expert below expert.
 
@@ -55,6 +66,7 @@ class Experts(nn.Module):
     Attributes:
         group: the ranks that divide every expert's inner columns among them.
         recorder: is told the experts of each token in this `layer`; None: nobody wants to know.
+        given: what stands in place of the router's choice.
     """
 
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
@@ -63,6 +75,7 @@ class Experts(nn.Module):
         self.config = config
         self.group: ParallelGroup = SoloGroup()
         self.recorder: RouteRecorder | None = None
+        self.given = GivenRoutes()
         self.layer = 0
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_experts * 2 * inner, hidden_size, dtype=dtype, device="meta"), requires_grad=False
@@ -90,17 +103,22 @@ class Experts(nn.Module):
             from ebbtide.srt.layers.kernels.fused_moe import fused_experts
             from ebbtide.srt.layers.kernels.moe_routing import route as route_at_once
 
-            routed = route_at_once(logits_TE, top_k, renormalize)
-            self._record(routed[1])
+            routed = self._settle(logits_TE, *route_at_once(logits_TE, top_k, renormalize))
             return fused_experts(x_TD, *weights, *routed, residual_TD=residual_TD)
-        chosen = route(logits_TE, top_k, renormalize)
-        self._record(chosen[1])
+        chosen = self._settle(logits_TE, *route(logits_TE, top_k, renormalize))
         out_TD = run_experts(x_TD, *weights, *chosen)
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
-    def _record(self, experts_TK: Tensor) -> None:
+    def _settle(self, logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and numbers of each token's experts, as the router or somebody before it chose them."""
+        if self.given.experts_TLK is not None:
+            given_TK = self.given.experts_TLK[:, self.layer]
+            weights_TK, experts_TK = reroute(
+                logits_TE, weights_TK, experts_TK, given_TK, self.config.renormalize
+            )
         if self.recorder is not None:
             self.recorder.record(self.layer, experts_TK)
+        return weights_TK, experts_TK
 
 
 class MoeMLP(nn.Module):
@@ -133,6 +151,18 @@ def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Ten
     if renormalize:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
     return weights_TK, experts_TK
+
+
+def reroute(
+    logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, given_TK: Tensor, renormalize: bool
+) -> tuple[Tensor, Tensor]:
+    """What `route` has chosen with given experts (int64; −1: none) in its place, weighted by their scores."""
+    is_given_TK = given_TK >= 0
+    own_TK = logits_TE.softmax(dim=-1, dtype=torch.float32).gather(1, given_TK.clamp(min=0))
+    if renormalize:
+        own_TK = own_TK / own_TK.sum(dim=-1, keepdim=True)
+    experts_TK = torch.where(is_given_TK, given_TK.to(experts_TK.dtype), experts_TK)
+    return torch.where(is_given_TK, own_TK, weights_TK), experts_TK
 
 
 def run_experts(

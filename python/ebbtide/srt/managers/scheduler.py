@@ -272,4 +272,5 @@ class Scheduler:
             priority=message.priority,
             contract=message.contract,
             routes_from=message.routed_experts_start,
+            given_routes=None if message.given_routes is None else message.given_routes.rows,
         )

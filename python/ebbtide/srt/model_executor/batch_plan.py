@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -102,6 +102,8 @@ class BatchPlan:
             (false for all but the last chunk of a chunked prefill, and for scoring without output).
         num_outputs_R: int64, output tokens of each request before this step, those in flight included.
         specs: per request.
+        given_routes: by request, the experts that the first of its new tokens take in place of the router's
+            choice, [tokens, L, K].
     """
 
     input_ids_T: NDArray[np.int64]
@@ -111,6 +113,7 @@ class BatchPlan:
     samples_R: NDArray[np.bool_]
     num_outputs_R: NDArray[np.int64]
     specs: list[SampleSpec]
+    given_routes: Mapping[int, Routes] = field(default_factory=dict)
 
     @property
     def is_decode(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -122,6 +122,8 @@ def build_model_runner(
         next_tokens,
         logprobs_mode=runtime_config.logprobs_mode,
     )
+    if isinstance(model, MoeCausalLM):
+        runner.given_routes = model.given_routes
     if runtime_config.records_routes:
         if not isinstance(model, MoeCausalLM):
             raise ConfigurationError(
@@ -139,6 +141,18 @@ def build_model_runner(
             )
         _log_left(device, cache_config)
     return runner
+
+
+def expert_slots(model: CausalLM) -> dict[str, Any] | None:
+    """What a request must know that gives tokens their experts, as `ExpertSlots` has it."""
+    if not isinstance(model, MoeCausalLM):
+        return None
+    return {
+        "num_layers": model.config.num_layers,
+        "num_experts": model.moe.num_experts,
+        "per_token": model.moe.num_experts_per_token,
+        "sparse_layers": sorted(model.sparse_layers),
+    }
 
 
 def _log_staging(kv_pool: KVPool, weight_store: WeightStore, *, can_lend: bool) -> None:

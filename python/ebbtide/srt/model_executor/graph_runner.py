@@ -176,10 +176,12 @@ class DecodeGraphs:
 
     def fits(self, plan: BatchPlan) -> bool:
         """Whether a step can be replayed: every request adds one token and samples, and there is a graph.
+        Graphs have the experts that routers choose.
 
         Without the scratch memory, which the device may have had no room to bring back, none can.
         """
-        return self.arena.is_resident and plan.is_decode and len(plan.specs) <= self._largest
+        is_plain = plan.is_decode and not plan.given_routes
+        return self.arena.is_resident and is_plain and len(plan.specs) <= self._largest
 
     def can_share(self, plan: BatchPlan) -> bool:
         """Whether there is a graph for a step of this size whose requests share pages."""

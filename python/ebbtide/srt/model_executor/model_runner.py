@@ -5,7 +5,8 @@ Shapes: T tokens, R requests, S requests that sample, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionBackend
-from ebbtide.srt.layers.moe import RouteRecorder
+from ebbtide.srt.layers.moe import GivenRoutes, RouteRecorder
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.model_executor.batch_plan import (
@@ -127,6 +128,7 @@ class ModelRunner:
 
     Attributes:
         recorder: where the model leaves the experts of its tokens; None: nowhere.
+        given_routes: where it is told of experts that tokens must take; None: it has none.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class ModelRunner:
         self.sampler = Sampler(vocab_size, device, logprobs_mode=logprobs_mode)
         self.attention = attention
         self.recorder: RouteRecorder | None = None
+        self.given_routes: GivenRoutes | None = None
         self._vocab_size = vocab_size
         self._device = device
         self._next_tokens = next_tokens
@@ -204,9 +207,10 @@ class ModelRunner:
         # A prompt's last row alone is wanted, unless it asks for the logits of each row.
         wants_last = bool(batch.sampled_R) and not plan.is_decode and not batch.prompt_rows
         # Every row of the last layer has experts of its own.
-        wants_last = wants_last and self.recorder is None
+        wants_last = wants_last and self.recorder is None and not plan.given_routes
         rows_S = batch.sampled_rows_S if wants_last else None
-        hidden_TD = self.model.forward(input_ids_T, batch.positions_T, self.attention, rows_S)
+        with self._routed(plan):
+            hidden_TD = self.model.forward(input_ids_T, batch.positions_T, self.attention, rows_S)
         step = LaunchedStep(len(plan.specs), batch.sampled_R)
         step.routes = self._routes(len(plan.input_ids_T))
         if batch.prompt_rows:
@@ -215,6 +219,24 @@ class ModelRunner:
             hidden_SD = hidden_TD if wants_last or plan.is_decode else hidden_TD[batch.sampled_rows_S]
             self._sample(plan, hidden_SD, batch.sampled_page_rows_S, step, before_masks)
         return step
+
+    @contextmanager
+    def _routed(self, plan: BatchPlan) -> Iterator[None]:
+        """Within, tokens take the experts that the plan gives them."""
+        if not plan.given_routes:
+            yield
+            return
+        assert self.given_routes is not None, "experts were given to a model without any"
+        firsts_R = plan.num_new_R.cumsum() - plan.num_new_R
+        [(num_layers, top_k), *_] = [rows.shape[1:] for rows in plan.given_routes.values()]
+        experts_TLK = np.full((len(plan.input_ids_T), num_layers, top_k), -1, dtype=np.int64)
+        for request, rows_NLK in plan.given_routes.items():
+            experts_TLK[firsts_R[request] :][: len(rows_NLK)] = rows_NLK
+        self.given_routes.experts_TLK = upload(experts_TLK, self._device)
+        try:
+            yield
+        finally:
+            self.given_routes.experts_TLK = None
 
     def _sample(
         self,

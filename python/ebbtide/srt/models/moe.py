@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.moe import MoeConfig, MoeMLP, RouteRecorder
+from ebbtide.srt.layers.moe import GivenRoutes, MoeConfig, MoeMLP, RouteRecorder
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, divided, stacked
 from ebbtide.srt.models.dense import Block, DenseCausalLM, DenseConfig, dense_layer_map
 
@@ -30,6 +30,9 @@ class MoeCausalLM(DenseCausalLM):
         names: of the experts in checkpoints.
         sparse_layers: the layers that have experts.
         dtype, device: as for `DenseCausalLM`.
+
+    Attributes:
+        given_routes: the experts that tokens of the next pass take in place of the routers' choice.
 
     Raises ConfigurationError where a token is to have more experts than there are, or they do not take silu.
     """
@@ -59,14 +62,19 @@ class MoeCausalLM(DenseCausalLM):
         super().__init__(config, dtype, device, make_block)
         self.moe, self.names = moe, names
         self.sparse_layers = frozenset(sparse_layers)
+        self.given_routes = GivenRoutes()
+        for layer, block in zip(sorted(self.sparse_layers), self._blocks(), strict=True):
+            block.experts.layer, block.experts.given = layer, self.given_routes
 
     def record_routes(self, max_tokens: int, device: torch.device) -> RouteRecorder:
         """Have every pass leave the experts of its tokens."""
         recorder = RouteRecorder(max_tokens, self.config.num_layers, self.moe, device)
-        blocks = (module for module in self.modules() if isinstance(module, MoeMLP))
-        for layer, block in zip(sorted(self.sparse_layers), blocks, strict=True):
-            block.experts.recorder, block.experts.layer = recorder, layer
+        for block in self._blocks():
+            block.experts.recorder = recorder
         return recorder
+
+    def _blocks(self) -> list[MoeMLP]:
+        return [module for module in self.modules() if isinstance(module, MoeMLP)]
 
     def layer_map(self, layer: int) -> WeightMap:
         rows = dense_layer_map(self.config)

@@ -332,10 +332,11 @@ def _library_environment(config: EngineConfig) -> dict[str, str]:
 
 
 def _merge(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What several replicas report, as one."""
+    """What several replicas report, as one: all but numbers is the same."""
     merged: dict[str, Any] = {}
     for name, value in ((name, value) for one in facts for name, value in one.items()):
-        merged[name] = min(merged[name], value) if name in merged else value
+        is_least = name in merged and isinstance(value, int)
+        merged[name] = min(merged[name], value) if is_least else value
     return merged
 
 

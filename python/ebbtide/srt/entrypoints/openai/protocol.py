@@ -27,7 +27,8 @@ class StreamOptions(Struct, kw_only=True):
 class OpenAIRequest(Struct, kw_only=True):
     """What both kinds of completion take: OpenAI's fields, then Ebbtide's, which are those of `/generate`.
 
-    `routed_experts_prompt_start` asks for routed experts too, from that token on.
+    `routed_experts_prompt_start` asks for routed experts too, from that token on; `replay_routed_experts`
+    gives the first tokens of the prompt theirs.
     `response_format`, vLLM's `structured_outputs`, or one of `regex`, `ebnf`, `json_schema` and
     `structural_tag` says what the answer keeps to.
     `include_stop_str_in_output` is another name of `no_stop_trim`. `return_tokens_as_token_ids`: logprobs
@@ -81,6 +82,7 @@ class OpenAIRequest(Struct, kw_only=True):
     return_sampling_mask: bool | None = None
     routed_experts_start_len: int | None = None
     routed_experts_prompt_start: int | None = None
+    replay_routed_experts: Any = None
     min_weight_version: str | int | None = None
     exact_weight_version: str | int | None = None
     on_update: Literal["continue", "recompute", "abort"] | None = None

@@ -33,7 +33,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_request import PASSED_ON_FIELDS
 from ebbtide.srt.managers.api.routed_experts import RoutedForm
 
-_UNSUPPORTED = ("features", "content_parts", "token_offsets", "kv_transfer_params", "replay_routed_experts")
+_UNSUPPORTED = ("features", "content_parts", "token_offsets", "kv_transfer_params")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from ebbtide.srt.entrypoints.openai.protocol import FinishReasonName, StreamOpti
 class TokensRequest(Struct, kw_only=True):
     """`cache_salt` may be among the sampling parameters too.
 
-    `max_version_lag`, `min_weight_version`, `exact_weight_version`, `on_update` are those of `/generate`.
+    `max_version_lag`, `min_weight_version`, `exact_weight_version`, `on_update` and
+    `replay_routed_experts` are those of `/generate`.
     """
 
     token_ids: list[int]
@@ -27,6 +28,7 @@ class TokensRequest(Struct, kw_only=True):
     max_version_lag: int | None = None
     min_weight_version: str | int | None = None
     exact_weight_version: str | int | None = None
+    replay_routed_experts: Any = None
     return_sampling_mask: bool = False
     on_update: Literal["continue", "recompute", "abort"] | None = None
     return_token_ids: bool = False

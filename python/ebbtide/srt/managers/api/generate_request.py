@@ -14,7 +14,8 @@ import msgspec
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.request_limits import RequestLimits
-from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput, VersionContract
+from ebbtide.srt.managers.api.routed_experts import decoded, namespace_of
+from ebbtide.srt.managers.io_struct import RoutedExperts, TokenizedGenerateReqInput, VersionContract
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.sampling_params import SamplingParams
 
@@ -44,7 +45,6 @@ UNSUPPORTED_FIELDS = frozenset(
         "lora_id",
         "custom_logit_processor",
         "return_hidden_states",
-        "replay_routed_experts",
         "return_indexer_topk",
         "return_entropy",
         "session_params",
@@ -64,7 +64,7 @@ UNSUPPORTED_FIELDS = frozenset(
 # Fields that have the same name in all dialects.
 PASSED_ON_FIELDS: Final = (
     *("max_version_lag", "min_weight_version", "exact_weight_version", "on_update"),
-    "priority",
+    *("priority", "replay_routed_experts"),
 )
 
 
@@ -101,6 +101,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     timeout_s: float | None = None
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
+    replay_routed_experts: Any = None
     return_sampling_mask: bool | None = None
 
 
@@ -335,6 +336,7 @@ class RequestNormalizer:
         request = draft.request
         for prompt, params, own in zip(prompts, draft.params, draft.columns, strict=True):
             own.check(self._limits, len(prompt))
+            given_routes = own.given_routes(self._limits, len(prompt))
             room = self._limits.room(len(prompt))
             max_new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
             min_new_tokens = min(params.min_new_tokens, max_new_tokens)
@@ -353,7 +355,8 @@ class RequestNormalizer:
                 logprob_start=start if own.return_logprob and start >= 0 else None,
                 top_logprobs_num=own.top_logprobs_num if own.return_logprob else 0,
                 token_ids_logprob=own.token_ids_logprob if own.return_logprob else (),
-                cache_namespace=own.cache_namespace,
+                cache_namespace=own.cache_namespace + namespace_of(given_routes),
+                given_routes=given_routes,
                 arrival_s=draft.arrival_s,
                 priority=request.priority or 0,
                 dp_rank=_pinned_to(request),
@@ -373,6 +376,7 @@ class _PerPrompt:
     top_logprobs_num: int
     token_ids_logprob: tuple[int, ...]
     cache_namespace: tuple[str, ...]
+    replay_routed_experts: Any
 
     @classmethod
     def split(cls, request: GenerateReqInput, num_prompts: int) -> list[_PerPrompt]:
@@ -386,6 +390,7 @@ class _PerPrompt:
             _split_token_ids_logprob(request.token_ids_logprob, num_prompts),
             column("cache_salt"),
             column("extra_key"),
+            column("replay_routed_experts"),
             strict=True,
         )
         return [
@@ -395,8 +400,9 @@ class _PerPrompt:
                 top_logprobs_num=top or 0,
                 token_ids_logprob=tuple(ids or ()),
                 cache_namespace=_namespace(cache_salt=salt, extra_key=key),
+                replay_routed_experts=routes,
             )
-            for wanted, start, top, ids, salt, key in rows
+            for wanted, start, top, ids, salt, key, routes in rows
         ]
 
     def check(self, limits: RequestLimits, num_prompt_tokens: int) -> None:
@@ -411,6 +417,13 @@ class _PerPrompt:
                 f"top_logprobs_num: expected 0 to the vocabulary size of {limits.vocab_size}, got {top}"
             )
         limits.check_ids("token_ids_logprob", self.token_ids_logprob)
+
+    def given_routes(self, limits: RequestLimits, num_prompt_tokens: int) -> RoutedExperts | None:
+        if asks_for_nothing(self.replay_routed_experts):
+            return None
+        if limits.experts is None:
+            raise RequestRejected("replay_routed_experts: this model has no experts")
+        return decoded(self.replay_routed_experts, limits.experts, num_prompt_tokens)
 
 
 def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:

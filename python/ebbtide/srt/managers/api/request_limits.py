@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.routed_experts import ExpertSlots
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class RequestLimits:
         max_total_num_tokens: tokens in the KV pool.
         stream_interval: tokens between chunks where the request does not say.
         records_routes: whether it is recorded which experts tokens go through.
+        experts: None where the model has none.
         num_replicas: data-parallel replicas that a request may be pinned to.
     """
 
@@ -31,9 +33,12 @@ class RequestLimits:
     stream_interval: int
     num_replicas: int
     records_routes: bool = False
+    experts: ExpertSlots | None = None
 
     @classmethod
-    def of(cls, config: EngineConfig, max_total_num_tokens: int) -> Self:
+    def of(
+        cls, config: EngineConfig, max_total_num_tokens: int, experts: Mapping[str, Any] | None = None
+    ) -> Self:
         """The limits of an engine, once its scheduler has sized the pool."""
         return cls(
             context_len=config.model.context_len,
@@ -42,6 +47,7 @@ class RequestLimits:
             stream_interval=config.schedule.stream_interval,
             num_replicas=config.server_args.dp_size,
             records_routes=config.runtime.records_routes,
+            experts=None if experts is None else ExpertSlots(**experts),
         )
 
     @property

@@ -1,36 +1,135 @@
-"""Routed experts in the forms that clients read. Source: wire_vllm section 6.1."""
+"""Routed experts in the forms that clients read and give. Source: wire_vllm section 6.1.
+
+Shapes: T tokens, L hidden layers, K experts per token.
+"""
 
 from __future__ import annotations
 
 import base64
+import binascii
+import hashlib
 import io
-from typing import Any, Literal, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import RoutedExperts
 
 # "int32": base64 of the numbers alone. "npy": base64 of a file of numpy's. "packed": an object with `data`
 # first, base64 of the smallest of uint8, int16 and int32 that holds them.
 RoutedForm: TypeAlias = Literal["int32", "npy", "packed"]
 
+_NPY_MAGIC: Final = b"\x93NUMPY"
+_KINDS: Final = ("uint8", "int8", "uint16", "int16", "int32", "int64")
+
+
+@dataclass(frozen=True)
+class ExpertSlots:
+    """Which experts tokens can take.
+
+    Attributes:
+        num_layers: all hidden layers.
+        per_token: experts that a token takes in each of the `sparse_layers`.
+    """
+
+    num_layers: int
+    num_experts: int
+    per_token: int
+    sparse_layers: Sequence[int]
+
 
 def encoded(routed: RoutedExperts, form: RoutedForm) -> Any:
     """What an answer says of them."""
-    rows = np.frombuffer(routed.data, dtype=routed.dtype).reshape(routed.shape)
+    rows = routed.rows
     match form:
         case "int32":
-            return _base64(rows.astype(np.int32).tobytes())
+            return _base64(rows.astype(np.int32).data)
         case "npy":
             file = io.BytesIO()
             np.save(file, rows, allow_pickle=False)
-            return _base64(file.getvalue())
+            return _base64(file.getbuffer())
         case "packed":
             largest = int(rows.max(initial=0))
             kind = "uint8" if largest < 256 else "int16" if largest < 1 << 15 else "int32"
             # Readers cut `data` out by its place: it comes first.
-            return {"data": _base64(rows.astype(kind).tobytes()), "shape": list(routed.shape), "dtype": kind}
+            return {"data": _base64(rows.astype(kind).data), "shape": list(routed.shape), "dtype": kind}
 
 
-def _base64(data: bytes) -> str:
+def decoded(given: Any, slots: ExpertSlots, num_prompt_tokens: int) -> RoutedExperts:
+    """The experts that a request gives the first tokens of its prompt, in any of the forms of answers.
+
+    Raises:
+        RequestRejected: it is in none of them, or the model has not these experts for so many tokens.
+    """
+    shape = f"[tokens, {slots.num_layers} layers, {slots.per_token} experts]"
+    try:
+        rows = _read(given, slots)
+    except (ValueError, TypeError, KeyError) as error:
+        raise _rejected(
+            f"expected base64 of int32 numbers or of a .npy file, or an object of data, shape and dtype: "
+            f"{shape}; got what is none of these: {error}"
+        ) from None
+    if rows.ndim != 3 or rows.shape[1:] != (slots.num_layers, slots.per_token):
+        raise _rejected(f"expected {shape}, got {list(rows.shape)}")
+    if len(rows) > num_prompt_tokens:
+        raise _rejected(f"expected at most the {num_prompt_tokens} tokens of the prompt, got {len(rows)}")
+    chosen = rows[:, list(slots.sparse_layers)]
+    if ((chosen < 0) | (chosen >= slots.num_experts)).any():
+        bad = chosen[(chosen < 0) | (chosen >= slots.num_experts)][0]
+        raise _rejected(f"expected experts from 0 to {slots.num_experts - 1}, got {bad}")
+    ordered = np.sort(chosen, axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise _rejected("expected different experts of a token in a layer, got one twice")
+    kind = "uint8" if slots.num_experts <= 256 else "uint16"
+    # What stands for layers without experts means nothing.
+    kept = np.zeros(rows.shape, dtype=kind)
+    kept[:, list(slots.sparse_layers)] = chosen
+    return RoutedExperts(kept.tobytes(), (len(kept), slots.num_layers, slots.per_token), kind)
+
+
+def namespace_of(routed: RoutedExperts | None) -> tuple[str, ...]:
+    """Keeps KV of given experts apart from that of others, in the prefix cache."""
+    if routed is None:
+        return ()
+    return (f"routed_experts={hashlib.blake2b(routed.data, digest_size=16).hexdigest()}",)
+
+
+def _read(given: Any, slots: ExpertSlots) -> NDArray[Any]:
+    if isinstance(given, dict):
+        if given.get("start"):
+            raise ValueError("its rows begin with the first token: start is not 0")
+        if given["dtype"] not in _KINDS:
+            raise ValueError(f"its dtype is none of {', '.join(_KINDS)}")
+        return np.frombuffer(_bytes(given["data"]), dtype=given["dtype"]).reshape(given["shape"])
+    data = _bytes(given)
+    if not data.startswith(_NPY_MAGIC):
+        return np.frombuffer(data, dtype=np.int32).reshape(-1, slots.num_layers, slots.per_token)
+    file = io.BytesIO(data)
+    if np.lib.format.read_magic(file) == (1, 0):
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    else:
+        shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
+    if is_fortran or dtype.name not in _KINDS:
+        raise ValueError(f"the file is not in C order, or its dtype is none of {', '.join(_KINDS)}")
+    return np.frombuffer(data, dtype=dtype, offset=file.tell()).reshape(shape)
+
+
+def _bytes(text: Any) -> bytes:
+    if not isinstance(text, str):
+        raise TypeError(f"{type(text).__name__} is not a text")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"not base64: {error}") from None
+
+
+def _rejected(problem: str) -> RequestRejected:
+    return RequestRejected(f"replay_routed_experts: {problem}")
+
+
+def _base64(data: memoryview) -> str:
     return base64.b64encode(data).decode("ascii")

@@ -13,7 +13,7 @@ from ebbtide.srt.managers.scheduling.version_contract import NO_CONTRACT
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
 from ebbtide.srt.managers.wire.generation import VersionContract
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease
-from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec, Support
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Routes, SampleSpec, Support
 
 
 class Phase(Enum):
@@ -85,6 +85,7 @@ class Req:
         new_supports: which tokens could have been sampled, per output token that was not sent on yet.
         routes_from: first token whose experts are told at its end; None: nobody asks.
         routes: the experts of its tokens, where they are recorded.
+        given_routes: those that the first tokens of its prompt take in place of the router's choice.
         head_start: requests that it may overtake in the queue.
         first_update: updates that had been committed when it began to run; None before.
         cached_tokens: prompt tokens taken from the prefix cache at the first prefill; None before it.
@@ -110,6 +111,7 @@ class Req:
     new_supports: list[Support] = field(default_factory=list)
     routes_from: int | None = None
     routes: RouteRows = field(default_factory=RouteRows)
+    given_routes: Routes | None = None
 
     phase: Phase = Phase.WAITING
     kv: KVHold | None = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan
+from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, Routes
 
 if TYPE_CHECKING:
     from ebbtide.srt.managers.scheduling.request import Req
@@ -41,6 +41,7 @@ class RunningRows:
             as its prefill goes on. See `OutputProcessor.commit`.
         is_followed: 1 where every token is looked at: it has stop strings, or a grammar.
         stream_kind: `PLAIN_STREAM`, each token is sent at once, with its logprob at most; `OTHER_STREAM`; 0.
+        num_routed: tokens whose experts were given with the request.
         needs_ids: 1 where the next token depends on the ids of all before it.
     """
 
@@ -51,7 +52,7 @@ class RunningRows:
         self.serial, self.num_prompt, self.planned, self.limit = column(), column(), column(), column()
         self.launched, self.computed, self.capacity, self.in_flight = column(), column(), column(), column()
         self.last_token, self.settled, self.needs_ids = column(), column(), column()
-        self.is_followed, self.stream_kind = column(), column()
+        self.is_followed, self.stream_kind, self.num_routed = column(), column(), column()
         self._num_opened = 0
 
     def open(self, row: int, req: Req, *, num_computed: int, num_pages_tokens: int) -> None:
@@ -70,6 +71,7 @@ class RunningRows:
         self.needs_ids[row] = spec.needs_output_ids
         self.is_followed[row] = req.stop_strings is not None or spec.mask is not None
         self.stream_kind[row] = _stream_kind(req)
+        self.num_routed[row] = 0 if req.given_routes is None else len(req.given_routes)
 
     def close(self, row: int) -> None:
         self.serial[row] = 0
@@ -115,6 +117,7 @@ class RunningRows:
             samples_R=samples_R,
             num_outputs_R=planned_R - num_prompt_R,
             specs=[req.spec for req in requests],
+            given_routes=_given_routes(requests, starts_R, ends_R, self.num_routed[rows_R]),
         )
         self.launched[rows_R] = ends_R
         self.planned[rows_R] += samples_R
@@ -138,6 +141,18 @@ class RunningRows:
             first, start, count = int(firsts_R[index]), int(starts_R[index]), int(num_new_R[index])
             input_ids_T[first : first + count] = requests[index].tokens(start, start + count)
         return input_ids_T
+
+
+def _given_routes(
+    requests: Sequence[Req], starts_R: Column, ends_R: Column, num_routed_R: Column
+) -> dict[int, Routes]:
+    """By request, the experts of those new tokens that they were given for."""
+    given: dict[int, Routes] = {}
+    for index in np.flatnonzero(starts_R < num_routed_R).tolist():
+        rows = requests[index].given_routes
+        assert rows is not None
+        given[index] = rows[int(starts_R[index]) : int(ends_R[index])]
+    return given
 
 
 def _stream_kind(req: Req) -> int:

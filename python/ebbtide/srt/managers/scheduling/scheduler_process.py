@@ -27,7 +27,7 @@ from ebbtide.srt.memory_saver.chunk_pool import ChunkArena
 from ebbtide.srt.memory_saver.saver import MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
-from ebbtide.srt.model_executor.builder import build_model_runner
+from ebbtide.srt.model_executor.builder import build_model_runner, expert_slots
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.weight_sync.custom_loader import import_loaders
 
@@ -40,7 +40,8 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     Args:
         ready: gets one dictionary, `status: "ready"` and what the API process needs to know:
             `max_total_num_tokens`, the size of the KV pool, and `max_req_input_len`, the longest prompt that
-            leaves room for an output token; `attention_backend`, the name of the one that serves.
+            leaves room for an output token; `attention_backend`, the name of the one that serves; `experts`,
+            how many a token takes of which in which layers; None where the model has none.
 
     Raises:
         ConfigurationError: the model, the checkpoint, a size or a custom weight loader does not do.
@@ -73,6 +74,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
             "max_total_num_tokens": max_total_tokens,
             "max_req_input_len": min(config.model.context_len, max_total_tokens) - 1,
             "attention_backend": name_of(runner.attention),
+            "experts": expert_slots(runner.model),
         }
     )
     args = config.server_args

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from ebbtide.srt.managers.wire.logprobs import LogprobColumns
 from ebbtide.srt.managers.wire.message import Message
@@ -26,6 +28,18 @@ class VersionContract(Struct, frozen=True, array_like=True, omit_defaults=True):
     on_update: Literal["continue", "recompute", "abort"] = "continue"
 
 
+class RoutedExperts(Struct, frozen=True, array_like=True):
+    """The experts of tokens: numbers of type `dtype` (uint8, uint16) in C order, [tokens, layers, top k]."""
+
+    data: bytes
+    shape: tuple[int, int, int]
+    dtype: str
+
+    @property
+    def rows(self) -> NDArray[Any]:
+        return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
+
+
 class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     """One output to generate. Everything in it has been checked by the TokenizerManager.
 
@@ -36,6 +50,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
         priority: higher ones are admitted first, where the schedule policy is `priority`.
         arrival_s: when the request arrived, on the clock of `time.monotonic`.
         routed_experts_start: first token whose experts are wanted; None: nobody asks.
+        given_routes: the experts that the first tokens of the prompt take in place of the router's choice.
         grammar: the key of the one that its output keeps to; it has been loaded.
         dp_rank: the replica that it is for; None as long as none has been chosen, or if there is only one.
     """
@@ -58,6 +73,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     contract: VersionContract = VersionContract()
     grammar: str | None = None
     routed_experts_start: int | None = None
+    given_routes: RoutedExperts | None = None
     return_sampling_mask: bool = False
 
 
@@ -131,14 +147,6 @@ class RequestStart(Struct, frozen=True, array_like=True):
     input_logprobs: LogprobColumns | None
     queue_time_s: float
     first_token_latency_s: float | None = None
-
-
-class RoutedExperts(Struct, frozen=True, array_like=True):
-    """The experts of tokens: numbers of type `dtype` (uint8, uint16) in C order, [tokens, layers, top k]."""
-
-    data: bytes
-    shape: tuple[int, int, int]
-    dtype: str
 
 
 class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
