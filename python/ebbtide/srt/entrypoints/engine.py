@@ -219,6 +219,11 @@ class Engine(WeightMethods):
 
     # --------------------------------------------------------------------------------------------- lifetime
 
+    @property
+    def is_down(self) -> bool:
+        """Whether the engine has failed."""
+        return self._service.is_down
+
     def shutdown(self) -> None:
         """End the engine: what waits gets an `EngineError`. Returns when its processes are gone. Idempotent.
 

@@ -1,0 +1,18 @@
+"""Engines and fleets of them as Ray actors. Needs the extra `ray`; nothing else of Ebbtide imports this."""
+
+from __future__ import annotations
+
+try:
+    import ray as _ray
+except ModuleNotFoundError as error:
+    if error.name != "ray":
+        raise
+    raise ModuleNotFoundError(
+        "ebbtide.ray needs Ray, which is not installed: pip install 'ebbtide[ray]'", name="ray"
+    ) from None
+
+from ebbtide.ray.engine import RayEngine
+from ebbtide.ray.errors import ActorDied
+
+__all__ = ["ActorDied", "RayEngine"]
+del _ray

@@ -1,0 +1,142 @@
+"""The actor that holds a node's share of an engine: its launcher, and on node 0 its door.
+
+The ranks are processes of the actor, started, watched and ended as by any other launcher, and speak to each
+other over their own channels. They end with the actor, even if it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from ebbtide.srt.config import resolve
+from ebbtide.srt.entrypoints.engine import Engine
+from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
+from ebbtide.srt.entrypoints.launch.placement import ReservedPorts
+from ebbtide.srt.errors import EngineError
+from ebbtide.srt.server_args import ServerArgs
+
+# What the actors of an engine answer to, without the prefix of the coroutines: `actor.generate.remote(...)`.
+ENGINE_METHODS = sorted(
+    name.removeprefix("async_")
+    for name in dir(Engine)
+    if name.startswith("async_") and name != "async_shutdown"
+)
+# How often an engine is asked whether it lives; that costs no message.
+LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class SeatFacts:
+    """Where an actor has been placed.
+
+    Attributes:
+        node_id: the machine, as Ray names it.
+        gpu_ids: those that Ray has given it, as CUDA_VISIBLE_DEVICES spells them.
+    """
+
+    node_id: str
+    host: str
+    pid: int
+    gpu_ids: tuple[str, ...]
+
+
+class EngineActor:
+    """One bundle's seat. The first seat of each node starts the processes of all of them.
+
+    Its further methods are those of `Engine`, on the actor of node 0: `generate`, `pause_generation`, …
+    """
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._node: NodeProcesses | None = None
+        self._reserved: ReservedPorts | None = None
+
+    async def facts(self) -> SeatFacts:
+        """Where this is."""
+        context = ray.get_runtime_context()
+        gpu_ids = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))
+        return SeatFacts(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), gpu_ids)
+
+    async def reserve_address(self) -> str:
+        """Where the other nodes will find this one, kept free for it until it has started."""
+        host = ray.util.get_node_ip_address()
+        self._reserved = ReservedPorts(host, 1)
+        return f"[{host}]:{self._reserved.ports[0]}" if ":" in host else f"{host}:{self._reserved.ports[0]}"
+
+    async def start(self, arguments: Mapping[str, Any], gpu_ids: Sequence[str]) -> None:
+        """Start the processes of this node; returns when they are ready.
+
+        Args:
+            gpu_ids: of all seats of this node, in the order of their ranks.
+
+        Raises:
+            ConfigurationError, EngineError: as `Engine`.
+        """
+        if gpu_ids:
+            # The ranks see the GPUs of their whole node, as their copies between GPUs need it.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
+        if arguments["node_rank"] == 0:
+            self._engine = await asyncio.to_thread(lambda: Engine(**arguments))
+        else:
+            await asyncio.to_thread(self._lend, ServerArgs(**arguments))
+        if self._reserved is not None:
+            self._reserved.close()
+
+    def _lend(self, server_args: ServerArgs) -> None:
+        """What `launch_server` does on a node that lends its ranks."""
+        self._node = NodeProcesses(resolve(server_args))
+        self._node.wait_ready()
+        self._node.watch(lambda reason: None)
+
+    async def ended(self) -> str:
+        """Return, with the reason, when the engine of this actor has failed."""
+        engine = self._running
+        while not engine.is_down:
+            await asyncio.sleep(LOOK_S)
+        try:
+            await engine.async_loads()
+        except EngineError as error:
+            return str(error)
+        return "the engine has ended"
+
+    async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[dict[str, Any], None]:
+        """`generate` as a stream of chunks."""
+        async for chunk in await self._running.async_generate(*args, **{**kwargs, "stream": True}):
+            yield chunk
+
+    async def shutdown(self) -> None:
+        """End the processes; returns when they are gone."""
+        if self._engine is not None:
+            await self._engine.async_shutdown()
+        if self._node is not None:
+            await asyncio.to_thread(self._node.shutdown)
+
+    @property
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise EngineError(
+                "this actor has no engine: requests go to the one of node 0, once it has started"
+            )
+        return self._engine
+
+
+def _forwarding(name: str) -> Any:
+    """The actor's method for a coroutine of `Engine`."""
+
+    async def method(self: EngineActor, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self._running, f"async_{name}")(*args, **kwargs)
+
+    method.__name__ = name
+    method.__qualname__ = f"EngineActor.{name}"
+    method.__doc__ = getattr(Engine, f"async_{name}").__doc__
+    return method
+
+
+for _name in ENGINE_METHODS:
+    setattr(EngineActor, _name, _forwarding(_name))

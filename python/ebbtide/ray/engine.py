@@ -1,0 +1,227 @@
+"""An engine whose ranks are placed by Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
+
+from ebbtide.ray.actor import ENGINE_METHODS
+from ebbtide.ray.errors import translated
+from ebbtide.ray.launch import (
+    OWN_ARGUMENTS,
+    Node,
+    Room,
+    make_room,
+    start_engine,
+    stop_engine,
+    take_seats,
+    wait_for_room,
+)
+from ebbtide.ray.placement import RankShare, default_bundles
+from ebbtide.srt.errors import ConfigurationError
+
+PLACEMENT_TIMEOUT_S = 60.0
+
+
+class RayEngine:
+    """An engine in the bundles of a placement group. Returns when it is ready.
+
+    It has the methods of `Engine`: each `async_m` as a coroutine for any event loop, and `m` that waits. What
+    is sent and returned goes by way of Ray; what the engine's own processes say to each other does not.
+    Tensors are passed by value: a trainer on the same GPUs sends references, made by
+    `ebbtide.trainer.payload_encoding.serialize_bucket`.
+
+    Args:
+        placement_group: whose bundles it uses. Each holds the ranks of a whole node, or as many as fit.
+        bundle_indices: which of them, in the order of the ranks; None: from the first on.
+        bundles: resources of bundles of its own, in place of a group; None: one for each node.
+        tp, dp: ranks of a replica, and replicas.
+        nnodes: into how many nodes the ranks are divided; None: one for each machine.
+        gpus_per_rank: 1 unless given; less leaves the rest of each GPU to a colocated trainer, and takes
+            bundles of one GPU. With `device="cpu"` it is 0.
+        cpus_per_rank: reserved with Ray; 0 unless given, and 1 with `device="cpu"`.
+        placement_timeout_s: how long to wait for the cluster to have room.
+        runtime_env: of the actors.
+        name: for messages.
+        **arguments: fields of `ServerArgs`.
+
+    Raises:
+        ConfigurationError: the placement group is too small, or the engine cannot start so.
+        EngineError: a process failed, or an actor died; none is left.
+    """
+
+    def __init__(
+        self,
+        *,
+        placement_group: PlacementGroup | None = None,
+        bundle_indices: Sequence[int] | None = None,
+        bundles: Sequence[Mapping[str, float]] | None = None,
+        tp: int = 1,
+        dp: int = 1,
+        nnodes: int | None = None,
+        gpus_per_rank: float | None = None,
+        cpus_per_rank: float | None = None,
+        placement_timeout_s: float = PLACEMENT_TIMEOUT_S,
+        runtime_env: Mapping[str, Any] | None = None,
+        name: str = "the engine",
+        **arguments: Any,
+    ) -> None:
+        num_ranks = _checked_ranks(tp, dp, nnodes, arguments)
+        on_cpu = arguments.get("device") == "cpu"
+        share = RankShare(
+            num_gpus=(0 if on_cpu else 1) if gpus_per_rank is None else gpus_per_rank,
+            num_cpus=(1 if on_cpu else 0) if cpus_per_rank is None else cpus_per_rank,
+        )
+        if placement_group is None:
+            wanted = default_bundles(num_ranks, nnodes or 1, share) if bundles is None else bundles
+            strategy = "STRICT_SPREAD" if bundles is None and (nnodes or 1) > 1 else "PACK"
+            room = make_room(wanted, strategy, placement_timeout_s)
+        elif bundles is not None:
+            raise TypeError("bundles: expected a placement group or bundles, not both")
+        else:
+            room = Room(placement_group, bundle_indices, is_own=False)
+            wait_for_room(room, placement_timeout_s)
+        self.name = name
+        self._nodes: list[Node] = []
+        try:
+            self._nodes = take_seats(room, num_ranks, nnodes, share, runtime_env, placement_timeout_s)
+            start_engine(self._nodes, {"log_level": "error", **arguments, "tp_size": tp, "dp_size": dp})
+        except BaseException:
+            room.give_back()
+            raise
+        self._finalizer = weakref.finalize(self, _stop, self._nodes, room)
+
+    # ---------------------------------------------------------------------------------------------- methods
+
+    @property
+    def actor(self) -> Any:
+        """The actor of node 0, for other actors and tasks: `actor.generate.remote(...)`."""
+        return self._nodes[0].seats[0].actor
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights that serve."""
+        version: str = self._wait("model_info")["weight_version"]
+        return version
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """The methods of `Engine` that have no other form here."""
+        method = name.removeprefix("async_")
+        if method not in ENGINE_METHODS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return partial(self._wait if method == name else self._ask, method)
+
+    async def async_generate(
+        self, prompt: Any = None, *args: Any, stream: bool = False, **fields: Any
+    ) -> dict[str, Any] | list[dict[str, Any]] | AsyncGenerator[dict[str, Any], None]:
+        """As `Engine.async_generate`."""
+        if stream:
+            return self._stream((prompt, *args), _with_rid(fields))
+        answer: dict[str, Any] | list[dict[str, Any]] = await self._ask("generate", prompt, *args, **fields)
+        return answer
+
+    def generate(self, prompt: Any = None, *args: Any, stream: bool = False, **fields: Any) -> Any:
+        """As `Engine.generate`."""
+        if stream:
+            return self._iterate((prompt, *args), _with_rid(fields))
+        return self._wait("generate", prompt, *args, **fields)
+
+    # --------------------------------------------------------------------------------------------- lifetime
+
+    def shutdown(self) -> None:
+        """End the engine: its processes, then its actors, then the bundles if it made them. Idempotent."""
+        self._finalizer()
+
+    async def async_shutdown(self) -> None:
+        """As `shutdown`."""
+        await asyncio.to_thread(self.shutdown)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    # -------------------------------------------------------------------------------------------- internals
+
+    async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await getattr(self.actor, method).remote(*args, **kwargs)
+        except RayError as error:
+            raise translated(error, self._described) from None
+
+    def _wait(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return ray.get(getattr(self.actor, method).remote(*args, **kwargs))
+        except RayError as error:
+            raise translated(error, self._described) from None
+
+    async def _stream(
+        self, args: tuple[Any, ...], fields: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        chunks = self.actor.stream.options(num_returns="streaming").remote(*args, **fields)
+        has_ended = False
+        try:
+            async for chunk in chunks:
+                yield await chunk
+            has_ended = True
+        except RayError as error:
+            has_ended = True
+            raise translated(error, self._described) from None
+        finally:
+            if not has_ended:
+                self.actor.abort_request.remote(fields["rid"])
+
+    def _iterate(
+        self, args: tuple[Any, ...], fields: dict[str, Any]
+    ) -> Generator[dict[str, Any], None, None]:
+        chunks = self.actor.stream.options(num_returns="streaming").remote(*args, **fields)
+        has_ended = False
+        try:
+            for chunk in chunks:
+                yield ray.get(chunk)
+            has_ended = True
+        except RayError as error:
+            has_ended = True
+            raise translated(error, self._described) from None
+        finally:
+            if not has_ended:
+                self.actor.abort_request.remote(fields["rid"])
+
+    @property
+    def _described(self) -> str:
+        return f"{self.name} ({self._nodes[0]})"
+
+
+def _with_rid(fields: dict[str, Any]) -> dict[str, Any]:
+    """With an id by which a stream is ended that nobody reads on."""
+    return fields if fields.get("rid") is not None else {**fields, "rid": uuid.uuid4().hex}
+
+
+def _checked_ranks(tp: int, dp: int, nnodes: int | None, arguments: Mapping[str, Any]) -> int:
+    """The number of ranks; raises ConfigurationError for what contradicts the placement."""
+    for name in OWN_ARGUMENTS:
+        if name in arguments:
+            raise ConfigurationError(f"{name}: not with Ray, which places the ranks")
+    for name, value in {"tp": tp, "dp": dp, "nnodes": 1 if nnodes is None else nnodes}.items():
+        if value < 1:
+            raise ConfigurationError(f"{name}: expected 1 or more, got {value}")
+    if nnodes is not None and tp * dp % nnodes:
+        raise ConfigurationError(
+            f"nnodes: expected a divisor of the {tp * dp} ranks (tp={tp}, dp={dp}), got {nnodes}"
+        )
+    return tp * dp
+
+
+def _stop(nodes: Sequence[Node], room: Room) -> None:
+    if ray.is_initialized():
+        stop_engine(nodes)
+        room.give_back()

@@ -1,0 +1,229 @@
+"""From a placement group to actors in its bundles, with an engine running in them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ebbtide.ray.actor import EngineActor, SeatFacts
+from ebbtide.ray.errors import ActorDied, translated
+from ebbtide.ray.placement import RankShare, Seating, group_by_node, seat_ranks
+from ebbtide.srt.errors import ConfigurationError, EngineError
+
+# As many requests may be in flight in one engine.
+MAX_CALLS: Final = 100_000
+# What makes one node fail makes the others fail too, maybe sooner: that long the first failure is not taken
+# for the cause.
+CAUSE_S: Final = 2.0
+SHUTDOWN_S: Final = 15.0
+
+# Arguments that say where ranks are: here the placement group does.
+OWN_ARGUMENTS: Final = ("nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bundles that an engine may use.
+
+    Attributes:
+        indices: which of the group's; None: any.
+        is_own: the group was made for this, and is removed with it.
+    """
+
+    group: PlacementGroup
+    indices: Sequence[int] | None
+    is_own: bool
+
+    def give_back(self) -> None:
+        if self.is_own:
+            remove_placement_group(self.group)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """An actor in a bundle."""
+
+    actor: Any
+    bundle: int
+    facts: SeatFacts
+
+    def __str__(self) -> str:
+        return f"bundle {self.bundle} (process {self.facts.pid} on {self.facts.host})"
+
+
+@dataclass(frozen=True)
+class Node:
+    """The seats of one node of an engine; the first of them holds its processes."""
+
+    rank: int
+    seats: list[Seat]
+
+    @property
+    def gpu_ids(self) -> list[str]:
+        return [gpu_id for seat in self.seats for gpu_id in seat.facts.gpu_ids]
+
+    def __str__(self) -> str:
+        return f"node {self.rank}, {self.seats[0]}"
+
+
+def make_room(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float) -> Room:
+    """Reserve bundles for an engine.
+
+    Raises:
+        ConfigurationError: the cluster has no room for them; it says what is needed and what there is.
+    """
+    group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+    room = Room(group, None, is_own=True)
+    try:
+        wait_for_room(room, timeout_s)
+    except BaseException:
+        room.give_back()
+        raise
+    return room
+
+
+def wait_for_room(room: Room, timeout_s: float) -> None:
+    """Return when the group has been placed. Raises ConfigurationError if that takes longer."""
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    never = [bundle for bundle in room.group.bundle_specs if not any(_fits(bundle, one) for one in machines)]
+    if not never and room.group.wait(timeout_s):
+        return
+    needed = never[0] if never else room.group.bundle_specs
+    there = [_counted(one) for one in machines] if never else _counted(ray.available_resources())
+    raise ConfigurationError(
+        f"the placement group cannot be placed: it needs {needed}, "
+        + (f"and the machines have {there}" if never else f"and {timeout_s:g} s later {there} are free")
+    )
+
+
+def take_seats(
+    room: Room,
+    num_ranks: int,
+    nnodes: int | None,
+    share: RankShare,
+    runtime_env: Mapping[str, Any] | None,
+    timeout_s: float,
+) -> list[Node]:
+    """Start an actor in each bundle that is needed, and group them by node.
+
+    Raises:
+        ConfigurationError: the bundles have no room for the ranks.
+        EngineError: an actor did not start. In either case none is left.
+    """
+    ranks_per_node = None if nnodes is None else max(1, num_ranks // nnodes)
+    seatings = seat_ranks(room.group.bundle_specs, room.indices, num_ranks, share, ranks_per_node)
+    actors = [_start_actor(room.group, seating, share, runtime_env) for seating in seatings]
+    try:
+        facts = ray.get([actor.facts.remote() for actor in actors], timeout=timeout_s)
+        seats = [
+            Seat(actor, seating.bundle, fact)
+            for actor, seating, fact in zip(actors, seatings, facts, strict=True)
+        ]
+        groups = group_by_node(seatings, [fact.node_id for fact in facts], nnodes)
+    except RayError as error:
+        kill(actors)
+        bundles = ", ".join(str(seating.bundle) for seating in seatings)
+        raise translated(error, f"an actor in bundle {bundles}") from None
+    except BaseException:
+        kill(actors)
+        raise
+    return [Node(rank, [seats[place] for place in group]) for rank, group in enumerate(groups)]
+
+
+def start_engine(nodes: Sequence[Node], arguments: Mapping[str, Any]) -> None:
+    """Start the processes of all nodes; returns when the engine is ready.
+
+    Raises:
+        ConfigurationError: the engine cannot start so.
+        EngineError: a process failed, or an actor or its node has gone; it is named. No actor is left.
+    """
+    together: dict[str, Any] = {**arguments, "nnodes": len(nodes)}
+    try:
+        if len(nodes) > 1:
+            together["dist_init_addr"] = ray.get(nodes[0].seats[0].actor.reserve_address.remote())
+        starting = {
+            node.seats[0].actor.start.remote({**together, "node_rank": node.rank}, node.gpu_ids): node
+            for node in nodes
+        }
+        _wait_for_all(starting)
+    except RayError as error:
+        kill(_actors(nodes))
+        raise translated(error, str(nodes[0])) from None
+    except BaseException:
+        kill(_actors(nodes))
+        raise
+
+
+def stop_engine(nodes: Sequence[Node]) -> None:
+    """End the processes of all nodes, and then the actors. What has died already is no error."""
+    stopping = [node.seats[0].actor.shutdown.remote() for node in nodes]
+    ray.wait(stopping, num_returns=len(stopping), timeout=SHUTDOWN_S)
+    kill(_actors(nodes))
+
+
+def kill(actors: Iterable[Any]) -> None:
+    """End actors, whatever they are doing; their processes end with them."""
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+
+
+def _actors(nodes: Iterable[Node]) -> list[Any]:
+    return [seat.actor for node in nodes for seat in node.seats]
+
+
+def _start_actor(
+    group: PlacementGroup, seating: Seating, share: RankShare, runtime_env: Mapping[str, Any] | None
+) -> Any:
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=seating.bundle
+    )
+    options: dict[str, Any] = {**share.times(seating.num_ranks), "max_concurrency": MAX_CALLS}
+    if runtime_env is not None:
+        options["runtime_env"] = dict(runtime_env)
+    # An engine is not what it was when its process is another one: whoever owns it starts a new one.
+    return ray.remote(EngineActor).options(scheduling_strategy=strategy, max_restarts=0, **options).remote()
+
+
+def _wait_for_all(starting: Mapping[Any, Node]) -> None:
+    left = list(starting)
+    failures: list[Exception] = []
+    until_s: float | None = None
+    while left and (until_s is None or time.monotonic() < until_s):
+        wait_s = None if until_s is None else until_s - time.monotonic()
+        done, left = ray.wait(left, num_returns=1, timeout=wait_s)
+        for one in done:
+            try:
+                ray.get(one)
+            except RayError as error:
+                failures.append(translated(error, str(starting[one])))
+        if failures and until_s is None:
+            until_s = time.monotonic() + CAUSE_S
+    if failures:
+        raise min(failures, key=_rank_as_cause)
+
+
+def _rank_as_cause(failure: Exception) -> int:
+    """What is likelier to have made the others fail comes first."""
+    if isinstance(failure, ActorDied):
+        return 0
+    return 2 if type(failure) is EngineError else 1
+
+
+def _fits(bundle: Mapping[str, float], machine: Mapping[str, float]) -> bool:
+    return all(machine.get(name, 0) >= amount for name, amount in bundle.items())
+
+
+def _counted(resources: Mapping[str, float]) -> dict[str, float]:
+    """Without the names of machines, and what nobody asks for by number."""
+    return {
+        name: amount
+        for name, amount in sorted(resources.items())
+        if ":" not in name and "_group_" not in name and name not in ("memory", "object_store_memory")
+    }
