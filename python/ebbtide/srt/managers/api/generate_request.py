@@ -383,6 +383,7 @@ class _PerPrompt:
         def column(name: str) -> list[Any]:
             return _per_prompt(name, getattr(request, name), num_prompts)
 
+        given = request.replay_routed_experts
         rows = zip(
             column("return_logprob"),
             column("logprob_start_len"),
@@ -390,7 +391,7 @@ class _PerPrompt:
             _split_token_ids_logprob(request.token_ids_logprob, num_prompts),
             column("cache_salt"),
             column("extra_key"),
-            column("replay_routed_experts"),
+            _per_prompt("replay_routed_experts", None if asks_for_nothing(given) else given, num_prompts),
             strict=True,
         )
         return [
