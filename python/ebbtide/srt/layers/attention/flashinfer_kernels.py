@@ -113,6 +113,7 @@ class DecodeKernel:
         self._module = get_batch_decode_module(*_module_key(shape, kind))
         self._layout = TensorLayout.NHD.value
         self._of_dtype = torch.empty(0, dtype=shape.dtype)
+        self._of_kv_dtype = torch.empty(0, dtype=shape.kv_dtype)
         self._overlapped = can_overlap(workspace.partial.device)
 
     def plan(self, lens: HostLens, *, captured: bool, whole: bool = False) -> Any:
@@ -130,7 +131,7 @@ class DecodeKernel:
             shape.head_dim,
             shape.head_dim,
             self._of_dtype,
-            self._of_dtype,
+            self._of_kv_dtype,
         )
 
     def run(
@@ -321,7 +322,7 @@ def _prefill_backend(shape: AttentionShape, device: torch.device) -> str:
 
     no_half_sums, no_custom_mask = False, False
     name: str = determine_attention_backend(
-        device, PosEncodingMode.NONE.value, no_half_sums, no_custom_mask, shape.dtype, shape.dtype
+        device, PosEncodingMode.NONE.value, no_half_sums, no_custom_mask, shape.dtype, shape.kv_dtype
     )
     return name
 
@@ -358,7 +359,7 @@ def _module_key(shape: AttentionShape, kind: AttentionKind) -> tuple[Any, ...]:
     dtype, head_dim = shape.dtype, shape.head_dim
     return (
         dtype,
-        dtype,
+        shape.kv_dtype,
         dtype,
         torch.int32,
         head_dim,
