@@ -103,9 +103,9 @@ def test_an_alias_is_what_it_stands_for() -> None:
 
 def test_a_dtype_may_be_an_object_of_torch() -> None:
     torch = pytest.importorskip("torch")
-    args = settled(ServerArgs(model_path="m", dtype=torch.bfloat16, kv_cache_dtype=torch.float16))
+    args = settled(ServerArgs(model_path="m", dtype=torch.bfloat16, kv_cache_dtype=torch.float8_e4m3fn))
     check_arguments(args)
-    assert (args.dtype, args.kv_cache_dtype) == ("bfloat16", "float16")
+    assert (args.dtype, args.kv_cache_dtype) == ("bfloat16", "fp8_e4m3")
 
 
 @pytest.mark.parametrize(

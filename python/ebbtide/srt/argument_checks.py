@@ -33,6 +33,8 @@ def settled(args: ServerArgs) -> ServerArgs:
     changes: dict[str, Any] = {
         name: str(getattr(args, name)).removeprefix("torch.") for name in ("dtype", "kv_cache_dtype")
     }
+    if changes["kv_cache_dtype"] == "float8_e4m3fn":
+        changes["kv_cache_dtype"] = "fp8_e4m3"
     defaults = {spec.name: spec.default for spec in argument_specs()}
     for alias in sglang_arguments().values():
         value = getattr(args, alias.name)

@@ -308,7 +308,7 @@ def _context_len(given: int | None, longest: int) -> int:
 
 
 def _dtype_name(given: str) -> str:
-    return {"half": "float16", "float": "float32", "bf16": "bfloat16"}.get(given, given)
+    return {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp8": "fp8_e4m3"}.get(given, given)
 
 
 def _resolve_device(args: ServerArgs) -> str:

@@ -68,7 +68,9 @@ class ServerArgs(SglangArguments):
     revision: Annotated[str | None, Arg("Revision of a hub id.")] = None
     context_length: Annotated[int | None, Arg("Tokens of context (default: the model's).", minimum=1)] = None
     dtype: Annotated[str, Arg("Type of the weights; auto: the checkpoint's.", choices=_DTYPES)] = "auto"
-    kv_cache_dtype: Annotated[str, Arg("Type of the KV cache; auto: the model's.", choices=_DTYPES)] = "auto"
+    kv_cache_dtype: Annotated[
+        str, Arg("Type of the KV cache; auto: the model's.", choices=(*_DTYPES, "fp8_e4m3", "fp8"))
+    ] = "auto"
     load_format: Annotated[
         str, Arg("How weights are loaded.", choices=("auto", "safetensors", "pt", "dummy"))
     ] = "auto"

@@ -1,6 +1,7 @@
 """The worked sequences of control_semantics section 4, over HTTP, on a real model, with streams in flight.
 
-On one rank, and on two replicas of two ranks; on GPUs, of which there may be two, on each half of that too.
+On one rank, and with a KV cache in FP8 on two replicas of two ranks; on GPUs, of which there may be two, on
+each half of that too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.gpu_device import DEVICE
-from fixtures.layouts import FOUR_RANKS, ONE_RANK, TWO_RANKS, TWO_REPLICAS, Layout
+from fixtures.layouts import FOUR_RANKS_FP8, ONE_RANK, ONE_RANK_FP8, TWO_RANKS, TWO_REPLICAS, Layout
 from fixtures.references import Reference, check_greedy_spans
 from fixtures.rollouts import Streams, buckets, decoded, safetensors_body
 from fixtures.servers import Server, running_server
@@ -34,9 +35,11 @@ STREAM_INTERVAL = 5
 LOOKED_AT_CLOSELY = 4 if DEVICE.is_cuda else 1
 ALL_ROWS = 10**6
 
-SEVERAL_RANKS = [TWO_RANKS, TWO_REPLICAS, FOUR_RANKS] if DEVICE.is_cuda else [FOUR_RANKS]
+SEVERAL_RANKS = [TWO_RANKS, TWO_REPLICAS, FOUR_RANKS_FP8] if DEVICE.is_cuda else [FOUR_RANKS_FP8]
+# In the gate ranks that divide the heads have FP8 as well.
+ONE_RANK_EACH = [ONE_RANK, ONE_RANK_FP8] if DEVICE.is_cuda else [ONE_RANK]
 
-on_every_layout = pytest.mark.parametrize("layout", [ONE_RANK, *SEVERAL_RANKS], indirect=True)
+on_every_layout = pytest.mark.parametrize("layout", [*ONE_RANK_EACH, *SEVERAL_RANKS], indirect=True)
 on_several_ranks = pytest.mark.parametrize("layout", SEVERAL_RANKS, indirect=True)
 
 
@@ -44,6 +47,16 @@ on_several_ranks = pytest.mark.parametrize("layout", SEVERAL_RANKS, indirect=Tru
 def layout(request: pytest.FixtureRequest) -> Layout:
     layout: Layout = request.param
     return layout
+
+
+@pytest.fixture(scope="module")
+def reference_a(checkpoint_a: Path, layout: Layout) -> Reference:
+    return Reference(checkpoint_a, kv_cache_dtype=layout.kv_cache_dtype)
+
+
+@pytest.fixture(scope="module")
+def reference_b(checkpoint_b: Path, layout: Layout) -> Reference:
+    return Reference(checkpoint_b, kv_cache_dtype=layout.kv_cache_dtype)
 
 
 @pytest.fixture(scope="module")

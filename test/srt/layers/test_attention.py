@@ -6,6 +6,7 @@ Triton's runs in its interpreter. On a GPU: test_cuda_attention.py.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ebbtide.srt import kernel_cache
 from ebbtide.srt.errors import ConfigurationError, EngineError
-from ebbtide.srt.layers.attention import flashinfer
+from ebbtide.srt.layers.attention import base, flashinfer
 from ebbtide.srt.layers.attention.base import (
     AttentionBackend,
     AttentionKind,
@@ -31,6 +32,7 @@ from ebbtide.srt.layers.attention.base import (
 from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, choose_backend
 from ebbtide.srt.layers.heads import HeadNorms
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rotate
+from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
 
 NUM_LAYERS, PAGE_SIZE, HEAD_DIM, NUM_Q_HEADS = 2, 4, 8, 4
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -60,8 +62,8 @@ def build(
 ) -> tuple[AttentionBackend, list[LayerAttention]]:
     layers = [LayerAttention(layer, kind) for layer, kind in enumerate(kinds)]
     used = tuple(dict.fromkeys(kinds))
-    dtype = pool.keys.dtype
-    shape = AttentionShape(num_q_heads, num_kv_heads, HEAD_DIM, PAGE_SIZE, dtype, dtype, used)
+    kv_dtype = pool.keys.dtype
+    shape = AttentionShape(num_q_heads, num_kv_heads, HEAD_DIM, PAGE_SIZE, torch.float32, kv_dtype, used)
     return ATTENTION_BACKENDS[name](pool, layers, shape), layers
 
 
@@ -93,11 +95,15 @@ def check_agreement(
     norms: HeadNorms | None,
     kind: AttentionKind,
     seed: int,
+    pool_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Requests with `cached` tokens that grow by `steps`: every output is that of plain attention."""
+    """Requests with `cached` tokens that grow by `steps`: every output is that of plain attention.
+
+    A pool with options gets numbers that every dtype and scale holds exactly, at angles of 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     requests = Requests(len(cached), 40, PAGE_SIZE, seed=seed)
-    pool = Pool(NUM_LAYERS, requests.num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM)
+    pool = Pool(NUM_LAYERS, requests.num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM, **(pool_options or {}))
     attention, layers = build(name, pool, [PLAIN, kind], num_kv_heads)
     keys, values = ([torch.empty(0, num_kv_heads, HEAD_DIM) for _ in cached] for _ in range(2))
     for num_new in [cached, *steps]:
@@ -105,6 +111,8 @@ def check_agreement(
             continue
         batch, positions = requests.grow(num_new)
         qkv = torch.randn(len(positions), NUM_Q_HEADS + 2 * num_kv_heads, HEAD_DIM, generator=generator)
+        if pool_options is not None:
+            qkv, positions = qkv.mul(4).round().clamp(-7, 7), torch.zeros_like(positions)
         q, k, v = torch.split(qkv, [NUM_Q_HEADS, num_kv_heads, num_kv_heads], dim=1)
         if norms is not None:
             q, k = normalise(q, norms.q_weight, norms.offset), normalise(k, norms.k_weight, norms.offset)
@@ -113,7 +121,6 @@ def check_agreement(
         attention.prepare(batch)
 
         out = layers[1](qkv.clone(), rope, norms, attention)
-
         first = 0
         for row, new in enumerate(num_new):
             part = slice(first, first + new)
@@ -121,7 +128,7 @@ def check_agreement(
             expected = plain_attention(kind, q[part], keys[row], values[row])
             torch.testing.assert_close(out[part].double(), expected, rtol=1e-4, atol=1e-5)
             first = part.stop
-    assert pool.k(0).isnan().all()
+    assert pool.k(0).float().isnan().all()
 
 
 @settings(deadline=None, max_examples=60)
@@ -154,6 +161,35 @@ def test_every_backend_agrees_with_plain_attention(name: str, kind: AttentionKin
     norms = replace(NORMS, offset=1.0) if kind.window is not None else None
     num_kv_heads = 2 if kind.soft_cap is None else 1
     check_agreement(name, [13, 3, 0], [[1, 7, 20], [1, 1, 1]], num_kv_heads, norms, kind, seed=1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_every_backend_agrees_over_keys_and_values_in_fp8(name: str, scale: float) -> None:
+    scales = KVScales(torch.tensor([1.0, 0.5, 2.0, 0.25]).view(2, 2).expand(NUM_LAYERS, 2, 2) * scale)
+    options = {"dtype": FP8, "scales": scales if scale != 1.0 else None}
+    check_agreement(name, [13, 3, 0], [[1, 7, 20], [1, 1, 1]], 2, None, KINDS[-1], 1, options)
+
+
+@pytest.mark.parametrize("inverse", [None, 64.0])
+def test_fp8_holds_the_nearest_numbers_and_none_beyond_its_range(inverse: float | None) -> None:
+    """Bit for bit, of ties the even one. Triton's interpreter rounds otherwise: see the GPU's tests."""
+    requests = Requests(1, 8, PAGE_SIZE)
+    scales = None if inverse is None else KVScales(torch.full((NUM_LAYERS, 2, 1), 1 / inverse))
+    pool = Pool(NUM_LAYERS, requests.num_pages, PAGE_SIZE, 1, HEAD_DIM, dtype=FP8, scales=scales)
+    attention, layers = build("torch_native", pool, [PLAIN], 1, num_q_heads=1)
+    batch, positions = requests.grow([2])
+    values = torch.tensor([1.0, 1.0625, 1.1875, -1e9, 1e9, 463.9, 2**-9 * 1.5, 2**-10, 0.3, -17.1, 448, 0.0,
+                           float("nan"), 3e-3, 100.0, -240.0])  # fmt: skip
+    qkv = torch.zeros(2, 3, HEAD_DIM)
+    qkv[:, 2] = values.view(2, HEAD_DIM) / (inverse or 1.0)
+    attention.prepare(batch)
+
+    layers[0](qkv, ROTARY(positions, torch.float32), None, attention)
+
+    held = pool.v(0).flatten(0, 1)[batch.slots_T].flatten()
+    expected = values.clamp(-448.0, 448.0).to(FP8)
+    assert held.view(torch.uint8).tolist() == expected.view(torch.uint8).tolist()
+    assert expected.float()[:3].tolist() == [1.0, 1.0, 1.25]
 
 
 def test_new_keys_and_values_lie_in_their_slots(name: str) -> None:
@@ -197,6 +233,7 @@ SHAPE = AttentionShape(8, 2, 128, 16, torch.bfloat16, torch.bfloat16, (Attention
 def gpu_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that the backends for GPUs need is installed."""
     monkeypatch.setattr(flashinfer, "flashinfer_problem", lambda: None)
+    monkeypatch.setattr(base, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: object())
 
 
@@ -209,6 +246,8 @@ def gpu_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"head_dim": 80}, "triton", "a head_dim of 64, 128 or 256, not 80"),
         ({"dtype": torch.float32}, "triton", "bfloat16 or float16, not float32"),
         ({"kv_dtype": torch.float16}, "triton", "the KV cache has dtype float16, the model bfloat16"),
+        ({"kv_dtype": FP8}, "flashinfer", None),
+        ({"kv_dtype": FP8, "head_dim": 64}, "triton", "FP8 with a head_dim of 128 or 256, not 64"),
         ({"head_dim": 512}, "torch_native", "up to 256, not 512"),
     ],
     ids=str,
@@ -225,6 +264,14 @@ def test_the_first_backend_that_serves_the_shape_is_chosen(
     if chosen != "flashinfer":
         with pytest.raises(ConfigurationError, match=r"attention_backend=flashinfer: .* not 80"):
             choose_backend("flashinfer", replace(SHAPE, head_dim=80), GPU)
+
+
+@pytest.mark.usefixtures("gpu_packages")
+def test_a_card_that_knows_no_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "compute_capability", lambda device: (8, 0))
+
+    with pytest.raises(ConfigurationError, match=r"FP8 needs a GPU of compute capability 8\.9 .* has 8\.0"):
+        choose_backend(None, replace(SHAPE, kv_dtype=FP8), GPU)
 
 
 def test_without_flashinfer_triton_serves(monkeypatch: pytest.MonkeyPatch) -> None:

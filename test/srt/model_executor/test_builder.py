@@ -1,6 +1,7 @@
 """The size of the KV pool, and what the builder refuses."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from fixtures.checkpoints import edit_config, make_checkpoint
 from fixtures.model_runs import RunnerDriver
+from safetensors.torch import load_file, save_file
 
 from ebbtide.srt.config import resolve
 from ebbtide.srt.device.choose import open_memory_saver
@@ -19,6 +21,7 @@ from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor import graph_runner
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
 from ebbtide.srt.model_executor.builder import build_model_runner, capture_graphs, choose_num_pages
+from ebbtide.srt.model_executor.kv_scales import checkpoint_scales
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
 
@@ -162,6 +165,62 @@ def test_too_little_memory_for_graphs_is_a_configuration_error_that_names_the_fl
     message = r"graphs of up to 512 requests: (needed 9|CUDA out).*[^\n]; lower cuda_graph_max_bs"
     with pytest.raises(ConfigurationError, match=message):
         capture_graphs(runner, backend, VirtualMemorySaver(HostVirtualMemory()), (1, 512), torch.zeros(1))
+
+
+def with_scales(path: Path, scales: dict[str, torch.Tensor]) -> Path:
+    """A checkpoint with these tensors beside its weights, named from the layer on."""
+    make_checkpoint(path, "LlamaForCausalLM")
+    named = {f"model.layers.{name}": scale for name, scale in scales.items()}
+    save_file(load_file(path / "model.safetensors") | named, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+SCALES = {
+    "0.self_attn.k_scale": torch.tensor(0.5),
+    "0.self_attn.v_proj.v_scale": torch.tensor([2.0, 4.0]),
+    "1.self_attn.attn.k_scale": torch.tensor([0.25], dtype=torch.bfloat16),
+    "1.self_attn.v_scale": torch.tensor(1.0),
+}
+
+
+def test_a_kv_cache_in_fp8_has_twice_the_pages_and_the_scales_of_the_checkpoint(tmp_path: Path) -> None:
+    path = with_scales(tmp_path, SCALES)
+    whole, half = (
+        RunnerDriver(path, dtype="bfloat16", kv_cache_dtype=dtype).runner.kv_pool
+        for dtype in ("auto", "fp8_e4m3")
+    )
+    assert whole.layout.page_bytes == 2 * half.layout.page_bytes
+    assert whole.scales is None
+    assert half.scales is not None
+    assert half.scales.scales_G2K.tolist() == [[[0.5, 0.5], [2.0, 4.0]], [[0.25, 0.25], [1.0, 1.0]]]
+
+
+def test_ranks_have_the_scales_of_their_own_heads(tmp_path: Path) -> None:
+    config = resolve(ServerArgs(model_path=str(with_scales(tmp_path, SCALES)))).model
+    group: Any = SimpleNamespace(rank=1, size=2)
+    scales = checkpoint_scales(config.path, "auto", config, group, torch.device("cpu"))
+    assert scales is not None
+    assert scales.scales_G2K.tolist() == [[[0.5], [4.0]], [[0.25], [1.0]]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"1.self_attn.v_scale": None}, "layer 1: expected 1 v_scale, found 0"),
+        ({"0.self_attn.k_proj.k_scale": torch.ones(1)}, "layer 0: expected 1 k_scale, found 2"),
+        ({"2.self_attn.k_scale": torch.ones(1)}, "layer 2: expected 0 k_scale, found 1"),
+        ({"0.self_attn.k_scale": torch.ones(3)}, r"one for each of 2 KV heads, got shape \[3\]"),
+        ({"0.self_attn.k_scale": torch.tensor(0.0)}, r"finite numbers above 0, got \[0.0, 0.0\]"),
+        ({"0.self_attn.k_scale": torch.tensor(float("nan"))}, "finite numbers above 0, got"),
+    ],
+    ids=str,
+)
+def test_scales_that_cannot_be_meant_are_refused(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str
+) -> None:
+    scales = {name: scale for name, scale in (SCALES | changes).items() if scale is not None}
+    with pytest.raises(ConfigurationError, match=message):
+        RunnerDriver(with_scales(tmp_path, scales), kv_cache_dtype="fp8")
 
 
 def test_an_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:

@@ -103,6 +103,21 @@ def test_greedy_output_and_logprobs_equal_transformers(name: str, tmp_path: Path
     assert tokens(run.prompt_logprobs + run.logprobs) == pytest.approx(predicted, abs=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_with_keys_and_values_in_fp8_it_is_transformers_with_rounded_ones(qwen3: Path, chunk: int) -> None:
+    reference = Reference(qwen3, kv_cache_dtype="fp8_e4m3")
+    driver = RunnerDriver(qwen3, kv_cache_dtype="fp8_e4m3", page_size=4)
+    run = driver.start(PROMPT, logprobs=LogprobSpec(start=0))
+
+    driver.generate([run], 24, chunk=chunk)
+
+    assert reference.accepts(PROMPT, run.output_ids)
+    predicted = expected_logprobs(reference, run)
+    assert tokens(run.prompt_logprobs + run.logprobs) == pytest.approx(predicted, abs=reference.tie)
+    exact = expected_logprobs(Reference(qwen3), run)
+    assert tokens(run.prompt_logprobs + run.logprobs) != pytest.approx(exact, abs=reference.tie)
+
+
 def test_head_dim_is_derived_and_old_rope_fields_are_read(tmp_path: Path) -> None:
     scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     expected = Reference(make(tmp_path, "llama-rope-llama3")).greedy(PROMPT, 12)

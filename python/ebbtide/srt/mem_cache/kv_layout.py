@@ -75,6 +75,11 @@ class KVLayout:
         return self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
+    def word(self) -> torch.dtype:
+        """The largest integer that blocks are made of: what copies move, whatever the numbers in it."""
+        return torch.int64 if self.block_bytes % torch.int64.itemsize == 0 else torch.uint8
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page in all planes."""
         return self.num_planes * self.block_bytes
@@ -123,6 +128,6 @@ class KVLayout:
         return arena.view(first * self.block_bytes, shape, self.dtype)
 
     def blocks(self, arena: Arena, num_pages: int) -> torch.Tensor:
-        """All blocks of all planes, in the order of the arena: [blocks, numbers of a block]."""
+        """All blocks of all planes, in the order of the arena: [blocks, words of a block]."""
         num_blocks = self.num_chunks(num_pages) * self.chunk_blocks
-        return arena.view(0, (num_blocks, self.block_bytes // self.dtype.itemsize), self.dtype)
+        return arena.view(0, (num_blocks, self.block_bytes // self.word.itemsize), self.word)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ebbtide.srt.mem_cache.kv_layout import KVLayout
+from ebbtide.srt.mem_cache.kv_scales import HeadScales, KVScales
 from ebbtide.srt.memory_saver.arena import Arena
 
 # Without a kernel for it, what is moved lies in between for a moment.
@@ -23,14 +24,18 @@ class KVPool:
         arena: at least `layout.arena_bytes(num_pages)` bytes; it may be released, now and later.
         layout: what is stored, and where.
         num_pages: pages that may be used.
+        scales: of keys and values in FP8; None: what is stored is what it stands for.
 
     Raises:
         ValueError: the arena is too small.
     """
 
-    def __init__(self, arena: Arena, layout: KVLayout, num_pages: int) -> None:
+    def __init__(
+        self, arena: Arena, layout: KVLayout, num_pages: int, scales: KVScales | None = None
+    ) -> None:
         self.arena = arena
         self.layout = layout
+        self.scales = scales
         self.num_pages = num_pages
         self.page_size = layout.page_size
         layers = range(layout.num_layers)
@@ -43,7 +48,7 @@ class KVPool:
         return self._blocks.device
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """A copy of these pages, all planes of a page together: [pages, page_bytes // itemsize]."""
+        """A copy of these pages, all planes of a page together: [pages, words of a page]."""
         return self._blocks[self._rows(pages)].view(len(pages), -1)
 
     def write(self, pages: Sequence[int], contents: torch.Tensor) -> None:
@@ -81,6 +86,10 @@ class KVPool:
     def k(self, layer: int) -> torch.Tensor:
         """The layer's keys, [B, S, N, H]."""
         return self._k_BSNH[layer]
+
+    def head_scales(self, layer: int) -> HeadScales | None:
+        """What the layer's stored numbers are multiplied by; None: by 1."""
+        return self.scales.of(layer) if self.scales is not None else None
 
     def v(self, layer: int) -> torch.Tensor:
         """The layer's values, [B, S, N, H]."""

@@ -20,7 +20,7 @@ def copy_blocks(
     """Copy pages `sources` to `targets`, which have none of those pages among them.
 
     Args:
-        blocks: all blocks of all planes in the order of the arena, [blocks, numbers of a block]. A block is
+        blocks: all blocks of all planes in the order of the arena, [blocks, words of a block]. A block is
             a multiple of 8 bytes.
         num_planes: of a page; its block of the next plane lies `chunk_pages` further on.
     """

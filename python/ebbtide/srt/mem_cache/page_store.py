@@ -121,9 +121,9 @@ class HostPageStore:
             first, end = slots[start], start + 1
             while end < len(slots) and slots[end] == slots[end - 1] + 1 and slots[end] % step:
                 end += 1
-            shape = (end - start, layout.page_bytes // layout.dtype.itemsize)
+            shape = (end - start, layout.page_bytes // layout.word.itemsize)
             buffer = self._buffers[first // step]
-            yield slice(start, end), buffer.view(first % step * layout.page_bytes, shape, layout.dtype)
+            yield slice(start, end), buffer.view(first % step * layout.page_bytes, shape, layout.word)
             start = end
 
     def _allocate(self, num_slots: int) -> None:

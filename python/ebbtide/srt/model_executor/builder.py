@@ -24,11 +24,13 @@ from ebbtide.srt.mem_cache.kv_layout import (
     cuda_chunk_bytes,
 )
 from ebbtide.srt.mem_cache.kv_pool import KVPool
+from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.saver import ArenaSource, MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
+from ebbtide.srt.model_executor.kv_scales import checkpoint_scales
 from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.model_executor.weight_store import WeightStore
@@ -45,6 +47,7 @@ logger = logging.getLogger(__name__)
 CPU_KV_FRACTION = 0.1
 CUDA_GRAPH_CHUNK_BYTES = 16 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = DTYPES | {"fp8_e4m3": FP8}
 
 
 def build_model_runner(
@@ -65,7 +68,7 @@ def build_model_runner(
     """
     started = time.monotonic()
     group = SoloGroup() if group is None else group
-    model_config = of_rank(model_config, group)
+    whole_model, model_config = model_config, of_rank(model_config, group)
     dtype, torch_device = DTYPES[model_config.dtype], torch.device(device.name)
     is_cuda = torch_device.type == "cuda"
     # A page has the same id on all ranks, so they must have the same chunks.
@@ -95,6 +98,7 @@ def build_model_runner(
         group,
         free_bytes=free_bytes,
         weight_bytes=weight_store.arena.resident_bytes,
+        scales=kv_scales(whole_model, cache_config, group, torch_device),
     )
     logger.info(
         "KV pool: pages=%d page_size=%d bytes=%d of %d that were free",
@@ -197,7 +201,7 @@ def attention_shape(model: CausalLM, model_config: ModelConfig, cache_config: Ca
         head_dim=model_config.head_dim,
         page_size=cache_config.page_size,
         dtype=DTYPES[model_config.dtype],
-        kv_dtype=DTYPES[cache_config.dtype],
+        kv_dtype=KV_DTYPES[cache_config.dtype],
         kinds=kinds_of(model.attention_layers),
     )
 
@@ -283,7 +287,7 @@ def kv_layout(
         page_size=cache_config.page_size,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
-        dtype=DTYPES[cache_config.dtype],
+        dtype=KV_DTYPES[cache_config.dtype],
         granularity=saver.granularity,
         min_chunk_pages=MIN_CHUNK_PAGES,
     )
@@ -298,6 +302,17 @@ def kv_layout(
     return replace(layout, min_chunk_bytes=chunk_bytes, min_run_bytes=run_bytes)
 
 
+def kv_scales(
+    model_config: ModelConfig, cache_config: CacheConfig, group: ParallelGroup, device: torch.device
+) -> KVScales | None:
+    """The scales of a KV cache in FP8; None: all are 1. `model_config` has the heads of all ranks."""
+    if KV_DTYPES[cache_config.dtype] != FP8:
+        return None
+    scales = checkpoint_scales(model_config.path, model_config.load_format, model_config, group, device)
+    logger.info("KV cache in FP8: scales=%s", "1" if scales is None else "the checkpoint's")
+    return scales
+
+
 def build_kv_pool(
     layout: KVLayout,
     model_config: ModelConfig,
@@ -308,6 +323,7 @@ def build_kv_pool(
     *,
     free_bytes: int,
     weight_bytes: int,
+    scales: KVScales | None = None,
 ) -> KVPool:
     """A resident pool of as many pages as `choose_num_pages` says on the rank with least room."""
     num_pages = choose_num_pages(
@@ -325,7 +341,7 @@ def build_kv_pool(
         arena.resume()
     except OutOfDeviceMemory as error:
         raise ConfigurationError(f"the KV pool does not fit: {error}; lower max_total_tokens") from error
-    return KVPool(arena, layout, num_pages)
+    return KVPool(arena, layout, num_pages, scales)
 
 
 def choose_num_pages(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.mem_cache.kv_scales import scale_place
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.chunk_pool import ChunkArena
 from ebbtide.srt.memory_saver.saver import ArenaSource
@@ -153,7 +154,7 @@ class WeightStore:
 
     def ignored(self, name: str) -> bool:
         """Whether a checkpoint may hold this name although there is nothing to write."""
-        return self._model.ignored(name)
+        return self._model.ignored(name) or scale_place(name) is not None
 
     def knows(self, name: str, direct: bool = False) -> bool:
         """Whether there is a tensor of this name to write."""

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.kernels.launch import compute_capability
+from ebbtide.srt.mem_cache.kv_scales import FP8, HeadScales
 
 # What the step is, its number and how many there are.
 Progress = Callable[[str, int, int], None]
@@ -29,6 +31,8 @@ class KVPages(Protocol):
     def k(self, layer: int) -> Tensor: ...
 
     def v(self, layer: int) -> Tensor: ...
+
+    def head_scales(self, layer: int) -> HeadScales | None: ...
 
 
 class AttentionKind(NamedTuple):
@@ -261,6 +265,29 @@ class AttentionBackend(ABC):
     def is_worth_sharing(self, num_requests: int, num_pages: int) -> bool:
         """Whether a step is quicker when it leaves out reading so many pages again that requests share."""
         return False
+
+
+# Conversions to and from FP8 are instructions of Ada, Hopper and later.
+_FP8_CAPABILITY = (8, 9)
+
+
+def fp8_problem(shape: AttentionShape, device: torch.device) -> str | None:
+    """Why a KV cache in FP8 cannot be had on this device; None where it can, or is not asked for."""
+    if shape.kv_dtype != FP8 or device.type != "cuda":
+        return None
+    capability = compute_capability(device)
+    if capability >= _FP8_CAPABILITY:
+        return None
+    needed, found = (".".join(map(str, version)) for version in (_FP8_CAPABILITY, capability))
+    return f"a KV cache in FP8 needs a GPU of compute capability {needed} or later, this one has {found}"
+
+
+def scaled_outputs_(out_TNH: Tensor, scales: HeadScales) -> Tensor:
+    """Outputs that kernels made of stored values, multiplied in place by the values' scales."""
+    _, v_scale_K = scales.scales_2K
+    num_tokens, _, head_dim = out_TNH.shape
+    out_TNH.view(num_tokens, len(v_scale_K), -1, head_dim).mul_(v_scale_K[:, None, None])
+    return out_TNH
 
 
 def kinds_of(layers: Sequence[LayerAttention]) -> tuple[AttentionKind, ...]:

@@ -26,6 +26,8 @@ from ebbtide.srt.layers.attention.base import (
     PagedBatch,
     Progress,
     StepKind,
+    fp8_problem,
+    scaled_outputs_,
 )
 from ebbtide.srt.layers.attention.flashinfer_compile import compile_kernels
 from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel, can_list, saves_time
@@ -44,6 +46,7 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns, runs_of_neighbours
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
+from ebbtide.srt.mem_cache.kv_scales import FP8
 
 # Requests that one block each reads soon enough, and how much longer than others the longest may be where
 # there are blocks for every multiprocessor.
@@ -56,6 +59,7 @@ class _Layers:
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention]) -> None:
         self._k_PSKH = {layer.layer: kv_pages.k(layer.layer) for layer in layers}
         self._v_PSKH = {layer.layer: kv_pages.v(layer.layer) for layer in layers}
+        self._scales = {layer.layer: kv_pages.head_scales(layer.layer) for layer in layers}
 
     def forward(
         self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None, step: _Step
@@ -63,11 +67,12 @@ class _Layers:
         from ebbtide.srt.layers.kernels.rope import rotate_and_store
 
         k_PSKH, v_PSKH = self._k_PSKH[layer.layer], self._v_PSKH[layer.layer]
-        q_TNH = rotate_and_store(qkv_TNH, rope, norms, step.slots_T, k_PSKH, v_PSKH)
+        scales = self._scales[layer.layer]
+        q_TNH = rotate_and_store(qkv_TNH, rope, norms, step.slots_T, k_PSKH, v_PSKH, scales)
         out_TNH = torch.empty_like(q_TNH)
         for part in step.parts[layer.kind]:
             part.kernel.run(part.plan, part.pages, q_TNH[part.rows], k_PSKH, v_PSKH, out_TNH[part.rows])
-        return out_TNH
+        return out_TNH if scales is None else scaled_outputs_(out_TNH, scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +121,14 @@ class FlashInferAttention(AttentionBackend):
         dtype, kv_dtype = (str(name).removeprefix("torch.") for name in (shape.dtype, shape.kv_dtype))
         if shape.dtype not in (torch.bfloat16, torch.float16):
             return f"FlashInfer's kernels take bfloat16 or float16, not {dtype}"
-        if shape.kv_dtype != shape.dtype:
+        if shape.kv_dtype not in (shape.dtype, FP8):
             return (
                 f"the KV cache has dtype {kv_dtype}, the model {dtype}; FlashInfer is used where both are "
-                "alike"
+                "alike, or the cache is in FP8"
             )
-        return flashinfer_problem()
+        if shape.kv_dtype == FP8 and shape.head_dim == 64:
+            return "FlashInfer's kernels take a KV cache in FP8 with a head_dim of 128 or 256, not 64"
+        return fp8_problem(shape, device) or flashinfer_problem()
 
     @classmethod
     def compile(cls, shape: AttentionShape, device: torch.device, progress: Progress) -> None:

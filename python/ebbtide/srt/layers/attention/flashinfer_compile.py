@@ -66,7 +66,7 @@ def _run_small_kernels(shape: AttentionShape, device: torch.device) -> None:
 
     heads, dim = (shape.num_q_heads + 2 * shape.num_kv_heads, shape.head_dim)
     rotary = RotaryEmbedding(RopeConfig("default", 10_000.0), dim, device)
-    page = torch.empty((1, shape.page_size, shape.num_kv_heads, dim), dtype=shape.dtype, device=device)
+    page = torch.empty((1, shape.page_size, shape.num_kv_heads, dim), dtype=shape.kv_dtype, device=device)
     weight = torch.ones(dim, dtype=shape.dtype, device=device)
     for num_tokens in (1, MANY_TOKENS):
         rope = rotary(torch.zeros(num_tokens, dtype=torch.int64, device=device), shape.dtype)

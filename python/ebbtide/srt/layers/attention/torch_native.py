@@ -22,10 +22,12 @@ from ebbtide.srt.layers.attention.base import (
     KVPages,
     LayerAttention,
     PagedBatch,
+    fp8_problem,
 )
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.norm import rms_norm
 from ebbtide.srt.layers.rotary import rotate
+from ebbtide.srt.mem_cache.kv_scales import FP8, HeadScales, dequantised, quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +58,19 @@ class TorchNativeAttention(AttentionBackend):
     core's cache and attending to it at once takes half the time of a gather of the whole batch padded to
     the longest request.
 
-    Pages of another dtype than the queries are converted.
+    Pages of another dtype than the queries are converted. With FP8 that emulates GPUs: they store the same
+    numbers.
     """
 
     @classmethod
     def problem(cls, shape: AttentionShape, device: torch.device) -> str | None:
-        return None
+        return fp8_problem(shape, device)
 
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention], shape: AttentionShape) -> None:
         numbers = [layer.layer for layer in layers]
-        self._k_PSKH = {number: kv_pages.k(number) for number in numbers}
-        self._v_PSKH = {number: kv_pages.v(number) for number in numbers}
-        self._k_slots = {number: pages.flatten(0, 1) for number, pages in self._k_PSKH.items()}
-        self._v_slots = {number: pages.flatten(0, 1) for number, pages in self._v_PSKH.items()}
+        self._k_PSKH = {number: _movable(kv_pages.k(number)) for number in numbers}
+        self._v_PSKH = {number: _movable(kv_pages.v(number)) for number in numbers}
+        self._scales = {number: kv_pages.head_scales(number) for number in numbers}
         self._page_size, self._num_kv_heads, self._head_dim = (
             shape.page_size,
             shape.num_kv_heads,
@@ -93,9 +95,11 @@ class TorchNativeAttention(AttentionBackend):
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         q_TNH, k_TKH, v_TKH = self._heads(qkv_TNH, rope, norms)
-        k_TKH, v_TKH = k_TKH.to(self._kv_dtype), v_TKH.to(self._kv_dtype)
-        self._k_slots[layer.layer].index_copy_(0, self._slots_T, k_TKH)
-        self._v_slots[layer.layer].index_copy_(0, self._slots_T, v_TKH)
+        k_PSKH, v_PSKH = self._k_PSKH[layer.layer], self._v_PSKH[layer.layer]
+        scales = self._scales[layer.layer]
+        k_TKH, v_TKH = self._stored(k_TKH, v_TKH, scales)
+        k_PSKH.flatten(0, 1).index_copy_(0, self._slots_T, _movable(k_TKH))
+        v_PSKH.flatten(0, 1).index_copy_(0, self._slots_T, _movable(v_TKH))
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=self._device)
         for span in self._spans[layer.kind]:
             new = slice(span.first, span.end)
@@ -103,14 +107,23 @@ class TorchNativeAttention(AttentionBackend):
                 # Everything it attends to is in this batch: no need to read it back from the pool.
                 k_LKH, v_LKH = k_TKH[new], v_TKH[new]
             else:
-                k_LKH = self._gather(self._k_PSKH[layer.layer], span, self._k_room)
-                v_LKH = self._gather(self._v_PSKH[layer.layer], span, self._v_room)
-            k_LKH, v_LKH = k_LKH.to(self._dtype), v_LKH.to(self._dtype)
+                k_LKH = self._gather(k_PSKH, span, self._k_room)
+                v_LKH = self._gather(v_PSKH, span, self._v_room)
+            k_scale_K, v_scale_K = scales.scales_2K if scales is not None else (None, None)
+            k_LKH = dequantised(k_LKH, k_scale_K, self._dtype)
+            v_LKH = dequantised(v_LKH, v_scale_K, self._dtype)
             if span.end - span.first == 1:
                 self._decode(layer.kind, q_TNH[span.first], k_LKH, v_LKH, out_TNH[span.first])
             else:
                 self._extend(layer.kind, q_TNH[new], k_LKH, v_LKH, out_TNH[new], span.mask)
         return out_TNH
+
+    def _stored(self, k_TKH: Tensor, v_TKH: Tensor, scales: HeadScales | None) -> tuple[Tensor, Tensor]:
+        """Keys and values as the pool holds them."""
+        if self._kv_dtype != FP8:
+            return k_TKH.to(self._kv_dtype), v_TKH.to(self._kv_dtype)
+        k_inverse_K, v_inverse_K = scales.inverses_2K if scales is not None else (None, None)
+        return quantised(k_TKH, k_inverse_K), quantised(v_TKH, v_inverse_K)
 
     def _span(self, kind: AttentionKind, table_P: Tensor, end: int, num_new: int, total: int) -> Span:
         length = total if kind.window is None else min(total, kind.window + num_new - 1)
@@ -165,11 +178,16 @@ class TorchNativeAttention(AttentionBackend):
     def _gather(self, pages_PSKH: Tensor, span: Span, room_PSKH: Tensor) -> Tensor:
         room = room_PSKH[: len(span.pages)]
         torch.index_select(pages_PSKH, 0, span.pages, out=room)
-        return room.flatten(0, 1)[span.skipped : span.skipped + span.length]
+        return room.view(self._kv_dtype).flatten(0, 1)[span.skipped : span.skipped + span.length]
 
     def _room(self, num_pages: int) -> Tensor:
         shape = (num_pages, self._page_size, self._num_kv_heads, self._head_dim)
-        return torch.empty(shape, dtype=self._kv_dtype, device=self._device)
+        return _movable(torch.empty(shape, dtype=self._kv_dtype, device=self._device))
+
+
+def _movable(x: Tensor) -> Tensor:
+    """The same memory as numbers that torch copies by index, on every device: FP8 as bytes."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
 def _attend(

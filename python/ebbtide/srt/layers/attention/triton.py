@@ -22,6 +22,8 @@ from ebbtide.srt.layers.attention.base import (
     LayerAttention,
     PagedBatch,
     StepKind,
+    fp8_problem,
+    scaled_outputs_,
 )
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
@@ -38,6 +40,7 @@ class _Layers:
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention]) -> None:
         self._k_PSKH = {layer.layer: kv_pages.k(layer.layer) for layer in layers}
         self._v_PSKH = {layer.layer: kv_pages.v(layer.layer) for layer in layers}
+        self._scales = {layer.layer: kv_pages.head_scales(layer.layer) for layer in layers}
 
     def forward(
         self,
@@ -52,11 +55,12 @@ class _Layers:
         from ebbtide.srt.layers.kernels.rope import rotate_and_store
 
         k_PSKH, v_PSKH = self._k_PSKH[layer.layer], self._v_PSKH[layer.layer]
-        q_TNH = rotate_and_store(qkv_TNH, rope, norms, slots_T, k_PSKH, v_PSKH)
+        scales = self._scales[layer.layer]
+        q_TNH = rotate_and_store(qkv_TNH, rope, norms, slots_T, k_PSKH, v_PSKH, scales)
         out_TNH = torch.empty_like(q_TNH)
         for part in parts:
             attend(q_TNH, k_PSKH, v_PSKH, part, out_TNH, **layer.kind._asdict())
-        return out_TNH
+        return out_TNH if scales is None else scaled_outputs_(out_TNH, scales)
 
 
 class TritonAttention(AttentionBackend):
@@ -72,7 +76,7 @@ class TritonAttention(AttentionBackend):
             return f"the Triton kernels take a head_dim up to {MAX_HEAD_DIM}, not {shape.head_dim}"
         if importlib.util.find_spec("triton") is None:
             return 'Triton is not installed (pip install "ebbtide[cuda]")'
-        return None
+        return fp8_problem(shape, device)
 
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention], shape: AttentionShape) -> None:
         self._layers = _Layers(kv_pages, layers)

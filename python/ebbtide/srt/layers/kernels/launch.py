@@ -19,7 +19,13 @@ def overlap_options(x: Tensor) -> dict[str, Any]:
 @cache
 def can_overlap(device: torch.device) -> bool:
     """Whether a kernel may be in place before its predecessor ends: Hopper and later."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return compute_capability(device) >= (9, 0)
+
+
+@cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU: major and minor number."""
+    return torch.cuda.get_device_capability(device)
 
 
 @cache
@@ -44,4 +50,4 @@ _MEASURED = {(9, 0): "NVIDIA H200"}
 @cache
 def card_like(device: torch.device) -> str:
     """The card on which tiles were measured that has the compute capability of this one; "" for none."""
-    return _MEASURED.get(torch.cuda.get_device_capability(device), "") if device.type == "cuda" else ""
+    return _MEASURED.get(compute_capability(device), "") if device.type == "cuda" else ""

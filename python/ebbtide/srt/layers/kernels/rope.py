@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.kernels.launch import overlap_options
+from ebbtide.srt.mem_cache.kv_scales import FP8, FP8_MAX, HeadScales
 
 # From this many tokens on the grid is large enough for programs of several heads.
 MANY_TOKENS = 64
@@ -41,6 +42,7 @@ def rotate_and_store(
     slots_T: Tensor,
     k_PSKH: Tensor,
     v_PSKH: Tensor,
+    scales: HeadScales | None = None,
 ) -> Tensor:
     """Normalise and rotate queries and keys, and write keys and values to their slots, in one launch.
 
@@ -48,6 +50,8 @@ def rotate_and_store(
         qkv_TNH: [T, N + 2K, H], contiguous; unchanged.
         slots_T: int64; a token of slot −1 is not stored.
         k_PSKH, v_PSKH: one layer of the pool, contiguous.
+        scales: keys and values are divided by theirs, and queries multiplied by those of the keys that they
+            meet; None for scales of 1.
 
     Returns:
         The queries, [T, N, H].
@@ -67,6 +71,8 @@ def rotate_and_store(
         q_TNH,
         k_PSKH,
         v_PSKH,
+        scales.scales_2K if scales is not None else qkv_TNH,
+        scales.inverses_2K if scales is not None else qkv_TNH,
         head_norms.eps if head_norms is not None else 0.0,
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -75,6 +81,8 @@ def rotate_and_store(
         BLOCK=triton.next_power_of_2(head_dim // 2),
         NORM=head_norms is not None,
         NORM_OFFSET=head_norms.offset if head_norms is not None else 0.0,
+        SCALED=scales is not None,
+        MAX=FP8_MAX if k_PSKH.dtype == FP8 else 0.0,
         num_warps=4 if heads_per_program > 1 else 1,
         **overlap_options(qkv_TNH),
     )
@@ -114,6 +122,8 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
     v_ptr,
+    scales_ptr,
+    inverses_ptr,
     eps,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -122,9 +132,14 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     NORM_OFFSET: tl.constexpr,
+    SCALED: tl.constexpr,
+    MAX: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """One token, HEADS of its heads; a tile is [HEADS, HALF], of the first or the second halves."""
+    """One token, HEADS of its heads; a tile is [HEADS, HALF], of the first or the second halves.
+
+    MAX: the largest number that the pool holds, where a conversion would not see to it; 0: whatever.
+    """
     NUM_HEADS: tl.constexpr = NUM_Q_HEADS + 2 * NUM_KV_HEADS
     HEAD_DIM: tl.constexpr = 2 * HALF
     if OVERLAPPED:
@@ -159,15 +174,32 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     sin = tl.load(sin_ptr + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
     rotated_1, rotated_2 = x * cos - y * sin, y * cos + x * sin
 
+    if SCALED:
+        group: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
+        q_scale = tl.load(scales_ptr + head // group, mask=is_q, other=1.0)
+        # Those of the values follow those of the keys, as the heads do.
+        inverse = tl.load(
+            inverses_ptr + head - NUM_Q_HEADS, mask=(is_k | is_v) & (head < NUM_HEADS), other=1.0
+        )
+        rotated_1, rotated_2 = rotated_1 * q_scale * inverse, rotated_2 * q_scale * inverse
+        first, second = first * inverse, second * inverse
     q_at = q_ptr + token * (NUM_Q_HEADS * HEAD_DIM) + head * HEAD_DIM + pair
     _store(q_at, rotated_1, rotated_2, inside & is_q, HALF)
     row = slot * (NUM_KV_HEADS * HEAD_DIM) + pair
     # Not `inside & (slot >= 0)`: the interpreter of Triton 3.9 makes integers of that.
     stored = tl.where(slot >= 0, inside, False)
     k_at = k_ptr + row + (head - NUM_Q_HEADS) * HEAD_DIM
-    _store(k_at, rotated_1, rotated_2, stored & is_k, HALF)
+    _store(k_at, _within(rotated_1, MAX), _within(rotated_2, MAX), stored & is_k, HALF)
     v_at = v_ptr + row + (head - NUM_Q_HEADS - NUM_KV_HEADS) * HEAD_DIM
-    _store(v_at, first, second, stored & is_v, HALF)
+    _store(v_at, _within(first, MAX), _within(second, MAX), stored & is_v, HALF)
+
+
+@triton.jit
+def _within(x, MAX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers beyond ±MAX become that; what is no number stays none. MAX 0: all stay."""
+    if MAX == 0.0:
+        return x
+    return tl.where(x > MAX, MAX, tl.where(x < -MAX, -MAX, x))
 
 
 @triton.jit

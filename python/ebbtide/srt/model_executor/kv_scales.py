@@ -1,0 +1,74 @@
+"""What a checkpoint says of the scales of a KV cache in FP8.
+
+It may hold one number for a layer's keys and one for its values, or one per KV head.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from ebbtide.srt.config import ModelConfig
+from ebbtide.srt.distributed.division import Division, part_of
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.mem_cache.kv_scales import KVScales, scale_place
+from ebbtide.srt.model_executor.loader import Checkpoint, summary
+from ebbtide.srt.stored_tensor import whole
+
+
+def checkpoint_scales(
+    path: str, load_format: str, config: ModelConfig, group: ParallelGroup, device: torch.device
+) -> KVScales | None:
+    """The scales that a checkpoint brings for this rank's heads; None where it has none.
+
+    Args:
+        config: with the heads of all ranks.
+
+    Raises ConfigurationError for a scale that is missing, there twice, of another shape, or not a finite
+    number above 0.
+    """
+    if load_format == "dummy":
+        return None
+    checkpoint = Checkpoint(path, load_format)
+    places = {name: place for name in checkpoint.entries if (place := scale_place(name)) is not None}
+    if not places:
+        return None
+    _require_one_each(path, Counter(places.values()), config.num_layers)
+    first, count = part_of(
+        group.rank, group.size, config.num_kv_heads, Division.SHARED, "num_key_value_heads"
+    )
+    scales_G2K = torch.ones((config.num_layers, 2, count))
+    for name, tensor in checkpoint.tensors():
+        if name in places:
+            scales_K = _per_head(name, whole(tensor), config.num_kv_heads)
+            scales_G2K[places[name]] = scales_K[first : first + count]
+    return KVScales(scales_G2K.to(device))
+
+
+def _require_one_each(path: str, found: Counter[tuple[int, int]], num_layers: int) -> None:
+    """Raises ConfigurationError unless each layer of the model has one scale for keys and one for values."""
+    wanted = Counter((layer, side) for layer in range(num_layers) for side in range(2))
+    if found == wanted:
+        return
+    problems = [
+        f"layer {layer}: expected {wanted[layer, side]} {'kv'[side]}_scale, found {found[layer, side]}"
+        for layer, side in sorted(wanted | found)
+        if wanted[layer, side] != found[layer, side]
+    ]
+    raise ConfigurationError(f"{path}: scales of the KV cache: {summary(problems)}")
+
+
+def _per_head(name: str, scale: Tensor, num_kv_heads: int) -> Tensor:
+    """One scale for each KV head, float32."""
+    if scale.numel() not in (1, num_kv_heads):
+        raise ConfigurationError(
+            f"{name}: expected one number, or one for each of {num_kv_heads} KV heads, "
+            f"got shape {list(scale.shape)}"
+        )
+    scales_K = scale.float().flatten().expand(num_kv_heads)
+    if not bool((scales_K.isfinite() & (scales_K > 0)).all()):
+        raise ConfigurationError(f"{name}: expected finite numbers above 0, got {scales_K.tolist()}")
+    return scales_K
