@@ -3,7 +3,7 @@
 The trainer is this process; codes and values are lent by CUDA IPC through `Engine`, one request per update.
 
 - `kernel_*`: the device's time for the codes of all tensors, in an arena of this process: `read` finds where
-  each block stands, `sum` computes all checksums, `apply` writes.
+  each block stands, `sum_all` computes all checksums, `sum` those of what changes, `apply` writes.
 - `idle_*`: one update with nothing running, from the call to the reply.
 - `stall_*`: as `gpu_update_default`: 64 streams, the longest gap of each, median over them.
 - `bytes_*`: on the wire, per changed element.
@@ -28,8 +28,9 @@ from gpu_update_default import Bench, checkpoint_shapes, repeated
 
 from ebbtide import Engine
 from ebbtide.srt.model_executor.weight_store import Destination
-from ebbtide.srt.weight_sync.delta.patch import Place
+from ebbtide.srt.weight_sync.delta.patch import Patch, Place
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of
+from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 from ebbtide.trainer.delta import ServedWeights
 from ebbtide.trainer.gathering import Bucket
 
@@ -140,6 +141,9 @@ def measure_kernels(report: Report, args: argparse.Namespace, trainer: Trainer) 
         start += tensor.numel()
     base = bits_of(arena)
     rows = [place.numbers(base) for place in places]
+    held = [
+        int(place.sum_after(unchanged(named))) for place, named in zip(places, trainer.weights, strict=True)
+    ]
     for percent, share in SHARES.items():
         runs: list[dict[str, float]] = []
         for _ in range(args.runs + 1):
@@ -152,8 +156,11 @@ def measure_kernels(report: Report, args: argparse.Namespace, trainer: Trainer) 
             num_codes = [each.num_codes for each in header.changed]
             run["read"], blocks = timed(partial(coded_blocks, codes, num_codes))
             placed = PlacedBlocks(blocks, values, rows, base)
-            run["sum"], sums = timed(placed.sums_after)
-            run["apply"], _ = timed(placed.apply)
+            for part, known in (("sum_all", [None] * len(rows)), ("sum", held)):
+                summing = placed.sums_after(known)
+                run[part], sums = timed(partial(finish, summing))
+            held = sums.tolist()
+            run["apply"], _ = timed(partial(finish, placed.apply()))
             runs.append(run)
             trainer.served.commit(trainer.version())
             expected = [each.checksum for each in header.changed]
@@ -164,8 +171,14 @@ def measure_kernels(report: Report, args: argparse.Namespace, trainer: Trainer) 
             for place, (_, one) in zip(places, trainer.weights, strict=True)
         ):
             raise RuntimeError("what the kernel wrote is not what the trainer holds")
-        for part in ("read", "sum", "apply"):
+        for part in ("read", "sum_all", "sum", "apply"):
             report.add(f"delta.kernel_{part}_{percent}", [run[part] for run in runs[1:]])
+
+
+def unchanged(named: tuple[str, torch.Tensor]) -> Patch:
+    name, tensor = named
+    nothing = torch.empty(0, dtype=torch.int64, device=tensor.device)
+    return Patch(name, tuple(tensor.shape), nothing, tensor.view(-1)[nothing])
 
 
 def timed(act: Callable[[], Any]) -> tuple[float, Any]:

@@ -71,6 +71,7 @@ def test_an_engine_that_serves_something_else_is_sent_everything(
         whole = sender.send(old.items(), version="a")
         engine.update_weights_from_disk(str(checkpoint), weight_version="b")
         assert sender.send(old.items(), version="c").num_bytes == whole.num_bytes
+        sender.send(changed(old, 0.01, seed=8).items(), version="c")
         # The version is the same, what serves is not: the checksum tells, and the next update is whole.
         engine.update_weights_from_tensor([(FUSED, old[FUSED] + 1)], flush_cache=False)
         weights = changed(old, 0.01, seed=9)

@@ -21,6 +21,7 @@ from ebbtide.srt.weight_sync.delta.gap_coding import decode_positions, encode_po
 from ebbtide.srt.weight_sync.delta.patch import Operation, Patch, Place
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of, state_sum
 from ebbtide.srt.weight_sync.delta.target import StoreTarget
+from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 
 Tensors = list[torch.Tensor]
 
@@ -71,7 +72,7 @@ class Parameters:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("share", [0.3, 0.001])
 def test_changes_are_those_of_the_whole_tensors_by_kernel_and_without(
-    dtype: torch.dtype, share: float
+    dtype: torch.dtype, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     parameters = Parameters(dtype)
@@ -87,9 +88,6 @@ def test_changes_are_those_of_the_whole_tensors_by_kernel_and_without(
     expected = [int(state_sum(p.region, p.first_row, p.first_column)) for p in others.places]
 
     parameters.take(before)
-    sums = [int(p.sum_after(patch)) for p, patch in zip(parameters.places, patches, strict=True)]
-    assert sums == expected
-    assert parameters.hold(before)
     for place, patch in zip(parameters.places, patches, strict=True):
         place.apply(patch)
     assert parameters.hold(after)
@@ -101,15 +99,21 @@ def test_changes_are_those_of_the_whole_tensors_by_kernel_and_without(
     assert blocks.num_values == list(map(len, positions))
     assert blocks.lasts == [int(one[-1]) if len(one) else -1 for one in positions]
     base = bits_of(parameters.arena)
+    kernels.compile_deltas(base.device, dtype)
     rows = [place.numbers(base) for place in parameters.places]
     placed = kernels.PlacedBlocks(blocks, torch.cat(values), rows, base)
-    assert placed.sums_after().tolist() == expected
+    known = [int(state_sum(p.region, p.first_row, p.first_column)) for p in parameters.places]
+    monkeypatch.setattr(kernels, "BLOCKS_AT_ONCE", 2)
+    for told in ([None] * 3, known, [known[0], None, known[2]]):
+        assert finish(placed.sums_after(told)).tolist() == expected
+        pairs = zip(parameters.places, patches, told, strict=True)
+        assert [int(place.sum_after(patch, one)) for place, patch, one in pairs] == expected
     assert parameters.hold(before)
-    placed.apply()
+    assert sum(placed.apply()) == sum(value.nbytes for value in values)
     assert parameters.hold(after)
     # What no rank needs is passed over.
     parameters.take(before)
-    kernels.PlacedBlocks(blocks, torch.cat(values), [rows[0], None, None], base).apply()
+    finish(kernels.PlacedBlocks(blocks, torch.cat(values), [rows[0], None, None], base).apply())
     assert parameters.hold([after[0], *before[1:]])
 
 
@@ -169,7 +173,7 @@ def test_a_store_says_where_its_tensors_lie_in_every_copy(tmp_path: Path) -> Non
             pass
         target = StoreTarget(store, shadow, store.places)
         rows = [target.numbers(name) for name in names]
-        kernels.PlacedBlocks(blocks, torch.cat(values), rows, target.base(torch.int32)).apply()
+        finish(kernels.PlacedBlocks(blocks, torch.cat(values), rows, target.base(torch.int32)).apply())
         for name, where, value in zip(names, positions, values, strict=True):
             live, staged = store.destination(name, None), store.destination(name, shadow)
             assert live is not None

@@ -16,6 +16,7 @@ from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.chunk_pool import ChunkArena
 from ebbtide.srt.memory_saver.saver import ArenaSource
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.model_executor.kept_sums import KeptSums
 from ebbtide.srt.model_executor.weight_copies import CONVERTIBLE, Run, WeightCopies, compile_copies
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.sharding import Part, replace_parameter, shard
@@ -92,6 +93,7 @@ class WeightStore:
 
     Attributes:
         places: kept here for those who write with kernels of their own: by checkpoint name, where it lies.
+        sums: of the live weights, kept for those who check what they will hold.
         num_chunks: of the arena, on the rank where it has most; 0 where it has none that change places.
 
     Raises ConfigurationError where the model cannot be divided among them.
@@ -121,6 +123,7 @@ class WeightStore:
         num_chunks = self.arena.num_chunks if isinstance(self.arena, ChunkArena) else 0
         self.num_chunks = -self._group.smallest(-num_chunks)
         self.generation = 0
+        self.sums = KeptSums()
         self.places: dict[str, list[int] | None] = {}
         self._runs = {
             False: {name: run for name in self._placements if (run := self._run(name)) is not None},

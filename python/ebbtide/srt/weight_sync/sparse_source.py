@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
 
@@ -25,6 +27,8 @@ CODES: Final = "codes"
 VALUES: Final = "values"
 # Positions are computed with in 32 bits.
 MAX_ELEMENTS: Final = (1 << 31) - 1
+# What a device reads and writes of its memory for one element.
+LINE_BYTES: Final = 64
 
 
 class Target(Protocol):
@@ -46,12 +50,16 @@ class Target(Protocol):
 class PlacedChanges(Protocol):
     """What changes of several tensors, and where on this rank."""
 
-    def sums_after(self) -> Tensor:
-        """This rank's share of each tensor's `state_sum` as it is to be, int64. Nothing is written."""
+    def sums_after(self, known: Sequence[int | None]) -> Generator[int, None, Tensor]:
+        """This rank's share of each tensor's `state_sum` as it is to be, int64; yields bytes.
+
+        Args:
+            known: its share as it is, where that need not be summed up.
+        """
         ...
 
-    def apply(self) -> int:
-        """Write what is this rank's; bytes of all values."""
+    def apply(self) -> Iterator[int]:
+        """Write what is this rank's; yields bytes of it."""
         ...
 
     def nonfinite(self) -> list[int]:
@@ -75,8 +83,8 @@ class DeltaSource(WeightSource):
 
     @property
     def near_bytes(self) -> int:
-        """Changes are less than this, and brought to the device before anything is written."""
-        return sum(entry.num_bytes for entry in self.entries)
+        """How much a device moves to write them, which are brought there before: unknown, and so much."""
+        return sys.maxsize
 
     def verify(self, target: Target) -> Iterator[int]:
         """Check on this rank what tensors are to become; yields bytes. Nothing is written.
@@ -98,19 +106,20 @@ class PlacedPatches:
         self._pairs = list(zip(patches, places, strict=True))
         self._nonfinite = NonFinite()
 
-    def sums_after(self) -> Tensor:
-        sums = [
-            patch.positions.new_zeros(()) if place is None else place.sum_after(patch)
-            for patch, place in self._pairs
-        ]
+    def sums_after(self, known: Sequence[int | None]) -> Generator[int, None, Tensor]:
+        sums = []
+        for (patch, place), before in zip(self._pairs, known, strict=True):
+            share = patch.positions.new_zeros(()) if place is None else place.sum_after(patch, before)
+            sums.append(share)
+            yield patch.values.nbytes
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
-    def apply(self) -> int:
+    def apply(self) -> Iterator[int]:
         for index, (patch, place) in enumerate(self._pairs):
             if place is not None:
                 self._nonfinite.add(str(index), place.apply(patch))
+            yield patch.values.nbytes
         self._nonfinite.finish()
-        return sum(patch.values.nbytes for patch, _ in self._pairs)
 
     def nonfinite(self) -> list[int]:
         return [int(index) for index in self._nonfinite.names()]
@@ -152,6 +161,14 @@ class CodedSource(DeltaSource):
         self._device = device
         self._codes = self._values = torch.empty(0)
         self._place: _Placing | None = None
+
+    @property
+    def near_bytes(self) -> int:
+        touched = [
+            -math.expm1(-each.num_changed * LINE_BYTES / max(1, entry.num_bytes)) * entry.num_bytes
+            for each, entry in zip(self._changed, self.entries, strict=True)
+        ]
+        return int(sum(touched))
 
     def open(self) -> Iterator[int]:
         yield from self._payload.open()

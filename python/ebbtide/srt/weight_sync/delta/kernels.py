@@ -8,7 +8,7 @@ summed up beforehand by a kernel over all blocks. Shapes: T tensors, B blocks of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +19,19 @@ from torch import Tensor
 from ebbtide.srt.model_executor.weight_copies import NonFinite
 from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES
 from ebbtide.srt.weight_sync.delta.state_sum import (
+    BITS,
     COLUMN_SEED,
     LOW_32_BITS,
     MIXING_FACTORS,
     ROW_SEED,
     bits_of,
 )
+from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 
 BLOCK = 1024
+# So many blocks are a turn's work: one or two milliseconds of a device's bandwidth, which forward passes
+# beside do not have.
+BLOCKS_AT_ONCE = 1 << 16
 # Of `Place.numbers`.
 NUM_FIELDS = 8
 # The columns of a tensor, and how many rows of them, that a program sums up.
@@ -122,13 +127,13 @@ class PlacedBlocks:
         self._places_T8 = table_T8.to(values.device, non_blocking=True)
         self._nonfinite = NonFinite()
 
-    def apply(self) -> int:
-        """Write the values that are this rank's; bytes of all values."""
-        self._launch(self._base, writes=True)
+    def apply(self) -> Iterator[int]:
+        """Write the values that are this rank's; yields bytes of all values."""
+        yield from self._launch(self._base, writes=True)
         # All of them at once: it is seldom asked which.
         self._nonfinite.add("", self._values)
         self._nonfinite.finish()
-        return self._values.nbytes
+        yield self._values.nbytes
 
     def nonfinite(self) -> list[int]:
         """Once that has run: the tensors of which a value is NaN or Inf."""
@@ -137,15 +142,22 @@ class PlacedBlocks:
         parts = torch.split(self._values, self._blocks.num_values)
         return [index for index, part in enumerate(parts) if not bool(part.isfinite().all())]
 
-    def sums_after(self) -> Tensor:
-        """This rank's share of each tensor's sum as it is to be, int64 [T]. Nothing is written."""
-        sums_T = torch.zeros(len(self._rows), dtype=torch.int64, device=self._values.device)
-        self._launch(sums_T, writes=False)
-        self._add_state_sums(sums_T)
+    def sums_after(self, known: Sequence[int | None]) -> Generator[int, None, Tensor]:
+        """This rank's share of each tensor's sum as it is to be, int64 [T]; yields bytes. Nothing is written.
+
+        Args:
+            known: its share as it is; None: it is summed up.
+        """
+        sums_T = torch.tensor([before or 0 for before in known], dtype=torch.int64)
+        sums_T = sums_T.to(self._values.device, non_blocking=True)
+        yield from self._launch(sums_T, writes=False)
+        self._add_state_sums(sums_T, [before is None for before in known])
         return sums_T
 
-    def _add_state_sums(self, sums_T: Tensor) -> None:
-        tiles = [_num_tiles(*row[4:]) for row in self._rows]
+    def _add_state_sums(self, sums_T: Tensor, is_unknown: Sequence[bool]) -> None:
+        """Of the tensors of which nothing is known."""
+        rows = zip(self._rows, is_unknown, strict=True)
+        tiles = [_num_tiles(*row[4:]) if is_asked else 0 for row, is_asked in rows]
         num_tiles_T = torch.tensor(tiles)
         total = int(num_tiles_T.sum())
         if total == 0:
@@ -165,10 +177,13 @@ class PlacedBlocks:
             COLUMNS=SUM_COLUMNS,
         )
 
-    def _launch(self, sums_T: Tensor, *, writes: bool) -> None:
+    def _launch(self, sums_T: Tensor, *, writes: bool) -> Iterator[int]:
         blocks = self._blocks
-        if len(blocks.tensor_B):
-            _patch[(len(blocks.tensor_B),)](
+        total = len(blocks.tensor_B)
+        for first in range(0, total, BLOCKS_AT_ONCE):
+            if first:
+                yield 0
+            _patch[(min(BLOCKS_AT_ONCE, total - first),)](
                 blocks.codes,
                 bits_of(self._values),
                 blocks.tensor_B,
@@ -178,11 +193,24 @@ class PlacedBlocks:
                 self._places_T8,
                 self._base,
                 sums_T,
+                first,
                 ESCAPE=ESCAPES[blocks.codes.dtype],
                 MASK=(1 << 8 * self._base.element_size()) - 1,
                 WRITES=writes,
                 BLOCK=BLOCK,
             )
+
+
+def compile_deltas(device: torch.device, dtype: torch.dtype) -> None:
+    """Have everything ready that a delta of this dtype needs: it should not wait for a compiler."""
+    for codes_dtype in ESCAPES:
+        blocks = coded_blocks(torch.zeros(1, dtype=codes_dtype, device=device), [1])
+        values = torch.zeros(1, dtype=dtype, device=device)
+        base = torch.zeros(1, dtype=BITS[dtype.itemsize], device=device)
+        placed = PlacedBlocks(blocks, values, [[0, 1, 1, 0, 1, 0, 1, 1]], base)
+        finish(placed.sums_after([None]))
+        for _ in placed.apply():
+            pass
 
 
 def _num_tiles(num_rows: int, _: int, num_columns: int, counts: int) -> int:
@@ -222,7 +250,7 @@ def _count(  # type: ignore[no-untyped-def]
     tl.store(values_ptr + block + 1, tl.sum(is_end.to(tl.int32), 0).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _patch(  # type: ignore[no-untyped-def]
     codes_ptr,
     values_ptr,
@@ -233,12 +261,13 @@ def _patch(  # type: ignore[no-untyped-def]
     places_ptr,
     base_ptr,
     sums_ptr,
+    first,
     ESCAPE: tl.constexpr,
     MASK: tl.constexpr,
     WRITES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    block = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(0).to(tl.int64) + first
     tensor = tl.load(tensor_ptr + block)
     step, is_end = _steps(codes_ptr, bounds_ptr + tensor * 3, block, ESCAPE, BLOCK)
     # A tensor has less than 2^31 elements, which makes for quick divisions.

@@ -126,14 +126,20 @@ class Place:
         span.index_copy_(0, local, values)
         return values
 
-    def sum_after(self, patch: Patch) -> Tensor:
-        """This rank's share of the tensor's sum as it is to be. Nothing is written."""
+    def sum_after(self, patch: Patch, known: int | None = None) -> Tensor:
+        """This rank's share of the tensor's sum as it is to be. Nothing is written.
+
+        Args:
+            known: its share as it is; None: it is summed up.
+        """
         if not self.counts:
             return torch.zeros((), dtype=torch.int64, device=self.region.device)
         span, local, mine = self._local(patch)
         before, values = bits_of(span)[local], bits_of(patch.values[mine])
         after = before ^ values if patch.operation is Operation.XOR else values
         changes = sum_of_changes(patch.positions[mine], before, after, self.num_columns)
+        if known is not None:
+            return changes + known
         return state_sum(self.region, self.first_row, self.first_column) + changes
 
     def _local(self, patch: Patch) -> tuple[Tensor, Tensor, Tensor]:

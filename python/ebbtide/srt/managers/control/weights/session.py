@@ -202,8 +202,7 @@ class WeightSession:
         self._require_base(incoming)
         can_burst = is_all and not (incoming.needs_copy or self.is_on_trial)
         near_bytes = incoming.near_bytes if can_burst else None
-        is_short = near_bytes is not None and is_burst(near_bytes) and not incoming.is_delta
-        bursts = near_bytes is not None and (nobody_waits or is_short)
+        bursts = near_bytes is not None and (nobody_waits or is_burst(near_bytes))
         yield from self._make_room(incoming, bursts=bursts)
         if not incoming.is_sent and self._staging is not None:
             # What a delta says is read by the device.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.ports import OutOfStep, Slices
 from ebbtide.srt.managers.control.weight_ports import Staging
 from ebbtide.srt.memory_saver.arena import Shadow
+from ebbtide.srt.model_executor.kept_sums import KeptSums
 from ebbtide.srt.model_executor.weight_copies import NonFinite, WeightCopies
 from ebbtide.srt.model_executor.weight_store import Destination, WeightStore
 from ebbtide.srt.stored_tensor import StoredTensor, whole
@@ -38,8 +40,22 @@ class InPlace:
     is_staged = False
     shadow = None
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, store: WeightStore, device: Device) -> None:
+        self._store = store
         self._device = device
+
+    def sums(self) -> Mapping[str, int]:
+        """What is known of the sums of what is there, see `KeptSums`."""
+        return self._store.sums.at(self._store.generation)
+
+    def note_write(self, names: Iterable[str], sums: Mapping[str, int] = MappingProxyType({})) -> None:
+        """These are about to be written, or have been; `sums`: what is known of theirs from then on."""
+        store = self._store
+        kept = KeptSums(store.generation + 1, self.sums())
+        store.note_write()
+        kept.forget(names)
+        kept.note(sums)
+        store.sums = kept
 
     def complete(self, written: frozenset[str]) -> Slices[None]:
         """There is no copy to complete."""
@@ -73,14 +89,26 @@ class Staged:
         self.is_complete = False
         self._store = store
         self._device = device
+        # What nobody writes here is copied from the live weights as they are now.
+        self._sums = KeptSums(store.generation, store.sums.at(store.generation))
+
+    def sums(self) -> Mapping[str, int]:
+        return self._sums.at(self._store.generation)
+
+    def note_write(self, names: Iterable[str], sums: Mapping[str, int] = MappingProxyType({})) -> None:
+        self._sums.forget(names)
+        self._sums.note(sums)
 
     def complete(self, written: frozenset[str]) -> Slices[None]:
         yield from self._store.complete(self.shadow, written)
         self.is_complete = True
 
     def commit(self) -> None:
+        store = self._store
         self._device.synchronize()
-        self._store.commit(self.shadow)
+        former, own = store.sums.at(store.generation), self.sums()
+        store.commit(self.shadow)
+        store.sums, self._sums = (KeptSums(store.generation, sums) for sums in (own, former))
 
     def roll_back(self) -> None:
         # What the shadow holds after a commit are the weights before it.
@@ -122,7 +150,7 @@ class IncomingTensors:
         self._store = store
         self._device = device
         self._loader = loader
-        self._is_received_in_place = False
+        self._receives_into: InPlace | Staged | None = None
         self._received: list[tuple[str, Tensor]] | None = None
         is_plain = loader is None and not self.is_delta
         self._is_planned = is_plain and source.near_bytes is not None and store.device.type == "cuda"
@@ -131,7 +159,8 @@ class IncomingTensors:
         self._others: dict[str, Tensor] = {}
         self._looked_at = NonFinite()
         self._changes: PlacedChanges | None = None
-        self._sums: Tensor | None = None
+        self._new_sums: Tensor | None = None
+        self._sums: dict[str, int] = {}
         self.problems: list[dict[str, str]] = []
 
     def check(self) -> Slices[None]:
@@ -170,8 +199,8 @@ class IncomingTensors:
             self._received = [(entry.name, place.region) for entry, place in named if place is not None]
             return made
 
-        self._is_received_in_place = staging.shadow is None
-        self._note_write_in_place()
+        self._receives_into = staging
+        staging.note_write(self.names)
         source.receive_in_place(destinations)
         return True
 
@@ -184,11 +213,8 @@ class IncomingTensors:
                 "the group of a weight update was left, and its broadcasts do not end: memory that they may "
                 "still write to cannot be given back"
             )
-        self._note_write_in_place()
-
-    def _note_write_in_place(self) -> None:
-        if self._is_received_in_place:
-            self._store.note_write()
+        if self._receives_into is not None:
+            self._receives_into.note_write(self.names)
 
     def open(self, staging: Staging) -> Slices[None]:
         """Of what lies on the device the copies are planned too: then a burst has nothing but them to do."""
@@ -218,16 +244,14 @@ class IncomingTensors:
     def write(self, staging: Staging) -> Slices[None]:
         """Launch the copies; what was received in its place is there."""
         assert isinstance(staging, InPlace | Staged)
+        staging.note_write(self.names, self.sums())
         if self._received is not None:
-            self._note_write_in_place()
             yield from self._look_at(self._received)
         elif self._changes is not None:
-            yield from self._patch(self._changes, staging)
+            yield from self._changes.apply()
         elif self._loader is not None:
             yield from self._load(self._loader, staging)
         else:
-            if staging.shadow is None:
-                self._store.note_write()
             yield from self._copies.launch()
             named = self._others.items() if self._is_planned else self._source
             yield from self._write_each(named, staging)
@@ -245,14 +269,15 @@ class IncomingTensors:
         yield from self._source.verify(target)
         self._changes = self._source.place(target)
         if self._source.checksums:
-            self._sums = self._changes.sums_after()
-            yield sum(entry.num_bytes for entry in self._source.entries)
+            known = staging.sums()
+            sums = [known.get(entry.name) for entry in self._source.entries]
+            self._new_sums = yield from self._changes.sums_after(sums)
 
     def sums(self) -> Mapping[str, int]:
-        if self._sums is None:
-            return {}
-        names = [entry.name for entry in self._source.entries]
-        return dict(zip(names, self._sums.tolist(), strict=True))
+        if self._new_sums is not None:
+            names = [entry.name for entry in self._source.entries]
+            self._sums, self._new_sums = dict(zip(names, self._new_sums.tolist(), strict=True)), None
+        return self._sums
 
     def check_sums(self, shares: Sequence[Mapping[str, int]]) -> None:
         assert isinstance(self._source, DeltaSource), "only a delta has sums"
@@ -267,11 +292,6 @@ class IncomingTensors:
                 f"({', '.join(sorted(wrong)[:MAX_TOLD])}). What serves is not what the delta is of, or it "
                 "was damaged on its way: send the weights whole"
             )
-
-    def _patch(self, changes: PlacedChanges, staging: InPlace | Staged) -> Slices[None]:
-        if not staging.is_staged:
-            self._store.note_write()
-        yield changes.apply()
 
     def _look_at(self, named: Iterable[tuple[str, Tensor]]) -> Slices[None]:
         for name, region in named:

@@ -70,6 +70,10 @@ class EngineWeights:
         self._groups = Memberships(torch.device(device.name), config.parallel)
         self._cuda: CudaIpc | None = None
         if device.uuid is not None:
+            from ebbtide.srt.weight_sync.delta.kernels import compile_deltas  # Triton is where GPUs are
+
+            for dtype in {tensor.dtype for _, tensor in store.parameters()}:
+                compile_deltas(store.device, dtype)
             _, _, index = device.name.partition(":")
             self._cuda = TorchCudaIpc(int(index), device.uuid)
 
@@ -88,7 +92,7 @@ class EngineWeights:
 
     def stage(self, *, in_place: bool, is_last: bool = True) -> Slices[Staging]:
         if in_place or self._config.update.staging == "never":
-            return InPlace(self._device)
+            return InPlace(self._store, self._device)
         try:
             shadow = yield from timed(self._store.arena.stage_by_chunks())
         except OutOfDeviceMemory as error:
@@ -100,7 +104,7 @@ class EngineWeights:
                     needed_bytes=error.needed_bytes,
                     free_bytes=error.free_bytes,
                 ) from error
-            return InPlace(self._device)
+            return InPlace(self._store, self._device)
         return Staged(self._store, shadow, self._device)
 
     @property
