@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.ports import Slices
-from ebbtide.srt.managers.io_struct import RankChecksums
+from ebbtide.srt.managers.io_struct import RankChecksums, WeightPiece
 
 if TYPE_CHECKING:
     from ebbtide.testing.null_parts import NullWeights
@@ -49,6 +50,23 @@ class NullParameters:
 
     def sources(self, skipped: Sequence[str]) -> frozenset[str]:
         return frozenset(self.live(skipped))
+
+    def piece(self, index: int, first_byte: int, num_bytes: int) -> WeightPiece:
+        self._weights.fail_at("check")
+        live = self.live(())
+        if index >= len(live):
+            raise RequestRejected(f"index: expected 0 to {len(live) - 1}, got {index}")
+        name, value = list(live.items())[index]
+        assert value is not None, "a weight was read that is not whole"
+        data = value.to_bytes(8, "little", signed=True)[first_byte : first_byte + num_bytes]
+        return WeightPiece(
+            num_parameters=len(live),
+            generation=self.generation,
+            name=name,
+            dtype="int64",
+            shape=(),
+            data=data,
+        )
 
     def fill(self, skipped: Sequence[str]) -> None:
         self.generation += 1

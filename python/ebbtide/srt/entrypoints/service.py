@@ -27,6 +27,7 @@ from ebbtide.srt.entrypoints.occupation import (
 )
 from ebbtide.srt.entrypoints.transition import Transitions
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.api.control_client import Vote
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.api.request_fields import build_request
 from ebbtide.srt.managers.api.request_limits import RequestLimits
@@ -225,11 +226,12 @@ class EngineService:
         assert state is not None, "the first report comes ahead of the reply that `open` waits for"
         return state
 
-    async def control(self, kind: type[Any], fields: Mapping[str, Any]) -> Any:
+    async def control(self, kind: type[Any], fields: Mapping[str, Any], vote: Vote | None = None) -> Any:
         """Carry out a control request given as loose fields; returns the body of the reply.
 
         Args:
             kind: a member of `AnyControlRequest`.
+            vote: see `ControlClient.call`.
 
         Raises:
             RequestRejected: refused, nothing has changed.
@@ -240,7 +242,7 @@ class EngineService:
         async def carry_out() -> Reply:
             request, unknown = build_request(kind, fields)
             ignored.extend(unknown)
-            return await self.manager.control(request)
+            return await self.manager.control(request, vote=vote)
 
         reply = await self.metrics.control.observed(OPERATIONS[kind], carry_out())
         if kind.row.body_field is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 import msgspec
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.api.control_client import ControlClient
+from ebbtide.srt.managers.api.control_client import ControlClient, Vote
 from ebbtide.srt.managers.api.generate_request import (
     GenerateReqInput,
     GenerationDraft,
@@ -386,7 +386,9 @@ class TokenizerManager:
             self._state = merge_reports([self.reports[rank] for rank in range(self._num_replicas)])
         return self._state
 
-    async def control(self, request: AnyControlRequest, timeout_s: float | None = None) -> Reply:
+    async def control(
+        self, request: AnyControlRequest, timeout_s: float | None = None, vote: Vote | None = None
+    ) -> Reply:
         """Carry out a control request and return its reply. See `ControlClient.call`."""
         message = ""
         unsent: list[str] = []
@@ -400,7 +402,7 @@ class TokenizerManager:
             case PauseGenerationReqInput(mode=PauseMode.ABORT):
                 message = "Aborted by pause_generation"
                 unsent = self._live.unsent
-        reply = await self._control.call(request, timeout_s)
+        reply = await self._control.call(request, timeout_s, vote)
         # The schedulers did not know yet what was being tokenized.
         self._abort(unsent, message)
         return _with_more_aborted(reply, len(unsent))

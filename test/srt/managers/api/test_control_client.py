@@ -19,7 +19,9 @@ from ebbtide.srt.managers.io_struct import (
     ControlReply,
     PingReqInput,
     PingReqOutput,
+    Prepared,
     Refusal,
+    Verdict,
 )
 
 
@@ -27,10 +29,10 @@ class Scheduler:
     """Keeps the calls that it gets; tests answer them."""
 
     def __init__(self) -> None:
-        self.calls: list[ControlCall] = []
+        self.calls: list[Any] = []
         self.client = ControlClient(self)
 
-    def send(self, message: ControlCall) -> None:
+    def send(self, message: ControlCall | Verdict) -> None:
         self.calls.append(message)
 
     async def begin(self, request: AnyControlRequest, **more: Any) -> asyncio.Task[Any]:
@@ -94,6 +96,36 @@ async def test_no_reply_in_time_is_an_engine_error_and_a_late_reply_harms_nobody
     task = await scheduler.begin(PingReqInput(), timeout_s=20)
     scheduler.answer(1, PingReqOutput(message="second"))
     assert (await task).message == "second"
+
+
+@scripted()
+async def test_what_engines_commit_together_waits_for_the_verdict(scheduler: Scheduler) -> None:
+    verdict: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+    async def vote() -> str | None:
+        return await verdict
+
+    task = await scheduler.begin(PingReqInput(), vote=vote)
+    scheduler.answer(0, Prepared())
+    await asyncio.sleep(0)
+    assert len(scheduler.calls) == 1
+    verdict.set_result("another has refused")
+    await asyncio.sleep(0.01)
+    assert scheduler.calls[1] == Verdict(id=scheduler.calls[0].id, refusal="another has refused")
+    scheduler.answer(0, PingReqOutput())
+    assert isinstance(await task, PingReqOutput)
+
+
+@scripted()
+async def test_nobody_commits_for_a_voter_that_has_gone(scheduler: Scheduler) -> None:
+    async def vote() -> str | None:
+        raise ConnectionError
+
+    task = await scheduler.begin(PingReqInput(), vote=vote)
+    scheduler.answer(0, Prepared())
+    with pytest.raises(ConnectionError):
+        await task
+    assert "gone away" in scheduler.calls[1].refusal
 
 
 @scripted()

@@ -18,6 +18,7 @@ from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
+    ControlCall,
     EndWeightUpdateReqInput,
     Expire,
     FlushCacheReqInput,
@@ -25,6 +26,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseMode,
     PingReqInput,
     PingReqOutput,
+    Prepared,
     Refusal,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
@@ -33,6 +35,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsReqOutput,
     UpdateWeightVersionReqInput,
+    Verdict,
     WeightSessionReqOutput,
 )
 from ebbtide.srt.managers.scheduling.ranks import lockstep
@@ -92,6 +95,23 @@ class TestCommit:
         output = replicas[0].outputs[rid]
         assert [version for version, _ in output.version_starts] == ["default", "7"]
         assert len(output.token_ids) == 110
+
+    @pytest.mark.parametrize("refusal", [None, "another engine has refused"])
+    def test_the_verdict_on_several_engines_comes_from_above(
+        self, replicas: Replicas, refusal: str | None
+    ) -> None:
+        call = ControlCall(id="above", request=update(7), is_joint=True)
+        replicas.controller.send(call)
+        replicas.settle()
+        assert isinstance(replicas.replies.pop("above"), Prepared)
+        assert_serve(replicas, 0, "default")
+        replicas.controller.send(Verdict(id="above", refusal=refusal))
+        if refusal is None:
+            assert replicas.answer("above", UpdateWeightsReqOutput).committed
+            assert_serve(replicas, 7, "7")
+        else:
+            assert replicas.answer("above", Refusal).message == refusal
+            assert_serve(replicas, 0, "default")
 
     @pytest.mark.parametrize("step", ["open", "stage", "arrive", "map", "write", "complete", "release"])
     def test_one_that_refuses_is_named_and_none_changes(self, replicas: Replicas, step: str) -> None:

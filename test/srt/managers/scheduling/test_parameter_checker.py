@@ -145,3 +145,15 @@ def test_a_copy_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RequestRejected, match="takes 2002 bytes of host memory, 100 are free") as caught:
         finish(checker(Store(a=sample())).snapshot())
     assert (caught.value.status, caught.value.fields["needed_bytes"]) == (409, 2002)
+
+
+def test_a_parameter_is_read_in_pieces() -> None:
+    tensors = {"first": sample(), "second": sample(torch.float32, 10).view(2, 5)}
+    reader = checker(Store(**tensors))
+    pieces = [reader.piece(1, first_byte, 16) for first_byte in (0, 16, 32)]
+    assert (pieces[0].name, pieces[0].shape, pieces[0].dtype) == ("second", (2, 5), "float32")
+    assert [len(piece.data) for piece in pieces] == [16, 16, 8]
+    data = bytearray().join(piece.data for piece in pieces)
+    assert torch.equal(torch.frombuffer(data, dtype=torch.float32).view(2, 5), tensors["second"])
+    with pytest.raises(RequestRejected, match="0 to 1, got 2"):
+        reader.piece(2, 0, 16)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import (
@@ -11,22 +13,30 @@ from ebbtide.srt.managers.io_struct import (
     AnyReply,
     ControlCall,
     ControlReply,
+    Prepared,
     Refusal,
     Reply,
+    Verdict,
 )
 from ebbtide.srt.managers.wire.channel import SendEnd
+
+# Asked once the engine can commit: returns why it is not to, or None.
+Vote: TypeAlias = Callable[[], Awaitable[str | None]]
 
 
 class ControlClient:
     """Sends control requests and hands each caller the reply with its id. Lives in one event loop."""
 
-    def __init__(self, scheduler: SendEnd[ControlCall]) -> None:
+    def __init__(self, scheduler: SendEnd[ControlCall | Verdict]) -> None:
         self._scheduler = scheduler
         self._ids = itertools.count()
         self._waiting: dict[str, asyncio.Future[AnyReply]] = {}
+        self._prepared: dict[str, asyncio.Future[None]] = {}
         self._failure: str | None = None
 
-    async def call(self, request: AnyControlRequest, timeout_s: float | None = None) -> Reply:
+    async def call(
+        self, request: AnyControlRequest, timeout_s: float | None = None, vote: Vote | None = None
+    ) -> Reply:
         """Send a request and wait for its reply.
 
         A caller that is cancelled or runs out of time does not take its request back: that is carried out,
@@ -34,6 +44,8 @@ class ControlClient:
 
         Args:
             timeout_s: how long to wait for the reply; None for ever.
+            vote: says whether to commit what other engines commit too. It is not asked about what commits
+                nothing, such as an update within a session.
 
         Raises:
             RequestRejected: the request was refused; nothing has changed.
@@ -45,8 +57,10 @@ class ControlClient:
         future: asyncio.Future[AnyReply] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
         try:
-            self._scheduler.send(ControlCall(id=call_id, request=request))
+            self._scheduler.send(ControlCall(id=call_id, request=request, is_joint=vote is not None))
             async with asyncio.timeout(timeout_s):
+                if vote is not None:
+                    await self._take_part(call_id, future, vote)
                 reply = await future
         except TimeoutError:
             name = type(request).__name__
@@ -55,8 +69,27 @@ class ControlClient:
             del self._waiting[call_id]
         return _accepted(reply)
 
+    async def _take_part(self, call_id: str, reply: asyncio.Future[AnyReply], vote: Vote) -> None:
+        """Wait until the engine can commit, or has replied without that, and tell it the verdict."""
+        prepared = self._prepared[call_id] = asyncio.get_running_loop().create_future()
+        # A caller that goes away here commits nothing: nobody would hear of it.
+        refusal: str | None = "whoever was to say whether to commit has gone away"
+        try:
+            await asyncio.wait([reply, prepared], return_when=asyncio.FIRST_COMPLETED)
+            if not reply.done():
+                refusal = await vote()
+        finally:
+            del self._prepared[call_id]
+            if not reply.done():
+                self._scheduler.send(Verdict(id=call_id, refusal=refusal))
+
     def resolve(self, message: ControlReply) -> None:
         """Hand a reply to its caller, if that still waits."""
+        if isinstance(message.reply, Prepared):
+            prepared = self._prepared.get(message.id)
+            if prepared is not None and not prepared.done():
+                prepared.set_result(None)
+            return
         future = self._waiting.get(message.id)
         if future is not None and not future.done():
             future.set_result(message.reply)

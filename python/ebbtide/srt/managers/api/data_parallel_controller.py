@@ -49,6 +49,7 @@ class _Call:
         is_open: whether replicas wait for a verdict, or will.
         prepared: the replicas that can commit.
         refusal: the answer once it is decided, while what some replicas did is taken back.
+        votes_above: other engines commit it too: the verdict comes from there.
     """
 
     request: AnyControlRequest
@@ -59,6 +60,7 @@ class _Call:
     prepared: set[int] = field(default_factory=set)
     replies: dict[int, AnyReply] = field(default_factory=dict)
     refusal: Refusal | None = None
+    votes_above: bool = False
 
 
 class DataParallelController:
@@ -133,8 +135,12 @@ class DataParallelController:
                     replica.send(message)
             case ControlCall():
                 self._call(message)
-            case Expire() | Verdict():
-                raise AssertionError("deadlines are the schedulers' own, and verdicts are made here")
+            case Verdict():
+                known = self._calls.get(message.id)
+                if known is not None and known.is_open:
+                    self._decide(message.id, known, message.refusal)
+            case Expire():
+                raise AssertionError("deadlines are the schedulers' own")
 
     async def receive_async(self) -> list[ManagerInput]:
         """What there is for the manager, after waiting for it. Cancelling it loses nothing."""
@@ -181,7 +187,9 @@ class DataParallelController:
             self._latest[subject] = call.id
         latest = None if subject is None else self._latest.get(subject)
         everyone = set(range(len(self._replicas)))
-        self._calls[call.id] = _Call(request, subject, latest, everyone, is_open=row.is_joint)
+        self._calls[call.id] = _Call(
+            request, subject, latest, everyone, is_open=row.is_joint, votes_above=call.is_joint
+        )
         call = msgspec.structs.replace(call, is_joint=row.is_joint)
         if num_entries(request) == len(self._replicas) * self._tp_size:
             self._deal(call)
@@ -213,8 +221,8 @@ class DataParallelController:
             call.awaited.discard(message.dp_rank)
             if call.refusal is None:
                 call.replies[message.dp_rank] = message.reply
-        if call.is_open:
-            self._weigh(message.id, call)
+        if call.is_open and self._weigh(message.id, call):
+            return [ControlReply(id=message.id, reply=Prepared())]
         if call.awaited:
             return []
         if call.refusal is None and self._take_back(message.id, call):
@@ -225,14 +233,17 @@ class DataParallelController:
         replies = [call.replies[dp_rank] for dp_rank in range(len(self._replicas))]
         return [ControlReply(id=message.id, reply=merge_replicas(replies))]
 
-    def _weigh(self, call_id: str, call: _Call) -> None:
-        """Make the verdict as soon as it can only be this one."""
+    def _weigh(self, call_id: str, call: _Call) -> bool:
+        """Make the verdict as soon as it can only be this one; returns whether it is made elsewhere."""
         if any(isinstance(reply, Refusal) for reply in call.replies.values()):
             self._decide(call_id, call, "other replicas have refused this")
         elif call.prepared and call.replies:
             self._decide(call_id, call, "nothing was committed: a session was open on some replicas only")
         elif len(call.prepared) == len(self._replicas):
+            if call.votes_above:
+                return True
             self._decide(call_id, call, None)
+        return False
 
     def _decide(self, call_id: str, call: _Call, refusal: str | None) -> None:
         call.is_open = False

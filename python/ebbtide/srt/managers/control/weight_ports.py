@@ -6,7 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ebbtide.srt.managers.control.ports import CopyStream, Slices
-from ebbtide.srt.managers.io_struct import InitWeightsUpdateGroupReqInput, RankChecksums, WeightUpdateRequest
+from ebbtide.srt.managers.io_struct import (
+    InitWeightsUpdateGroupReqInput,
+    RankChecksums,
+    WeightPiece,
+    WeightUpdateRequest,
+)
 
 
 class IncomingWeights(Protocol):
@@ -264,6 +269,14 @@ class Parameters(Protocol):
 
     def sources(self, skipped: Sequence[str]) -> frozenset[str]:
         """Their checkpoint names."""
+        ...
+
+    def piece(self, index: int, first_byte: int, num_bytes: int) -> WeightPiece:
+        """At most so many bytes of one of them.
+
+        Raises:
+            RequestRejected: 400, there is none of that number.
+        """
         ...
 
     def fill(self, skipped: Sequence[str]) -> None:

@@ -72,6 +72,7 @@ WORSE = Merge(_worse, _worse)
 AGREED = Merge(agreed, agreed)
 # Ranks of one replica have the same requests; replicas have requests of their own.
 PER_REPLICA = Merge(first, sum)
+LISTED_OF_FIRST_REPLICA = Merge(_joined, first)
 LISTED_PER_REPLICA = Merge(first, _joined)
 SHARE = Merge(sum, sum, is_share=True)
 # Ranks that share a device do not act at the same instant: the least, or the most, shows all of the change.

@@ -310,6 +310,44 @@ class GetWeightsByNameReqInput(ControlRequest, frozen=True, kw_only=True):
     truncate_size: int = 100
 
 
+class WeightPiece(Struct, frozen=True, kw_only=True):
+    """Bytes of one of a rank's own parameters, fused and divided as it holds them.
+
+    Attributes:
+        num_parameters: that the rank has.
+        generation: another number once something has been written to any of them.
+        dtype: as torch spells it, without "torch.".
+    """
+
+    num_parameters: int
+    generation: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class ReadWeightsReqOutput(Reply, frozen=True, kw_only=True):
+    """`pieces`: by tp_rank."""
+
+    pieces: Annotated[list[WeightPiece], merge.LISTED_OF_FIRST_REPLICA]
+
+
+class ReadWeightsReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Read what the ranks of replica 0 hold, for another engine like this one.
+
+    Attributes:
+        index: which of the parameters, in the order in which every rank has them.
+        first_byte, num_bytes: of that parameter; the piece is shorter where it ends.
+    """
+
+    row = ControlRow(ReadWeightsReqOutput)
+
+    index: Annotated[int, Meta(ge=0)]
+    first_byte: Annotated[int, Meta(ge=0)]
+    num_bytes: Annotated[int, Meta(gt=0)]
+
+
 class CheckWeightsReqOutput(Reply, frozen=True, kw_only=True):
     """For checksums: those of every rank, and what they come to; replicas with the same weights agree."""
 
@@ -345,6 +383,7 @@ AnyWeightRequest = (
     | AbortWeightUpdateReqInput
     | UpdateWeightVersionReqInput
     | GetWeightsByNameReqInput
+    | ReadWeightsReqInput
     | CheckWeightsReqInput
 )
 
@@ -354,5 +393,6 @@ AnyWeightReply = (
     | WeightSessionReqOutput
     | UpdateWeightVersionReqOutput
     | GetWeightsByNameReqOutput
+    | ReadWeightsReqOutput
     | CheckWeightsReqOutput
 )

@@ -25,6 +25,8 @@ from ebbtide.srt.managers.io_struct import (
     GetWeightsByNameReqInput,
     GetWeightsByNameReqOutput,
     RankChecksums,
+    ReadWeightsReqInput,
+    ReadWeightsReqOutput,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
@@ -60,6 +62,8 @@ class WeightReading:
 class WeightChecks:
     """Answers `CheckWeightsReqInput`: one answer for all ranks, and a copy on all of them or on none.
 
+    And `ReadWeightsReqInput`: pieces of what may serve.
+
     Args:
         is_updating: whether an update is under way, or a session open.
     """
@@ -78,7 +82,14 @@ class WeightChecks:
         self._pace = pace
         self._is_updating = is_updating
         self._snapshot: Snapshot | None = None
-        self.handlers: HandlerTable = {CheckWeightsReqInput: self.check}
+        self.handlers: HandlerTable = {CheckWeightsReqInput: self.check, ReadWeightsReqInput: self.read}
+
+    def read(self, request: ReadWeightsReqInput) -> AnyReply:
+        """A piece of a parameter, of every rank."""
+        self._require_resident()
+        self._require_whole()
+        piece = self._parameters.piece(request.index, request.first_byte, request.num_bytes)
+        return ReadWeightsReqOutput(pieces=[piece])
 
     def check(self, request: CheckWeightsReqInput) -> AnyReply | Operation:
         """Do what `action` says."""

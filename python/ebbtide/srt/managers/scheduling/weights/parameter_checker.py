@@ -13,7 +13,7 @@ from torch import Tensor
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.io_struct import RankChecksums
+from ebbtide.srt.managers.io_struct import RankChecksums, WeightPiece
 from ebbtide.srt.managers.wire.reports import Parallelism
 from ebbtide.srt.model_executor.weight_store import WeightStore
 
@@ -93,6 +93,26 @@ class ParameterChecker:
         """The checkpoint names of the parameters."""
         covered = [self._store.covered(name, direct=True) for name, _ in self._chosen(skipped)]
         return frozenset[str]().union(*covered)
+
+    def piece(self, index: int, first_byte: int, num_bytes: int) -> WeightPiece:
+        """At most so many bytes of one of them, in the order of the store.
+
+        Raises:
+            RequestRejected: 400, there is none of that number.
+        """
+        parameters = list(self._store.parameters())
+        if index >= len(parameters):
+            raise RequestRejected(f"index: expected 0 to {len(parameters) - 1}, got {index}")
+        name, parameter = parameters[index]
+        flat = parameter.view(-1).view(torch.uint8)
+        return WeightPiece(
+            num_parameters=len(parameters),
+            generation=self.generation,
+            name=name,
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            shape=tuple(parameter.shape),
+            data=flat[first_byte : first_byte + num_bytes].cpu().numpy().tobytes(),
+        )
 
     def fill(self, skipped: Sequence[str]) -> None:
         """Write random bytes to the parameters. They are there when it returns."""
