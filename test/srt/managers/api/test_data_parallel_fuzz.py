@@ -89,12 +89,18 @@ class ReplicasMachine(Clients):
 
     @property
     def divided(self) -> dict[str, list[bool]]:
-        """Of the updates that only some replicas are said to have committed, which."""
+        """Of the updates that only some replicas are said to have committed, which.
+
+        A session's piece that only some of them hold is none: it serves nowhere.
+        """
         divided = {}
         for call, reply in self.replicas.replies.items():
             is_update = isinstance(self.replicas.calls[call], UPDATES)
             if is_update and isinstance(reply, Refusal) and "replicas" in reply.fields:
-                divided[call] = [outcome["success"] for outcome in reply.fields["replicas"]]
+                outcomes = reply.fields["replicas"]
+                committed = [each["success"] and "Staged" not in each["message"] for each in outcomes]
+                if any(committed):
+                    divided[call] = committed
         return divided
 
     @invariant()
