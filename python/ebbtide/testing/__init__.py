@@ -7,7 +7,9 @@
 
 from ebbtide.srt.managers.wire.channel import channel_pair
 from ebbtide.testing.harness import Output, SchedulerHarness, default_schedule
-from ebbtide.testing.null_parts import FinishedStep, NullDevice, NullMemory, NullRunner, NullWeights
+from ebbtide.testing.null_memory import NullDevice, NullMemory
+from ebbtide.testing.null_runner import FinishedStep, NullRunner
+from ebbtide.testing.null_weights import NullWeights
 
 __all__ = [
     "FinishedStep",

@@ -12,7 +12,7 @@ from ebbtide.srt.mem_cache.page_allocator import PageIds
 from ebbtide.srt.mem_cache.page_table import PageTable
 
 if TYPE_CHECKING:
-    from ebbtide.testing.null_parts import NullMemory
+    from ebbtide.testing.null_memory import NullMemory
 
 # What pages are called: as in a pool of which each chunk has a block that no page fills.
 PAGE_IDS = PageIds(per_chunk=4, stride=5)

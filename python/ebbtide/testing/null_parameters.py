@@ -11,7 +11,7 @@ from ebbtide.srt.managers.control.ports import Slices
 from ebbtide.srt.managers.io_struct import RankChecksums, WeightPiece
 
 if TYPE_CHECKING:
-    from ebbtide.testing.null_parts import NullWeights
+    from ebbtide.testing.null_weights import NullWeights
 
 
 class NullParameters:

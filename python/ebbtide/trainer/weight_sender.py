@@ -12,25 +12,19 @@ section 2.
 
 from __future__ import annotations
 
-import functools
-import itertools
-import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any, Final, Self, TypeVar, get_args
 
 import torch
 
 from ebbtide.srt.errors import EbbtideError, RequestRejected
-from ebbtide.trainer.broadcaster import Backend, Broadcaster, Outcomes, outcome_at
+from ebbtide.trainer.broadcaster import Backend, Broadcaster
 from ebbtide.trainer.delta import ServedWeights
 from ebbtide.trainer.gathering import Bucket, gathered_buckets, read_rest
 from ebbtide.trainer.targets import (
-    AnswerLost,
     EngineTarget,
     ServerTarget,
     Target,
@@ -38,13 +32,10 @@ from ebbtide.trainer.targets import (
     UpdatableEngine,
     check_transport,
 )
-
-logger = logging.getLogger(__name__)
+from ebbtide.trainer.update import CommittedAlone, ProgressCallback, Terms, Update, UpdateFailed
 
 DEFAULT_BUCKET_BYTES: Final = 512 << 20
 
-# Is told the bytes and the tensors that all engines have taken so far.
-ProgressCallback = Callable[[int, int], None]
 T = TypeVar("T")
 
 
@@ -154,7 +145,7 @@ class WeightSender:
         self._broadcaster: Broadcaster | None = None
         if transport == "broadcast" and self._targets:
             self._broadcaster = Broadcaster(self._targets, backend, master_address, master_port)
-        self._terms = _Terms(
+        self._terms = Terms(
             pause_mode=pause_mode,
             flush_cache=pause_mode != "in_place" if flush_cache is None else flush_cache,
             timeout_s=timeout_s,
@@ -205,13 +196,13 @@ class WeightSender:
             read_rest(buckets)
             return SentWeights(wanted, 0, 0, time.perf_counter() - started, None, None)
         with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-weights") as pool:
-            update = _Update(self._targets, self._terms, pool, wanted, self._broadcaster)
+            update = Update(self._targets, self._terms, pool, wanted, self._broadcaster)
             try:
                 num_tensors, num_bytes = update.stage(buckets, self._progress)
                 replies = update.commit()
                 if self._served is not None and wanted is not None:
                     self._served.commit(wanted)
-            except _Failed as failed:
+            except UpdateFailed as failed:
                 still_open = update.roll_back()
                 self._forget(failed)
                 read_rest(buckets)
@@ -245,244 +236,14 @@ class WeightSender:
         except EbbtideError:
             return False
 
-    def _forget(self, failed: _Failed) -> None:
+    def _forget(self, failed: UpdateFailed) -> None:
         """Of a delta that an engine says is not of what it serves, the next update is sent whole."""
         is_refused = any(isinstance(error, RequestRejected) for error in failed.failures.values())
         if self._served is not None and (is_refused or failed.committed):
             self._served.forget()
 
 
-@dataclass(frozen=True)
-class _Terms:
-    pause_mode: str | None
-    flush_cache: bool
-    timeout_s: float
-    session_timeout_s: float | None
-    retries: int
-    retry_pause_s: float
-
-
-class _Failed(Exception):
-    """What was being done, and by target what went wrong."""
-
-    def __init__(self, what: str, failures: dict[str, EbbtideError], committed: Sequence[str]) -> None:
-        super().__init__(what)
-        self.what = what
-        self.failures = failures
-        self.committed = committed
-
-
-class _CommittedAlone(EbbtideError):
-    """A bucket found no session and was committed by itself."""
-
-
-class _Update:
-    """One update of all targets."""
-
-    def __init__(
-        self,
-        targets: Sequence[Target],
-        terms: _Terms,
-        pool: ThreadPoolExecutor,
-        version: str | None,
-        broadcaster: Broadcaster | None,
-    ) -> None:
-        self._targets = targets
-        self._terms = terms
-        self._pool = pool
-        self._version = version
-        self._broadcaster = broadcaster
-        self._open: dict[str, Target] = {}
-        self._version_before: dict[str, str] = {}
-        self._futures: list[tuple[Target, Future[Any]]] = []
-        self._is_over = threading.Event()
-
-    def stage(self, buckets: Iterable[Bucket], progress: ProgressCallback | None) -> tuple[int, int]:
-        """Open the sessions and hand over all buckets, each while the next is gathered; tensors and bytes."""
-        self._start(self._begin_at)
-        self._finish("begin_weight_update")
-        num_tensors = num_bytes = 0
-        previous: Bucket | None = None
-        for bucket in itertools.chain(buckets, (None,)):
-            if previous is not None:
-                self._finish(str(previous))
-                num_tensors += len(previous.names)
-                num_bytes += previous.num_bytes
-                if progress is not None:
-                    progress(num_bytes, num_tensors)
-            if bucket is not None:
-                self._start_bucket(bucket)
-            previous = bucket
-        return num_tensors, num_bytes
-
-    def commit(self) -> list[Mapping[str, Any]]:
-        """Make all targets serve what was staged; their replies, an empty one where it was lost."""
-        self._start(self._end_at)
-        return self._finish("end_weight_update")
-
-    def roll_back(self) -> dict[str, Exception]:
-        """Discard what is open; returns why, where that failed."""
-        # A bucket that arrived behind the abort would find no session, and be served by itself.
-        self._is_over.set()
-        wait([future for _, future in self._futures])
-        aborts = {name: self._pool.submit(target.abort) for name, target in self._open.items()}
-        outcomes = {name: abort.exception() for name, abort in aborts.items()}
-        return {name: error for name, error in outcomes.items() if isinstance(error, Exception)}
-
-    def _start(self, call: Callable[[Target], Any]) -> None:
-        self._futures = [(target, self._pool.submit(call, target)) for target in self._targets]
-
-    def _start_bucket(self, bucket: Bucket) -> None:
-        if self._broadcaster is None:
-            self._start(functools.partial(self._stage_at, bucket=bucket))
-            return
-        # It is done in this thread, whose current GPU it may be about.
-        device = self._broadcaster.device_for(bucket.tensors[0][1])
-        outcomes = self._pool.submit(self._broadcast, self._broadcaster, bucket, device)
-        self._futures = [(target, outcome_at(target, outcomes)) for target in self._targets]
-
-    def _finish(self, what: str) -> list[Any]:
-        """Wait for all targets; their results. Raises `_Failed` unless all have one."""
-        wait([future for _, future in self._futures])
-        results, failures, done = [], {}, []
-        for target, future in self._futures:
-            try:
-                results.append(future.result())
-                done.append(target.name)
-            except EbbtideError as error:
-                failures[target.name] = error
-        if failures:
-            is_commit = what == "end_weight_update"
-            raise _Failed(what, failures, done if is_commit else ())
-        return results
-
-    def _begin_at(self, target: Target) -> None:
-        is_lost = False
-
-        def attempt() -> None:
-            nonlocal is_lost
-            if self._version is not None:
-                self._version_before[target.name] = target.serving_version()
-            if is_lost:
-                target.abort()  # It may have been opened, and then refuses to be opened again.
-                is_lost = False
-            try:
-                target.begin(self._terms.session_timeout_s)
-            except AnswerLost:
-                is_lost = True
-                self._open[target.name] = target
-                raise
-            self._open[target.name] = target
-
-        self._repeat(attempt, f"begin_weight_update at {target.name}")
-
-    def _stage_at(self, target: Target, bucket: Bucket) -> None:
-        is_repeated = False
-
-        def attempt() -> None:
-            nonlocal is_repeated
-            # Time has passed, the server may even be another: without its session it would serve the bucket.
-            if is_repeated and not target.has_session():
-                raise _session_over()
-            is_repeated = True
-            if target.stage(bucket.tensors, self._terms.timeout_s, bucket.changes)["committed"]:
-                raise self._committed_alone(target.name)
-
-        self._repeat(attempt, f"{bucket} at {target.name}")
-
-    def _broadcast(self, broadcaster: Broadcaster, bucket: Bucket, device: torch.device) -> Outcomes:
-        """Send a bucket to all targets at once; again, as long as none may have written a part of it."""
-        timeout_s = self._terms.timeout_s
-        for retries_left in range(self._terms.retries, -1, -1):
-            outcomes = broadcaster.connect(device, timeout_s)
-            is_connected = not outcomes
-            outcomes = outcomes or broadcaster.send(bucket.tensors, timeout_s)
-            failures = {name: error for name, error in outcomes.items() if isinstance(error, EbbtideError)}
-            # An answer that was lost may have said that a part was written.
-            again = RequestRejected if is_connected else (RequestRejected, AnswerLost)
-            may_pass = all(isinstance(error, again) and _may_pass(error) for error in failures.values())
-            if not failures or retries_left == 0 or not may_pass or self._is_over.is_set():
-                break
-            logger.warning("%s failed and is broadcast again: %s", bucket, failures)
-            self._is_over.wait(self._terms.retry_pause_s)
-            without_session = self._without_session()
-            if without_session:
-                return without_session
-        for name, outcome in outcomes.items():
-            if isinstance(outcome, Mapping) and outcome["committed"]:
-                outcomes[name] = self._committed_alone(name)
-        return outcomes
-
-    def _without_session(self) -> Outcomes:
-        """Where a bucket must not be sent again, and why."""
-        found: Outcomes = {}
-        for target in self._targets:
-            try:
-                if not target.has_session():
-                    found[target.name] = _session_over()
-            except EbbtideError as error:
-                found[target.name] = error
-        return found
-
-    def _committed_alone(self, name: str) -> _CommittedAlone:
-        del self._open[name]
-        return _CommittedAlone(
-            "its session had ended, and the bucket was committed by itself: the weights that it "
-            "serves are a mixture. Send them all again, with a longer session_timeout_s"
-        )
-
-    def _end_at(self, target: Target) -> Mapping[str, Any]:
-        is_lost = False
-
-        def attempt() -> Mapping[str, Any]:
-            nonlocal is_lost
-            terms = self._terms
-            try:
-                return target.end(self._version, terms.flush_cache, terms.pause_mode, terms.timeout_s)
-            except AnswerLost:
-                is_lost = True
-                raise
-            except RequestRejected as error:
-                if is_lost and error.status == HTTPStatus.CONFLICT and self._is_served_by(target):
-                    return {}
-                raise
-
-        reply = self._repeat(attempt, f"end_weight_update at {target.name}")
-        del self._open[target.name]
-        return reply
-
-    def _is_served_by(self, target: Target) -> bool:
-        is_new = self._version is not None and self._version != self._version_before[target.name]
-        return is_new and target.serving_version() == self._version
-
-    def _repeat(self, attempt: Callable[[], T], what: str) -> T:
-        """Try until it succeeds, fails for good, or has failed too often."""
-        for retries_left in range(self._terms.retries, -1, -1):
-            try:
-                return attempt()
-            except (AnswerLost, RequestRejected) as error:
-                if retries_left == 0 or not _may_pass(error) or self._is_over.is_set():
-                    raise
-                logger.warning("%s failed and is tried again: %s", what, error)
-                self._is_over.wait(self._terms.retry_pause_s)
-        raise ValueError("retries: expected 0 or more")
-
-
-def _session_over() -> RequestRejected:
-    return RequestRejected("its session has ended in between", 409)
-
-
-def _may_pass(error: EbbtideError) -> bool:
-    """Whether the same request may succeed later."""
-    if not isinstance(error, RequestRejected):
-        return True
-    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        return True
-    # A refusal that lists tensors is of a payload that does not fit the model.
-    return error.status == HTTPStatus.BAD_REQUEST and not error.fields.get("errors")
-
-
-def _send_error(failed: _Failed, still_open: Mapping[str, Exception]) -> WeightSendError:
+def _send_error(failed: UpdateFailed, still_open: Mapping[str, Exception]) -> WeightSendError:
     answers = "; ".join(f"{name}: {error}" for name, error in failed.failures.items())
     message = f"the weights were not sent. {failed.what} failed: {answers}"
     if failed.committed:
@@ -490,7 +251,7 @@ def _send_error(failed: _Failed, still_open: Mapping[str, Exception]) -> WeightS
     for name, why in still_open.items():
         message += f". The session of {name} could not be discarded ({why}): it ends by itself after its time"
     is_clean = not failed.committed and not still_open
-    if is_clean and not any(isinstance(error, _CommittedAlone) for error in failed.failures.values()):
+    if is_clean and not any(isinstance(error, CommittedAlone) for error in failed.failures.values()):
         message += ". The update was discarded: no engine serves any of it"
     return WeightSendError(message, failed.failures, failed.committed)
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ebbtide.srt.managers import io_struct
-from ebbtide.srt.managers.api import generate_request
+from ebbtide.srt.managers.api import generate_fields
 
 # Fields of `/generate` that are accepted and ignored.
 _IGNORED_FIELDS = (
@@ -49,7 +49,7 @@ def _mutable(request: type[msgspec.Struct], also: tuple[str, ...] = ()) -> Any:
 
 
 GenerateReqInput = _mutable(
-    generate_request.GenerateReqInput, (*sorted(generate_request.UNSUPPORTED_FIELDS), *_IGNORED_FIELDS)
+    generate_fields.GenerateReqInput, (*sorted(generate_fields.UNSUPPORTED_FIELDS), *_IGNORED_FIELDS)
 )
 AbortReq = _mutable(io_struct.AbortReq)
 PauseGenerationReqInput = _mutable(io_struct.PauseGenerationReqInput)

@@ -29,7 +29,7 @@ from ebbtide.srt.entrypoints.openai.tokenization import DetokenizeRequest, Texts
 from ebbtide.srt.entrypoints.transition import TransitionReply, TransitionRequest
 from ebbtide.srt.entrypoints.vllm.routes import GENERATE_PATHS, ROUTES
 from ebbtide.srt.entrypoints.vllm.tokens_protocol import TokensAnswer, TokensRequest
-from ebbtide.srt.managers.api.generate_request import GenerateReqInput
+from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.io_struct import ControlRequest, Reply
 from ebbtide.srt.sampling_params import SamplingParams
 

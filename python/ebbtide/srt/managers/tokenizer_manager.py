@@ -16,8 +16,8 @@ import msgspec
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient, Vote
+from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.api.generate_request import (
-    GenerateReqInput,
     GenerationDraft,
     GenerationPlan,
     Prompt,

@@ -13,9 +13,8 @@ from hypothesis import given, strategies as st
 from ebbtide import SamplingParams, ServerArgs
 from ebbtide.srt.config import resolve
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.generate_fields import UNSUPPORTED_FIELDS, GenerateReqInput
 from ebbtide.srt.managers.api.generate_request import (
-    UNSUPPORTED_FIELDS,
-    GenerateReqInput,
     GenerationDraft,
     GenerationPlan,
     RequestNormalizer,

@@ -20,7 +20,8 @@ from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
 from ebbtide.srt.entrypoints.openai.tool_use import NO_PARSERS, PLAIN, AnswerForm, Parsers, answer_form
 from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.generate_request import PASSED_ON_FIELDS, UNSUPPORTED_FIELDS, Render
+from ebbtide.srt.managers.api.generate_fields import PASSED_ON_FIELDS, UNSUPPORTED_FIELDS
+from ebbtide.srt.managers.api.generate_request import Render
 from ebbtide.srt.sampling_params import GRAMMAR_KINDS
 
 Fields = dict[str, Any]

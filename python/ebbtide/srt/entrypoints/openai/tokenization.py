@@ -15,7 +15,7 @@ from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
 from ebbtide.srt.entrypoints.openai.protocol import ChatMessage, parse
 from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.generate_request import split_ids
+from ebbtide.srt.managers.api.generate_fields import split_ids
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.generate_request import asks_for_nothing
+from ebbtide.srt.managers.api.generate_fields import asks_for_nothing
 
 _OLDER: Final = "structured_outputs takes its place"
 _ONLY_BIAS: Final = "of single tokens, logit_bias changes the odds and allowed_token_ids says which may come"

@@ -30,7 +30,7 @@ from ebbtide.srt.entrypoints.vllm.tokens_protocol import (
     TokensRequest,
 )
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.generate_request import PASSED_ON_FIELDS
+from ebbtide.srt.managers.api.generate_fields import PASSED_ON_FIELDS
 from ebbtide.srt.managers.api.routed_experts import RoutedForm
 
 _UNSUPPORTED = ("features", "content_parts", "token_offsets", "kv_transfer_params")

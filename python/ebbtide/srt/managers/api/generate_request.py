@@ -8,11 +8,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.generate_fields import GenerateReqInput, asks_for_nothing, parse, split_ids
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.api.routed_experts import decoded, namespace_of
 from ebbtide.srt.managers.io_struct import RoutedExperts, TokenizedGenerateReqInput, VersionContract
@@ -29,80 +30,6 @@ Prompt: TypeAlias = list[int] | str | Render
 MAX_RID_LENGTH = 256
 # Each is a message and a state of its own: a number that was mistyped must not take all memory.
 MAX_OUTPUTS = 1 << 16
-
-# Fields of features that this version lacks. They would change the tokens, or clients read them back: so a
-# value that asks for one is refused, while null, false and empty values, which clients send anyway, are not.
-# Every other unknown field is ignored.
-UNSUPPORTED_FIELDS = frozenset(
-    {
-        "image_data",
-        "video_data",
-        "audio_data",
-        "mm_hashes",
-        "input_embeds",
-        "positional_embed_overrides",
-        "lora_path",
-        "lora_id",
-        "custom_logit_processor",
-        "return_hidden_states",
-        "return_indexer_topk",
-        "return_entropy",
-        "session_params",
-        "watermark",
-        "kv_hints",
-        "bootstrap_host",
-        "bootstrap_port",
-        "bootstrap_room",
-        "disagg_prefill_dp_rank",
-        "max_thinking_tokens",
-        "return_flat_raw_top_logprobs",
-        "return_flat_raw_output_top_logprobs",
-        "multi_item_delimiter_indices",
-    }
-)
-
-# Fields that have the same name in all dialects.
-PASSED_ON_FIELDS: Final = (
-    *("max_version_lag", "min_weight_version", "exact_weight_version", "on_update"),
-    *("priority", "replay_routed_experts"),
-)
-
-
-class GenerateReqInput(msgspec.Struct, kw_only=True):
-    """The fields of `/generate`; None means "not given". In a batch, a list has one entry per prompt.
-
-    `add_special_tokens`: false for a text that has them already. `truncate_prompt_tokens`: keep the last so
-    many tokens of a prompt, or, with -1, as many as fit; 0 is "not given". `max_version_lag`,
-    `min_weight_version`, `exact_weight_version`, `on_update`: see `VersionContract`.
-    """
-
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    sampling_params: Any = None
-    rid: str | list[str] | None = None
-    stream: bool | None = None
-    return_logprob: bool | list[bool | None] | None = None
-    logprob_start_len: int | list[int | None] | None = None
-    top_logprobs_num: int | list[int | None] | None = None
-    token_ids_logprob: list[int | list[int] | None] | None = None
-    return_text_in_logprobs: bool | None = None
-    return_prompt_token_ids: bool | None = None
-    cache_salt: str | list[str | None] | None = None
-    extra_key: str | list[str | None] | None = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
-    priority: int | None = None
-    max_version_lag: int | None = None
-    min_weight_version: str | int | None = None
-    exact_weight_version: str | int | None = None
-    on_update: Literal["continue", "recompute", "abort"] | None = None
-    timeout_s: float | None = None
-    return_routed_experts: bool | None = None
-    routed_experts_start_len: int | None = None
-    replay_routed_experts: Any = None
-    return_sampling_mask: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -427,22 +354,6 @@ class _PerPrompt:
         return decoded(self.replay_routed_experts, limits.experts, num_prompt_tokens)
 
 
-def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:
-    """Check the types of a request's fields.
-
-    Raises:
-        RequestRejected: status 400; a wrong type, with its path, or a feature that this version lacks.
-    """
-    fields = msgspec.structs.asdict(given) if isinstance(given, GenerateReqInput) else given
-    for name in UNSUPPORTED_FIELDS & fields.keys():
-        if not asks_for_nothing(fields[name]):
-            raise RequestRejected(f"{name}: not supported in this version")
-    try:
-        return msgspec.convert(dict(fields), GenerateReqInput)
-    except msgspec.ValidationError as error:
-        raise RequestRejected(str(error)) from None
-
-
 def _pinned_to(request: GenerateReqInput) -> int | None:
     """The replica that a request asks for."""
     return request.routed_dp_rank if request.routed_dp_rank is not None else request.data_parallel_rank
@@ -473,33 +384,10 @@ def _returns_sampling_mask(request: GenerateReqInput, params: SamplingParams, vo
     return True
 
 
-def asks_for_nothing(value: Any) -> bool:
-    """Whether a field of this value is as good as not given."""
-    if isinstance(value, list | tuple):
-        return all(asks_for_nothing(item) for item in value)
-    # Not `not value`: a port, room or rank of 0 is a value.
-    return value is None or value is False or value in ("", {})
-
-
 def _one_sampling_params(given: Any) -> SamplingParams:
     if isinstance(given, SamplingParams):
         return given
     return SamplingParams.from_dict({} if given is None else given)
-
-
-def split_ids(name: str, ids: list[int | list[int]]) -> tuple[list[list[int]], bool]:
-    """The ids of each text, and whether they are a batch. `ids` has been checked to hold nothing else.
-
-    Raises:
-        RequestRejected: 400, some are ids and others lists of them.
-    """
-    # There may be a million of them: this is done without a step of Python for each.
-    kinds = set(map(type, ids))
-    if len(kinds) > 1:
-        raise RequestRejected(f"{name}: expected a list of ids or a list of such lists, got a mixture")
-    if list in kinds:
-        return cast("list[list[int]]", ids), True
-    return [cast("list[int]", ids)], False
 
 
 def _split_token_ids_logprob(

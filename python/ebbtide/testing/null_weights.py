@@ -1,4 +1,4 @@
-"""A runner, memory and weights without a model: what they hold is visible, misuse is an AssertionError."""
+"""Weights that are integers: what they hold is visible, misuse is an AssertionError."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
+from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.ports import Slices
 from ebbtide.srt.managers.control.weight_ports import Conversation, GroupJoining, IncomingWeights, Staging
 from ebbtide.srt.managers.io_struct import (
@@ -18,217 +16,8 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
     WeightUpdateRequest,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.model_executor.batch_plan import (
-    SAMPLED_BEFORE,
-    BatchPlan,
-    BeforeMasks,
-    LogprobArrays,
-    SampleSpec,
-    StepResult,
-)
-from ebbtide.testing.null_kv import NullKV
 from ebbtide.testing.null_parameters import NullParameters
-
-# What stands for a logprob that is not finite.
-LOWEST_LOGPROB = -3.4028234663852886e38
-
-
-class NullRunner:
-    """Samples without a model: the next token is a function of the weights' value, the seed and the position.
-
-    So an output tells which weights sampled which of its tokens, and does not depend on how it was batched.
-
-    A forward pass over memory that is not there, over weights that are not whole, or over other tokens than
-    the requests', is an AssertionError.
-
-    Attributes:
-        value: stands for the weights' contents, see `NullWeights`; None while they are not whole.
-        needed: the memory that a forward pass reads.
-        kv: what its pages hold is checked; None: it is not.
-        num_steps: forward passes so far.
-        num_under_way: of those, the ones that nobody has waited for.
-    """
-
-    VOCAB_SIZE = 1000
-
-    def __init__(self) -> None:
-        self.value: int | None = 0
-        self.needed: list[NullMemory] = []
-        self.kv: NullKV | None = None
-        self.num_steps = 0
-        self.num_under_way = 0
-        self._sampled_by_row: dict[int, int] = {}
-
-    def token(self, seed: int, position: int, value: int) -> int:
-        """The token that weights of this value sample at this output position."""
-        return (seed * 7919 + position * 104729 + value * 31) % (self.VOCAB_SIZE - 1) + 1
-
-    def launch(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> NullStep:
-        value = self.value
-        assert value is not None, "a forward pass ran on weights that are not whole"
-        assert all(memory.resident_bytes for memory in self.needed), "a forward pass ran on released memory"
-        self._check_tokens(plan, value)
-        self.num_steps += 1
-        self.num_under_way += 1
-        if before_masks is not None and any(spec.mask is not None for spec in plan.specs):
-            before_masks()
-        tokens = [
-            self._choose(spec, num_outputs, value) if samples else -1
-            for spec, num_outputs, samples in zip(
-                plan.specs, plan.num_outputs_R.tolist(), plan.samples_R.tolist(), strict=True
-            )
-        ]
-        self._sampled_by_row.update(zip(plan.page_rows_R.tolist(), tokens, strict=True))
-        # Of a prompt in one piece: as the value says.
-        input_logprobs = {
-            index: LogprobArrays(np.full(len(spec.prompt_ids) - 1, self.logprob(value), dtype=np.float32))
-            for index, spec in enumerate(plan.specs)
-            if spec.logprobs is not None and spec.logprobs.start is not None
-        }
-        return NullStep(self, value, StepResult(tokens, input_logprobs=input_logprobs))
-
-    def _choose(self, spec: SampleSpec, num_outputs: int, value: int) -> int:
-        """The first token that a mask allows, where there is one."""
-        if spec.mask is None:
-            return self.token(spec.seed, num_outputs, value)
-        words_W = np.empty(-(-self.VOCAB_SIZE // 32), dtype=np.int32)
-        spec.mask.fill(words_W)
-        return int(np.flatnonzero(np.unpackbits(words_W.view(np.uint8), bitorder="little"))[0])
-
-    def logprob(self, value: int) -> float:
-        """What weights of this value make of any token of a prompt; of odd hundreds, nothing finite."""
-        return LOWEST_LOGPROB if value // 100 % 2 else -value / 1024
-
-    def _check_tokens(self, plan: BatchPlan, value: int) -> None:
-        """Every request must be fed its own next tokens, and sampled behind its last."""
-        input_ids = plan.input_ids_T.tolist()
-        first = 0
-        rows = zip(
-            plan.specs,
-            plan.page_rows_R.tolist(),
-            plan.starts_R.tolist(),
-            plan.num_new_R.tolist(),
-            plan.samples_R.tolist(),
-            plan.num_outputs_R.tolist(),
-            strict=True,
-        )
-        for spec, row, start, num_new, samples, num_outputs in rows:
-            tokens = [*spec.prompt_ids, *spec.output_ids]
-            given = input_ids[first : first + num_new]
-            if num_outputs > len(spec.output_ids):
-                # One token is in flight: it is known here, and to the scheduler by number only.
-                assert num_outputs == len(spec.output_ids) + 1
-                assert given == [SAMPLED_BEFORE]
-                assert not spec.needs_output_ids, "a penalty was computed without the last token"
-                given = [self._sampled_by_row[row]]
-                tokens.append(self.token(spec.seed, num_outputs - 1, value))
-            end = start + num_new
-            assert given == tokens[start:end]
-            assert samples == (end == len(tokens) and spec.params.max_new_tokens != 0)
-            if self.kv is not None:
-                self.kv.compute(row, tokens, start, end)
-            first += num_new
-        assert first == len(input_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """A step that has run."""
-
-    result: StepResult
-
-    def wait(self) -> StepResult:
-        return self.result
-
-
-@dataclass(frozen=True, slots=True)
-class NullStep:
-    """A step that counts as under way until its result is asked for: nothing of it may change meanwhile."""
-
-    runner: NullRunner
-    value: int
-    result: StepResult
-
-    def wait(self) -> StepResult:
-        self.runner.num_under_way -= 1
-        assert self.runner.value == self.value, "the weights changed under a forward pass"
-        assert all(memory.resident_bytes for memory in self.runner.needed), "memory went under a forward pass"
-        return self.result
-
-
-class NullDevice:
-    """Device memory that is only counted; shared by all tags of one engine, or of several."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self.total_bytes = total_bytes
-        self.used_bytes = 0
-
-    @property
-    def free_bytes(self) -> int:
-        return self.total_bytes - self.used_bytes
-
-    def take(self, num_bytes: int) -> None:
-        if num_bytes > self.free_bytes:
-            raise OutOfDeviceMemory(num_bytes, self.free_bytes)
-        self.used_bytes += num_bytes
-
-
-class NullMemory:
-    """The memory of one tag on a `NullDevice`; resident from the start."""
-
-    def __init__(
-        self,
-        device: NullDevice,
-        num_bytes: int,
-        *,
-        keeps_contents: bool = False,
-        is_needed: bool = True,
-        lose_contents: Callable[[], None] = lambda: None,
-    ) -> None:
-        device.take(num_bytes)
-        self.keeps_contents = keeps_contents
-        self.is_needed = is_needed
-        self.virtual_bytes = num_bytes
-        self.resident_bytes = num_bytes
-        self.backup_bytes = 0
-        # What a resume takes.
-        self.wanted_bytes = num_bytes
-        self._is_saved = False
-        self._device = device
-        self._lose_contents = lose_contents
-
-    def prepare_release(self, keep: bool) -> None:
-        if keep:
-            self.backup_bytes = self.virtual_bytes
-        self._is_saved = keep
-
-    def release(self) -> int:
-        freed_bytes, self.resident_bytes = self.resident_bytes, 0
-        self._device.used_bytes -= freed_bytes
-        if not self._is_saved:
-            self._lose_contents()
-        return freed_bytes
-
-    def resume(self) -> int:
-        mapped_bytes = self.wanted_bytes - self.resident_bytes
-        self._device.take(mapped_bytes)
-        self.resident_bytes = self.wanted_bytes
-        return mapped_bytes
-
-    def give(self, num_bytes: int) -> int:
-        """So much of it goes to the device, and does not come with a resume."""
-        self._device.used_bytes -= num_bytes
-        self.resident_bytes -= num_bytes
-        self.wanted_bytes -= num_bytes
-        return num_bytes
-
-    def take(self, num_bytes: int) -> int:
-        """So much more of it."""
-        self._device.take(num_bytes)
-        self.resident_bytes += num_bytes
-        self.wanted_bytes += num_bytes
-        return num_bytes
+from ebbtide.testing.null_runner import NullRunner
 
 
 class NullCopies:
@@ -572,17 +361,3 @@ class _NullJoining:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def null_memories(
-    device: NullDevice, weights: NullWeights, *, keeps_weights: bool = False, kv: NullKV | None = None
-) -> dict[MemoryTag, NullMemory]:
-    """Memory for every tag; the runner of these weights checks what it reads."""
-    lose_kv = kv.lose if kv is not None else lambda: None
-    memories = {
-        MemoryTag.WEIGHTS: NullMemory(device, 2000, keeps_contents=keeps_weights, lose_contents=weights.lose),
-        MemoryTag.KV_CACHE: NullMemory(device, 5000, lose_contents=lose_kv),
-        MemoryTag.CUDA_GRAPH: NullMemory(device, 100, is_needed=False),
-    }
-    weights.runner.needed = [memory for memory in memories.values() if memory.is_needed]
-    return memories

@@ -1,0 +1,101 @@
+"""Device memory that is only counted, and the memory of each tag on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ebbtide.srt.errors import OutOfDeviceMemory
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+if TYPE_CHECKING:
+    from ebbtide.testing.null_kv import NullKV
+    from ebbtide.testing.null_weights import NullWeights
+
+
+class NullDevice:
+    """Device memory that is only counted; shared by all tags of one engine, or of several."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.used_bytes = 0
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.used_bytes
+
+    def take(self, num_bytes: int) -> None:
+        if num_bytes > self.free_bytes:
+            raise OutOfDeviceMemory(num_bytes, self.free_bytes)
+        self.used_bytes += num_bytes
+
+
+class NullMemory:
+    """The memory of one tag on a `NullDevice`; resident from the start."""
+
+    def __init__(
+        self,
+        device: NullDevice,
+        num_bytes: int,
+        *,
+        keeps_contents: bool = False,
+        is_needed: bool = True,
+        lose_contents: Callable[[], None] = lambda: None,
+    ) -> None:
+        device.take(num_bytes)
+        self.keeps_contents = keeps_contents
+        self.is_needed = is_needed
+        self.virtual_bytes = num_bytes
+        self.resident_bytes = num_bytes
+        self.backup_bytes = 0
+        # What a resume takes.
+        self.wanted_bytes = num_bytes
+        self._is_saved = False
+        self._device = device
+        self._lose_contents = lose_contents
+
+    def prepare_release(self, keep: bool) -> None:
+        if keep:
+            self.backup_bytes = self.virtual_bytes
+        self._is_saved = keep
+
+    def release(self) -> int:
+        freed_bytes, self.resident_bytes = self.resident_bytes, 0
+        self._device.used_bytes -= freed_bytes
+        if not self._is_saved:
+            self._lose_contents()
+        return freed_bytes
+
+    def resume(self) -> int:
+        mapped_bytes = self.wanted_bytes - self.resident_bytes
+        self._device.take(mapped_bytes)
+        self.resident_bytes = self.wanted_bytes
+        return mapped_bytes
+
+    def give(self, num_bytes: int) -> int:
+        """So much of it goes to the device, and does not come with a resume."""
+        self._device.used_bytes -= num_bytes
+        self.resident_bytes -= num_bytes
+        self.wanted_bytes -= num_bytes
+        return num_bytes
+
+    def take(self, num_bytes: int) -> int:
+        """So much more of it."""
+        self._device.take(num_bytes)
+        self.resident_bytes += num_bytes
+        self.wanted_bytes += num_bytes
+        return num_bytes
+
+
+def null_memories(
+    device: NullDevice, weights: NullWeights, *, keeps_weights: bool = False, kv: NullKV | None = None
+) -> dict[MemoryTag, NullMemory]:
+    """Memory for every tag; the runner of these weights checks what it reads."""
+    lose_kv = kv.lose if kv is not None else lambda: None
+    memories = {
+        MemoryTag.WEIGHTS: NullMemory(device, 2000, keeps_contents=keeps_weights, lose_contents=weights.lose),
+        MemoryTag.KV_CACHE: NullMemory(device, 5000, lose_contents=lose_kv),
+        MemoryTag.CUDA_GRAPH: NullMemory(device, 100, is_needed=False),
+    }
+    weights.runner.needed = [memory for memory in memories.values() if memory.is_needed]
+    return memories

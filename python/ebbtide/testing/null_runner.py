@@ -1,0 +1,144 @@
+"""A runner without a model: misuse is an AssertionError."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ebbtide.srt.model_executor.batch_plan import (
+    SAMPLED_BEFORE,
+    BatchPlan,
+    BeforeMasks,
+    LogprobArrays,
+    SampleSpec,
+    StepResult,
+)
+from ebbtide.testing.null_kv import NullKV
+from ebbtide.testing.null_memory import NullMemory
+
+# What stands for a logprob that is not finite.
+LOWEST_LOGPROB = -3.4028234663852886e38
+
+
+class NullRunner:
+    """Samples without a model: the next token is a function of the weights' value, the seed and the position.
+
+    So an output tells which weights sampled which of its tokens, and does not depend on how it was batched.
+
+    A forward pass over memory that is not there, over weights that are not whole, or over other tokens than
+    the requests', is an AssertionError.
+
+    Attributes:
+        value: stands for the weights' contents, see `NullWeights`; None while they are not whole.
+        needed: the memory that a forward pass reads.
+        kv: what its pages hold is checked; None: it is not.
+        num_steps: forward passes so far.
+        num_under_way: of those, the ones that nobody has waited for.
+    """
+
+    VOCAB_SIZE = 1000
+
+    def __init__(self) -> None:
+        self.value: int | None = 0
+        self.needed: list[NullMemory] = []
+        self.kv: NullKV | None = None
+        self.num_steps = 0
+        self.num_under_way = 0
+        self._sampled_by_row: dict[int, int] = {}
+
+    def token(self, seed: int, position: int, value: int) -> int:
+        """The token that weights of this value sample at this output position."""
+        return (seed * 7919 + position * 104729 + value * 31) % (self.VOCAB_SIZE - 1) + 1
+
+    def launch(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> NullStep:
+        value = self.value
+        assert value is not None, "a forward pass ran on weights that are not whole"
+        assert all(memory.resident_bytes for memory in self.needed), "a forward pass ran on released memory"
+        self._check_tokens(plan, value)
+        self.num_steps += 1
+        self.num_under_way += 1
+        if before_masks is not None and any(spec.mask is not None for spec in plan.specs):
+            before_masks()
+        tokens = [
+            self._choose(spec, num_outputs, value) if samples else -1
+            for spec, num_outputs, samples in zip(
+                plan.specs, plan.num_outputs_R.tolist(), plan.samples_R.tolist(), strict=True
+            )
+        ]
+        self._sampled_by_row.update(zip(plan.page_rows_R.tolist(), tokens, strict=True))
+        # Of a prompt in one piece: as the value says.
+        input_logprobs = {
+            index: LogprobArrays(np.full(len(spec.prompt_ids) - 1, self.logprob(value), dtype=np.float32))
+            for index, spec in enumerate(plan.specs)
+            if spec.logprobs is not None and spec.logprobs.start is not None
+        }
+        return NullStep(self, value, StepResult(tokens, input_logprobs=input_logprobs))
+
+    def _choose(self, spec: SampleSpec, num_outputs: int, value: int) -> int:
+        """The first token that a mask allows, where there is one."""
+        if spec.mask is None:
+            return self.token(spec.seed, num_outputs, value)
+        words_W = np.empty(-(-self.VOCAB_SIZE // 32), dtype=np.int32)
+        spec.mask.fill(words_W)
+        return int(np.flatnonzero(np.unpackbits(words_W.view(np.uint8), bitorder="little"))[0])
+
+    def logprob(self, value: int) -> float:
+        """What weights of this value make of any token of a prompt; of odd hundreds, nothing finite."""
+        return LOWEST_LOGPROB if value // 100 % 2 else -value / 1024
+
+    def _check_tokens(self, plan: BatchPlan, value: int) -> None:
+        """Every request must be fed its own next tokens, and sampled behind its last."""
+        input_ids = plan.input_ids_T.tolist()
+        first = 0
+        rows = zip(
+            plan.specs,
+            plan.page_rows_R.tolist(),
+            plan.starts_R.tolist(),
+            plan.num_new_R.tolist(),
+            plan.samples_R.tolist(),
+            plan.num_outputs_R.tolist(),
+            strict=True,
+        )
+        for spec, row, start, num_new, samples, num_outputs in rows:
+            tokens = [*spec.prompt_ids, *spec.output_ids]
+            given = input_ids[first : first + num_new]
+            if num_outputs > len(spec.output_ids):
+                # One token is in flight: it is known here, and to the scheduler by number only.
+                assert num_outputs == len(spec.output_ids) + 1
+                assert given == [SAMPLED_BEFORE]
+                assert not spec.needs_output_ids, "a penalty was computed without the last token"
+                given = [self._sampled_by_row[row]]
+                tokens.append(self.token(spec.seed, num_outputs - 1, value))
+            end = start + num_new
+            assert given == tokens[start:end]
+            assert samples == (end == len(tokens) and spec.params.max_new_tokens != 0)
+            if self.kv is not None:
+                self.kv.compute(row, tokens, start, end)
+            first += num_new
+        assert first == len(input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step that has run."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class NullStep:
+    """A step that counts as under way until its result is asked for: nothing of it may change meanwhile."""
+
+    runner: NullRunner
+    value: int
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        self.runner.num_under_way -= 1
+        assert self.runner.value == self.value, "the weights changed under a forward pass"
+        assert all(memory.resident_bytes for memory in self.runner.needed), "memory went under a forward pass"
+        return self.result
