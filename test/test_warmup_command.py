@@ -61,7 +61,7 @@ def test_the_model_is_built_as_it_will_be_served(
     ]
     assert cli.main(["warmup", "--model-path", str(checkpoint), *given]) == 0
 
-    [(model, cache, schedule, runtime, _, _, group)] = built
+    [(model, cache, schedule, runtime, _, _, group, _)] = built
     assert model.load_format == "dummy"
     assert cache.max_total_tokens < 99999999
     assert schedule.chunked_prefill_size == 1024

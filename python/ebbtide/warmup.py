@@ -7,14 +7,22 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from ebbtide.srt.errors import ConfigurationError, EbbtideError
 from ebbtide.srt.server_args import ServerArgs
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Enough for the longest prompt that is run.
 WARMUP_TOKENS = 65536
@@ -38,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     started = time.monotonic()
     try:
-        is_needed = warm_up(args)
+        with _shown_progress() as progress:
+            is_needed = warm_up(args, progress)
     except EbbtideError as error:
         print(f"ebbtide warmup: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1
@@ -48,16 +57,39 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def warm_up(args: ServerArgs) -> bool:
+@contextmanager
+def _shown_progress() -> Iterator[Callable[[str, int, int], None] | None]:
+    """Bars on a terminal; None elsewhere, where the log says it."""
+    console = Console()
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, number: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=number, total=total)
+
+        yield show
+
+
+def warm_up(args: ServerArgs, progress: Callable[[str, int, int], None] | None = None) -> bool:
     """Build the model with random weights and a small KV pool, and run it. False where there is no GPU.
 
     Of a model that ranks divide the first rank's part is built: kernels are compiled for its shapes.
+
+    Args:
+        progress: told what is compiled, how much of it is done and how much there is; None: the log is.
 
     Raises:
         ConfigurationError: an argument, the model or the machine does not do.
     """
     from ebbtide.srt.config import resolve  # seconds of imports: not for a usage error
     from ebbtide.srt.device.choose import open_device, open_memory_saver
+    from ebbtide.srt.distributed.parallel_group import LoneRank
     from ebbtide.srt.model_executor.builder import build_model_runner
 
     config = resolve(
@@ -69,32 +101,7 @@ def warm_up(args: ServerArgs) -> bool:
         return False
     device = open_device(config.runtime.device)
     saver = open_memory_saver(config.memory.backend, device)
-    group = FirstRank(config.parallel.tp_size)
-    build_model_runner(config.model, config.cache, config.schedule, config.runtime, device, saver, group)
+    group = LoneRank(config.parallel.tp_size)
+    parts = (config.model, config.cache, config.schedule, config.runtime)
+    build_model_runner(*parts, device, saver, group, progress)
     return True
-
-
-class FirstRank:
-    """The first of so many tensor-parallel ranks, without the others: shapes are right, numbers are not."""
-
-    rank = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def all_reduce_(self, x: Tensor) -> Tensor:
-        return x
-
-    def add_reduced_(self, x: Tensor, onto: Tensor) -> None:
-        onto += x
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        repeats = [1] * x.dim()
-        repeats[dim] = self.size
-        return x.repeat(*repeats)
-
-    def smallest(self, value: int) -> int:
-        return value
-
-    def close(self) -> None:
-        """There is nothing to leave."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from threading import Barrier
 
 import pytest
 import torch
@@ -19,33 +20,45 @@ class Spec:
 
     is_aot = False
 
-    def __init__(self, log: list[str], error: Exception | None = None, *, is_compiled: bool = False) -> None:
+    def __init__(
+        self,
+        log: list[str],
+        error: Exception | None = None,
+        *,
+        is_compiled: bool = False,
+        meets: Barrier | None = None,
+    ) -> None:
         self.is_compiled = is_compiled
+        self._meets = meets
         self._log = log
         self._error = error
 
     def build(self, verbose: bool) -> None:
+        if self._meets is not None:
+            self._meets.wait()
         self._log.append("built")
         if self._error is not None:
             raise self._error
 
 
 def compile_with(monkeypatch: pytest.MonkeyPatch, log: list[str], **specs: Spec) -> None:
-    """Compile these modules, and no kernels of Triton; each step goes to the log."""
+    """Compile these modules; each step goes to the log."""
     monkeypatch.setenv("PATH", os.environ["PATH"])  # which compiling changes
     monkeypatch.setattr(flashinfer_compile, "module_specs", lambda shape, device: specs)
-    monkeypatch.setattr(flashinfer_compile, "_run_small_kernels", lambda *_: log.append("ran"))
     flashinfer_compile.compile_kernels(
         SHAPE, torch.device("cpu"), lambda name, number, total: log.append(f"{name} {number}/{total}")
     )
 
 
-def test_each_step_is_said_before_it_begins_and_nothing_is_compiled_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_missing_is_compiled_side_by_side_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    compile_with(monkeypatch, log, decode=Spec(log, is_compiled=True), prefill=Spec(log))
-    assert log == ["compiling prefill 1/2", "built", "loading rotation and activation 2/2", "ran"]
+    both = Barrier(2, timeout=30)
+    specs = {name: Spec(log, meets=both) for name in ("prefill", "decode")}
+    compile_with(monkeypatch, log, shared=Spec(log, is_compiled=True), **specs)
+    assert log[0] == "compiling attention 0/2"
+    assert sorted(log[1:]) == ["built", "built", "compiling attention 1/2", "compiling attention 2/2"]
+    compile_with(monkeypatch, log := [], shared=Spec(log, is_compiled=True))
+    assert log == []
 
 
 def test_a_compiler_that_fails_is_quoted_from_its_end_and_what_works_is_named(

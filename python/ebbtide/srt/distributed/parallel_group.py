@@ -89,6 +89,30 @@ class SoloGroup:
         """There is nothing to leave."""
 
 
+class LoneRank:
+    """One of so many ranks without the others, for what is compiled: shapes are right, numbers are not."""
+
+    def __init__(self, size: int, rank: int = 0) -> None:
+        self.size, self.rank = size, rank
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        return x
+
+    def add_reduced_(self, x: Tensor, onto: Tensor) -> None:
+        onto += x
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        repeats = [1] * x.dim()
+        repeats[dim] = self.size
+        return x.repeat(*repeats)
+
+    def smallest(self, value: int) -> int:
+        return value
+
+    def close(self) -> None:
+        """There is nothing to leave."""
+
+
 class TorchGroup:
     """Ranks joined by one of torch's backends.
 

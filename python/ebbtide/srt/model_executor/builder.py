@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from ebbtide.srt.device.base import Device
 from ebbtide.srt.distributed.division import Division, part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
-from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionShape, kinds_of
+from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionShape, Progress, kinds_of
 from ebbtide.srt.layers.attention.registry import choose_backend
 from ebbtide.srt.mem_cache.kv_layout import (
     CUDA_MIN_RUN_BYTES,
@@ -33,6 +35,8 @@ from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
 from ebbtide.srt.model_executor.kv_scales import checkpoint_scales
 from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.model_runner import ModelRunner
+from ebbtide.srt.model_executor.rehearsal import rehearse
+from ebbtide.srt.model_executor.sampling.sampler import Sampler
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.moe import MoeCausalLM
@@ -46,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_FRACTION = 0.1
 CUDA_GRAPH_CHUNK_BYTES = 16 << 20
+PROGRESS_INTERVAL_S = 10.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = DTYPES | {"fp8_e4m3": FP8}
 
@@ -58,16 +63,19 @@ def build_model_runner(
     device: Device,
     saver: MemorySaver,
     group: ParallelGroup | None = None,
+    progress: Progress | None = None,
 ) -> ModelRunner:
     """Build the model, load its weights, size the KV pool, capture decode steps: all of it is resident then.
 
     Args:
         group: the ranks that divide the model among them, all of which build at the same time.
+        progress: told of what is compiled, from several threads; None: the log is.
 
     Raises ConfigurationError for a model, a checkpoint, a dtype or a size that does not do.
     """
     started = time.monotonic()
     group = SoloGroup() if group is None else group
+    progress = LoggedProgress() if progress is None else progress
     whole_model, model_config = model_config, of_rank(model_config, group)
     dtype, torch_device = DTYPES[model_config.dtype], torch.device(device.name)
     is_cuda = torch_device.type == "cuda"
@@ -81,12 +89,18 @@ def build_model_runner(
         model.use_float32_logits()
     shape = attention_shape(model, model_config, cache_config)
     make_attention = _attention_backend(runtime_config.attention_backend, shape, torch_device)
-    try:
-        weight_store = WeightStore(model, arenas, layout.chunk_bytes, group)
-    except OutOfDeviceMemory as error:
-        raise ConfigurationError(f"the weights do not fit: {error}") from error
-    load_weights(weight_store, model_config.path, model_config.load_format)
-    logger.info("weights loaded: bytes=%d s=%.1f", weight_store.num_bytes, time.monotonic() - started)
+    # The compilers of attention are processes of their own, beside which everything else goes on.
+    with ThreadPoolExecutor(1) as beside:
+        compiled = beside.submit(make_attention.compile, shape, torch_device, progress)
+        try:
+            weight_store = WeightStore(model, arenas, layout.chunk_bytes, group)
+        except OutOfDeviceMemory as error:
+            raise ConfigurationError(f"the weights do not fit: {error}") from error
+        load_weights(weight_store, model_config.path, model_config.load_format)
+        logger.info("weights loaded: bytes=%d s=%.1f", weight_store.num_bytes, time.monotonic() - started)
+        if is_cuda:
+            _rehearse(model, model_config, schedule_config, runtime_config, shape, torch_device, progress)
+        compiled.result()
     device.trim()  # What loading took is no reason for a smaller pool.
     free_bytes = device.free_bytes() // runtime_config.ranks_per_device
     kv_pool = build_kv_pool(
@@ -209,7 +223,7 @@ def attention_shape(model: CausalLM, model_config: ModelConfig, cache_config: Ca
 def _attention_backend(
     chosen: str | None, shape: AttentionShape, device: torch.device
 ) -> type[AttentionBackend]:
-    """The chosen backend, or the best that serves, with its kernels compiled."""
+    """The chosen backend, or the best that serves."""
     backend, problems = choose_backend(chosen, shape, device)
     if problems:
         logger.warning(
@@ -218,8 +232,40 @@ def _attention_backend(
             backend.__name__,
             "" if backend.captures or device.type == "cpu" else ", without CUDA graphs: slow",
         )
-    backend.compile(shape, device, lambda step, number, total: logger.info("%s (%d/%d)", step, number, total))
     return backend
+
+
+class LoggedProgress:
+    """Says in the log when something begins, and now and then how far it is; for several threads."""
+
+    def __init__(self) -> None:
+        self._said_s: dict[str, float] = {}
+
+    def __call__(self, what: str, number: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._said_s.get(what, -math.inf) >= PROGRESS_INTERVAL_S:
+            self._said_s[what] = now_s
+            logger.info("%s (%d/%d)", what, number, total)
+
+
+def _rehearse(
+    model: CausalLM,
+    model_config: ModelConfig,
+    schedule_config: ScheduleConfig,
+    runtime_config: RuntimeConfig,
+    shape: AttentionShape,
+    device: torch.device,
+    progress: Progress,
+) -> None:
+    """Have the kernels of the passes compiled that `warm_up` and the graphs run one after the other."""
+    sampler = Sampler(model_config.vocab_size, device)
+    longest = schedule_config.chunked_prefill_size or schedule_config.max_prefill_tokens
+    lens = _warm_up_lens(longest, model_config.context_len)
+    rehearse(model, sampler, shape, runtime_config.cuda_graph_bs, lens, device, progress)
+
+
+def _warm_up_lens(num_tokens: int, longest: int) -> list[int]:
+    return sorted({1, min(16, longest), min(num_tokens, longest)})
 
 
 def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> None:
@@ -230,7 +276,7 @@ def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> None:
     longest = runner.page_table.array.shape[1] * runner.kv_pool.page_size
     runner.sampler.warm_up(dtype)
     runner.kv_pool.warm_up()
-    for count in sorted({1, min(16, longest), min(num_tokens, longest)}):
+    for count in _warm_up_lens(num_tokens, longest):
         plan = BatchPlan(
             input_ids_T=np.zeros(count, dtype=np.int64),
             page_rows_R=np.zeros(1, dtype=np.int32),
