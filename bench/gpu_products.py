@@ -110,7 +110,7 @@ class Tile:
 
 
 def tiles(product: Product, num_tokens: int) -> list[Tile]:
-    shapes = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8), (256, 64, 8), (256, 128, 8), (64, 256, 4)]
+    shapes = [(64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8), (256, 64, 8), (256, 128, 8)]
     found = []
     for (tokens, rows, warps), (columns, stages) in itertools.product(shapes, [(64, 3), (64, 4), (64, 5), (128, 2), (128, 3)]):
         rows_read = rows * (2 if product.shape.gated else 1)
