@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ import triton.language as tl
 from common import write_result
 from gpu_machine import Machine
 from gpu_small_batch import MODELS, Product
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ebbtide.srt.layers.activation import gated
@@ -86,7 +85,15 @@ def _tiles(
 
 
 @triton.jit
-def _sum(partial_ptr, out_ptr, count, SPLITS: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr, OVERLAPPED: tl.constexpr):
+def _sum(
+    partial_ptr,
+    out_ptr,
+    count,
+    SPLITS: tl.constexpr,
+    ADD: tl.constexpr,
+    B: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
     if OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -110,9 +117,19 @@ class Tile:
 
 
 def tiles(product: Product, num_tokens: int) -> list[Tile]:
-    shapes = [(64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8), (256, 64, 8), (256, 128, 8)]
+    shapes = [
+        (64, 128, 4),
+        (128, 64, 4),
+        (128, 128, 4),
+        (128, 128, 8),
+        (128, 256, 8),
+        (256, 64, 8),
+        (256, 128, 8),
+    ]
     found = []
-    for (tokens, rows, warps), (columns, stages) in itertools.product(shapes, [(64, 3), (64, 4), (64, 5), (128, 2), (128, 3)]):
+    for (tokens, rows, warps), (columns, stages) in itertools.product(
+        shapes, [(64, 3), (64, 4), (64, 5), (128, 2), (128, 3)]
+    ):
         rows_read = rows * (2 if product.shape.gated else 1)
         if stages * columns * 2 * (tokens + rows_read) > 225_000 or tokens > max(64, num_tokens):
             continue
@@ -193,7 +210,9 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[256])
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["llama8b"])
     parser.add_argument("--limit-s", type=float, default=60.0, help="begin nothing new after this time")
@@ -220,7 +239,7 @@ def main() -> None:
                 if time.perf_counter() > deadline_s + 15:
                     break
                 try:
-                    found.append((case.time_us(lambda call, tile=tile: case.by_tiles(call, tile), 2), tile))
+                    found.append((case.time_us(partial(case.by_tiles, tile=tile), 2), tile))
                 except Exception as error:
                     print(f"  {tile}: {type(error).__name__} {str(error)[:80]}")
             found.sort(key=lambda pair: pair[0])
@@ -230,17 +249,24 @@ def main() -> None:
             sums["torch"] += min(by_torch.values())
             sums["best"] += min(best_us, *by_torch.values())
             sums["limit"] += limit
+            quickest = [(round(us, 1), tuple(vars(tile).values())) for us, tile in found[:4]]
+            libraries = ", ".join(f"{library} {us:.1f}" for library, us in by_torch.items())
             print(
-                f"{name} {num_tokens} {product.name:8s} torch {by_torch['cublas']:7.1f} lt {by_torch['cublaslt']:7.1f} "
-                f"tiles {best_us:7.1f} (err {case.error(best):.4f}) limit {limit:6.1f}; next "
-                f"{[(round(us, 1), (t.tokens, t.rows, t.columns, t.warps, t.stages, t.splits)) for us, t in found[:4]]}",
+                f"{name} {num_tokens} {product.name:8s} {libraries}, tiles {best_us:.1f} us (error "
+                f"{case.error(best):.4f}), limit {limit:.1f} us; {quickest}",
                 flush=True,
             )
             rows.append(
-                {"model": name, "tokens": num_tokens, "product": product.name, "torch_us": by_torch, "limit_us": limit,
-                 "tiles": [(us, vars(tile)) for us, tile in found[:12]]}
-            )  # fmt: skip
-        print(f"== {name}, {num_tokens} tokens, a layer: {json.dumps({k: round(v, 1) for k, v in sums.items()})}", flush=True)
+                {
+                    "model": name,
+                    "tokens": num_tokens,
+                    "product": product.name,
+                    "torch_us": by_torch,
+                    "limit_us": limit,
+                    "tiles": [(us, vars(tile)) for us, tile in found[:12]],
+                }
+            )
+        print(f"== {name}, {num_tokens} tokens, a layer: {sums}", flush=True)
     print(write_result("gpu_products", {"flops": machine.flops, "products": rows}))
 
 

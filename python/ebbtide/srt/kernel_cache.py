@@ -6,7 +6,10 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _PRECOMPILED = "flashinfer_jit_cache"
 
@@ -48,6 +51,41 @@ def add_scripts_to_path() -> None:
 def _path_with_scripts() -> str:
     scripts, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     return path if scripts in path.split(os.pathsep) else f"{path}{os.pathsep}{scripts}"
+
+
+def keep_kernels_in(folder: str | None) -> None:
+    """Have every library of this process and its children keep its kernels below a folder; None: no change.
+
+    To be called before FlashInfer is imported, which looks once.
+    """
+    if folder is None:
+        return
+    path = Path(folder).expanduser().resolve()
+    os.environ["FLASHINFER_WORKSPACE_BASE"] = str(path)
+    os.environ["TRITON_CACHE_DIR"] = str(path / "triton")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path / "inductor")
+
+
+@contextmanager
+def compiled_as_they_are() -> Iterator[None]:
+    """FlashInfer's modules that are loaded within are not looked at by ninja where they are compiled.
+
+    Ninja compiles again what is older than its sources, as it is where a folder of kernels was copied to a
+    machine and FlashInfer installed later. The folder's name has FlashInfer's version and the GPU's kind.
+    """
+    from flashinfer.jit.core import JitSpec
+
+    build: Any = JitSpec.build
+
+    def build_what_is_missing(spec: Any, *args: Any, **options: Any) -> None:
+        if not spec.is_compiled:
+            build(spec, *args, **options)
+
+    JitSpec.build = build_what_is_missing
+    try:
+        yield
+    finally:
+        JitSpec.build = build
 
 
 def flashinfer_cache_dir() -> Path:

@@ -177,6 +177,13 @@ class ServerArgs(SglangArguments):
     attention_backend: Annotated[str | None, Arg("flashinfer, triton or torch_native (default: chosen).")] = (
         None
     )
+    kernel_cache_dir: Annotated[
+        str | None,
+        Arg(
+            "Folder for compiled kernels; it can be copied to machines with the same GPUs and packages "
+            "(default: where each library keeps its own)."
+        ),
+    ] = None
     logprobs_mode: Annotated[
         str,
         Arg(

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ebbtide.srt.kernel_cache import compiled_as_they_are
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.kernels.launch import can_overlap, num_multiprocessors
 
@@ -110,7 +111,8 @@ class DecodeKernel:
         from flashinfer.utils import TensorLayout
 
         self._shape, self._kind, self._workspace = shape, kind, workspace
-        self._module = get_batch_decode_module(*_module_key(shape, kind))
+        with compiled_as_they_are():
+            self._module = get_batch_decode_module(*_module_key(shape, kind))
         self._layout = TensorLayout.NHD.value
         self._of_dtype = torch.empty(0, dtype=shape.dtype)
         self._of_kv_dtype = torch.empty(0, dtype=shape.kv_dtype)
@@ -177,7 +179,8 @@ class TileModule:
         self._kind = kind
         self._mask = (MaskMode.CAUSAL if causal else MaskMode.NON_CAUSAL).value
         self._layout = TensorLayout.NHD.value
-        self._module = get_batch_prefill_module(backend, *_module_key(shape, kind), False)
+        with compiled_as_they_are():
+            self._module = get_batch_prefill_module(backend, *_module_key(shape, kind), False)
         self._overlapped = backend == "fa2" and can_overlap(device)
         self.plan = self._module.plan
 

@@ -13,6 +13,7 @@ from ebbtide.srt.device.base import Device
 from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.distributed.parallel_group import join_parallel_group
 from ebbtide.srt.heap import freeze_heap
+from ebbtide.srt.kernel_cache import keep_kernels_in
 from ebbtide.srt.layers.attention.registry import name_of
 from ebbtide.srt.managers.control.ports import TagMemory
 from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
@@ -48,6 +49,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
         EngineError: the other ranks of the replica have not come in time.
     """
     _raise_file_limit()
+    keep_kernels_in(config.server_args.kernel_cache_dir)
     # A path that is wrong is refused before minutes have gone into loading a model.
     import_loaders(config.update.custom_weight_loaders)
     device = open_device(config.runtime.device)
