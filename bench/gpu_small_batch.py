@@ -1,15 +1,18 @@
 """Products with few tokens: which block sizes suit each shape, and what the weights cost a decode step.
 
 Every figure is that of a CUDA graph in which calls follow one another on different weights, of more than the
-second-level cache holds. `torch` is cuBLAS with separate kernels for norm, gate and residual. Prints the rows
-for `TUNED` in `layers/small_batch/tuning.py`.
+second-level cache holds. `torch` is cuBLAS with separate kernels for norm, gate and residual. Where the block
+sizes that the engine would take fall short of a share of the limit, others are tried; with `--keep` the
+quickest go into `layers/small_batch/tiles.json`.
 
-    python bench/gpu_small_batch.py [--quick] [--tokens 1 8 32 64] [--models llama8b qwen0.6b]
+    python bench/gpu_small_batch.py [--keep] [--tokens 1 8 32 64] [--models llama8b qwen0.6b]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,12 +29,15 @@ from torch import Tensor
 
 from ebbtide.srt.layers.small_batch import multiply
 from ebbtide.srt.layers.small_batch.tuning import (
+    TILES_FILE,
     TOKEN_BUCKETS,
     Config,
     MatvecConfig,
     ProductConfig,
     Shape,
+    choose,
     default_config,
+    measured,
     token_bucket,
 )
 
@@ -76,7 +82,14 @@ def model(name: str, layers: int, hidden: int, qkv: int, q: int, intermediate: i
 
 MODELS = {
     "llama8b": model("llama8b", 32, 4096, 6144, 4096, 14336, 128256),
+    "llama8b_tp2": model("llama8b_tp2", 32, 4096, 3072, 2048, 7168, 64128),
+    "llama8b_tp4": model("llama8b_tp4", 32, 4096, 1536, 1024, 3584, 32064),
+    "llama1b": model("llama1b", 16, 2048, 3072, 2048, 8192, 128256),
+    "llama3b": model("llama3b", 28, 3072, 5120, 3072, 8192, 128256),
     "qwen0.6b": model("qwen0.6b", 28, 1024, 4096, 2048, 3072, 151936),
+    "qwen2.5-0.5b": model("qwen2.5-0.5b", 24, 896, 1152, 896, 4864, 151936),
+    "qwen2.5-1.5b": model("qwen2.5-1.5b", 28, 1536, 2048, 1536, 8960, 151936),
+    "qwen2.5-3b": model("qwen2.5-3b", 36, 2048, 2560, 2048, 11008, 151936),
     "qwen7b": model("qwen7b", 28, 3584, 4608, 3584, 18944, 152064),
 }
 
@@ -242,54 +255,52 @@ def compile_all(jobs: list[tuple[Case, Config]]) -> dict[tuple[str, Config], str
     return failures
 
 
-def sweep(model: Model, num_tokens: int, weights: Weights, limit: float, quick: bool) -> list[dict[str, Any]]:
-    """Every product with every candidate. `limit`: of the memory, bytes per µs."""
-    cases = {product.name: Case.make(product, num_tokens, weights) for product in (*model.layer, model.head)}
-    jobs = []
-    for case in cases.values():
-        default = default_config(token_bucket(num_tokens), case.product.shape)
-        configs = list(dict.fromkeys([default, *candidates(case.product, num_tokens)]))
-        jobs += [(case, config) for config in configs[: 4 if quick else None]]
-    started_s = time.perf_counter()
-    failures = compile_all(jobs)
-    compiled_s = time.perf_counter() - started_s
+def sweep(
+    model: Model, num_tokens: int, weights: Weights, limit: float, enough: float
+) -> list[dict[str, Any]]:
+    """Every product as it is, and with every candidate where that is not good enough.
+
+    Args:
+        limit: of the memory, bytes per µs.
+        enough: the share of it from which nothing else is tried.
+    """
     rows = []
-    for name, case in cases.items():
-        num_bytes = case.product.shape.num_bytes
-        row: dict[str, Any] = {"model": model.name, "product": name, "tokens": num_tokens, "bytes": num_bytes}
-        row["torch_us"] = round(case_us(case, case.run_torch), 2)
-        tried = []
-        for other, config in jobs:
-            if other is not case:
-                continue
-            entry: dict[str, Any] = {"config": asdict(config), "kind": type(config).__name__}
-            failure = failures.get((name, config))
-            if failure is None:
-                us = case_us(case, lambda weight, c=config, k=case: k.run(weight, c, k.out))
-                tried.append((us, config))
-                entry["us"] = round(us, 2)
-            else:
-                entry["failure"] = failure
-                print(f"  {name} {config}: {failure}")
-            row.setdefault("configs", []).append(entry)
-        tried.sort(key=lambda pair: pair[0])
+    for product in (*model.layer, model.head):
+        case = Case.make(product, num_tokens, weights)
+        now = choose(num_tokens, product.shape, torch.device("cuda"))
+        num_bytes = product.shape.num_bytes
+        row: dict[str, Any] = {"model": model.name, "product": product.name, "tokens": num_tokens}
+        row |= {"bytes": num_bytes, "torch_us": round(case_us(case, case.run_torch), 2)}
+        tried = try_all(case, [now])
+        if not tried or num_bytes / limit / tried[0][0] < enough:
+            default = default_config(token_bucket(num_tokens), product.shape)
+            others = dict.fromkeys((default, *candidates(product, num_tokens)))
+            others.pop(now, None)
+            row["tried"] = len(others)
+            tried += try_all(case, list(others))
         if tried:
-            best_us, best = tried[0]
-            row |= {"best_us": round(best_us, 2), "best": best, "gb_per_s": round(num_bytes / best_us / 1e3)}
-            row["default_us"] = next((round(us, 2) for us, c in tried if c == jobs_default(jobs, case)), None)
+            row["now_us"] = tried[0][0] if tried[0][1] == now else None
+            best_us, best = min(tried, key=lambda pair: pair[0])
+            row |= {"best_us": best_us, "best": best}
             print(
-                f"{model.name} T={num_tokens:<3} {name:8} best {best_us:7.2f} µs"
-                f" = {num_bytes / best_us / 1e3:5.0f} GB/s ({num_bytes / best_us / limit:4.0%})"
-                f"  default {row['default_us']}  torch {row['torch_us']:7.2f} µs  {best}"
+                f"{model.name} T={num_tokens:<3} {product.name:8} now {row['now_us']} best {best_us:7.2f} µs "
+                f"({num_bytes / best_us / limit:4.0%})  torch {row['torch_us']:7.2f} µs  {short(best)}",
+                flush=True,
             )
-            print("      next " + "; ".join(f"{us:.2f} {short(config)}" for us, config in tried[1:6]))
         rows.append(row)
-    print(f"  {len(jobs)} configurations, compiled and checked in {compiled_s:.1f} s", flush=True)
     return rows
 
 
-def jobs_default(jobs: list[tuple[Case, Config]], case: Case) -> Config:
-    return next(config for other, config in jobs if other is case)
+def try_all(case: Case, configs: list[Config]) -> list[tuple[float, Config]]:
+    """Microseconds of those that work."""
+    failures = compile_all([(case, config) for config in configs])
+    for (name, config), failure in failures.items():
+        print(f"  {name} {config}: {failure}")
+    return [
+        (round(case_us(case, lambda weight, config=config: case.run(weight, config, case.out)), 2), config)
+        for config in configs
+        if (case.product.name, config) not in failures
+    ]
 
 
 def short(config: Config) -> str:
@@ -300,7 +311,7 @@ def step_us(model: Model, num_tokens: int, weights: Weights, how: str, best: dic
     """All products of one decode step, in one graph; attention is left out.
 
     Args:
-        how: "torch", "default" block sizes, the "best" ones, or those without overlapping kernels: "serial".
+        how: "torch", the "best" block sizes, or those without overlapping kernels: "serial".
     """
     hidden = model.head.shape.num_columns
     x = torch.randn(num_tokens, hidden, device="cuda").bfloat16()
@@ -312,8 +323,7 @@ def step_us(model: Model, num_tokens: int, weights: Weights, how: str, best: dic
     def run(product: Product, given: Tensor, weight: Tensor) -> Tensor:
         if how == "torch":
             return torch_product(product, given, norm, weight, x)
-        default = default_config(token_bucket(num_tokens), product.shape)
-        config = default if how == "default" else best.get(product.name, default)
+        config = best.get(product.name)
         out = x if product.add else given.new_empty(num_tokens, product.shape.num_rows)
         gated = product.shape.gated
         norm_or_none = norm if product.normed else None
@@ -333,44 +343,50 @@ def step_us(model: Model, num_tokens: int, weights: Weights, how: str, best: dic
     return graph_us(body)
 
 
-def tuned_line(row: dict[str, Any], model: Model) -> str:
-    product = next(p for p in (*model.layer, model.head) if p.name == row["product"])
-    shape = f"Shape({product.shape.num_rows}, {product.shape.num_columns}, {product.shape.gated})"
-    return f"    ({token_bucket(row['tokens'])}, {shape}): {row['best']},"
+def keep(num_tokens: int, found: list[dict[str, Any]], model: Model) -> None:
+    """Write what was better than what the engine takes now into the file that it reads."""
+    shapes = {product.name: product.shape for product in (*model.layer, model.head)}
+    kept = json.loads(TILES_FILE.read_text())
+    rows = kept.setdefault(torch.cuda.get_device_name(), {})
+    for row in found:
+        if "best" in row and (row["now_us"] is None or row["best_us"] < 0.98 * row["now_us"]):
+            buckets = rows.setdefault(shapes[row["product"]].key, {})
+            buckets[str(token_bucket(num_tokens))] = asdict(row["best"])
+    TILES_FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    measured.cache_clear()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1 and 32 tokens, four configurations each")
-    parser.add_argument("--tokens", type=int, nargs="+")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKEN_BUCKETS)
     parser.add_argument("--models", nargs="+", default=["llama8b", "qwen0.6b"], choices=sorted(MODELS))
+    parser.add_argument("--enough", type=float, default=0.85, help="share of the limit not to improve on")
+    parser.add_argument("--keep", action="store_true")
     parser.add_argument("--limit-s", type=float, default=240.0, help="begin nothing new after this time")
     args = parser.parse_args()
-    tokens = args.tokens if args.tokens is not None else [1, 32] if args.quick else list(TOKEN_BUCKETS)
     deadline_s = time.perf_counter() + args.limit_s
     limit = Machine.measure("cuda").copy_bytes_per_s
     print(f"copy: {limit / 1e12:.2f} TB/s read and written", flush=True)
     weights = Weights(6 << 30)
-    rows, steps, lines = [], [], []
-    for num_tokens in tokens:
-        for name in args.models:
-            if time.perf_counter() > deadline_s:
-                print(f"left out for lack of time: {name}, {num_tokens} tokens")
-                continue
-            found = sweep(MODELS[name], num_tokens, weights, limit / 1e6, args.quick)
-            best = {row["product"]: row["best"] for row in found if "best" in row}
-            lines += [tuned_line(row, MODELS[name]) for row in found if "best" in row]
-            step = {"model": name, "tokens": num_tokens} | {
-                f"{how}_ms": round(step_us(MODELS[name], num_tokens, weights, how, best) / 1e3, 4)
-                for how in ("torch", "default", "best", *(("serial",) if num_tokens == 1 else ()))
-            }
-            model = MODELS[name]
-            num_bytes = model.num_layers * sum(p.shape.num_bytes for p in model.layer)
-            step["limit_ms"] = round((num_bytes + model.head.shape.num_bytes) / limit * 1e3, 4)
-            print(f"weights of a step: {step}", flush=True)
-            steps.append(step)
-            rows += [row | {"best": asdict(row["best"])} if "best" in row else row for row in found]
-    print("\n".join(["TUNED rows:", *lines]))
+    rows, steps = [], []
+    for num_tokens, name in itertools.product(args.tokens, args.models):
+        if time.perf_counter() > deadline_s:
+            print(f"left out for lack of time: {name}, {num_tokens} tokens")
+            continue
+        model = MODELS[name]
+        found = sweep(model, num_tokens, weights, limit / 1e6, args.enough)
+        best = {row["product"]: row["best"] for row in found if "best" in row}
+        if args.keep:
+            keep(num_tokens, found, model)
+        step = {"model": name, "tokens": num_tokens} | {
+            f"{how}_ms": round(step_us(model, num_tokens, weights, how, best) / 1e3, 4)
+            for how in ("torch", "best", *(("serial",) if num_tokens == 1 else ()))
+        }
+        num_bytes = model.num_layers * sum(p.shape.num_bytes for p in model.layer)
+        step["limit_ms"] = round((num_bytes + model.head.shape.num_bytes) / limit * 1e3, 4)
+        print(f"weights of a step: {step}", flush=True)
+        steps.append(step)
+        rows += [row | {"best": asdict(row["best"])} if "best" in row else row for row in found]
     print(write_result("gpu_small_batch", {"copy_bytes_per_s": limit, "products": rows, "steps": steps}))
 
 

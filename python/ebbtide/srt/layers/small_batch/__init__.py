@@ -79,7 +79,7 @@ def multiply(
     """
     shape = Shape(out_TO.shape[1], x_TK.shape[1], gated is not None)
     _check(x_TK, weight, out_TO, shape)
-    config = config if config is not None else choose(len(x_TK), shape)
+    config = config if config is not None else choose(len(x_TK), shape, x_TK.device)
     # On a GPU every kernel is launched as a dependent of the one before; the interpreter has none of it.
     overlapped = overlapped and x_TK.is_cuda
     launch = {"OVERLAPPED": overlapped, "launch_pdl": overlapped}

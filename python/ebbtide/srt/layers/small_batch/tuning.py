@@ -1,7 +1,20 @@
-"""Which block sizes each shape takes. `bench/gpu_small_batch.py` finds them."""
+"""Which block sizes each shape takes: what was measured, kept as data, or a rule.
 
+`tiles.json`: card → shape → up to how many tokens → block sizes; bench/gpu_small_batch.py finds them.
+Cards of one compute capability are taken to be alike.
+"""
+
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ebbtide.srt.layers.kernels.launch import card, card_like
+
+TILES_FILE = Path(__file__).with_name("tiles.json")
 
 
 @dataclass(frozen=True)
@@ -16,6 +29,11 @@ class Shape:
     def num_bytes(self) -> int:
         """Bytes of the weight, bfloat16."""
         return self.num_rows * self.num_columns * (4 if self.gated else 2)
+
+    @property
+    def key(self) -> str:
+        """What the file of measured tiles calls it."""
+        return f"rows={self.num_rows},columns={self.num_columns}{',gated' if self.gated else ''}"
 
 
 @dataclass(frozen=True)
@@ -49,110 +67,6 @@ class ProductConfig:
 
 Config = MatvecConfig | ProductConfig
 
-# What the sweep found on an H200 for (upper bound of tokens, shape).
-TUNED: Mapping[tuple[int, Shape], Config] = {
-    (1, Shape(6144, 4096, False)): MatvecConfig(block_rows=8, block_columns=1024, num_warps=4),
-    (1, Shape(4096, 4096, False)): MatvecConfig(block_rows=2, block_columns=1024, num_warps=4),
-    (1, Shape(14336, 4096, True)): MatvecConfig(block_rows=4, block_columns=512, num_warps=2),
-    (1, Shape(4096, 14336, False)): MatvecConfig(block_rows=2, block_columns=1024, num_warps=4),
-    (1, Shape(128256, 4096, False)): MatvecConfig(block_rows=4, block_columns=2048, num_warps=4),
-    (1, Shape(4096, 1024, False)): MatvecConfig(block_rows=4, block_columns=1024, num_warps=1),
-    (1, Shape(1024, 2048, False)): MatvecConfig(block_rows=2, block_columns=2048, num_warps=4),
-    (1, Shape(3072, 1024, True)): MatvecConfig(block_rows=2, block_columns=1024, num_warps=1),
-    (1, Shape(1024, 3072, False)): MatvecConfig(block_rows=2, block_columns=1024, num_warps=4),
-    (1, Shape(151936, 1024, False)): MatvecConfig(block_rows=4, block_columns=1024, num_warps=4),
-    (8, Shape(6144, 4096, False)): ProductConfig(
-        block_rows=32, block_columns=128, num_splits=2, num_warps=4, num_stages=7, fold_norm=False
-    ),
-    (8, Shape(4096, 4096, False)): ProductConfig(
-        block_rows=32, block_columns=256, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
-    ),
-    (8, Shape(14336, 4096, True)): ProductConfig(
-        block_rows=64, block_columns=128, num_splits=1, num_warps=4, num_stages=4, fold_norm=False
-    ),
-    (8, Shape(4096, 14336, False)): ProductConfig(
-        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
-    ),
-    (8, Shape(128256, 4096, False)): ProductConfig(
-        block_rows=32, block_columns=128, num_splits=1, num_warps=4, num_stages=7, fold_norm=False
-    ),
-    (8, Shape(4096, 1024, False)): ProductConfig(
-        block_rows=32, block_columns=256, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
-    ),
-    (8, Shape(1024, 2048, False)): ProductConfig(
-        block_rows=32, block_columns=128, num_splits=4, num_warps=4, num_stages=7, fold_norm=False
-    ),
-    (8, Shape(3072, 1024, True)): ProductConfig(
-        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=4, fold_norm=False
-    ),
-    (8, Shape(1024, 3072, False)): ProductConfig(
-        block_rows=32, block_columns=128, num_splits=4, num_warps=4, num_stages=7, fold_norm=False
-    ),
-    (8, Shape(151936, 1024, False)): ProductConfig(
-        block_rows=32, block_columns=128, num_splits=1, num_warps=4, num_stages=7, fold_norm=False
-    ),
-    (32, Shape(6144, 4096, False)): ProductConfig(
-        block_rows=64, block_columns=128, num_splits=1, num_warps=4, num_stages=5, fold_norm=False
-    ),
-    (32, Shape(4096, 4096, False)): ProductConfig(
-        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
-    ),
-    (32, Shape(14336, 4096, True)): ProductConfig(
-        block_rows=64, block_columns=128, num_splits=1, num_warps=4, num_stages=4, fold_norm=False
-    ),
-    (32, Shape(4096, 14336, False)): ProductConfig(
-        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
-    ),
-    (32, Shape(128256, 4096, False)): ProductConfig(
-        block_rows=128, block_columns=128, num_splits=1, num_warps=8, num_stages=4, fold_norm=False
-    ),
-    (32, Shape(4096, 1024, False)): ProductConfig(
-        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
-    ),
-    (32, Shape(1024, 2048, False)): ProductConfig(
-        block_rows=64, block_columns=128, num_splits=4, num_warps=4, num_stages=5, fold_norm=False
-    ),
-    (32, Shape(3072, 1024, True)): ProductConfig(
-        block_rows=64, block_columns=64, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
-    ),
-    (32, Shape(1024, 3072, False)): ProductConfig(
-        block_rows=64, block_columns=128, num_splits=4, num_warps=4, num_stages=5, fold_norm=False
-    ),
-    (32, Shape(151936, 1024, False)): ProductConfig(
-        block_rows=64, block_columns=64, num_splits=1, num_warps=4, num_stages=8, fold_norm=False
-    ),
-    (64, Shape(6144, 4096, False)): ProductConfig(
-        block_rows=64, block_columns=64, num_splits=1, num_warps=4, num_stages=8, fold_norm=False
-    ),
-    (64, Shape(4096, 4096, False)): ProductConfig(
-        block_rows=64, block_columns=64, num_splits=2, num_warps=4, num_stages=8, fold_norm=False
-    ),
-    (64, Shape(14336, 4096, True)): ProductConfig(
-        block_rows=128, block_columns=64, num_splits=1, num_warps=8, num_stages=4, fold_norm=False
-    ),
-    (64, Shape(4096, 14336, False)): ProductConfig(
-        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
-    ),
-    (64, Shape(128256, 4096, False)): ProductConfig(
-        block_rows=128, block_columns=128, num_splits=1, num_warps=8, num_stages=4, fold_norm=False
-    ),
-    (64, Shape(4096, 1024, False)): ProductConfig(
-        block_rows=64, block_columns=128, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
-    ),
-    (64, Shape(1024, 2048, False)): ProductConfig(
-        block_rows=64, block_columns=64, num_splits=4, num_warps=4, num_stages=8, fold_norm=False
-    ),
-    (64, Shape(3072, 1024, True)): ProductConfig(
-        block_rows=64, block_columns=64, num_splits=2, num_warps=4, num_stages=5, fold_norm=False
-    ),
-    (64, Shape(1024, 3072, False)): ProductConfig(
-        block_rows=64, block_columns=64, num_splits=4, num_warps=4, num_stages=8, fold_norm=False
-    ),
-    (64, Shape(151936, 1024, False)): ProductConfig(
-        block_rows=128, block_columns=128, num_splits=1, num_warps=8, num_stages=4, fold_norm=False
-    ),
-}
-
 TOKEN_BUCKETS = (1, 8, 32, 64)
 
 
@@ -161,11 +75,25 @@ def token_bucket(num_tokens: int) -> int:
     return next(bucket for bucket in TOKEN_BUCKETS if num_tokens <= bucket)
 
 
-def choose(num_tokens: int, shape: Shape) -> Config:
+def choose(num_tokens: int, shape: Shape, device: torch.device) -> Config:
     """The block sizes for a shape: measured ones where there are any."""
     bucket = token_bucket(num_tokens)
-    tuned = TUNED.get((bucket, shape))
-    return tuned if tuned is not None else default_config(bucket, shape)
+    for name in (card(device), card_like(device)):
+        tuned = measured(name).get((bucket, shape.key))
+        if tuned is not None:
+            return tuned
+    return default_config(bucket, shape)
+
+
+@cache
+def measured(card: str) -> Mapping[tuple[int, str], Config]:
+    """(Bucket of tokens, shape's key) → what was the quickest on this card."""
+    shapes = json.loads(TILES_FILE.read_text()).get(card, {})
+    return {
+        (int(bucket), key): MatvecConfig(**fields) if int(bucket) == 1 else ProductConfig(**fields)
+        for key, buckets in shapes.items()
+        for bucket, fields in buckets.items()
+    }
 
 
 def default_config(bucket: int, shape: Shape) -> Config:
