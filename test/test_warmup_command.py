@@ -47,7 +47,7 @@ def test_the_model_is_built_as_it_will_be_served(
     monkeypatch.setattr(config, "_resolve_device", lambda args: "cuda:0")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(choose, "open_device", lambda name: CpuDevice())
-    monkeypatch.setattr(builder, "build_model_runner", lambda *parts: built.append(parts))
+    monkeypatch.setattr(builder, "build_model_runner", lambda *parts, rehearses: built.append(parts))
 
     given = [
         "--tp",

@@ -105,5 +105,5 @@ def warm_up(args: ServerArgs, progress: Callable[[str, int, int], None] | None =
     saver = open_memory_saver(config.memory.backend, device)
     group = LoneRank(config.parallel.tp_size)
     parts = (config.model, config.cache, config.schedule, config.runtime)
-    build_model_runner(*parts, device, saver, group, progress)
+    build_model_runner(*parts, device, saver, group, progress, rehearses=True)
     return True

@@ -64,12 +64,15 @@ def build_model_runner(
     saver: MemorySaver,
     group: ParallelGroup | None = None,
     progress: Progress | None = None,
+    *,
+    rehearses: bool = False,
 ) -> ModelRunner:
     """Build the model, load its weights, size the KV pool, capture decode steps: all of it is resident then.
 
     Args:
         group: the ranks that divide the model among them, all of which build at the same time.
         progress: told of what is compiled, from several threads; None: the log is.
+        rehearses: whether the kernels of all passes are compiled side by side first, where many are missing.
 
     Raises ConfigurationError for a model, a checkpoint, a dtype or a size that does not do.
     """
@@ -98,7 +101,7 @@ def build_model_runner(
             raise ConfigurationError(f"the weights do not fit: {error}") from error
         load_weights(weight_store, model_config.path, model_config.load_format)
         logger.info("weights loaded: bytes=%d s=%.1f", weight_store.num_bytes, time.monotonic() - started)
-        if is_cuda:
+        if is_cuda and rehearses:
             _rehearse(model, model_config, schedule_config, runtime_config, shape, torch_device, progress)
         compiled.result()
     device.trim()  # What loading took is no reason for a smaller pool.
