@@ -30,11 +30,16 @@ _COMBINED_ROWS = 512
 
 
 def norm_linear(
-    x_TD: Tensor, norm_weight_D: Tensor | None, eps: float, weight_OD: Tensor, bias_O: Tensor | None
+    x_TD: Tensor,
+    norm_weight_D: Tensor | None,
+    eps: float,
+    weight_OD: Tensor,
+    bias_O: Tensor | None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """rms_norm(x) Wᵀ (+ b), [T, O]; without the norm where its weight is None. 1 ≤ T ≤ MAX_TOKENS."""
     out_TO = x_TD.new_empty(len(x_TD), len(weight_OD))
-    multiply(x_TD, norm_weight_D, eps, weight_OD, bias_O, out_TO)
+    multiply(x_TD, norm_weight_D, eps, weight_OD, bias_O, out_TO, scales=scales)
     return out_TO
 
 
@@ -44,16 +49,23 @@ def norm_gate_up(
     eps: float,
     weight_2ID: Tensor,
     activation: Activation = "silu",
+    scales: Tensor | None = None,
 ) -> Tensor:
     """activation(gate) · up of rms_norm(x), [T, I]; the gates' rows of the weight come first."""
     out_TI = x_TD.new_empty(len(x_TD), len(weight_2ID) // 2)
-    multiply(x_TD, norm_weight_D, eps, weight_2ID, None, out_TI, gated=activation)
+    multiply(x_TD, norm_weight_D, eps, weight_2ID, None, out_TI, gated=activation, scales=scales)
     return out_TI
 
 
-def linear_add_(x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, residual_TO: Tensor) -> None:
+def linear_add_(
+    x_TK: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None,
+    residual_TO: Tensor,
+    scales: Tensor | None = None,
+) -> None:
     """residual += x Wᵀ (+ b), in place; rounded once."""
-    multiply(x_TK, None, 0.0, weight_OK, bias_O, residual_TO, add=True)
+    multiply(x_TK, None, 0.0, weight_OK, bias_O, residual_TO, add=True, scales=scales)
 
 
 def multiply(
@@ -68,39 +80,49 @@ def multiply(
     add: bool = False,
     config: Config | None = None,
     overlapped: bool = True,
+    scales: Tensor | None = None,
 ) -> None:
     """All of the above, with the block sizes of `config`, or those that suit the shape.
 
     Args:
+        scales: of a weight of 8 bits, one for each block of 128 × 128; it is multiplied as it is read, and
+            activations keep their dtype.
         gated: the activation of the gates, where the weight holds gates and ups.
         overlapped: whether kernels start before their predecessors end; it changes no result.
 
     Raises ValueError for tensors that the kernels would read wrongly, or too many tokens.
     """
-    shape = Shape(out_TO.shape[1], x_TK.shape[1], gated is not None)
-    _check(x_TK, weight, out_TO, shape)
+    shape = Shape(out_TO.shape[1], x_TK.shape[1], gated is not None, scales is not None)
+    _check(x_TK, weight, out_TO, shape, scales)
     config = config if config is not None else choose(len(x_TK), shape, x_TK.device)
     # On a GPU every kernel is launched as a dependent of the one before; the interpreter has none of it.
     overlapped = overlapped and x_TK.is_cuda
     launch = {"OVERLAPPED": overlapped, "launch_pdl": overlapped}
     gates = {"GATED": gated is not None, "GELU": gated == "gelu_tanh"}
-    switches = gates | {"BIAS": bias is not None, "ADD": add} | launch
+    switches = gates | {"BIAS": bias is not None, "ADD": add, "SCALED": scales is not None} | launch
     if isinstance(config, MatvecConfig):
-        _matvec(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches)
+        _matvec(x_TK, norm_weight_K, eps, weight, scales, bias, out_TO, config, switches)
         return
     if norm_weight_K is not None and not config.fold_norm:
         x_TK = _normalise(x_TK, norm_weight_K, eps, launch)
         norm_weight_K = None
-    _product(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches)
+    _product(x_TK, norm_weight_K, eps, weight, scales, bias, out_TO, config, switches)
 
 
-def _check(x_TK: Tensor, weight: Tensor, out_TO: Tensor, shape: Shape) -> None:
+def _check(x_TK: Tensor, weight: Tensor, out_TO: Tensor, shape: Shape, scales: Tensor | None) -> None:
     if not 1 <= len(x_TK) <= MAX_TOKENS:
         raise ValueError(f"{len(x_TK)} tokens; these kernels take 1 to {MAX_TOKENS}")
     if weight.shape != (shape.num_rows * (2 if shape.gated else 1), shape.num_columns):
         raise ValueError(f"a weight of {tuple(weight.shape)} does not fit {shape}")
     if not (x_TK.is_contiguous() and weight.is_contiguous() and out_TO.is_contiguous()):
         raise ValueError("the tensors must be contiguous")
+    if scales is not None and scales.shape != (
+        _ceil_div(len(weight), 128),
+        _ceil_div(shape.num_columns, 128),
+    ):
+        raise ValueError(
+            f"scales of {tuple(scales.shape)} are not those of a weight of {tuple(weight.shape)}"
+        )
 
 
 def _matvec(
@@ -108,6 +130,7 @@ def _matvec(
     norm: Tensor | None,
     eps: float,
     weight: Tensor,
+    scales: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
     config: MatvecConfig,
@@ -118,6 +141,7 @@ def _matvec(
         x,
         norm,
         weight,
+        scales,
         bias,
         out,
         num_rows,
@@ -153,6 +177,7 @@ def _product(
     norm: Tensor | None,
     eps: float,
     weight: Tensor,
+    scales: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
     config: ProductConfig,
@@ -173,6 +198,7 @@ def _product(
         x,
         norm,
         weight,
+        scales,
         bias,
         out,
         partial,

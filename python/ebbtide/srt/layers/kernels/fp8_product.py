@@ -1,0 +1,166 @@
+"""Products of activations and weights of 8 bits (e4m3), with a scale for each 128 columns, in Triton.
+
+Activations are quantised by token and group of 128 columns, weights by blocks of 128 × 128. The tensor cores
+add 128 products at a time; what these come to is scaled and added up in float32, as DeepSeek-V3's report has
+it (https://arxiv.org/abs/2412.19437, section 3.3).
+
+Shapes: T tokens, K columns, O outputs, G = K / 128 groups.
+"""
+
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.srt.layers.kernels.launch import overlap_options
+
+GROUP = 128
+
+
+def quantize_tokens(
+    x_TK: Tensor, norm_weight_K: Tensor | None = None, eps: float = 0.0, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """x, or rms_norm(x), in e4m3 [T, K], and its scales [T, G], tokens side by side.
+
+    Args:
+        x_TK: contiguous; K a multiple of 128.
+        norm_weight_K, eps, offset: of the norm; without a weight there is none.
+    """
+    num_tokens, num_columns = x_TK.shape
+    values_TK = torch.empty(x_TK.shape, dtype=torch.float8_e4m3fn, device=x_TK.device)
+    scales_GT = torch.empty((num_columns // GROUP, num_tokens), dtype=torch.float32, device=x_TK.device)
+    _quantize[(num_tokens,)](
+        x_TK,
+        norm_weight_K,
+        values_TK,
+        scales_GT,
+        num_tokens,
+        eps,
+        offset,
+        COLUMNS=num_columns,
+        GROUPS=triton.next_power_of_2(num_columns // GROUP),
+        NORM=norm_weight_K is not None,
+        num_warps=8 if num_columns > 2048 else 4,
+        **overlap_options(x_TK),
+    )
+    return values_TK, scales_GT.t()
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _quantize(  # type: ignore[no-untyped-def]
+    x_ptr,
+    norm_ptr,
+    values_ptr,
+    scales_ptr,
+    num_tokens,
+    eps,
+    offset,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NORM: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """One token per program."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+    groups = tl.arange(0, GROUPS)
+    columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = columns < COLUMNS
+    if NORM:
+        weight = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32) + offset
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    x = tl.load(x_ptr + token * COLUMNS + columns, mask=inside, other=0.0)
+    if NORM:
+        wide = x.to(tl.float32)
+        squares = tl.sum(tl.sum(wide * wide, axis=1), axis=0)
+        # Rounded as the norm by itself rounds.
+        x = (wide * (1.0 / tl.sqrt(squares / COLUMNS + eps)) * weight).to(x.dtype)
+    x = x.to(tl.float32)
+    largest = tl.max(tl.abs(x), axis=1)
+    # Divisions that round as torch's do.
+    scale = tl.where(largest > 0.0, tl.div_rn(largest, tl.full((GROUPS,), 448.0, tl.float32)), 1.0)
+    wide_scale = tl.broadcast_to(scale[:, None], (GROUPS, 128))
+    values = tl.div_rn(x, wide_scale).to(tl.float8e4nv)
+    tl.store(values_ptr + token * COLUMNS + columns, values, mask=inside)
+    tl.store(scales_ptr + groups * num_tokens + token, scale, mask=groups < COLUMNS // 128)
+
+
+def scaled_product(
+    x_TK: Tensor,
+    x_scales_TG: Tensor,
+    weight_OK: Tensor,
+    scales: Tensor,
+    out_TO: Tensor,
+    *,
+    add: bool,
+    tile: tuple[int, int, int, int],
+) -> None:
+    """x Wᵀ into `out_TO`, or added to it; `tile`: tokens and rows of a program, warps, stages."""
+    (num_tokens, num_columns), num_rows = x_TK.shape, len(weight_OK)
+    tokens, rows, num_warps, num_stages = tile
+    grid = (triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, rows),)
+    _product[grid](
+        x_TK,
+        x_scales_TG,
+        weight_OK,
+        scales,
+        out_TO,
+        num_tokens,
+        num_rows,
+        num_columns,
+        TOKENS=tokens,
+        ROWS=rows,
+        ADD=add,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **overlap_options(x_TK),
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _product(  # type: ignore[no-untyped-def]
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    scales_ptr,
+    out_ptr,
+    num_tokens,
+    num_rows,
+    num_columns,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """Some tokens by some rows. Programs beside each other share their rows: these are read once."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+    token_blocks = tl.cdiv(num_tokens, TOKENS)
+    first_row = tl.program_id(0) // token_blocks * ROWS
+    tokens = tl.program_id(0) % token_blocks * TOKENS + tl.arange(0, TOKENS)
+    rows = first_row + tl.arange(0, ROWS)
+    columns = tl.arange(0, 128)
+    # What is out of range reads something valid and is not stored.
+    token_places = tl.where(tokens < num_tokens, tokens, 0)
+    row_places = tl.where(rows < num_rows, rows, 0)
+    x_pointers = x_ptr + token_places.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    weight_pointers = weight_ptr + row_places.to(tl.int64)[None, :] * num_columns + columns[:, None]
+    groups = num_columns // 128
+    scale_pointers = scales_ptr + first_row // 128 * groups
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros((TOKENS, ROWS), tl.float32)
+    for group in range(groups):
+        x = tl.load(x_pointers + group * 128)
+        weight = tl.load(weight_pointers + group * 128)
+        scale = tl.load(x_scales_ptr + group * num_tokens + token_places) * tl.load(scale_pointers + group)
+        total += tl.dot(x, weight) * scale[:, None]
+    places = out_ptr + tokens.to(tl.int64)[:, None] * num_rows + rows[None, :]
+    stored = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
+    if ADD:
+        total += tl.load(places, mask=stored, other=0.0).to(tl.float32)
+    tl.store(places, total.to(out_ptr.dtype.element_ty), mask=stored)
