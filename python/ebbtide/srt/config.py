@@ -44,6 +44,8 @@ class ModelConfig:
         context_len: tokens of prompt and output together.
         eos_token_ids: of config.json and generation_config.json; the tokenizer's own may add to them.
         fp32_lm_head: whether logits are computed in float32, whatever the dtype.
+        quantization: "fp8", or None where weights keep their dtype.
+        quantization_exclude: patterns of modules that keep it anyway, see `models.quantizing.Quantization`.
     """
 
     path: str
@@ -67,6 +69,8 @@ class ModelConfig:
     weight_version: str
     skip_tokenizer_init: bool
     fp32_lm_head: bool = False
+    quantization: str | None = None
+    quantization_exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +277,8 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
     hidden_size = hf_folder.positive_int(folder, hf_config, "hidden_size")
     longest = hf_folder.positive_int(folder, hf_config, "max_position_embeddings")
     dtype = hf_folder.declared_dtype(folder, hf_config) if args.dtype == "auto" else _dtype_name(args.dtype)
+    in_checkpoint = hf_folder.fp8_exclusions(folder, hf_config)
+    quantization = "fp8" if in_checkpoint is not None else args.quantization
     return ModelConfig(
         path=str(folder),
         tokenizer_path=str(tokenizer),
@@ -295,6 +301,8 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
         weight_version=args.weight_version,
         skip_tokenizer_init=args.skip_tokenizer_init,
         fp32_lm_head=args.enable_fp32_lm_head,
+        quantization=quantization,
+        quantization_exclude=(*(in_checkpoint or ()), *(args.quantization_exclude or ())),
     )
 
 

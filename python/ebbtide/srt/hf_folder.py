@@ -92,6 +92,35 @@ def declared_dtype(folder: Path, hf_config: PreTrainedConfig) -> str:
     return name
 
 
+def fp8_exclusions(folder: Path, hf_config: PreTrainedConfig) -> tuple[str, ...] | None:
+    """The modules that a checkpoint in FP8 keeps in more bits; None for one that is not quantised.
+
+    Raises ConfigurationError for any other quantisation than blocks of 128 × 128 in e4m3.
+    """
+    given = getattr(hf_config, "quantization_config", None)
+    if given is None:
+        return None
+    fields = given if isinstance(given, dict) else given.to_dict()
+    found = {
+        "quant_method": fields.get("quant_method"),
+        "fmt": fields.get("fmt", "e4m3"),
+        "weight_block_size": fields.get("weight_block_size"),
+        "activation_scheme": fields.get("activation_scheme", "dynamic"),
+    }
+    expected = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
+    if found != expected:
+        raise ConfigurationError(
+            f"{folder}/config.json: quantization_config: expected {expected}, or none, got {found}"
+        )
+    names = fields.get("modules_to_not_convert") or fields.get("ignored_layers") or ()
+    return tuple(str(name) for name in names)
+
+
 def eos_token_ids(folder: Path, hf_config: PreTrainedConfig) -> frozenset[int]:
     """The ids that end a text, by config.json and generation_config.json together."""
     in_config = _ids(folder / "config.json", getattr(hf_config, "eos_token_id", None))

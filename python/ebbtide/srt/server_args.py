@@ -165,6 +165,21 @@ class ServerArgs(SglangArguments):
     routed_experts_format: Annotated[
         str, Arg("Of routed experts in /v1 and /inference.", choices=("npy", "packed"))
     ] = "npy"
+    quantization: Annotated[
+        str | None,
+        Arg(
+            "Bits of weights: fp8 keeps blocks of 128 x 128 in e4m3 with a scale each (default: as the "
+            "checkpoint says).",
+            choices=("fp8",),
+        ),
+    ] = None
+    quantization_exclude: Annotated[
+        list[str] | None,
+        Arg(
+            "Modules that keep their dtype, by their names in checkpoints, as o_proj or model.layers.0.* "
+            "(always: lm_head, embeddings, routers, norms)."
+        ),
+    ] = None
     enable_fp32_lm_head: Annotated[bool, Arg("Compute logits in float32.")] = False
     disable_radix_cache: Annotated[bool, Arg("No prefix cache.")] = False
     prefix_cache_scope: Annotated[

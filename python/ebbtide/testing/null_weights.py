@@ -143,6 +143,9 @@ class NullWeights:
     def stored_as(self, name: str) -> str:
         return name
 
+    def precision_of(self, name: str) -> str:
+        return ""
+
     def read(self, name: str, max_rows: int) -> list[Any]:
         if name not in self.names:
             raise RequestRejected(f"the model has no parameter {name!r}")

@@ -20,6 +20,8 @@ class VocabEmbedding(Linear):
         has_float32_logits: whether the products are rounded to float32 rather than to the parameters' dtype.
     """
 
+    is_quantizable = False
+
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__(hidden_size, vocab_size, bias=False, dtype=dtype)
         self._vocab_size = vocab_size

@@ -33,14 +33,17 @@ class Linear(nn.Module):
     Few tokens on a GPU take kernels of their own (`small_batch`): a layer then costs the time to read its
     weights and to start and drain each kernel, which they save. Everything else is a library's.
 
-    A subclass whose weight is stored otherwise gives its own `multiply`, `multiply_onto` and
-    `few_token_kernels`; norms, gates, residuals and ranks are the same for all.
+    A subclass whose weight is stored otherwise gives its own `multiply` and `multiply_onto`, and the `scales`
+    that kernels for few tokens are to know of; gates, residuals and ranks are the same for all.
 
     Parameters are made on the meta device; the weight store gives them memory.
 
     Attributes:
         group: the ranks that divide the weight among them.
+        is_quantizable: whether its weight may be kept in fewer bits.
     """
+
+    is_quantizable = True
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -54,6 +57,11 @@ class Linear(nn.Module):
             else None
         )
 
+    @property
+    def scales(self) -> Tensor | None:
+        """By which the weight's blocks are to be multiplied; None: they are as they should be."""
+        return None
+
     def project(self, x_TD: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """The product with norm(x), or x: [T, O] of this rank's outputs."""
         return self._project(x_TD, norm, self.bias)
@@ -62,9 +70,11 @@ class Linear(nn.Module):
         """activation(gate) · up of norm(x), [T, I]; the gates' rows of the weight come first."""
         if self.bias is None and (kernels := self.few_token_kernels(x_TD)) is not None:
             x_TD, weight = _foldable(x_TD, norm)
-            product: Tensor = kernels.norm_gate_up(x_TD, weight, norm.eps, self.weight, activation)
+            product: Tensor = kernels.norm_gate_up(
+                x_TD, weight, norm.eps, self.weight, activation, self.scales
+            )
             return product
-        return gated(self.multiply(norm(x_TD), self.bias), activation)
+        return gated(self.multiply(x_TD, self.bias, norm), activation)
 
     def project_summed(self, x_TD: Tensor) -> Tensor:
         """The product, [T, O], where each rank holds some of the inputs: all ranks' products added up."""
@@ -75,13 +85,13 @@ class Linear(nn.Module):
         if self.group.size > 1:
             self.group.add_reduced_(self._part(x_TD), residual_TO)
         elif (kernels := self.few_token_kernels(x_TD)) is not None:
-            kernels.linear_add_(x_TD, self.weight, self.bias, residual_TO)
+            kernels.linear_add_(x_TD, self.weight, self.bias, residual_TO, self.scales)
         else:
             self.multiply_onto(residual_TO, x_TD)
 
-    def multiply(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x Wᵀ (+ b) for any number of tokens."""
-        return linear(x_TD, self.weight, bias_O)
+    def multiply(self, x_TD: Tensor, bias_O: Tensor | None, norm: RMSNorm | None = None) -> Tensor:
+        """x Wᵀ (+ b), or that of norm(x), for any number of tokens."""
+        return linear(x_TD if norm is None else norm(x_TD), self.weight, bias_O)
 
     def multiply_onto(self, residual_TO: Tensor, x_TD: Tensor) -> None:
         """residual += x Wᵀ (+ b) for any number of tokens."""
@@ -107,9 +117,9 @@ class Linear(nn.Module):
         if (kernels := self.few_token_kernels(x_TD)) is not None:
             x_TD, weight = (x_TD, None) if norm is None else _foldable(x_TD, norm)
             eps = norm.eps if norm is not None else 0.0
-            product: Tensor = kernels.norm_linear(x_TD, weight, eps, self.weight, bias_O)
+            product: Tensor = kernels.norm_linear(x_TD, weight, eps, self.weight, bias_O, self.scales)
             return product
-        return self.multiply(x_TD if norm is None else norm(x_TD), bias_O)
+        return self.multiply(x_TD, bias_O, norm)
 
 
 def _foldable(x_TD: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | None]:

@@ -127,6 +127,8 @@ class MoeMLP(nn.Module):
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate = Linear(hidden_size, config.num_experts, bias=False, dtype=dtype)
+        # Few outputs, and what they decide is not to be rounded.
+        self.gate.is_quantizable = False
         self.experts = Experts(config, hidden_size, dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionShape, Progress, kinds_of
 from ebbtide.srt.layers.attention.registry import choose_backend
+from ebbtide.srt.layers.kernels.launch import card, has_fp8
 from ebbtide.srt.mem_cache.kv_layout import (
     CUDA_MIN_RUN_BYTES,
     MIN_CHUNK_PAGES,
@@ -40,6 +41,7 @@ from ebbtide.srt.model_executor.sampling.sampler import Sampler
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.moe import MoeCausalLM
+from ebbtide.srt.models.quantizing import Quantization
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.sampling_params import SamplingParams
 
@@ -92,11 +94,12 @@ def build_model_runner(
         model.use_float32_logits()
     shape = attention_shape(model, model_config, cache_config)
     make_attention = _attention_backend(runtime_config.attention_backend, shape, torch_device)
+    quantization = _quantization(model_config, torch_device)
     # The compilers of attention are processes of their own, beside which everything else goes on.
     with ThreadPoolExecutor(1) as beside:
         compiled = beside.submit(make_attention.compile, shape, torch_device, progress)
         try:
-            weight_store = WeightStore(model, arenas, layout.chunk_bytes, group)
+            weight_store = WeightStore(model, arenas, layout.chunk_bytes, group, quantization)
         except OutOfDeviceMemory as error:
             raise ConfigurationError(f"the weights do not fit: {error}") from error
         load_weights(weight_store, model_config.path, model_config.load_format)
@@ -174,6 +177,26 @@ def expert_slots(model: CausalLM) -> dict[str, Any] | None:
         "per_token": model.moe.num_experts_per_token,
         "sparse_layers": sorted(model.sparse_layers),
     }
+
+
+def _quantization(model_config: ModelConfig, device: torch.device) -> Quantization | None:
+    """Which weights are kept in 8 bits.
+
+    Raises ConfigurationError where this device has no products of them.
+    """
+    if model_config.quantization is None:
+        return None
+    if device.type == "cuda":
+        if not has_fp8(device):
+            raise ConfigurationError(
+                "quantization=fp8: expected a GPU that multiplies e4m3, Hopper (compute capability 9.0) or "
+                f"later, found {card(device)}"
+            )
+        if model_config.dtype != "bfloat16":
+            raise ConfigurationError(
+                f"quantization=fp8: expected dtype bfloat16 on a GPU, got {model_config.dtype}"
+            )
+    return Quantization(model_config.quantization_exclude)
 
 
 def _log_staging(kv_pool: KVPool, weight_store: WeightStore, *, can_lend: bool) -> None:

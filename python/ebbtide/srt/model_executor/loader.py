@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.stored_tensor import StoredTensor
@@ -78,15 +79,21 @@ def load_weights(store: WeightStore, path: str | Path, load_format: str) -> None
     missing = sorted(store.names - checkpoint.entries.keys())
     if missing:
         raise ConfigurationError(f"{path}: {len(missing)} tensors are missing: {summary(missing)}")
+    dtypes = {name: entry.dtype for name, entry in checkpoint.entries.items()}
     problems = [
         f"{problem.name}: {problem.reason}"
         for name, entry in checkpoint.entries.items()
-        if (problem := store.check(name, entry.shape, entry.dtype))
+        if (
+            problem := store.check(name, entry.shape, entry.dtype)
+            or store.check_scales(name, entry.dtype, dtypes)
+        )
     ]
     if problems:
         raise ConfigurationError(f"{path} does not fit the model: {summary(problems)}")
     try:
         for name, tensor in checkpoint.tensors():
+            if store.is_scales(name) and not are_scales(tensor.read()):
+                raise ConfigurationError(f"{path}: {name}: expected scales that are finite and above zero")
             store.write(name, tensor, None)
     except RequestRejected as error:
         raise ConfigurationError(error.message) from error

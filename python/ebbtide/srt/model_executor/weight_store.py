@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.layers.fp8 import BLOCK, FP8, SCALES_SUFFIX, dequantize, quantize_into
 from ebbtide.srt.mem_cache.kv_scales import scale_place
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.chunk_pool import ChunkArena
@@ -19,13 +20,16 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.kept_sums import KeptSums
 from ebbtide.srt.model_executor.weight_copies import CONVERTIBLE, Run, WeightCopies, compile_copies
 from ebbtide.srt.models.base import CausalLM
-from ebbtide.srt.models.sharding import Part, replace_parameter, shard
-from ebbtide.srt.stored_tensor import StoredTensor, copy_into
+from ebbtide.srt.models.quantizing import Quantization, quantize
+from ebbtide.srt.models.sharding import Part, Placement, replace_parameter, shard
+from ebbtide.srt.stored_tensor import StoredTensor, copy_into, whole
 
 ALIGNMENT_BYTES = 256
 LOCAL_SLICE_BYTES = 64 << 20
 # At the speed of pageable memory, about what a forward pass can be kept waiting for.
 TRANSFER_BYTES = 16 << 20
+# What decides how many bits a weight has.
+OTHER_PRECISION = "--quantization, --quantization-exclude"
 # So much of a sender's names and shapes is repeated in a message.
 MAX_TEXT = 200
 
@@ -61,11 +65,13 @@ class Destination:
         region: of a parameter, which may be wider than what is written.
         part: what this rank holds of the tensor; None: all of it.
         is_first: whether no rank before this one holds the same.
+        scales: those of the region, where it holds 8 bits of each element: a tensor of more is quantised.
     """
 
     region: Tensor
     part: Part | None
     is_first: bool = True
+    scales: Tensor | None = None
 
     def is_like(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Whether such a tensor could be received here as it is: byte for byte, in one piece."""
@@ -76,6 +82,30 @@ class Destination:
         """What this rank holds of a whole tensor."""
         part = self.part
         return tensor if part is None else tensor.narrow(part.dim, part.start, part.length)
+
+    @property
+    def telling(self) -> Tensor:
+        """What holds NaN or Inf if what was written does."""
+        return self.region if self.scales is None else self.scales
+
+    def write(self, tensor: Tensor) -> None:
+        """Write a whole tensor that the store's `check` accepts."""
+        for _ in self.write_by_slices(tensor, self.region.nbytes):
+            pass
+
+    def write_by_slices(self, tensor: Tensor | StoredTensor, slice_bytes: int) -> Iterator[int]:
+        """As `write`, yielding the bytes of each slice of about so many just written."""
+        part, region, scales = self.part_of(tensor), self.region, self.scales
+        if scales is None or tensor.dtype == region.dtype:
+            for piece, room in _row_slices(part, region, slice_bytes):
+                copy_into(room, piece)
+                yield room.nbytes
+            return
+        for piece, room in _row_slices(part, region, slice_bytes, multiple_of=BLOCK):
+            num_blocks = -(-len(room) // BLOCK)
+            quantize_into(room, scales[:num_blocks], whole(piece))
+            scales = scales[num_blocks:]
+            yield room.nbytes
 
 
 class WeightStore:
@@ -90,13 +120,14 @@ class WeightStore:
         saver: where the arena comes from.
         chunk_bytes: pieces in which it is taken, see `Arena`. A staged copy is taken piece by piece too.
         group: the ranks that divide the model among them.
+        quantization: which weights are kept in 8 bits; None: none.
 
     Attributes:
         places: kept here for those who write with kernels of their own: by checkpoint name, where it lies.
         sums: of the live weights, kept for those who check what they will hold.
         num_chunks: of the arena, on the rank where it has most; 0 where it has none that change places.
 
-    Raises ConfigurationError where the model cannot be divided among them.
+    Raises ConfigurationError where the model cannot be divided among them, or not be quantised.
     """
 
     def __init__(
@@ -105,10 +136,14 @@ class WeightStore:
         saver: ArenaSource,
         chunk_bytes: int | None = None,
         group: ParallelGroup | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         self._model = model
         self._group: ParallelGroup = SoloGroup() if group is None else group
         self._placements = shard(model, self._group)
+        self._scales: dict[str, Placement] = (
+            {} if quantization is None else quantize(model, self._placements, quantization)
+        )
         self._slots: dict[str, Slot] = {}
         num_bytes = 0
         for name, parameter in model.named_parameters():
@@ -126,7 +161,11 @@ class WeightStore:
         self.sums = KeptSums()
         self.places: dict[str, list[int] | None] = {}
         self._runs = {
-            False: {name: run for name in self._placements if (run := self._run(name)) is not None},
+            False: {
+                name: run
+                for name in (*self._placements, *self._scales)
+                if (run := self._run(name)) is not None
+            },
             True: {
                 name: Run(slot.offset, slot.num_bytes, 0, slot.dtype) for name, slot in self._slots.items()
             },
@@ -138,8 +177,13 @@ class WeightStore:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every checkpoint name that the model needs."""
+        """Every checkpoint name that the model needs; scales come with their weights, or are computed."""
         return frozenset(self._placements)
+
+    def is_scales(self, name: str, direct: bool = False) -> bool:
+        """Whether a tensor of this name holds the scales of another."""
+        known = self._slots if direct else self._scales
+        return name in known and self._weight_of(name, direct) is not None
 
     @property
     def num_bytes(self) -> int:
@@ -153,7 +197,7 @@ class WeightStore:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a tensor by its checkpoint name."""
-        return self._placements[name].target.shape
+        return self._place(name).target.shape
 
     def ignored(self, name: str) -> bool:
         """Whether a checkpoint may hold this name although there is nothing to write."""
@@ -171,19 +215,48 @@ class WeightStore:
             return None
         expected = self._expected_shape(name, direct)
         if expected is None:
-            return TensorProblem(name[:MAX_TEXT], "the model has no parameter of this name")
+            reason = "the model has no parameter of this name"
+            if self._expected_shape(name.removesuffix(SCALES_SUFFIX), direct) is not None:
+                reason = f"its weight is not kept in 8 bits here ({OTHER_PRECISION})"
+            return TensorProblem(name[:MAX_TEXT], reason)
         if tuple(shape) != expected:
             return TensorProblem(name, f"expected shape {list(expected)}, got {str(list(shape))[:MAX_TEXT]}")
         parameter_dtype = self._slot(name, direct).dtype
         if dtype != parameter_dtype and dtype not in CONVERTIBLE:
-            return TensorProblem(
-                name, f"expected {parameter_dtype} or a type that converts to it, got {dtype}"
-            )
+            reason = f"expected {parameter_dtype} or a type that converts to it, got {dtype}"
+            if dtype == FP8:
+                reason += f": it is not kept in 8 bits here ({OTHER_PRECISION})"
+            return TensorProblem(name, reason)
+        return None
+
+    def check_scales(
+        self, name: str, dtype: torch.dtype, others: Mapping[str, torch.dtype], direct: bool = False
+    ) -> TensorProblem | None:
+        """What stands against a tensor that `check` accepts beside `others`, the dtypes by name.
+
+        Values of 8 bits and their scales come together; what is quantised here brings no scales.
+        """
+        if self._expected_shape(name, direct) is None:
+            return None
+        weight = self._weight_of(name, direct)
+        if weight is not None and others.get(weight) != FP8:
+            found = others.get(weight, "nothing")
+            return TensorProblem(name, f"expected with it {weight} in {FP8}, got {found}")
+        scales = name + SCALES_SUFFIX
+        if dtype == FP8 and self._slot(name, direct).dtype == FP8 and scales not in others:
+            expected = self._expected_shape(scales, direct)
+            shape = list(expected) if expected is not None else "?"
+            return TensorProblem(name, f"expected its scales with it: {scales}, float32 of shape {shape}")
         return None
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Shape and dtype of a whole tensor as the model keeps it; None if it has none of this name."""
-        return (self.shape(name), self._slot(name, direct=False).dtype) if name in self._placements else None
+        is_known = name in self._placements or name in self._scales
+        return (self.shape(name), self._slot(name, direct=False).dtype) if is_known else None
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether a tensor is kept in 8 bits."""
+        return name in self._placements and self._slot(name, direct=False).dtype == FP8
 
     def check_bits(self, name: str, dtype: torch.dtype) -> TensorProblem | None:
         """What stands against changing some elements of a tensor that `check` accepts, bit for bit."""
@@ -222,11 +295,9 @@ class WeightStore:
             return
         if shadow is None:
             self.generation += 1
-        part, region = destination.part_of(tensor), destination.region
-        is_near = isinstance(part, Tensor) and part.device == region.device
-        for piece, room in _row_slices(part, region, region.nbytes if is_near else TRANSFER_BYTES):
-            copy_into(room, piece)
-            yield room.nbytes
+        region = destination.region
+        is_near = isinstance(tensor, Tensor) and tensor.device == region.device
+        yield from destination.write_by_slices(tensor, region.nbytes if is_near else TRANSFER_BYTES)
 
     def plan(
         self, copies: WeightCopies, name: str, tensor: Tensor, shadow: Shadow | None, direct: bool = False
@@ -243,9 +314,11 @@ class WeightStore:
         """
         if not direct and self.ignored(name):
             return None
-        part = None if direct else self._placements[name].part
+        part = None if direct else self._place(name).part
         is_first = self._group.rank == 0 if part is None else part.is_first
-        return Destination(self._region(name, shadow, direct), part, is_first)
+        return Destination(
+            self._region(name, shadow, direct), part, is_first, self._scales_region(name, shadow, direct)
+        )
 
     def note_write(self) -> None:
         """The live weights are about to be written, or have been, by somebody else."""
@@ -255,7 +328,7 @@ class WeightStore:
         """The checkpoint names that writing `name` makes valid."""
         if direct:
             return frozenset(self._sources[name])
-        return frozenset() if self.ignored(name) else frozenset({name})
+        return frozenset() if self.ignored(name) or name in self._scales else frozenset({name})
 
     def complete(self, shadow: Shadow, written: Iterable[str]) -> Generator[int, None, None]:
         """Copy everything but `written` (checkpoint names) from the live weights into the staged copy.
@@ -263,7 +336,9 @@ class WeightStore:
         A generator of the bytes of each slice (at most 64 MiB) just copied: the caller may do other
         things between two slices, as long as the live weights stay as they are.
         """
-        for name in sorted(self.names - frozenset(written)):
+        kept = sorted(self.names - frozenset(written))
+        scales = [scale for name in kept if (scale := name + SCALES_SUFFIX) in self._scales]
+        for name in (*kept, *scales):
             source, destination = self._region(name, None), self._region(name, shadow)
             for piece, room in _row_slices(source, destination, LOCAL_SLICE_BYTES):
                 copy_into(room, piece)
@@ -293,12 +368,15 @@ class WeightStore:
     def read(self, name: str, max_rows: int) -> Tensor:
         """The first rows of a whole tensor by its checkpoint name, as float32; RequestRejected if unknown.
 
-        All ranks of the group call it in the same turn.
+        Of what is kept in 8 bits these are the values times their scales. All ranks of the group call it in
+        the same turn.
         """
         name = self.stored_as(name)
-        if name not in self._placements:
+        if name not in self._placements and name not in self._scales:
             raise RequestRejected(f"the model has no parameter {name!r}")
-        mine, placement = self._region(name, None), self._placements[name]
+        mine, placement = self._region(name, None), self._place(name)
+        if (scales := self._scales_region(name, None)) is not None:
+            mine = dequantize(mine[:max_rows], scales)
         part = placement.part
         if part is None:
             return mine[:max_rows].to(torch.float32, copy=True)
@@ -321,11 +399,27 @@ class WeightStore:
         return digest.hexdigest()
 
     def _slot(self, name: str, direct: bool) -> Slot:
-        return self._slots[name if direct else self._placements[name].target.parameter]
+        return self._slots[name if direct else self._place(name).target.parameter]
+
+    def _place(self, name: str) -> Placement:
+        """Of a tensor of a checkpoint, or of scales."""
+        placement = self._placements.get(name)
+        return self._scales[name] if placement is None else placement
+
+    def _weight_of(self, name: str, direct: bool) -> str | None:
+        """The name of the values that belong to scales; None if it is no name of scales."""
+        weight = name.removesuffix(SCALES_SUFFIX)
+        is_known = weight in self._slots if direct else name in self._scales
+        return weight if is_known and weight != name else None
+
+    def _scales_region(self, name: str, shadow: Shadow | None, direct: bool = False) -> Tensor | None:
+        if self._slot(name, direct).dtype != FP8:
+            return None
+        return self._region(name + SCALES_SUFFIX, shadow, direct)
 
     def _run(self, name: str) -> Run | None:
         """Where a tensor of a checkpoint goes, if it goes there as it is, in one piece."""
-        placement = self._placements[name]
+        placement = self._place(name)
         target, part, slot = placement.target, placement.part, self._slots[placement.target.parameter]
         if target.dim != 0 or (part is not None and part.dim != 0):
             return None
@@ -338,7 +432,7 @@ class WeightStore:
     def _expected_shape(self, name: str, direct: bool) -> tuple[int, ...] | None:
         if direct:
             return self._slots[name].shape if name in self._slots else None
-        return self.shape(name) if name in self._placements else None
+        return self.shape(name) if name in self._placements or name in self._scales else None
 
     def _region(self, name: str, shadow: Shadow | None, direct: bool = False) -> Tensor:
         slot = self._slot(name, direct)
@@ -346,17 +440,18 @@ class WeightStore:
         parameter = memory.view(slot.offset, slot.shape, slot.dtype)
         if direct:
             return parameter
-        target = self._placements[name].target
+        target = self._place(name).target
         return parameter.narrow(target.dim, target.start, target.length)
 
 
 def _row_slices(
-    source: Tensor | StoredTensor, destination: Tensor, slice_bytes: int
+    source: Tensor | StoredTensor, destination: Tensor, slice_bytes: int, multiple_of: int = 1
 ) -> Iterator[tuple[Tensor | StoredTensor, Tensor]]:
-    """Pairs of rows of two tensors of one shape, of at most `slice_bytes` in the destination, or one row."""
+    """Pairs of rows of two tensors of one shape, of at most `slice_bytes` in the destination, or so many."""
     if destination.nbytes <= slice_bytes or source.dim() == 0:
         yield source, destination
         return
-    num_rows = max(1, slice_bytes // max(1, destination[:1].nbytes))
+    num_rows = slice_bytes // max(1, destination[:1].nbytes)
+    num_rows = max(multiple_of, num_rows // multiple_of * multiple_of)
     pieces = torch.split(source, num_rows) if isinstance(source, Tensor) else source.split(num_rows)
     yield from zip(pieces, torch.split(destination, num_rows), strict=True)

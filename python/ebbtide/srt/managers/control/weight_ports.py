@@ -356,6 +356,10 @@ class Weights(Protocol):
         """The checkpoint name of the tensor that the model uses for this one; another where two are tied."""
         ...
 
+    def precision_of(self, name: str) -> str:
+        """How what `read` returns differs from what is kept, for people; empty where it does not."""
+        ...
+
     def read(self, name: str, max_rows: int) -> list[Any]:
         """The first rows of a tensor by its checkpoint name.
 

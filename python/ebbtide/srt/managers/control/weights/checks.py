@@ -56,7 +56,8 @@ class WeightReading:
                 raise RequestRejected(
                     f"{name} is stale: it was not written since the weights were resumed", 409
                 )
-        return GetWeightsByNameReqOutput(values=self._weights.read(name, request.truncate_size))
+        values = self._weights.read(name, request.truncate_size)
+        return GetWeightsByNameReqOutput(values=values, message=self._weights.precision_of(name))
 
 
 class WeightChecks:

@@ -7,23 +7,25 @@ from contextlib import closing
 from types import MappingProxyType
 from typing import Final, TypeVar
 
+import torch
 from torch import Tensor
 
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.managers.control.ports import OutOfStep, Slices
 from ebbtide.srt.managers.control.weight_ports import Staging
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.model_executor.kept_sums import KeptSums
 from ebbtide.srt.model_executor.weight_copies import NonFinite, WeightCopies
-from ebbtide.srt.model_executor.weight_store import Destination, WeightStore
+from ebbtide.srt.model_executor.weight_store import Destination, TensorProblem, WeightStore
 from ebbtide.srt.stored_tensor import StoredTensor, whole
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel
 from ebbtide.srt.weight_sync.delta.state_sum import as_hex
 from ebbtide.srt.weight_sync.delta.target import StoreTarget
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation
-from ebbtide.srt.weight_sync.source import WeightSource
+from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges
 
 T = TypeVar("T")
@@ -170,10 +172,11 @@ class IncomingTensors:
         source, store = self._source, self._store
         covered: set[str] = set()
         others: set[str] = set()
+        dtypes = {entry.name: entry.dtype for entry in source.entries}
         for entry in source.entries:
             problem = store.check(entry.name, entry.shape, entry.dtype, source.direct)
-            if problem is None and isinstance(source, DeltaSource) and source.needs_own_dtype:
-                problem = store.check_bits(entry.name, entry.dtype)
+            if problem is None:
+                problem = self._problem_beside(entry, dtypes)
             if problem is not None:
                 self.problems.append({"name": problem.name, "reason": problem.reason})
             is_ignored = not source.direct and store.ignored(entry.name)
@@ -187,16 +190,27 @@ class IncomingTensors:
         self.names = frozenset(covered)
         self.sent = frozenset(covered | others)
 
+    def _problem_beside(self, entry: TensorHeader, dtypes: dict[str, torch.dtype]) -> TensorProblem | None:
+        """What stands against a tensor that fits, because of what comes with it or how it comes."""
+        source, store = self._source, self._store
+        if isinstance(source, DeltaSource):
+            if source.needs_own_dtype or store.is_quantized(entry.name):
+                return store.check_bits(entry.name, entry.dtype)
+            return None
+        return store.check_scales(entry.name, entry.dtype, dtypes, source.direct)
+
     def receive_into(self, staging: Staging) -> bool:
         assert isinstance(staging, InPlace | Staged)
         source, store = self._source, self._store
         if not isinstance(source, BroadcastSource) or not source.can_receive_in_place(store.device):
             return False
+        if self._scale_names():  # They are looked at before anything is written.
+            return False
 
         def destinations() -> list[Destination | None]:
             made = [store.destination(entry.name, staging.shadow) for entry in source.entries]
             named = zip(source.entries, made, strict=True)
-            self._received = [(entry.name, place.region) for entry, place in named if place is not None]
+            self._received = [(entry.name, place.telling) for entry, place in named if place is not None]
             return made
 
         self._receives_into = staging
@@ -220,6 +234,7 @@ class IncomingTensors:
         """Of what lies on the device the copies are planned too: then a burst has nothing but them to do."""
         assert isinstance(staging, InPlace | Staged)
         yield from self._source.open()
+        yield from self._check_scales()
         if not self._is_planned:
             return
         planning = self._plan(staging)
@@ -229,6 +244,30 @@ class IncomingTensors:
                 if (planned := next(planning, None)) is None:
                     return
             yield planned
+
+    def _scale_names(self) -> frozenset[str]:
+        """The tensors that hold scales of others, where they are written as they are."""
+        source = self._source
+        if self._loader is not None or self.is_delta:
+            return frozenset()
+        names = (entry.name for entry in source.entries)
+        return frozenset(name for name in names if self._store.is_scales(name, source.direct))
+
+    def _check_scales(self) -> Slices[None]:
+        """Refuse scales that are none, before anything is written."""
+        names = self._scale_names()
+        if not names:
+            return
+        with self._device.copying():
+            found = [(name, are_scales(whole(tensor))) for name, tensor in self._source if name in names]
+            good = torch.stack([is_good.to(self._store.device) for _, is_good in found]).tolist()
+        wrong = sorted({name for (name, _), is_good in zip(found, good, strict=True) if not is_good})
+        if wrong:
+            raise RequestRejected(
+                f"nothing was written: scales are finite and above zero; {len(wrong)} tensors of scales have "
+                f"others ({', '.join(wrong[:MAX_TOLD])})"
+            )
+        yield len(found)
 
     def _plan(self, staging: InPlace | Staged) -> Iterator[int]:
         for number, (name, tensor) in enumerate(self._source):
@@ -327,7 +366,7 @@ class IncomingTensors:
                 yield from store.write_by_slices(name, tensor, shadow, direct)
                 written = store.destination(name, shadow, direct)
                 if written is not None:
-                    self._looked_at.add(name, written.region)
+                    self._looked_at.add(name, written.telling)
         except RequestRejected as error:
             if staging.is_staged:
                 raise

@@ -130,6 +130,11 @@ class EngineWeights:
     def stored_as(self, name: str) -> str:
         return self._store.stored_as(name)
 
+    def precision_of(self, name: str) -> str:
+        if not self._store.is_quantized(name):
+            return ""
+        return "dequantized: it is kept as float8_e4m3fn, with a scale for each block of 128 x 128"
+
     def read(self, name: str, max_rows: int) -> list[Any]:
         rows: list[Any] = self._store.read(name, max_rows).tolist()
         return rows

@@ -1,0 +1,100 @@
+"""Weights of 8 bits (e4m3) with a scale for each block of 128 × 128, and the products with them.
+
+A weight is values · scale, block by block, where scale = the block's largest magnitude / 448. Checkpoints of
+DeepSeek-V3 and Qwen3-FP8 keep them alike, and call the scales `weight_scale_inv`.
+
+Shapes: T tokens, K columns, O outputs, R rows of a weight, B and C blocks along rows and columns.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from ebbtide.srt.layers.linear import Linear, linear
+from ebbtide.srt.layers.norm import RMSNorm
+
+BLOCK: Final = 128
+FP8: Final = torch.float8_e4m3fn
+LARGEST: Final = 448.0
+# What the parameter with the scales is called: the name of the one with the values, and this behind it.
+SCALES_SUFFIX: Final = "_scale_inv"
+
+
+def num_blocks(size: int) -> int:
+    """Blocks along a dimension; the last one may be narrower."""
+    return -(-size // BLOCK)
+
+
+def quantize_into(values_RK: Tensor, scales_BC: Tensor, weight_RK: Tensor) -> None:
+    """Write a weight as values and scales, on their device. Any floating type, any device.
+
+    Divisions and roundings are those of float32 and of torch's own conversion, on every device: to nearest,
+    ties to even. A block of zeros has the scale 1. One with NaN or Inf has a scale that is none.
+    """
+    weight_RK = weight_RK.to(values_RK.device, non_blocking=True)
+    if weight_RK.is_cuda:
+        from ebbtide.srt.layers.kernels.fp8_quantize import quantize_blocks
+
+        quantize_blocks(weight_RK, values_RK, scales_BC)
+        return
+    # Row of blocks by row of blocks: what is computed with stays in the cache.
+    for row, scales_C in enumerate(scales_BC):
+        rows = slice(row * BLOCK, (row + 1) * BLOCK)
+        piece = weight_RK[rows].to(torch.float32)
+        padding = -piece.shape[1] % BLOCK
+        blocks = nn.functional.pad(piece, (0, padding)).view(len(piece), -1, BLOCK)
+        scale_C = blocks.abs().amax((0, 2)) / LARGEST
+        scale_C = torch.where(scale_C == 0, 1.0, scale_C)
+        scales_C.copy_(scale_C)
+        quantized = (blocks / scale_C[:, None]).view(len(piece), -1)[:, : piece.shape[1]]
+        values_RK[rows].copy_(quantized)
+
+
+def dequantize(values_RK: Tensor, scales_BC: Tensor) -> Tensor:
+    """The weight, float32."""
+    wide = scales_BC.repeat_interleave(BLOCK, 0)[: values_RK.shape[0]]
+    return values_RK.to(torch.float32) * wide.repeat_interleave(BLOCK, 1)[:, : values_RK.shape[1]]
+
+
+def are_scales(scales: Tensor) -> Tensor:
+    """Whether all of them are finite and above zero: a bool, where they are."""
+    return ((scales > 0) & scales.isfinite()).all()
+
+
+class Fp8Linear(Linear):
+    """A `Linear` whose weight has 8 bits.
+
+    On a CPU its products are those of the weight in float32, and activations keep their dtype.
+
+    Args:
+        plain: with parameters on the meta device; what it becomes has its sizes, bias and ranks.
+
+    Attributes:
+        weight_scale_inv: float32 [B, C].
+    """
+
+    def __init__(self, plain: Linear) -> None:
+        super().__init__(1, 1, bias=False, dtype=FP8)
+        num_rows, num_columns = plain.weight.shape
+        self.group = plain.group
+        self.bias = plain.bias
+        self.weight = _meta((num_rows, num_columns), FP8)
+        self.weight_scale_inv = _meta((num_blocks(num_rows), num_blocks(num_columns)), torch.float32)
+
+    @property
+    def scales(self) -> Tensor | None:
+        return self.weight_scale_inv
+
+    def multiply(self, x_TK: Tensor, bias_O: Tensor | None, norm: RMSNorm | None = None) -> Tensor:
+        x_TK = x_TK if norm is None else norm(x_TK)
+        weight_OK = dequantize(self.weight, self.weight_scale_inv)
+        bias_O = None if bias_O is None else bias_O.to(torch.float32)
+        return linear(x_TK.to(torch.float32), weight_OK, bias_O).to(x_TK.dtype)
+
+    def multiply_onto(self, residual_TO: Tensor, x_TK: Tensor) -> None:
+        residual_TO += self.multiply(x_TK, self.bias)
+
+
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)

@@ -1,0 +1,119 @@
+"""Fewer bits, applied to a model from outside, behind `sharding`: which layers, and where their scales go."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.layers.fp8 import BLOCK, SCALES_SUFFIX, Fp8Linear, num_blocks
+from ebbtide.srt.layers.linear import Linear
+from ebbtide.srt.layers.moe import MoeMLP
+from ebbtide.srt.models.base import CausalLM
+from ebbtide.srt.models.sharding import Placement
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What is kept in 8 bits.
+
+    Attributes:
+        exclude: patterns of checkpoint modules that keep their dtype, as `model.layers.0.*` or `*.o_proj`; a
+            pattern without a wildcard also means everything below that module.
+    """
+
+    exclude: tuple[str, ...] = ()
+
+    def excludes(self, module: str) -> bool:
+        """Whether a checkpoint's module keeps its dtype."""
+        return any(fnmatchcase(module, pattern) or _is_below(module, pattern) for pattern in self.exclude)
+
+
+def _is_below(module: str, pattern: str) -> bool:
+    return f".{pattern}." in f".{module}."
+
+
+def quantize(
+    model: CausalLM, placements: Mapping[str, Placement], quantization: Quantization
+) -> dict[str, Placement]:
+    """Have a model keep weights in 8 bits: its meta parameters change, and scales come beside them.
+
+    Output layers, embeddings, norms and routers keep their dtype.
+
+    Returns:
+        Where the scales of a checkpoint go, by their names: those of the weights with `_scale_inv` behind.
+
+    Raises ConfigurationError, naming the tensor, for what cannot be cut into blocks.
+    """
+    if any(isinstance(module, MoeMLP) for module in model.modules()):
+        raise ConfigurationError("quantization=fp8 is not supported for models with experts")
+    chosen = _chosen(model, placements, quantization)
+    scales = {
+        name + SCALES_SUFFIX: _scales_of(name, placements[name])
+        for names in chosen.values()
+        for name in names
+    }
+    for parameter in chosen:
+        module_name, _, _ = parameter.rpartition(".")
+        plain = model.get_submodule(module_name)
+        assert isinstance(plain, Linear), f"{module_name} is a {type(plain)}"
+        model.set_submodule(module_name, Fp8Linear(plain))
+    logger.info("weights in 8 bits: %d of %d tensors", len(scales), len(placements))
+    return scales
+
+
+def _chosen(
+    model: nn.Module, placements: Mapping[str, Placement], quantization: Quantization
+) -> dict[str, list[str]]:
+    """The parameters that are quantised, and the names of what they are fused from."""
+    fused: dict[str, list[str]] = {}
+    for name, placement in placements.items():
+        fused.setdefault(placement.target.parameter, []).append(name)
+    chosen = {}
+    for parameter, names in fused.items():
+        module_name, _, attribute = parameter.rpartition(".")
+        module = model.get_submodule(module_name)
+        if attribute != "weight" or not isinstance(module, Linear) or not module.is_quantizable:
+            continue
+        excluded = [name for name in names if quantization.excludes(name.removesuffix(".weight"))]
+        if not excluded:
+            chosen[parameter] = names
+        elif len(excluded) < len(names):
+            others = sorted(set(names) - set(excluded))
+            raise ConfigurationError(
+                f"quantization_exclude: {', '.join(sorted(excluded))} are one weight with "
+                f"{', '.join(others)} here: exclude all of them or none"
+            )
+    return chosen
+
+
+def _scales_of(name: str, placement: Placement) -> Placement:
+    target, part = placement.target, placement.part
+    held = list(target.shape)
+    sizes = {"it begins at": target.start, "its length is": target.length}
+    if part is not None:
+        held[part.dim] = part.length
+        sizes["a rank's part begins at"] = part.start
+    sizes |= {"rows": held[0], "columns": held[1]}
+    wrong = {what: size for what, size in sizes.items() if size % BLOCK}
+    if wrong:
+        told = ", ".join(f"{what} {size}" for what, size in wrong.items())
+        raise ConfigurationError(
+            f"quantization=fp8: {name} of this rank cannot be cut into blocks of {BLOCK} by {BLOCK} ({told}): "
+            "choose another tp_size, or name it in quantization_exclude"
+        )
+    scales_target = replace(
+        target,
+        parameter=target.parameter + SCALES_SUFFIX,
+        start=target.start // BLOCK,
+        length=target.length // BLOCK,
+        shape=(num_blocks(target.shape[0]), num_blocks(target.shape[1])),
+        split=None,
+    )
+    if part is not None:
+        part = replace(part, start=part.start // BLOCK, length=part.length // BLOCK)
+    return Placement(scales_target, part)

@@ -1,0 +1,258 @@
+"""Weights of 8 bits: quantised where they land, or as they come; held against a reference in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.checkpoints import edit_config, make_checkpoint
+from fixtures.eight_bits import (
+    PROJECTIONS,
+    SHAPE,
+    in_eight_bits,
+    is_quantized,
+    quantized,
+    restored,
+    rewrite_in_eight_bits,
+)
+from fixtures.real_rank import RealRank
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from ebbtide.srt.distributed.parallel_group import SoloGroup
+from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.layers.fp8 import FP8, quantize_into
+from ebbtide.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    GetWeightsByNameReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
+from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+from ebbtide.srt.model_executor.weight_store import WeightStore
+from ebbtide.srt.models.quantizing import Quantization
+from ebbtide.srt.models.registry import build_model
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+DOWN, EMBED = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
+K = "model.layers.0.self_attn.k_proj.weight"
+SCALES = DOWN + "_scale_inv"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("a"), ARCHITECTURE, seed=1, dtype="bfloat16", **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """Other weights of the same shapes."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("b"), ARCHITECTURE, seed=2, dtype="bfloat16", **SHAPE)
+    return load_file(folder / "model.safetensors")
+
+
+def expected(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the engine says that it holds of them."""
+    return {
+        name: restored(*quantized(tensor)) if is_quantized(name) else tensor.float()
+        for name, tensor in tensors.items()
+    }
+
+
+def assert_same(held: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    assert held.keys() == tensors.keys()
+    assert [name for name, tensor in tensors.items() if not torch.equal(held[name], tensor)] == []
+
+
+def update(tensors: dict[str, Tensor], **fields: Any) -> UpdateWeightsFromTensorReqInput:
+    return UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=[save(tensors)], load_format="safetensors", **fields
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_blocks_are_quantised_as_the_reference_does_it(dtype: torch.dtype) -> None:
+    weight = (torch.randn(256, 384) * torch.logspace(-6, 2, 384)).to(dtype)
+    weight[:128, :128] = 0
+    values, scales = torch.empty(256, 384, dtype=FP8), torch.empty(2, 3)
+    quantize_into(values, scales, weight)
+
+    expected_values, expected_scales = quantized(weight)
+    assert torch.equal(values.view(torch.uint8), expected_values.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
+    weight[5, 5] = float("nan")
+    quantize_into(values, scales, weight)
+    assert scales.isnan().tolist() == [[True, False, False], [False, False, False]]
+
+
+def test_a_checkpoint_in_8_bits_is_what_the_engine_makes_of_its_weights(path: Path, tmp_path: Path) -> None:
+    plain = RealRank(path, quantization="fp8")
+    tensors = load_file(path / "model.safetensors")
+    assert_same(plain.values, expected(tensors))
+    assert plain.store.num_bytes < 0.6 * sum(tensor.nbytes for tensor in tensors.values())
+
+    folder = make_checkpoint(tmp_path, ARCHITECTURE, seed=1, dtype="bfloat16", **SHAPE)
+    as_it_is = RealRank(rewrite_in_eight_bits(folder))
+    assert as_it_is.store.checksum() == plain.store.checksum()
+    # A name of the scales says what is stored; get_weights_by_name multiplies it out.
+    assert torch.equal(as_it_is.store.read(SCALES, 1), quantized(tensors[DOWN])[1])
+    reply = plain.apply(GetWeightsByNameReqInput(name=DOWN, truncate_size=2))
+    assert reply.values == restored(*quantized(tensors[DOWN]))[:2].tolist()
+    assert "float8_e4m3fn" in reply.message
+
+
+@pytest.mark.parametrize("how", ["disk", "tensors", "pairs", "session"])
+@pytest.mark.parametrize("staging", ["always", "never"])
+def test_updates_are_quantised_where_they_land(
+    how: str, staging: str, path: Path, new: dict[str, Tensor], tmp_path: Path
+) -> None:
+    rank = RealRank(path, quantization="fp8", update_staging=staging)
+    match how:
+        case "disk":
+            folder = make_checkpoint(tmp_path, ARCHITECTURE, seed=2, dtype="bfloat16", **SHAPE)
+            reply = rank.apply(UpdateWeightFromDiskReqInput(model_path=str(folder)))
+        case "tensors":
+            reply = rank.apply(update(new))
+        case "pairs":
+            reply = rank.apply(update(in_eight_bits(new)))
+        case "session":
+            rank.apply(BeginWeightUpdateReqInput())
+            for some in (dict(list(new.items())[:9]), dict(list(new.items())[9:])):
+                assert rank.apply(update(some)).success
+            reply = rank.apply(EndWeightUpdateReqInput())
+    assert reply.success, reply.message
+    assert reply.staged is (staging == "always")
+    assert_same(rank.values, expected(new))
+
+
+def test_what_an_update_leaves_out_keeps_its_values_and_scales(path: Path, new: dict[str, Tensor]) -> None:
+    rank = RealRank(path, quantization="fp8", update_staging="always")
+    before = rank.values
+    assert rank.apply(update({K: new[K]})).staged
+    assert_same(rank.values, before | expected({K: new[K]}))
+
+
+def _with(name: str, value: float) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    def change(pairs: dict[str, Tensor]) -> dict[str, Tensor]:
+        scales = pairs[name].clone()
+        scales[0, 1] = value
+        return pairs | {name: scales}
+
+    return change
+
+
+BAD: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
+    "no scales": (lambda pairs: {DOWN: pairs[DOWN]}, "expected its scales with it"),
+    "no values": (lambda pairs: {SCALES: pairs[SCALES]}, "expected with it .* got nothing"),
+    "scales of bf16": (lambda pairs: {DOWN: pairs[DOWN].bfloat16(), SCALES: pairs[SCALES]}, "bfloat16"),
+    "another shape": (lambda pairs: pairs | {SCALES: pairs[SCALES][:, :1]}, r"expected shape \[1, 2\]"),
+    "zero": (_with(SCALES, 0.0), "finite and above zero"),
+    "negative": (_with(SCALES, -1.0), "finite and above zero"),
+    "NaN": (_with(SCALES, float("nan")), "finite and above zero"),
+    "an embedding": (lambda pairs: {EMBED: pairs[EMBED].to(FP8)}, "not kept in 8 bits here"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_pairs_are_refused_and_change_nothing(what: str, path: Path, new: dict[str, Tensor]) -> None:
+    make, reason = BAD[what]
+    for staging in ("always", "never"):
+        rank = RealRank(path, quantization="fp8", update_staging=staging)
+        before = rank.store.checksum()
+        reply = rank.apply(update(make(in_eight_bits(new))))
+        assert not reply.success
+        with pytest.raises(AssertionError, match=reason):
+            raise AssertionError(reply.message)
+        assert rank.store.checksum() == before
+
+
+def test_8_bits_are_refused_where_weights_have_more(path: Path, new: dict[str, Tensor]) -> None:
+    rank = RealRank(path)
+    reply = rank.apply(update(in_eight_bits(new)))
+    assert not reply.success
+    assert "not kept in 8 bits here (--quantization" in reply.message
+
+
+@pytest.mark.parametrize(
+    ("scales", "reason"),
+    [
+        (None, "expected its scales with it"),
+        (torch.zeros(1, 2), "finite and above zero"),
+        (torch.ones(2, 2), "expected shape"),
+    ],
+)
+def test_a_bad_checkpoint_is_refused(scales: Tensor | None, reason: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, ARCHITECTURE, dtype="bfloat16", **SHAPE)
+    rewrite_in_eight_bits(folder, **{SCALES: scales})
+    with pytest.raises(ConfigurationError, match=reason):
+        RealRank(folder)
+
+
+def test_other_quantisations_and_sizes_are_refused_and_modules_excluded(path: Path, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, ARCHITECTURE, dtype="bfloat16")
+    with pytest.raises(ConfigurationError, match=r"o_proj.weight .* cannot be cut into blocks"):
+        RealRank(folder, quantization="fp8", quantization_exclude=["q_proj", "k_proj", "v_proj"])
+    with pytest.raises(ConfigurationError, match=r"q_proj.weight are one weight with .*k_proj"):
+        RealRank(path, quantization="fp8", quantization_exclude=["model.layers.0.self_attn.q_proj"])
+    edit_config(folder, quantization_config={"quant_method": "awq"})
+    with pytest.raises(ConfigurationError, match=r"quantization_config: expected .*'fp8'.* got .*'awq'"):
+        RealRank(folder)
+    rank = RealRank(path, quantization="fp8", quantization_exclude=["o_proj", "model.layers.1.*"])
+    kept = {name for name in rank.store.names if rank.store.is_quantized(name)}
+    assert {name.split(".")[-2] for name in kept} == set(PROJECTIONS) - {"o_proj"}
+    assert all(name.startswith("model.layers.0.") for name in kept)
+
+
+class Half(SoloGroup):
+    """One of two ranks that do not talk to each other."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+def test_ranks_hold_their_parts_of_values_and_scales(path: Path, new: dict[str, Tensor]) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
+    pairs = in_eight_bits(new)
+    for rank in range(2):
+        model = build_model(ARCHITECTURE, config, torch.bfloat16, torch.device("cpu"))
+        saver = VirtualMemorySaver(HostVirtualMemory())
+        store = WeightStore(model, saver, group=Half(rank), quantization=Quantization())
+        held = {}
+        for sent in (new, pairs):
+            for name, tensor in sent.items():
+                store.write(name, tensor, None)
+            held[len(sent)] = store.checksum()
+        assert len(set(held.values())) == 1, "values and scales that are sent are those that are made"
+        down = store.destination(DOWN, None)
+        assert down is not None
+        assert down.scales is not None
+        columns = slice(128 * rank, 128 * (rank + 1))
+        assert torch.equal(down.region.float(), pairs[DOWN].float()[:, columns])
+        assert torch.equal(down.scales, pairs[SCALES][:, rank : rank + 1])
+        store.arena.close()
+
+
+def test_sizes_that_ranks_cannot_share_by_blocks_are_refused(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    folder = make_checkpoint(tmp_path, ARCHITECTURE, **{**SHAPE, "intermediate_size": 128})
+    config = AutoConfig.from_pretrained(folder)
+    model = build_model(ARCHITECTURE, config, torch.float32, torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match="choose another tp_size"):
+        WeightStore(
+            model, VirtualMemorySaver(HostVirtualMemory()), group=Half(0), quantization=Quantization()
+        )
+
+
+def test_unknown_names_are_refused(path: Path) -> None:
+    with pytest.raises(RequestRejected, match="no parameter"):
+        RealRank(path, quantization="fp8").store.read(EMBED + "_scale_inv", 1)
