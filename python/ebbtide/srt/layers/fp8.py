@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.layers.linear import Linear, linear
-from ebbtide.srt.layers.norm import RMSNorm
 
 BLOCK: Final = 128
 FP8: Final = torch.float8_e4m3fn
@@ -86,8 +85,7 @@ class Fp8Linear(Linear):
     def scales(self) -> Tensor | None:
         return self.weight_scale_inv
 
-    def multiply(self, x_TK: Tensor, bias_O: Tensor | None, norm: RMSNorm | None = None) -> Tensor:
-        x_TK = x_TK if norm is None else norm(x_TK)
+    def multiply(self, x_TK: Tensor, bias_O: Tensor | None) -> Tensor:
         weight_OK = dequantize(self.weight, self.weight_scale_inv)
         bias_O = None if bias_O is None else bias_O.to(torch.float32)
         return linear(x_TK.to(torch.float32), weight_OK, bias_O).to(x_TK.dtype)

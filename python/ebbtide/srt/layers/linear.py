@@ -74,7 +74,7 @@ class Linear(nn.Module):
                 x_TD, weight, norm.eps, self.weight, activation, self.scales
             )
             return product
-        return gated(self.multiply(x_TD, self.bias, norm), activation)
+        return gated(self.multiply_normed(x_TD, norm, self.bias), activation)
 
     def project_summed(self, x_TD: Tensor) -> Tensor:
         """The product, [T, O], where each rank holds some of the inputs: all ranks' products added up."""
@@ -89,9 +89,13 @@ class Linear(nn.Module):
         else:
             self.multiply_onto(residual_TO, x_TD)
 
-    def multiply(self, x_TD: Tensor, bias_O: Tensor | None, norm: RMSNorm | None = None) -> Tensor:
-        """x Wᵀ (+ b), or that of norm(x), for any number of tokens."""
-        return linear(x_TD if norm is None else norm(x_TD), self.weight, bias_O)
+    def multiply(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x Wᵀ (+ b) for any number of tokens."""
+        return linear(x_TD, self.weight, bias_O)
+
+    def multiply_normed(self, x_TD: Tensor, norm: RMSNorm, bias_O: Tensor | None) -> Tensor:
+        """The same of norm(x)."""
+        return self.multiply(norm(x_TD), bias_O)
 
     def multiply_onto(self, residual_TO: Tensor, x_TD: Tensor) -> None:
         """residual += x Wᵀ (+ b) for any number of tokens."""
@@ -119,7 +123,7 @@ class Linear(nn.Module):
             eps = norm.eps if norm is not None else 0.0
             product: Tensor = kernels.norm_linear(x_TD, weight, eps, self.weight, bias_O, self.scales)
             return product
-        return self.multiply(x_TD, bias_O, norm)
+        return self.multiply(x_TD, bias_O) if norm is None else self.multiply_normed(x_TD, norm, bias_O)
 
 
 def _foldable(x_TD: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | None]:

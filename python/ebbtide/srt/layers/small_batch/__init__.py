@@ -99,7 +99,7 @@ def multiply(
     overlapped = overlapped and x_TK.is_cuda
     launch = {"OVERLAPPED": overlapped, "launch_pdl": overlapped}
     gates = {"GATED": gated is not None, "GELU": gated == "gelu_tanh"}
-    switches = gates | {"BIAS": bias is not None, "ADD": add, "SCALED": scales is not None} | launch
+    switches = gates | {"BIAS": bias is not None, "ADD": add} | launch
     if isinstance(config, MatvecConfig):
         _matvec(x_TK, norm_weight_K, eps, weight, scales, bias, out_TO, config, switches)
         return
@@ -151,6 +151,7 @@ def _matvec(
         BLOCK_COLUMNS=config.block_columns,
         FOLD_NORM=norm is not None,
         EVEN=num_rows % config.block_rows == 0 and num_columns % config.block_columns == 0,
+        SCALED=scales is not None,
         num_warps=config.num_warps,
         num_stages=1,
         **switches,
@@ -214,6 +215,7 @@ def _product(
         PREFETCHED_COLUMNS=min(_PREFETCHED_COLUMNS, _power_of_2(split_columns)),
         FOLD_NORM=norm is not None,
         EVEN=num_rows % config.block_rows == 0 and num_columns % split_columns == 0,
+        SCALED=scales is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **switches,
