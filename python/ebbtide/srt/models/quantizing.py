@@ -103,7 +103,7 @@ def _scales_of(name: str, placement: Placement) -> Placement:
     if wrong:
         told = ", ".join(f"{what} {size}" for what, size in wrong.items())
         raise ConfigurationError(
-            f"quantization=fp8: this rank's {name} cannot be cut into blocks of {BLOCK} ({told}): "
+            f"quantization=fp8: {name} of this rank cannot be cut into blocks of {BLOCK} ({told}): "
             "choose another tp_size, or name it in quantization_exclude"
         )
     scales_target = replace(
