@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -39,3 +41,9 @@ def test_refusals_are_the_real_ones(engine: NullEngine) -> None:
     with pytest.raises(RequestRejected, match="no weight update session is open") as caught:
         engine.end_weight_update()
     assert caught.value.status == 409
+
+
+def test_its_processes_need_no_torch() -> None:
+    """Half of what a start would cost."""
+    code = "import sys, ebbtide.testing.null_engine; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,9 +10,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
-
-from transformers import PreTrainedConfig
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 from ebbtide.srt.config import EngineConfig, ModelConfig, resolve_for
 from ebbtide.srt.entrypoints.engine import Engine
@@ -29,6 +28,9 @@ from ebbtide.testing.null_kv import NullPageStore
 from ebbtide.testing.null_memory import NullDevice, null_memories
 from ebbtide.testing.null_runner import NullRunner
 from ebbtide.testing.null_weights import NullWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 VOCAB_SIZE = NullRunner.VOCAB_SIZE
 CONTEXT_LEN = 4096
@@ -54,7 +56,8 @@ class NullEngine(Engine):
 
 def null_args(**fields: Any) -> ServerArgs:
     """`ServerArgs` for an engine without a model."""
-    needed = {"model_path": "null", "skip_tokenizer_init": True, "max_total_tokens": POOL_TOKENS}
+    needed = {"model_path": "null", "device": "cpu", "max_total_tokens": POOL_TOKENS}
+    needed["skip_tokenizer_init"] = True
     return ServerArgs(**{"log_level": "error", **needed, **fields})
 
 
@@ -70,7 +73,7 @@ def null_config(args: ServerArgs) -> EngineConfig:
             architecture="NullForCausalLM",
             architectures=["NullForCausalLM"],
             model_type="null",
-            hf_config=PreTrainedConfig(),
+            hf_config=cast("PreTrainedConfig", SimpleNamespace()),
             dtype="float32",
             context_len=args.context_length if args.context_length is not None else CONTEXT_LEN,
             vocab_size=VOCAB_SIZE,

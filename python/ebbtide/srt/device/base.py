@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ebbtide.srt.memory_saver.backup import HostPinning
-from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
+if TYPE_CHECKING:
+    from ebbtide.srt.memory_saver.backup import HostPinning
+    from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
 
 
 @dataclass(frozen=True, slots=True)

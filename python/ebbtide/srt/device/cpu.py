@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 from ebbtide.srt.device.base import MemoryInfo
+from ebbtide.srt.device.host import host_memory_info
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
 
@@ -37,27 +37,11 @@ class CpuDevice:
         return read_host_memory().available_bytes
 
     def memory_info(self, pid: int | None = None) -> MemoryInfo:
-        """Memory now; what a process holds is its proportional set size (Pss): pages shared by n count 1/n.
-
-        Raises:
-            ProcessLookupError: there is no such process.
-            PermissionError: the process is another user's.
-        """
-        host = read_host_memory()
-        return MemoryInfo(host.total_bytes, host.available_bytes, _pss_bytes(pid))
+        """See `host_memory_info`."""
+        return host_memory_info(pid)
 
     def virtual_memory(self) -> HostVirtualMemory:
         return self._virtual_memory
 
     def host_pinning(self) -> None:
         """All memory is the host's own."""
-
-
-def _pss_bytes(pid: int | None) -> int:
-    path = Path("/proc", "self" if pid is None else str(pid), "smaps_rollup")
-    try:
-        lines = path.read_text().splitlines()
-    except FileNotFoundError:
-        raise ProcessLookupError(f"there is no process {pid}") from None
-    [pss_kib] = [int(line.split()[1]) for line in lines if line.startswith("Pss:")]
-    return pss_kib * 1024

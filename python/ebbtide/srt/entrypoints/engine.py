@@ -17,7 +17,6 @@ from ebbtide.srt.managers import io_struct
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
-from ebbtide.trainer.payload_encoding import PayloadEncoder
 
 T = TypeVar("T")
 
@@ -45,7 +44,6 @@ class Engine(WeightMethods):
             server_args = ServerArgs(**{"log_level": "error", **kwargs})
         self.server_args = server_args
         service = self._service = self._start(server_args)
-        self._encoder = PayloadEncoder(self._service.rank_devices, server_args.tp_size)
         self._runner = LoopThread()
         # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
         self._finalizer = weakref.finalize(

@@ -6,15 +6,18 @@ import asyncio
 import os
 from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.managers import io_struct
-from ebbtide.trainer.payload_encoding import PayloadEncoder
+from ebbtide.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
     import torch
+
+    from ebbtide.trainer.payload_encoding import PayloadEncoder
 
 T = TypeVar("T")
 
@@ -26,9 +29,15 @@ _WHOLE_TENSOR_FORMATS = (None, "flattened_bucket", "safetensors")
 class WeightMethods:
     """What `Engine` inherits to update weights, and to ask for them."""
 
+    server_args: ServerArgs
     _service: EngineService
-    _encoder: PayloadEncoder
     _runner: LoopThread
+
+    @cached_property
+    def _encoder(self) -> PayloadEncoder:
+        from ebbtide.trainer.payload_encoding import PayloadEncoder  # torch: whoever has tensors has it too
+
+        return PayloadEncoder(self._service.rank_devices, self.server_args.tp_size)
 
     async def async_update_weights_from_tensor(
         self,

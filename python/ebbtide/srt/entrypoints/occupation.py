@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from ebbtide.srt.config import ParallelConfig
-from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.device.host import host_memory_info
 from ebbtide.srt.device.nvml import process_bytes
 from ebbtide.srt.device.nvml_memory import device_memory_bytes
 from ebbtide.srt.entrypoints.bodies import Reply
@@ -147,7 +147,7 @@ def _measured(rank: RankReport, parallel: ParallelConfig) -> DeviceMemory | None
         return None
     if rank.uuid is None:
         try:
-            memory = CpuDevice().memory_info(rank.pid)
+            memory = host_memory_info(rank.pid)
         except ProcessLookupError:
             raise EngineError(f"the process {rank.pid} has ended") from None
         total_bytes, free_bytes = memory.total_bytes, memory.free_bytes

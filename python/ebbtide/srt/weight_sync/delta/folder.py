@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
-from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
+
+if TYPE_CHECKING:
+    from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
 
 INDEX: Final = "model.safetensors.index.json"
 # In the local folder: which version an update of it means.
@@ -119,6 +121,8 @@ def open_files(delta: PublishedDelta) -> dict[str, CheckpointFile]:
     Raises:
         RequestRejected: 400, one is missing or torn, or they hold other tensors than the index says.
     """
+    from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile  # torch: the API reads only indices
+
     try:
         files = {name: CheckpointFile(delta.folder / name) for name in sorted(set(delta.weight_map.values()))}
     except ConfigurationError as error:
