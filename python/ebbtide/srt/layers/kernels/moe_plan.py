@@ -81,6 +81,8 @@ DEFAULTS = {
     64: Plan(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: Plan(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4)),
 }
+# What was measured for so many tokens serves from a fourth of them on.
+_REACH = 4
 # float32 has no tensor cores and takes twice the room: it has to work, not to be quick.
 WIDE = Plan(32, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
 
@@ -90,7 +92,7 @@ def choose_plan(num_tokens: int, layer: Layer, dtype: torch.dtype, device: torch
     if dtype == torch.float32:
         return ONE_BY_ONE if num_tokens <= FEW_TOKENS else WIDE
     for most_tokens, plan in measured(layer.key, card(device)) or measured(layer.key, card_like(device)):
-        if num_tokens <= most_tokens:
+        if most_tokens // _REACH < num_tokens <= most_tokens:
             return plan
     if num_tokens <= FEW_TOKENS:
         return ONE_BY_ONE
