@@ -7,9 +7,13 @@ bf16 kernel's on the same numbers, read back from FP8.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,6 +35,8 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
     prefill_kernel,
 )
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS
+from ebbtide.srt.layers.kernels.fp8_decode import attend_fp8
+from ebbtide.srt.layers.kernels.fp8_pages import widen_pages
 from ebbtide.srt.layers.kernels.paged_attention import Pages, attend
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -93,13 +99,55 @@ def by_triton(case: Case) -> Call:
     return lambda k, v, out: attend(case.q, k, v, pages, out, **KIND._asdict())
 
 
-def by_xqa(case: Case) -> Call:
-    """FlashInfer's kernel for Hopper, which rounds queries to FP8 too."""
-    from flashinfer.xqa import xqa
+def by_words(case: Case, keys: int, warps: int, stages: int, asm: bool) -> Call:
+    pages = Pages(case.pages.q_indptr_R1, case.pages.kv_indptr_R1, case.indices, case.last, most_new=1)
+    options = {"keys": keys, "warps": warps, "stages": stages, "asm": asm}
+    return lambda k, v, out: attend_fp8(case.q, k, v, pages, out, **KIND._asdict(), **options)
 
+
+def by_half(case: Case) -> Call:
+    """FlashInfer's kernel for tiles with queries of float16."""
+    shape = replace(case.shape(FP8), dtype=torch.float16)
+    scratch = torch.zeros(partial_bytes(shape, DEVICE), dtype=torch.uint8, device=DEVICE)
+    kernel = PrefillKernel(shape, KIND, Workspace(scratch), causal=False, backend="fa2")
+    kernel._unsplit_from = 1
+    plan = kernel.plan(case.lens, captured=True)
+    q, half = case.q.half(), torch.empty_like(case.q, dtype=torch.float16)
+
+    def call(k: Tensor, v: Tensor, out: Tensor) -> None:
+        kernel.run(plan, case.pages, q, k, v, half)
+        out.copy_(half)
+
+    return call
+
+
+def widened(case: Case) -> Call:
+    """The kernel for prompts on pages that were read back into bf16."""
+    shape = case.shape(BF16)
+    scratch = torch.zeros(partial_bytes(shape, DEVICE), dtype=torch.uint8, device=DEVICE)
+    kernel = prefill_kernel(shape, KIND, Workspace(scratch))
+    plan = kernel.plan(case.lens, captured=False)
+    room = [torch.empty_like(side) for side in case.bf16[0]]
+    indices = torch.arange(len(case.indices), dtype=torch.int32, device=DEVICE)
+    pages = DevicePages(case.pages.q_indptr_R1, case.pages.kv_indptr_R1, indices, case.last)
+
+    def call(k: Tensor, v: Tensor, out: Tensor) -> None:
+        widen_pages(k, v, case.indices, *room)
+        kernel.run(plan, pages, case.q, *room, out)
+
+    return call
+
+
+def by_xqa(case: Case, *, rounds_queries: bool) -> Call:
+    """FlashInfer's kernel for Hopper, which rounds queries and weights to FP8 too; or that for all cards."""
+    import flashinfer.xqa
+
+    library = sys.modules["flashinfer.xqa"]
+    vars(library)["get_compute_capability"] = lambda device: (9 if rounds_queries else 10, 0)
+    xqa = vars(library)["xqa"]
     table = case.indices.view(case.num_requests, case.num_pages)
     lens = torch.full((case.num_requests, 1), case.length, dtype=torch.uint32, device=DEVICE)
-    scratch = torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE)
+    room = torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE)
     semaphores = torch.zeros(8 << 20, dtype=torch.uint8, device=DEVICE).view(torch.uint32)
 
     def call(k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -110,7 +158,7 @@ def by_xqa(case: Case) -> Call:
             table,
             lens,
             out.unsqueeze(1),
-            scratch,
+            room,
             semaphores,
             case.num_kv,
             PAGE_SIZE,
@@ -121,10 +169,10 @@ def by_xqa(case: Case) -> Call:
 
 def decode_calls(case: Case, kv_dtype: torch.dtype) -> dict[str, Callable[[], Call]]:
     shape = case.shape(kv_dtype)
-    partial = torch.zeros(partial_bytes(shape, DEVICE), dtype=torch.uint8, device=DEVICE)
+    scratch = torch.zeros(partial_bytes(shape, DEVICE), dtype=torch.uint8, device=DEVICE)
 
     def tiles(unsplit_from: int) -> Call:
-        kernel = PrefillKernel(shape, KIND, Workspace(partial), causal=False, backend="fa2")
+        kernel = PrefillKernel(shape, KIND, Workspace(scratch), causal=False, backend="fa2")
         kernel._unsplit_from = unsplit_from
         return planned(case, kernel, captured=True)
 
@@ -133,22 +181,37 @@ def decode_calls(case: Case, kv_dtype: torch.dtype) -> dict[str, Callable[[], Ca
         "whole": lambda: tiles(1),
         "items": lambda: by_items(case, kv_dtype),
         "triton": lambda: by_triton(case),
-        "cuda_cores": lambda: planned(case, DecodeKernel(shape, KIND, Workspace(partial)), captured=True),
+        "cuda_cores": lambda: planned(case, DecodeKernel(shape, KIND, Workspace(scratch)), captured=True),
     }
 
 
+def new_calls(case: Case, kv_dtype: torch.dtype) -> dict[str, Callable[[], Call]]:
+    if kv_dtype != FP8:
+        return {"whole": decode_calls(case, kv_dtype)["whole"]}
+    calls: dict[str, Callable[[], Call]] = {"half": partial(by_half, case)}
+    for asm, keys, warps, stages in product((True, False), (64, 128), (4, 8), (1, 2, 3)):
+        name = f"words_{'asm' if asm else 'ops'}_{keys}_{warps}_{stages}"
+        calls[name] = partial(by_words, case, keys, warps, stages, asm)
+    return calls
+
+
 def xqa_calls(case: Case, kv_dtype: torch.dtype) -> dict[str, Callable[[], Call]]:
-    return {"xqa": lambda: by_xqa(case)} if kv_dtype == FP8 else {}
+    if kv_dtype != FP8:
+        return {"whole": decode_calls(case, kv_dtype)["whole"]}
+    return {
+        "xqa_fp8": partial(by_xqa, case, rounds_queries=True),
+        "xqa_bf16": partial(by_xqa, case, rounds_queries=False),
+    }
 
 
 def prefill_calls(case: Case, kv_dtype: torch.dtype) -> dict[str, Callable[[], Call]]:
     shape = case.shape(kv_dtype)
-    partial = torch.zeros(partial_bytes(shape, DEVICE), dtype=torch.uint8, device=DEVICE)
-    kernel = prefill_kernel(shape, KIND, Workspace(partial))
-    return {
-        "prefill": lambda: planned(case, kernel, captured=False),
-        "triton": lambda: by_triton(case),
-    }
+    scratch = torch.zeros(partial_bytes(shape, DEVICE), dtype=torch.uint8, device=DEVICE)
+    kernel = prefill_kernel(shape, KIND, Workspace(scratch))
+    calls: dict[str, Callable[[], Call]] = {"prefill": lambda: planned(case, kernel, captured=False)}
+    if kv_dtype == FP8:
+        calls["widened"] = partial(widened, case)
+    return calls
 
 
 def graph_us(call: Call, pools: list[tuple[Tensor, ...]], out: Tensor, num_calls: int) -> float:
@@ -163,7 +226,7 @@ def graph_us(call: Call, pools: list[tuple[Tensor, ...]], out: Tensor, num_calls
         return replay_ms(graph.replay) / num_calls * 1e3
 
 
-CALLS = {"decode": decode_calls, "prefill": prefill_calls, "xqa": xqa_calls}
+CALLS = {"decode": decode_calls, "new": new_calls, "prefill": prefill_calls, "xqa": xqa_calls}
 
 
 def measure(case: Case, what: str) -> dict[str, Any]:
@@ -186,7 +249,7 @@ def measure(case: Case, what: str) -> dict[str, Any]:
                     expected = out.clone()
                 row[f"{prefix}_{name}_off"] = round(float((out - expected).abs().max()), 4)
             except Exception as error:
-                traceback.print_exc()
+                traceback.print_exc(limit=2)
                 row[f"{prefix}_{name}_us"] = f"{type(error).__name__}: {str(error)[:200]}"
     kv_bytes = 2 * case.num_requests * case.length * case.num_kv * HEAD_DIM
     row["bytes_fp8"] = kv_bytes
@@ -207,20 +270,17 @@ def compile_all() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--xqa", action="store_true", help="FlashInfer's kernel with queries in FP8, too")
+    parser.add_argument("--only", nargs="+", choices=CALLS, default=list(CALLS))
+    parser.add_argument("--query-heads", type=int, nargs="+", default=[heads[0] for heads in HEADS])
     args = parser.parse_args()
     seconds = compile_all()
     rows = []
-    for heads in HEADS:
-        for num_requests, length in DECODES:
-            rows.append(measure(Case(heads, num_requests, length, 1), "decode"))
-            print(rows[-1], flush=True)
-        for num_requests, length in PREFILLS:
-            rows.append(measure(Case(heads, num_requests, length, length), "prefill"))
-            print(rows[-1], flush=True)
-        if args.xqa and heads == HEADS[0]:
-            rows += [measure(Case(heads, *decode, 1), "xqa") for decode in DECODES]
-            print(rows[-len(DECODES) :], flush=True)
+    for heads in (heads for heads in HEADS if heads[0] in args.query_heads):
+        for what in args.only:
+            for num_requests, length in PREFILLS if what == "prefill" else DECODES:
+                num_new = length if what == "prefill" else 1
+                rows.append(measure(Case(heads, num_requests, length, num_new), what))
+                print(rows[-1], flush=True)
         write_result("gpu_fp8_kv", {"compile_s": seconds, "batches": rows})
 
 
