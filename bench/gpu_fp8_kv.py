@@ -7,12 +7,12 @@ bf16 kernel's on the same numbers, read back from FP8.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -140,9 +140,7 @@ def widened(case: Case) -> Call:
 
 def by_xqa(case: Case, *, rounds_queries: bool) -> Call:
     """FlashInfer's kernel for Hopper, which rounds queries and weights to FP8 too; or that for all cards."""
-    import flashinfer.xqa
-
-    library = sys.modules["flashinfer.xqa"]
+    library = import_module("flashinfer.xqa")
     vars(library)["get_compute_capability"] = lambda device: (9 if rounds_queries else 10, 0)
     xqa = vars(library)["xqa"]
     table = case.indices.view(case.num_requests, case.num_pages)

@@ -1,10 +1,11 @@
 """Attention of one new token per request to keys and values in FP8, at the speed at which these are read.
 
-A program takes one request's queries that share a KV head, and all of the keys or a part of them. Two numbers
-of FP8 lie in a word of 16 bits. Words, and not bytes, go from memory to the registers of tensor cores, where two
-float16 are made of each with shifts and masks: a number's bits, moved, are those of the number times 2⁻⁸. So the
-even and the odd dimensions of heads are products of their own. Every number of FP8 is one of float16, and so is
-every query of bfloat16 of ordinary size: nothing is rounded but the weights, to 11 bits.
+A program takes one request's queries that share a KV head, and all of the keys or a part of them. Two
+numbers of FP8 lie in a word of 16 bits. Words, and not bytes, go from memory to the registers of tensor
+cores, where two float16 are made of each with shifts and masks: a number's bits, moved, are those of the
+number times 2⁻⁸. So the even and the odd dimensions of heads are products of their own. Every number of FP8
+is one of float16, and so is every query of bfloat16 of ordinary size: nothing is rounded but the weights, to
+11 bits.
 
 What is no number in FP8 is read as ±480.
 
