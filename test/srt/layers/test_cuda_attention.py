@@ -6,6 +6,7 @@ Shapes: T tokens, R requests, B requests of a graph, N query heads, K KV heads, 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding
+from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,8 +36,9 @@ pytestmark = [
 
 Heads = tuple[int, int, int]
 PAGE_SIZE, NUM_LAYERS, LAYER = 16, 2, 1
-# bfloat16 keeps 8 bits of queries, keys, values and outputs.
-TOLERANCE = 3e-2
+# bfloat16 keeps 8 bits of queries, keys, values and outputs. Where a key lies between two numbers of FP8,
+# they decide which it becomes.
+TOLERANCE, FP8_TOLERANCE = 3e-2, 6e-2
 BACKENDS = [name for name, backend in ATTENTION_BACKENDS.items() if backend.captures]
 # (query heads, KV heads, head_dim): groups of 1, 2, 4 on CUDA cores, of 7 and 8 on tensor cores; and heads
 # that are no power of two, groups larger than a tile, and groups of 3.
@@ -52,34 +55,54 @@ SHAPES = [
 ]
 PLAIN, WINDOWED = AttentionKind(0.1), AttentionKind(0.1, window=40)
 # Each combination of a head size and a kind is compiled for itself, which takes FlashInfer a while.
-CASES = [(heads, PLAIN) for heads in SHAPES] + [
-    ((4, 2, 128), WINDOWED),
-    ((14, 2, 128), WINDOWED),
-    ((8, 2, 128), AttentionKind(0.1, soft_cap=2.0)),
-    ((8, 4, 256), AttentionKind(0.1, window=7, soft_cap=2.0)),
+CAPPED = AttentionKind(0.1, window=7, soft_cap=2.0)
+CASES: list[tuple[Heads, AttentionKind, float | None]] = [
+    *((heads, PLAIN, None) for heads in SHAPES),
+    ((4, 2, 128), WINDOWED, None),
+    ((14, 2, 128), WINDOWED, None),
+    ((8, 2, 128), AttentionKind(0.1, soft_cap=2.0), None),
+    ((8, 4, 256), CAPPED, None),
+]
+# The last number: what keys and values in FP8 are multiplied by.
+FP8_CASES: list[tuple[Heads, AttentionKind, float | None]] = [
+    ((8, 2, 128), PLAIN, 1.0),
+    ((8, 2, 128), PLAIN, 0.03),
+    ((4, 4, 128), PLAIN, 1.0),
+    ((14, 2, 128), WINDOWED, 1.0),
+    ((8, 4, 256), CAPPED, 0.25),
+    ((6, 2, 96), PLAIN, 0.03),
 ]
 
 
 class Both:
     """A backend in bfloat16 and torch's in float32, over pools of the same requests."""
 
-    def __init__(self, name: str, heads: Heads, num_pages: int, kind: AttentionKind = PLAIN) -> None:
+    def __init__(
+        self,
+        name: str,
+        heads: Heads,
+        num_pages: int,
+        kind: AttentionKind = PLAIN,
+        fp8_scale: float | None = None,
+    ) -> None:
         self.heads = heads
+        self.tolerance = TOLERANCE if fp8_scale is None else FP8_TOLERANCE
         _, num_kv, head_dim = heads
         # The other layer is of another kind: a step is planned for both.
         self.layers = [LayerAttention(0, PLAIN), LayerAttention(LAYER, kind)]
         self.kinds = tuple(dict.fromkeys((PLAIN, kind)))
         size = (NUM_LAYERS, num_pages, PAGE_SIZE, num_kv, head_dim)
-        self.pool = Pool(*size, torch.bfloat16, "cuda")
-        self.wide_pool = Pool(*size, torch.float32, "cuda")
-        self.backend = self._build(name, self.pool)
-        self.torch_native = self._build("torch_native", self.wide_pool)
+        self.pool, self.wide_pool = (
+            Pool(*size, dtype if fp8_scale is None else FP8, "cuda", scales_of(fp8_scale, num_kv))
+            for dtype in (torch.bfloat16, torch.float32)
+        )
+        self.backend = self._build(name, self.pool, torch.bfloat16)
+        self.torch_native = self._build("torch_native", self.wide_pool, torch.float32)
         self.rotary = RotaryEmbedding(RopeConfig("default", 10_000.0), head_dim, torch.device("cuda"))
 
-    def _build(self, name: str, pool: Pool) -> AttentionBackend:
+    def _build(self, name: str, pool: Pool, dtype: torch.dtype) -> AttentionBackend:
         num_q, num_kv, head_dim = self.heads
-        dtype = pool.keys.dtype
-        shape = AttentionShape(num_q, num_kv, head_dim, PAGE_SIZE, dtype, dtype, self.kinds)
+        shape = AttentionShape(num_q, num_kv, head_dim, PAGE_SIZE, dtype, pool.keys.dtype, self.kinds)
         if (problem := ATTENTION_BACKENDS[name].problem(shape, torch.device("cuda"))) is not None:
             pytest.skip(problem)
         return ATTENTION_BACKENDS[name](pool, self.layers, shape)
@@ -105,12 +128,23 @@ class Both:
         batch, positions = requests.grow(num_new)
         qkv = self.random_qkv(len(positions), seed=int(requests.lens.sum()))
         expected = self.expected(batch, qkv, positions, norms)
-        near(self.eager(batch, qkv, positions, norms), expected)
+        self.near(self.eager(batch, qkv, positions, norms), expected)
+
+    def near(self, actual: Tensor, expected: Tensor) -> None:
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.float(), expected, rtol=self.tolerance, atol=self.tolerance)
 
 
-def near(actual: Tensor, expected: Tensor) -> None:
-    assert actual.dtype == torch.bfloat16
-    torch.testing.assert_close(actual.float(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+def scales_of(fp8_scale: float | None, num_kv_heads: int) -> KVScales | None:
+    """Of each head another one, around this; 1 and None are for no scales."""
+    if fp8_scale in (None, 1.0):
+        return None
+    scales = fp8_scale * 2.0 ** torch.arange(2 * num_kv_heads, device="cuda").remainder(3)
+    return KVScales(scales.view(1, 2, -1).repeat(NUM_LAYERS, 1, 1))
+
+
+def case_id(value: Any) -> str:
+    return f"fp8x{value}" if isinstance(value, float) else str(value)
 
 
 def head_norms(head_dim: int, offset: float = 0.0) -> HeadNorms:
@@ -119,14 +153,14 @@ def head_norms(head_dim: int, offset: float = 0.0) -> HeadNorms:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize(("heads", "kind"), CASES, ids=str)
+@pytest.mark.parametrize(("heads", "kind", "fp8_scale"), [*CASES, *FP8_CASES], ids=case_id)
 @pytest.mark.parametrize("norm_offset", [None, 0.0, 1.0])
 def test_prefill_chunks_and_decode_agree_with_torch(
-    name: str, heads: Heads, kind: AttentionKind, norm_offset: float | None
+    name: str, heads: Heads, kind: AttentionKind, fp8_scale: float | None, norm_offset: float | None
 ) -> None:
     norms = None if norm_offset is None else head_norms(heads[2], norm_offset)
     requests = Requests(6, 700, PAGE_SIZE, device="cuda")
-    both = Both(name, heads, requests.num_pages, kind)
+    both = Both(name, heads, requests.num_pages, kind, fp8_scale)
     for num_new in (
         [300, 1, 16, 17, 0, 64],  # prefill
         [1, 1, 200, 1, 129, 33],  # chunks after cached tokens, beside decoding
@@ -135,8 +169,11 @@ def test_prefill_chunks_and_decode_agree_with_torch(
         [0, 300, 0, 0, 1, 0],
     ):
         both.step(requests, num_new, norms)
-    assert both.pool.keys[1 - LAYER].isnan().all()
-    assert both.pool.keys[LAYER][requests.spare_pages].isnan().all()
+    assert both.pool.keys[1 - LAYER].float().isnan().all()
+    if fp8_scale is not None:
+        # Values are not rotated: bit for bit what torch makes of them.
+        assert torch.equal(both.pool.values.view(torch.uint8), both.wide_pool.values.view(torch.uint8))
+    assert both.pool.keys[LAYER].float()[requests.spare_pages].isnan().all()
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -195,15 +232,15 @@ class CapturedStep:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize(("heads", "kind"), CASES, ids=str)
+@pytest.mark.parametrize(("heads", "kind", "fp8_scale"), [*CASES, *FP8_CASES], ids=case_id)
 # The last one has blocks enough for every multiprocessor without splitting any request.
 @pytest.mark.parametrize(("num_requests", "size"), [(1, 1), (5, 8), (8, 8), (600, 640)])
 def test_replayed_graphs_agree_with_torch_and_padding_is_not_stored(
-    name: str, heads: Heads, kind: AttentionKind, num_requests: int, size: int
+    name: str, heads: Heads, kind: AttentionKind, fp8_scale: float | None, num_requests: int, size: int
 ) -> None:
     max_len = 600 if num_requests < 10 else 60
     requests = Requests(num_requests, max_len, PAGE_SIZE, device="cuda")
-    both = Both(name, heads, requests.num_pages, kind)
+    both = Both(name, heads, requests.num_pages, kind, fp8_scale)
     captured = [CapturedStep(both, size, requests.num_pages + size)]
     if both.backend.has_even(size):
         captured.append(CapturedStep(both, size, requests.num_pages + size, StepKind.EVEN))
@@ -214,22 +251,23 @@ def test_replayed_graphs_agree_with_torch_and_padding_is_not_stored(
         expected = both.expected(batch, qkv, positions, None)
 
         for step in captured:
-            near(step.replay(batch, qkv, both.rotary(positions, torch.bfloat16)), expected)
+            both.near(step.replay(batch, qkv, both.rotary(positions, torch.bfloat16)), expected)
         # An eager step between replays uses the same workspace.
-        near(both.eager(batch, qkv, positions, None), expected)
-    assert both.pool.keys[LAYER][requests.spare_pages].isnan().all()
+        both.near(both.eager(batch, qkv, positions, None), expected)
+    assert both.pool.keys[LAYER].float()[requests.spare_pages].isnan().all()
 
 
 @pytest.mark.parametrize(
-    ("heads", "kind"),
-    [case for case in CASES if case[0] in ((4, 2, 128), (8, 2, 128), (14, 2, 128))],
-    ids=str,
+    ("heads", "kind", "fp8_scale"),
+    [case for case in CASES if case[0] in ((4, 2, 128), (8, 2, 128), (14, 2, 128))] + FP8_CASES[:2],
+    ids=case_id,
 )
 # Groups of requests, requests of each, pages that they share, and requests of the graph.
 @pytest.mark.parametrize(("groups", "count", "num_shared", "size"), [(3, 5, 20, 16), (40, 9, 6, 384)])
 def test_graphs_that_read_shared_pages_once_agree_with_torch(
     heads: Heads,
     kind: AttentionKind,
+    fp8_scale: float | None,
     groups: int,
     count: int,
     num_shared: int,
@@ -238,7 +276,7 @@ def test_graphs_that_read_shared_pages_once_agree_with_torch(
 ) -> None:
     num_requests, shared_len = groups * count, num_shared * PAGE_SIZE
     requests = Requests(num_requests, shared_len + 150, PAGE_SIZE, device="cuda")
-    both = Both("flashinfer", heads, requests.num_pages, kind)
+    both = Both("flashinfer", heads, requests.num_pages, kind, fp8_scale)
     captured = CapturedStep(both, size, requests.num_pages + size, StepKind.SHARED)
     # The first of each group brings the pages for the others.
     both.step(requests, [shared_len * (row % count == 0) for row in range(num_requests)], None)
@@ -253,11 +291,11 @@ def test_graphs_that_read_shared_pages_once_agree_with_torch(
         qkv = both.random_qkv(num_requests, seed=int(requests.lens.sum()))
         expected = both.expected(batch, qkv, positions, None)
 
-        near(captured.replay(batch, qkv, both.rotary(positions, torch.bfloat16), shared), expected)
+        both.near(captured.replay(batch, qkv, both.rotary(positions, torch.bfloat16), shared), expected)
         # An eager step finds by itself what neighbours share.
         is_worth_it = shared is runs
         monkeypatch.setattr(both.backend, "is_worth_sharing", lambda *_, answer=is_worth_it: answer)
-        near(both.eager(batch, qkv, positions, None), expected)
+        both.near(both.eager(batch, qkv, positions, None), expected)
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 128), (14, 2, 128)], ids=str)

@@ -43,6 +43,12 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
     prefill_kernel,
     unsplit_from,
 )
+from ebbtide.srt.layers.attention.fp8_kernels import (
+    Fp8DecodeKernel,
+    Fp8PrefillKernel,
+    WidePages,
+    decodes_fp8,
+)
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns, runs_of_neighbours
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
@@ -138,16 +144,8 @@ class FlashInferAttention(AttentionBackend):
         # FlashInfer compiles what is not in its cache.
         add_scripts_to_path()
         device = kv_pages.k(layers[0].layer).device
-        partial = torch.zeros(partial_bytes(shape, device), dtype=torch.uint8, device=device)
         self._layers = _Layers(kv_pages, layers)
-        self._kernels = {
-            kind: _Kernels(
-                decode_kernel(shape, kind, Workspace(partial)),
-                prefill_kernel(shape, kind, Workspace(partial)),
-                ItemKernel(shape, kind, device) if can_list(shape, kind) else None,
-            )
-            for kind in shape.kinds
-        }
+        self._kernels = _make_kernels(shape, device)
         self._shape, self._device = shape, device
         self.shares_prefixes = any(kernels.shared is not None for kernels in self._kernels.values())
         self._step: _Step | None = None
@@ -200,7 +198,8 @@ class FlashInferAttention(AttentionBackend):
 
     def has_even(self, batch_size: int) -> bool:
         # From there on no request is cut in any step.
-        return not on_cuda_cores(self._shape) and batch_size < unsplit_from(self._shape, self._device)
+        plans = not (on_cuda_cores(self._shape) or decodes_fp8(self._shape))
+        return plans and batch_size < unsplit_from(self._shape, self._device)
 
     def is_even(self, lens_R: NDArray[np.int32]) -> bool:
         """Whether cutting requests would take longer than it saves (bench/gpu_attention.py, on an H200)."""
@@ -210,6 +209,23 @@ class FlashInferAttention(AttentionBackend):
 
     def is_worth_sharing(self, num_requests: int, num_pages: int) -> bool:
         return self.shares_prefixes and saves_time(self._shape, num_requests, num_pages)
+
+
+def _make_kernels(shape: AttentionShape, device: torch.device) -> dict[AttentionKind, _Kernels]:
+    """The kernels of each kind of layers."""
+    partial = torch.zeros(partial_bytes(shape, device), dtype=torch.uint8, device=device)
+    room = WidePages(shape, device) if shape.kv_dtype == FP8 else None
+    kernels = {}
+    for kind in shape.kinds:
+        decode, prefill = Workspace(partial), Workspace(partial)
+        kernels[kind] = _Kernels(
+            Fp8DecodeKernel(kind) if decodes_fp8(shape) else decode_kernel(shape, kind, decode),
+            prefill_kernel(shape, kind, prefill)
+            if room is None
+            else Fp8PrefillKernel(shape, kind, prefill, room),
+            ItemKernel(shape, kind, device) if can_list(shape, kind) else None,
+        )
+    return kernels
 
 
 def _plan_part(batch: PagedBatch, kernel: PagedKernel, first: int, end: int) -> _Part:

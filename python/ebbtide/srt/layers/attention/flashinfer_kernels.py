@@ -10,7 +10,7 @@ Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -309,15 +309,21 @@ def module_specs(shape: AttentionShape, device: torch.device) -> dict[str, Any]:
         key = _module_key(shape, kind)
         variant = f"{', windowed' if kind.window is not None else ''}{', capped' if kind.soft_cap else ''}"
         tiles = gen_batch_prefill_module("fa2", *key, False)
-        if on_cuda_cores(shape):
+        if on_cuda_cores(shape) and shape.kv_dtype == shape.dtype:
             specs[f"decode attention{variant}"] = gen_batch_decode_module(*key)
             if kind.window is None:
                 specs[f"attention to shared prefixes{variant}"] = tiles
         else:
             specs[f"decode attention{variant}"] = tiles
-        prefill = gen_batch_prefill_module(_prefill_backend(shape, device), *key, False)
-        specs[f"prefill attention{variant}"] = prefill
+        # For prompts pages in FP8 are read back.
+        key, backend = _module_key(wide(shape), kind), _prefill_backend(wide(shape), device)
+        specs[f"prefill attention{variant}"] = gen_batch_prefill_module(backend, *key, False)
     return specs
+
+
+def wide(shape: AttentionShape) -> AttentionShape:
+    """The same with keys and values in the type of the queries."""
+    return replace(shape, kv_dtype=shape.dtype)
 
 
 def _prefill_backend(shape: AttentionShape, device: torch.device) -> str:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.kernels.launch import num_multiprocessors
+from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.paged_attention import Pages
 
 _ROWS = 16
@@ -83,6 +83,7 @@ def attend_fp8(
         ASM=q_TNH.is_cuda if asm is None else asm,
         num_warps=warps,
         num_stages=stages,
+        **overlap_options(q_TNH),
     )
     if splits > 1:
         _combine[(num_requests, num_q_heads)](
@@ -94,6 +95,7 @@ def attend_fp8(
             HEAD_DIM=head_dim,
             SPLITS=splits,
             num_warps=1,
+            **overlap_options(q_TNH),
         )
 
 
@@ -126,11 +128,15 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     ASM: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ) -> None:
     """With one part the output, with several each part's output and the logarithm of its sum of weights."""
     GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
     # What a float16 made of the bits of FP8 is to be multiplied by.
     UNIT: tl.constexpr = 256.0
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     request = tl.program_id(0)
     kv_head, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
     first_page = tl.load(kv_indptr + request)
@@ -227,8 +233,12 @@ def _combine(  # type: ignore[no-untyped-def]
     NUM_Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ) -> None:
     """One head of a request; some part of its keys is never empty."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     q_row = tl.program_id(0).to(tl.int64) * NUM_Q_HEADS + tl.program_id(1)
     rows = q_row + tl.arange(0, SPLITS).to(tl.int64) * num_tokens * NUM_Q_HEADS
     sums = tl.load(sum_ptr + rows)
