@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from itertools import product
 from typing import Any
 
 import torch
@@ -44,6 +43,15 @@ HEADS = ((32, 8), (16, 8))
 DECODES = ((32, 400), (256, 768), (64, 8192))
 PREFILLS = ((16, 1024), (2, 8192))
 NUM_POOLS = 2
+# Of the kernel for words: by assembly or by operators, keys of a block, warps, stages.
+VARIANTS = (
+    *((True, 64, 4, stages) for stages in (1, 2, 3)),
+    *((True, 128, 4, stages) for stages in (1, 2, 3)),
+    *((True, 128, 8, stages) for stages in (1, 2)),
+    (True, 64, 2, 3),
+    (False, 64, 4, 2),
+    (False, 128, 4, 2),
+)
 
 
 class Case:
@@ -187,7 +195,7 @@ def new_calls(case: Case, kv_dtype: torch.dtype) -> dict[str, Callable[[], Call]
     if kv_dtype != FP8:
         return {"whole": decode_calls(case, kv_dtype)["whole"]}
     calls: dict[str, Callable[[], Call]] = {"half": partial(by_half, case)}
-    for asm, keys, warps, stages in product((True, False), (64, 128), (4, 8), (1, 2, 3)):
+    for asm, keys, warps, stages in VARIANTS:
         name = f"words_{'asm' if asm else 'ops'}_{keys}_{warps}_{stages}"
         calls[name] = partial(by_words, case, keys, warps, stages, asm)
     return calls

@@ -75,7 +75,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV pool and the prefix cache. `max_total_tokens` None: sized by memory."""
+    """The KV pool and the prefix cache. `max_total_tokens` None: sized by memory.
+
+    `scales` and `calibration_tokens`: of a pool in FP8, see `KVScales`.
+    """
 
     page_size: int
     max_total_tokens: int | None
@@ -83,6 +86,8 @@ class CacheConfig:
     dtype: str
     enable_prefix_cache: bool
     prefix_cache_scope: str
+    scales: str = "checkpoint"
+    calibration_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,13 +350,21 @@ def _resolve_cache(args: ServerArgs, model: ModelConfig, device: str) -> CacheCo
     fraction = args.mem_fraction_static
     if fraction is None and _is_cuda(device):
         fraction = CUDA_MEM_FRACTION_STATIC
+    dtype = model.dtype if args.kv_cache_dtype == "auto" else _dtype_name(args.kv_cache_dtype)
+    if args.kv_cache_scales != "checkpoint" and dtype != "fp8_e4m3":
+        raise ConfigurationError(
+            f"kv_cache_scales={args.kv_cache_scales}: expected kv_cache_dtype=fp8_e4m3, the only one with "
+            f"scales, got {dtype}"
+        )
     return CacheConfig(
         page_size=page_size,
         max_total_tokens=args.max_total_tokens,
         mem_fraction_static=fraction,
-        dtype=model.dtype if args.kv_cache_dtype == "auto" else _dtype_name(args.kv_cache_dtype),
+        dtype=dtype,
         enable_prefix_cache=not args.disable_radix_cache,
         prefix_cache_scope=args.prefix_cache_scope,
+        scales=args.kv_cache_scales,
+        calibration_tokens=args.kv_cache_calibration_tokens,
     )
 
 

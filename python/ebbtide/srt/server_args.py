@@ -71,6 +71,15 @@ class ServerArgs(SglangArguments):
     kv_cache_dtype: Annotated[
         str, Arg("Type of the KV cache; auto: the model's.", choices=(*_DTYPES, "fp8_e4m3", "fp8"))
     ] = "auto"
+    kv_cache_scales: Annotated[
+        str,
+        Arg(
+            "Scales of a KV cache in FP8: the checkpoint's (1 where it has none), or calibrated on the first "
+            "tokens, once or anew with every update.",
+            choices=("checkpoint", "calibrate", "recalibrate"),
+        ),
+    ] = "checkpoint"
+    kv_cache_calibration_tokens: Annotated[int, Arg("Tokens that a calibration looks at.", minimum=1)] = 4096
     load_format: Annotated[
         str, Arg("How weights are loaded.", choices=("auto", "safetensors", "pt", "dummy"))
     ] = "auto"

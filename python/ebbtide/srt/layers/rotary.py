@@ -1,6 +1,6 @@
 """Rotary position embedding: the default form, linear scaling, and the scaling of Llama 3.
 
-Shapes: T tokens, N heads, H head_dim.
+Shapes: T tokens, N heads, K KV heads, H head_dim.
 """
 
 import math
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.heads import Rope
+from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.norm import rms_norm
 
 RopeKind = Literal["default", "linear", "llama3"]
 
@@ -122,3 +123,17 @@ def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
     rotated_first.addcmul_(second, sin_T1H, value=-1.0)
     rotated_second.addcmul_(first, sin_T1H)
     return rotated
+
+
+def split_heads(
+    qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, normalised and rotated, and values."""
+    sizes = [qkv_TNH.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
+    q_TNH, k_TKH, v_TKH = torch.split(qkv_TNH, sizes, dim=1)
+    if norms is not None:
+        q_TNH = rotate(rms_norm(q_TNH, norms.q_weight, norms.eps, norms.offset), *rope)
+        k_TKH = rotate(rms_norm(k_TKH, norms.k_weight, norms.eps, norms.offset), *rope)
+        return q_TNH, k_TKH, v_TKH
+    rotated_TNH = rotate(qkv_TNH[:, : qkv_TNH.shape[1] - num_kv_heads], *rope)
+    return rotated_TNH[:, :-num_kv_heads], rotated_TNH[:, -num_kv_heads:], v_TKH

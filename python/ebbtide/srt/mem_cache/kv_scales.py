@@ -8,11 +8,15 @@ Shapes: T tokens, K KV heads, H head_dim, G layers.
 
 from __future__ import annotations
 
+import logging
 import re
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -23,27 +27,114 @@ _NAME = re.compile(
 )
 
 
-class HeadScales(NamedTuple):
-    """Of one layer's heads, keys and then values: the scales and their inverses, float32 [2, K]."""
+# Calibrated scales leave room for numbers so much larger than any that was seen. It costs none of the others
+# a bit: they are numbers of FP8 with a smaller exponent.
+HEADROOM = 2.0
+_MAX_EXPONENT = 40.0
 
-    scales_2K: Tensor
-    inverses_2K: Tensor
+
+class HeadScales:
+    """The scales of one layer: views, which follow every change.
+
+    Attributes:
+        scales_2K, inverses_2K: of the keys and then the values of its heads, float32, and their inverses.
+    """
+
+    def __init__(self, scales: KVScales, layer: int) -> None:
+        self.scales_2K = scales.scales_G2K[layer]
+        self.inverses_2K = scales.inverses_G2K[layer]
+        self._scales, self._layer = scales, layer
+
+    @property
+    def are_recorded(self) -> bool:
+        """Whether the keys and values of this pass are wanted by `record`."""
+        return self._scales.is_recording
+
+    def record(self, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        """Note how large a pass's keys and values are, rotated and before they are rounded."""
+        self._scales.record(self._layer, k_TKH, v_TKH)
 
 
 class KVScales:
     """The scales of all layers of a rank.
 
+    They may be calibrated: after `begin` passes that are not captured record how large the numbers of their
+    heads are, until so many tokens were seen. `settle` makes scales of that, powers of two, so that what is
+    divided by them is exact. It is for moments when the pool holds nothing: whatever lies in the pool has the
+    scales that are in force. All ranks see the same passes, so that they settle at the same moment.
+
     Args:
         scales_G2K: float32, finite and above 0, on the device of the pool.
+        calibration_tokens: how many tokens a calibration looks at; 0: there is none.
+        keeps_up: whether weights that change are a reason for another one.
+
+    Attributes:
+        scales_G2K, inverses_G2K: they change in place alone.
     """
 
-    def __init__(self, scales_G2K: Tensor) -> None:
-        self.scales_G2K = scales_G2K
-        self._inverses_G2K = scales_G2K.reciprocal()
+    def __init__(self, scales_G2K: Tensor, *, calibration_tokens: int = 0, keeps_up: bool = False) -> None:
+        self.scales_G2K = scales_G2K.clone()
+        self.inverses_G2K = scales_G2K.reciprocal()
+        self._largest_G2K = torch.zeros_like(scales_G2K)
+        self._calibration_tokens = calibration_tokens
+        self._keeps_up = keeps_up
+        self._num_missing = 0
+        self._is_due = False
+        self._is_paused = False
+        self._layers = [HeadScales(self, layer) for layer in range(len(scales_G2K))]
 
     def of(self, layer: int) -> HeadScales:
-        """The scales of one layer: views, which follow every change."""
-        return HeadScales(self.scales_G2K[layer], self._inverses_G2K[layer])
+        """The scales of one layer."""
+        return self._layers[layer]
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a calibration has yet to see tokens."""
+        return self._num_missing > 0 and not self._is_paused
+
+    def begin(self) -> None:
+        """Look at the tokens of the passes to come, and forget those of an earlier calibration."""
+        self._largest_G2K.zero_()
+        self._num_missing, self._is_due = self._calibration_tokens, False
+
+    def weights_changed(self) -> None:
+        """Other weights serve from now on."""
+        if self._keeps_up:
+            self.begin()
+
+    def record(self, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        """As `HeadScales.record`; layers come in their order."""
+        for side, x_TKH in enumerate((k_TKH, v_TKH)):
+            largest_K = x_TKH.float().abs().nan_to_num(0.0, 0.0).amax((0, 2))
+            torch.maximum(self._largest_G2K[layer, side], largest_K, out=self._largest_G2K[layer, side])
+        if layer == len(self._layers) - 1:
+            self._num_missing -= len(k_TKH)
+            self._is_due = self._num_missing <= 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, passes are not recorded: theirs are tokens that nobody asked for."""
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = was_paused
+
+    def settle(self) -> bool:
+        """The scales become those of what was recorded, where that is enough; whether they did.
+
+        A head that was 0 throughout has a scale of 1.
+        """
+        if not self._is_due:
+            return False
+        self._is_due = False
+        exponents = (self._largest_G2K * (HEADROOM / FP8_MAX)).log2().ceil()
+        exponents.clamp_(-_MAX_EXPONENT, _MAX_EXPONENT)
+        self.scales_G2K.copy_(torch.where(self._largest_G2K > 0, exponents.exp2(), 1.0))
+        self.inverses_G2K.copy_(self.scales_G2K.reciprocal())
+        smallest, largest = (bound.item() for bound in torch.aminmax(self.scales_G2K))
+        logger.info("scales of the KV cache calibrated: smallest=%g largest=%g", smallest, largest)
+        return True
 
 
 def scale_place(name: str) -> tuple[int, int] | None:

@@ -33,7 +33,7 @@ from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.saver import ArenaSource, MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
-from ebbtide.srt.model_executor.kv_scales import checkpoint_scales
+from ebbtide.srt.model_executor.kv_scales import build_kv_scales
 from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.model_executor.rehearsal import rehearse
@@ -118,7 +118,7 @@ def build_model_runner(
         group,
         free_bytes=free_bytes,
         weight_bytes=weight_store.arena.resident_bytes,
-        scales=kv_scales(whole_model, cache_config, group, torch_device),
+        scales=build_kv_scales(whole_model, cache_config, group, torch_device),
     )
     logger.info(
         "KV pool: pages=%d page_size=%d bytes=%d of %d that were free",
@@ -164,6 +164,9 @@ def build_model_runner(
                 runner, attention, saver, runtime_config.cuda_graph_bs, next_tokens
             )
         _log_left(device, cache_config)
+    if kv_pool.scales is not None:
+        # Not earlier: what ran so far was of nobody's request.
+        kv_pool.scales.begin()
     return runner
 
 
@@ -372,17 +375,6 @@ def kv_layout(
     if pool_bytes is not None:  # Where the pool is small, more chunks are worth more than long runs.
         run_bytes = min(run_bytes, chunk_bytes // layout.num_planes)
     return replace(layout, min_chunk_bytes=chunk_bytes, min_run_bytes=run_bytes)
-
-
-def kv_scales(
-    model_config: ModelConfig, cache_config: CacheConfig, group: ParallelGroup, device: torch.device
-) -> KVScales | None:
-    """The scales of a KV cache in FP8; None: all are 1. `model_config` has the heads of all ranks."""
-    if KV_DTYPES[cache_config.dtype] != FP8:
-        return None
-    scales = checkpoint_scales(model_config.path, model_config.load_format, model_config, group, device)
-    logger.info("KV cache in FP8: scales=%s", "1" if scales is None else "the checkpoint's")
-    return scales
 
 
 def build_kv_pool(

@@ -52,6 +52,7 @@ from ebbtide.srt.layers.attention.fp8_kernels import (
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns, runs_of_neighbours
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
+from ebbtide.srt.layers.rotary import split_heads
 from ebbtide.srt.mem_cache.kv_scales import FP8
 
 # Requests that one block each reads soon enough, and how much longer than others the longest may be where
@@ -74,6 +75,8 @@ class _Layers:
 
         k_PSKH, v_PSKH = self._k_PSKH[layer.layer], self._v_PSKH[layer.layer]
         scales = self._scales[layer.layer]
+        if scales is not None and scales.are_recorded:
+            scales.record(*split_heads(qkv_TNH, rope, norms, k_PSKH.shape[2])[1:])
         q_TNH = rotate_and_store(qkv_TNH, rope, norms, step.slots_T, k_PSKH, v_PSKH, scales)
         out_TNH = torch.empty_like(q_TNH)
         for part in step.parts[layer.kind]:

@@ -25,8 +25,7 @@ from ebbtide.srt.layers.attention.base import (
     fp8_problem,
 )
 from ebbtide.srt.layers.heads import HeadNorms, Rope
-from ebbtide.srt.layers.norm import rms_norm
-from ebbtide.srt.layers.rotary import rotate
+from ebbtide.srt.layers.rotary import split_heads
 from ebbtide.srt.mem_cache.kv_scales import FP8, HeadScales, dequantised, quantised
 
 
@@ -94,9 +93,11 @@ class TorchNativeAttention(AttentionBackend):
             self._k_room, self._v_room = (self._room(most_pages * 3 // 2) for _ in range(2))
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
-        q_TNH, k_TKH, v_TKH = self._heads(qkv_TNH, rope, norms)
+        q_TNH, k_TKH, v_TKH = split_heads(qkv_TNH, rope, norms, self._num_kv_heads)
         k_PSKH, v_PSKH = self._k_PSKH[layer.layer], self._v_PSKH[layer.layer]
         scales = self._scales[layer.layer]
+        if scales is not None and scales.are_recorded:
+            scales.record(k_TKH, v_TKH)
         k_TKH, v_TKH = self._stored(k_TKH, v_TKH, scales)
         k_PSKH.flatten(0, 1).index_copy_(0, self._slots_T, _movable(k_TKH))
         v_PSKH.flatten(0, 1).index_copy_(0, self._slots_T, _movable(v_TKH))
@@ -142,18 +143,6 @@ class TorchNativeAttention(AttentionBackend):
         if not in_window and kind.window is not None:
             mask += blocked.tril(first - kind.window)
         return mask
-
-    def _heads(self, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normalised and rotated, and values."""
-        num_kv = self._num_kv_heads
-        sizes = [qkv_TNH.shape[1] - 2 * num_kv, num_kv, num_kv]
-        q_TNH, k_TKH, v_TKH = torch.split(qkv_TNH, sizes, dim=1)
-        if norms is not None:
-            q_TNH = rotate(rms_norm(q_TNH, norms.q_weight, norms.eps, norms.offset), *rope)
-            k_TKH = rotate(rms_norm(k_TKH, norms.k_weight, norms.eps, norms.offset), *rope)
-            return q_TNH, k_TKH, v_TKH
-        rotated_TNH = rotate(qkv_TNH[:, : qkv_TNH.shape[1] - num_kv], *rope)
-        return rotated_TNH[:, :-num_kv], rotated_TNH[:, -num_kv:], v_TKH
 
     def _decode(
         self, kind: AttentionKind, q_NH: Tensor, k_LKH: Tensor, v_LKH: Tensor, out_NH: Tensor

@@ -27,6 +27,7 @@ from ebbtide.srt.layers.attention.base import (
 )
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.rotary import split_heads
 
 if TYPE_CHECKING:
     from ebbtide.srt.layers.kernels.paged_attention import Pages
@@ -56,6 +57,8 @@ class _Layers:
 
         k_PSKH, v_PSKH = self._k_PSKH[layer.layer], self._v_PSKH[layer.layer]
         scales = self._scales[layer.layer]
+        if scales is not None and scales.are_recorded:
+            scales.record(*split_heads(qkv_TNH, rope, norms, k_PSKH.shape[2])[1:])
         q_TNH = rotate_and_store(qkv_TNH, rope, norms, slots_T, k_PSKH, v_PSKH, scales)
         out_TNH = torch.empty_like(q_TNH)
         for part in parts:

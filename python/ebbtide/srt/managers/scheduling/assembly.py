@@ -37,6 +37,7 @@ from ebbtide.srt.managers.scheduling.weights.trial_pass import SchedulerTrialPas
 from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd
+from ebbtide.srt.mem_cache.kv_scales import KVScales
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.mem_cache.prefix_cache import NoPrefixCache
@@ -102,6 +103,7 @@ class RankParts:
         uuid: of the device; None for the CPU.
         tokenizer: None when the engine deals in token ids only.
         kv_memory: the KV pool's, where chunks of it can be lent and given up.
+        kv_scales: of a KV pool in FP8.
         num_weight_chunks: chunks that such a copy takes, on the rank where it takes most.
     """
 
@@ -118,6 +120,7 @@ class RankParts:
     page_ids: PageIds | None = None
     kv_memory: KVMemory | None = None
     num_weight_chunks: int = 0
+    kv_scales: KVScales | None = None
 
 
 def assemble_scheduler(
@@ -139,7 +142,7 @@ def assemble_scheduler(
     # The ranks of a replica make the same passes: the first one speaks for all.
     step_log = StepLog(policy, config.schedule.decode_log_interval if inbox.tp_rank == 0 else 0)
     processor = OutputProcessor(policy, step_log, inbox.dp_rank)
-    requests = LiveRequests(policy, processor, outputs)
+    requests = LiveRequests(policy, processor, outputs, parts.kv_scales)
     pace = Pace()
     compaction = KVCompaction(policy)
     lender = KVLender(
@@ -158,6 +161,7 @@ def assemble_scheduler(
         parts.runner,
         max_tokens=min(max_prefill_tokens, config.context_len),
         vocab_size=config.vocab_size,
+        kv_scales=parts.kv_scales,
     )
     control = _control_plane(
         config, parts, requests, inbox, processor.meter, pace, kv, lender, resizer, trial_pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from ebbtide.srt.managers.control.ports import ParkingPlan
 from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason
@@ -13,13 +14,34 @@ from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.wire.channel import SendEnd
 
 
+class Calibration(Protocol):
+    """How the KV cache stores numbers, where that follows what was seen of them; `KVScales` is one."""
+
+    def settle(self) -> bool:
+        """The pool holds nothing: numbers may be stored otherwise from now on."""
+        ...
+
+    def weights_changed(self) -> None:
+        """What was seen was computed by other weights."""
+        ...
+
+
 class LiveRequests:
-    """Implements `control.ports.Requests` over the policy; aborted requests get their last output."""
+    """Implements `control.ports.Requests` over the policy; aborted requests get their last output.
+
+    Args:
+        calibration: None where numbers are stored in one way for good.
+    """
 
     def __init__(
-        self, policy: SchedulePolicy, processor: OutputProcessor, outputs: SendEnd[DetokenizerInput]
+        self,
+        policy: SchedulePolicy,
+        processor: OutputProcessor,
+        outputs: SendEnd[DetokenizerInput],
+        calibration: Calibration | None = None,
     ) -> None:
         self._policy = policy
+        self._calibration = calibration
         self._processor = processor
         self._outputs = outputs
 
@@ -46,7 +68,9 @@ class LiveRequests:
         return self._policy.plan_parking(max_pages, with_cache=with_cache)
 
     def park(self, plan: ParkingPlan) -> int:
-        return self._policy.park(plan)
+        num_retracted = self._policy.park(plan)
+        self._settle_if_empty()
+        return num_retracted
 
     def abort_all(self, message: str) -> int:
         return self._send_aborted(self._policy.finish_all(), message)
@@ -58,11 +82,19 @@ class LiveRequests:
         return self._send_aborted(found, message)
 
     def flush_cache(self) -> int:
-        return self._policy.flush_cache()
+        freed_tokens = self._policy.flush_cache()
+        self._settle_if_empty()
+        return freed_tokens
 
     def serve(self, version: str, *, is_update: bool = True) -> None:
         commit = Commit(self._policy.commit.number + 1, version)
+        if is_update and self._calibration is not None:
+            self._calibration.weights_changed()
         self._send_ended(self._policy.serve(commit, is_update=is_update))
+
+    def _settle_if_empty(self) -> None:
+        if self._calibration is not None and not self._policy.holds_kv:
+            self._calibration.settle()
 
     def _send_aborted(self, requests: list[Req], message: str) -> int:
         reason = FinishReason("abort", message=message)

@@ -289,6 +289,11 @@ class SchedulePolicy:
             self.retract(self.running[-1])
         return pages
 
+    @property
+    def holds_kv(self) -> bool:
+        """Whether KV of any token is in the pool, or parked beside it."""
+        return bool(self.allocator.held) or any(req.parked is not None for req in self.waiting)
+
     def flush_cache(self) -> int:
         """Empty the prefix cache but for what running requests hold; returns the tokens freed."""
         return self.cache.flush() * self.page_size

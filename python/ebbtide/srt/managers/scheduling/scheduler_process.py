@@ -120,6 +120,7 @@ def rank_parts(
         page_ids=runner.kv_pool.layout.page_ids,
         kv_memory=arena if isinstance(arena, ChunkArena) else None,
         num_weight_chunks=0 if config.update.staging == "never" else runner.weight_store.num_chunks,
+        kv_scales=runner.kv_pool.scales,
         table=runner.page_table,
         memories=_memories(config, runner, device, saver),
         page_store=page_store,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+from ebbtide.srt.mem_cache.kv_scales import KVScales
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, LogprobSpec, Runner, SampleSpec
 from ebbtide.srt.sampling_params import SamplingParams
@@ -19,11 +20,20 @@ class SchedulerTrialPass:
 
     Args:
         max_tokens: what a forward pass, and a row, have room for.
+        kv_scales: they do not follow what this pass computes: its weights may never serve.
     """
 
     def __init__(
-        self, policy: SchedulePolicy, table: PageTable, runner: Runner, *, max_tokens: int, vocab_size: int
+        self,
+        policy: SchedulePolicy,
+        table: PageTable,
+        runner: Runner,
+        *,
+        max_tokens: int,
+        vocab_size: int,
+        kv_scales: KVScales | None = None,
     ) -> None:
+        self._kv_scales = kv_scales
         self.max_tokens = max_tokens
         self.vocab_size = vocab_size
         self._policy = policy
@@ -32,7 +42,8 @@ class SchedulerTrialPass:
 
     def logprobs(self, input_ids: Sequence[int]) -> list[float]:
         ids = list(input_ids)
-        with self._pages(-(-len(ids) // self._policy.page_size)):
+        unrecorded = self._kv_scales.paused() if self._kv_scales is not None else nullcontext()
+        with unrecorded, self._pages(-(-len(ids) // self._policy.page_size)):
             result = self._runner.launch(_plan(ids)).wait()
         logprobs: list[float] = result.input_logprobs[0].tokens_N.tolist()
         return logprobs
