@@ -21,7 +21,14 @@ if not Path("/dev/nvidiactl").exists():
 # The contract's sequences and the frameworks' recorded calls, through an engine as it is served.
 CONTRACT = {"test_contract_sequences", "test_wire_traces"}
 # Who takes one of these starts processes. All other modules are of the tier "unit".
-STARTERS = {"subprocess", "multiprocessing", "ebbtide.demo.run", "ebbtide.testing.null_engine"}
+STARTERS = {
+    "subprocess",
+    "multiprocessing",
+    "ebbtide.ray.engine",
+    "ebbtide.ray.fleet",
+    "ebbtide.demo.run",
+    "ebbtide.testing.null_engine",
+}
 STARTERS |= {f"ebbtide.srt.entrypoints.{name}" for name in ("early_processes", "engine", "launcher")}
 STARTERS |= {f"fixtures.{name}" for name in ("broadcasting_trainer", "compat", "rank_processes")}
 STARTERS |= {"fixtures.servers", "fixtures.trainer_process"}

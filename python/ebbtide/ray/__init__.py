@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
 
 from ebbtide.ray.engine import RayEngine
 from ebbtide.ray.errors import ActorDied
+from ebbtide.ray.fleet import RayFleet
 
-__all__ = ["ActorDied", "RayEngine"]
+__all__ = ["ActorDied", "RayEngine", "RayFleet"]
 del _ray

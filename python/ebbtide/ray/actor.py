@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
+from ebbtide.ray.errors import translated
+from ebbtide.ray.joint_engine import JointEngine, WeightBucket
 from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.engine import Engine
 from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
@@ -53,7 +56,7 @@ class EngineActor:
     """
 
     def __init__(self) -> None:
-        self._engine: Engine | None = None
+        self._engine: JointEngine | None = None
         self._node: NodeProcesses | None = None
         self._reserved: ReservedPorts | None = None
 
@@ -82,7 +85,7 @@ class EngineActor:
             # The ranks see the GPUs of their whole node, as their copies between GPUs need it.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
         if arguments["node_rank"] == 0:
-            self._engine = await asyncio.to_thread(lambda: Engine(**arguments))
+            self._engine = await asyncio.to_thread(lambda: JointEngine(**arguments))
         else:
             await asyncio.to_thread(self._lend, ServerArgs(**arguments))
         if self._reserved is not None:
@@ -105,6 +108,43 @@ class EngineActor:
             return str(error)
         return "the engine has ended"
 
+    async def hold(self) -> None:
+        """Never return: who waits for it hears when this actor has died."""
+        await asyncio.Event().wait()
+
+    async def prepare(
+        self, call_id: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """Do all of an update but its commit; see `JointEngine.prepare`.
+
+        Args:
+            args: those that are references to objects of Ray's stand for these.
+        """
+        given = [await one if isinstance(one, ray.ObjectRef) else one for one in args]
+        return await self._running.prepare(call_id, method, given, kwargs)
+
+    async def decide(self, call_id: str, refusal: str | None) -> dict[str, Any]:
+        """Commit what was prepared, or give it up; see `JointEngine.decide`."""
+        return await self._running.decide(call_id, refusal)
+
+    async def read_weights(self, index: int) -> WeightBucket:
+        """Some of the weights that serve; see `JointEngine.read_weights`."""
+        return await self._running.read_weights(index)
+
+    async def take_weights(self, peer: Any, weight_version: str) -> None:
+        """Serve the weights of another engine like this one, which goes on serving.
+
+        Args:
+            peer: the actor of its node 0.
+
+        Raises:
+            RequestRejected: its weights changed meanwhile; those of before serve here.
+        """
+        try:
+            await self._running.take_weights(peer.read_weights.remote, weight_version)
+        except RayError as error:
+            raise translated(error, "the replica that gives its weights") from None
+
     async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[dict[str, Any], None]:
         """`generate` as a stream of chunks."""
         async for chunk in await self._running.async_generate(*args, **{**kwargs, "stream": True}):
@@ -118,7 +158,7 @@ class EngineActor:
             await asyncio.to_thread(self._node.shutdown)
 
     @property
-    def _running(self) -> Engine:
+    def _running(self) -> JointEngine:
         if self._engine is None:
             raise EngineError(
                 "this actor has no engine: requests go to the one of node 0, once it has started"

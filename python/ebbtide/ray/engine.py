@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
@@ -19,6 +20,7 @@ from ebbtide.ray.launch import (
     OWN_ARGUMENTS,
     Node,
     Room,
+    kill_engine,
     make_room,
     start_engine,
     stop_engine,
@@ -51,7 +53,11 @@ class RayEngine:
         placement_timeout_s: how long to wait for the cluster to have room.
         runtime_env: of the actors.
         name: for messages.
+        abandoned: when it is set, the start is given up with an `EngineError`.
         **arguments: fields of `ServerArgs`.
+
+    Attributes:
+        num_ranks: of all replicas and nodes.
 
     Raises:
         ConfigurationError: the placement group is too small, or the engine cannot start so.
@@ -72,6 +78,7 @@ class RayEngine:
         placement_timeout_s: float = PLACEMENT_TIMEOUT_S,
         runtime_env: Mapping[str, Any] | None = None,
         name: str = "the engine",
+        abandoned: threading.Event | None = None,
         **arguments: Any,
     ) -> None:
         num_ranks = _checked_ranks(tp, dp, nnodes, arguments)
@@ -90,13 +97,16 @@ class RayEngine:
             room = Room(placement_group, bundle_indices, is_own=False)
             wait_for_room(room, placement_timeout_s)
         self.name = name
+        self.num_ranks = num_ranks
         self._nodes: list[Node] = []
         try:
             self._nodes = take_seats(room, num_ranks, nnodes, share, runtime_env, placement_timeout_s)
-            start_engine(self._nodes, {"log_level": "error", **arguments, "tp_size": tp, "dp_size": dp})
+            together = {"log_level": "error", **arguments, "tp_size": tp, "dp_size": dp}
+            start_engine(self._nodes, together, abandoned or threading.Event())
         except BaseException:
             room.give_back()
             raise
+        self._room = room
         self._finalizer = weakref.finalize(self, _stop, self._nodes, room)
 
     # ---------------------------------------------------------------------------------------------- methods
@@ -117,7 +127,7 @@ class RayEngine:
         method = name.removeprefix("async_")
         if method not in ENGINE_METHODS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return partial(self._wait if method == name else self._ask, method)
+        return partial(self._wait if method == name else self.ask, method)
 
     async def async_generate(
         self, prompt: Any = None, *args: Any, stream: bool = False, **fields: Any
@@ -125,7 +135,7 @@ class RayEngine:
         """As `Engine.async_generate`."""
         if stream:
             return self._stream((prompt, *args), _with_rid(fields))
-        answer: dict[str, Any] | list[dict[str, Any]] = await self._ask("generate", prompt, *args, **fields)
+        answer: dict[str, Any] | list[dict[str, Any]] = await self.ask("generate", prompt, *args, **fields)
         return answer
 
     def generate(self, prompt: Any = None, *args: Any, stream: bool = False, **fields: Any) -> Any:
@@ -134,7 +144,34 @@ class RayEngine:
             return self._iterate((prompt, *args), _with_rid(fields))
         return self._wait("generate", prompt, *args, **fields)
 
+    async def async_ended(self) -> str:
+        """Return, with what happened, when the engine has failed or one of its actors has died."""
+        watches = {node.seats[0].actor.hold.remote(): str(node) for node in self._nodes[1:]}
+        watches |= {
+            seat.actor.hold.remote(): f"node {node.rank}, {seat}"
+            for node in self._nodes
+            for seat in node.seats[1:]
+        }
+        watches[self.actor.ended.remote()] = str(self._nodes[0])
+        waiting = {asyncio.ensure_future(_result(ref)): who for ref, who in watches.items()}
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            [first, *_] = done
+            error = first.exception()
+            if isinstance(error, RayError):
+                return str(translated(error, waiting[first]))
+            return first.result()
+        finally:
+            for one in waiting:
+                one.cancel()
+
     # --------------------------------------------------------------------------------------------- lifetime
+
+    def kill(self) -> None:
+        """End it at once, whatever it is doing: its actors, their processes, the bundles it made."""
+        self._finalizer.detach()
+        kill_engine(self._nodes)
+        self._room.give_back()
 
     def shutdown(self) -> None:
         """End the engine: its processes, then its actors, then the bundles if it made them. Idempotent."""
@@ -152,7 +189,8 @@ class RayEngine:
 
     # -------------------------------------------------------------------------------------------- internals
 
-    async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the actor of node 0."""
         try:
             return await getattr(self.actor, method).remote(*args, **kwargs)
         except RayError as error:
@@ -199,6 +237,11 @@ class RayEngine:
     @property
     def _described(self) -> str:
         return f"{self.name} ({self._nodes[0]})"
+
+
+async def _result(reference: Any) -> str:
+    told: str = await reference
+    return told
 
 
 def _with_rid(fields: dict[str, Any]) -> dict[str, Any]:

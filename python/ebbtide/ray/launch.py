@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ MAX_CALLS: Final = 100_000
 # for the cause.
 CAUSE_S: Final = 2.0
 SHUTDOWN_S: Final = 15.0
+LOOK_S: Final = 0.2
 
 # Arguments that say where ranks are: here the placement group does.
 OWN_ARGUMENTS: Final = ("nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step")
@@ -137,8 +139,11 @@ def take_seats(
     return [Node(rank, [seats[place] for place in group]) for rank, group in enumerate(groups)]
 
 
-def start_engine(nodes: Sequence[Node], arguments: Mapping[str, Any]) -> None:
+def start_engine(nodes: Sequence[Node], arguments: Mapping[str, Any], abandoned: threading.Event) -> None:
     """Start the processes of all nodes; returns when the engine is ready.
+
+    Args:
+        abandoned: when it is set, the start is given up.
 
     Raises:
         ConfigurationError: the engine cannot start so.
@@ -152,7 +157,7 @@ def start_engine(nodes: Sequence[Node], arguments: Mapping[str, Any]) -> None:
             node.seats[0].actor.start.remote({**together, "node_rank": node.rank}, node.gpu_ids): node
             for node in nodes
         }
-        _wait_for_all(starting)
+        _wait_for_all(starting, abandoned)
     except RayError as error:
         kill(_actors(nodes))
         raise translated(error, str(nodes[0])) from None
@@ -165,6 +170,11 @@ def stop_engine(nodes: Sequence[Node]) -> None:
     """End the processes of all nodes, and then the actors. What has died already is no error."""
     stopping = [node.seats[0].actor.shutdown.remote() for node in nodes]
     ray.wait(stopping, num_returns=len(stopping), timeout=SHUTDOWN_S)
+    kill(_actors(nodes))
+
+
+def kill_engine(nodes: Sequence[Node]) -> None:
+    """As `kill`, all actors of an engine."""
     kill(_actors(nodes))
 
 
@@ -191,13 +201,14 @@ def _start_actor(
     return ray.remote(EngineActor).options(scheduling_strategy=strategy, max_restarts=0, **options).remote()
 
 
-def _wait_for_all(starting: Mapping[Any, Node]) -> None:
+def _wait_for_all(starting: Mapping[Any, Node], abandoned: threading.Event) -> None:
     left = list(starting)
     failures: list[Exception] = []
     until_s: float | None = None
     while left and (until_s is None or time.monotonic() < until_s):
-        wait_s = None if until_s is None else until_s - time.monotonic()
-        done, left = ray.wait(left, num_returns=1, timeout=wait_s)
+        if abandoned.is_set():
+            raise EngineError("the start was given up")
+        done, left = ray.wait(left, num_returns=1, timeout=LOOK_S)
         for one in done:
             try:
                 ray.get(one)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import (
@@ -77,7 +77,14 @@ class ControlClient:
         try:
             await asyncio.wait([reply, prepared], return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
-                refusal = await vote()
+                voting = asyncio.ensure_future(vote())
+                waiting: list[asyncio.Future[Any]] = [reply, voting]
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if voting.done():
+                    refusal = voting.result()
+                else:
+                    # It ended the request by itself: its time was up.
+                    voting.cancel()
         finally:
             del self._prepared[call_id]
             if not reply.done():

@@ -1,0 +1,504 @@
+"""Several engines as one. Some may die: their requests go on elsewhere, and others take their place."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final, Self
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from ebbtide.ray.actor import ENGINE_METHODS
+from ebbtide.ray.batches import split_batch
+from ebbtide.ray.continuation import Continuation
+from ebbtide.ray.engine import RayEngine
+from ebbtide.ray.errors import ActorDied
+from ebbtide.ray.joint_updates import JOINT_METHODS, JointUpdates
+from ebbtide.ray.replica import Answers, Replica, gather, replica_name
+from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking, refuse_in_event_loop
+from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError, RequestRejected
+
+logger = logging.getLogger(__name__)
+
+# A replica that does not come up is tried so often in a row, with a pause in between.
+MAX_ATTEMPTS: Final = 3
+RETRY_S: Final = 2.0
+# How often a new replica looks whether the others have weights to give.
+LOOK_S: Final = 0.5
+
+
+class RayFleet:
+    """Replicas in placement groups, each an engine of its own. Returns when all are ready.
+
+    Each method `m` is the plain twin of the coroutine `async_m`, which works in any event loop. Control
+    methods ask every replica that lives, and return the body of the first, with those of all in `replicas`.
+    An update is prepared by all of them, and then committed by all or by none.
+
+    A replica that dies is taken out, and another one started in its place, with the weights of one that
+    lives; from then on it serves. What it was working on goes on elsewhere: see `async_generate`.
+
+    Args:
+        num_replicas: how many.
+        placement_group: of all replicas; None: each makes its own, by `bundles` or by what its ranks need.
+        bundle_indices: those of each replica; None: equal runs of the group's.
+        tp, dp, bundles, gpus_per_rank, …: of each replica, see `RayEngine`. A replica lies on one node.
+        **arguments: fields of `ServerArgs`.
+
+    Raises:
+        ConfigurationError, EngineError: as `RayEngine`; none is left.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        placement_group: PlacementGroup | None = None,
+        bundle_indices: Sequence[Sequence[int]] | None = None,
+        incremental_streaming_output: bool = False,
+        **arguments: Any,
+    ) -> None:
+        if num_replicas < 1:
+            raise ConfigurationError(f"num_replicas: expected 1 or more, got {num_replicas}")
+        if arguments.get("nnodes", 1) not in (None, 1):
+            raise ConfigurationError("nnodes: a replica of a fleet lies on one node")
+        self._is_incremental = incremental_streaming_output
+        self._arguments = {**arguments, "nnodes": 1, "incremental_streaming_output": True}
+        self._places = _places(placement_group, bundle_indices, num_replicas)
+        # Starts are abandoned when it is set, and none begins any more.
+        self._is_ending = threading.Event()
+        self._threads = ThreadPoolExecutor(num_replicas, thread_name_prefix="start-replica")
+        starts = [self._threads.submit(self._start_engine, slot, {}) for slot in range(num_replicas)]
+        engines = [start.result() for start in starts if start.exception() is None]
+        failures = [error for start in starts if (error := start.exception()) is not None]
+        if failures:
+            for engine in engines:
+                engine.kill()
+            raise failures[0]
+        self._replicas = [Replica(slot, 0, engine) for slot, engine in enumerate(engines)]
+        self._updates = JointUpdates(lambda: self._living, num_replicas)
+        self._failure = ""
+        self._changes = asyncio.Event()
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._deaths: dict[int, str] = {}
+        self._runner = LoopThread()
+        self._finalizer = weakref.finalize(
+            self,
+            self._runner.end,
+            _ending(self._supervisors),
+            _stopping(self._replicas, self._threads, self._is_ending),
+            os.getpid(),
+        )
+        self._runner.wait(self._open())
+
+    async def _open(self) -> None:
+        self._supervisors += [
+            asyncio.create_task(self._supervise(slot)) for slot in range(len(self._replicas))
+        ]
+
+    # ------------------------------------------------------------------------------------------ generation
+
+    async def async_generate(
+        self,
+        /,
+        prompt: str | list[str] | None = None,
+        sampling_params: Any = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        *,
+        stream: bool = False,
+        on_death: str = "continue",
+        **fields: Any,
+    ) -> Any:
+        """As `Engine.async_generate`. Each prompt goes to the replica with the fewest; equal ones together.
+
+        Args:
+            on_death: "continue": another replica goes on behind the tokens that were given, whose versions
+                are kept; under a seed it draws others than the first would have. A request with penalties,
+                stop strings, a grammar, or `n` > 1 begins anew there, unless it has been streamed: then, and
+                with "error", it ends with an error.
+
+        Raises:
+            EngineError: its replica died, and it could not go on; or none is left.
+        """
+        if on_death not in ("continue", "error"):
+            raise RequestRejected(f"on_death: expected continue or error, got {on_death!r}")
+        given = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, **fields}
+        singles, is_list = split_batch({name: value for name, value in given.items() if value is not None})
+        if stream:
+            if is_list:
+                raise RequestRejected("a stream through a fleet is of one output: ask for each by itself")
+            chunks = self._relay({**singles[0], "stream": True}, on_death, None)
+            return self._runner.stream(chunks, lambda: asyncio.ensure_future(chunks.aclose()))
+        answers = await self._runner.run(self._generate_all(singles, on_death))
+        flat = [one for answer in answers for one in (answer if isinstance(answer, list) else [answer])]
+        return flat if is_list else flat[0]
+
+    async def _generate_all(self, singles: Sequence[Mapping[str, Any]], on_death: str) -> list[Any]:
+        tasks: list[asyncio.Task[Any]] = []
+        before: Any = None
+        replica: Replica | None = None
+        placed: Counter[Replica] = Counter()
+        for single in singles:
+            prompt = single.get("input_ids", single.get("text"))
+            replica = await self._choose(replica if prompt == before else None, placed)
+            placed[replica] += 1
+            before = prompt
+            tasks.append(asyncio.create_task(self._generate_one(single, on_death, replica)))
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _generate_one(self, fields: Mapping[str, Any], on_death: str, first: Replica) -> Any:
+        output = Continuation(fields)
+        if output.is_single and not output.obstacle:
+            # Every answer holds all of those before it.
+            return [answer async for answer in self._relay(fields, on_death, first)][-1]
+        replica: Replica | None = first
+        while True:
+            replica = await self._choose(replica)
+            try:
+                with replica.working():
+                    return await replica.ask("generate", **fields)
+            except EngineError as error:
+                await self._after(replica, error, on_death, 0)
+            replica = None
+
+    async def _relay(
+        self, fields: Mapping[str, Any], on_death: str, first: Replica | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer as it grows, on as many replicas as it takes."""
+        output = Continuation(fields, is_incremental=self._is_incremental and "stream" in fields)
+        is_stream = bool(fields.get("stream"))
+        replica = first
+        while True:
+            replica = await self._choose(replica)
+            try:
+                with replica.working():
+                    chunks = await replica.ask("generate", **output.next_fields(), stream=True)
+                    try:
+                        async for chunk in chunks:
+                            yield output.add(chunk, replica.name)
+                        return
+                    finally:
+                        await chunks.aclose()
+            except EngineError as error:
+                await self._after(replica, error, on_death, output.num_tokens)
+                if is_stream and output.num_tokens and output.obstacle:
+                    raise EngineError(
+                        f"{replica.name} has died after {output.num_tokens} tokens of this request, which "
+                        f"cannot go on elsewhere with {output.obstacle}: {replica.reason}"
+                    ) from None
+            output.move()
+            replica = None
+
+    async def _after(self, replica: Replica, error: EngineError, on_death: str, num_tokens: int) -> None:
+        """Return if a request may go on elsewhere; raise otherwise."""
+        if not await replica.is_cause(error):
+            raise error
+        if on_death == "error":
+            raise EngineError(
+                f"{replica.name} has died after {num_tokens} tokens of this request: {replica.reason}"
+            ) from None
+
+    async def _choose(
+        self, wanted: Replica | None = None, placed: Mapping[Replica, int] | None = None
+    ) -> Replica:
+        """This replica if it lives, or the one with the fewest requests; waits while there is none.
+
+        Args:
+            placed: requests that are about to go to each.
+        """
+        if wanted is not None and wanted in self._living:
+            return wanted
+        while not self._living:
+            if self._failure:
+                raise EngineError(self._failure)
+            await self._changes.wait()
+        return min(self._living, key=lambda one: one.num_live + (placed or {}).get(one, 0))
+
+    # -------------------------------------------------------------------------------------- deaths and births
+
+    @property
+    def _living(self) -> list[Replica]:
+        return [one for one in self._replicas if not one.has_died.is_set()]
+
+    async def _supervise(self, slot: int) -> None:
+        """Wait for the death of a replica, and put another one in its place; again and again."""
+        while True:
+            replica = self._replicas[slot]
+            await replica.watch()
+            logger.warning(
+                "%s is taken out with %d requests: %s", replica.name, replica.num_live, replica.reason
+            )
+            self._deaths[slot] = replica.reason
+            self._note_change()
+            await asyncio.to_thread(replica.engine.kill)
+            if not await self._replace_soon(replica):
+                if not self._living:
+                    told = "; ".join(f"{replica_name(one)}: {why}" for one, why in self._deaths.items())
+                    self._failure = f"no replica of the fleet is left, nor are its weights ({told})"
+                self._note_change()
+                return
+
+    async def _replace_soon(self, dead: Replica) -> bool:
+        """Try a few times; returns whether another one serves in its place."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                await self._replace(dead)
+                return True
+            except EbbtideError as error:
+                logger.warning("%s did not come back (%d): %s", dead.name, attempt, error)
+                self._deaths[dead.slot] = str(error)
+            await asyncio.sleep(RETRY_S)
+        return False
+
+    async def _replace(self, dead: Replica) -> None:
+        """Start a replica in the place of another one, and let it serve what the others serve.
+
+        Raises:
+            EbbtideError: it does not start, or has died again, or nobody is left who has the weights.
+        """
+        # The weights come from those that live; only where nothing was ever changed are the first ones those.
+        from_peer = {"load_format": "dummy"} if self._living else {}
+        if not from_peer and self._updates.has_committed:
+            raise EngineError("no replica is left to take the weights from")
+        loop = asyncio.get_running_loop()
+        engine = await loop.run_in_executor(self._threads, self._start_engine, dead.slot, from_peer)
+        replica = Replica(dead.slot, dead.life + 1, engine)
+        try:
+            while from_peer and not await self._bring_up_to_date(replica):
+                await asyncio.sleep(LOOK_S)
+        except BaseException:
+            await asyncio.to_thread(engine.kill)
+            raise
+        if not from_peer:
+            self._replicas[dead.slot] = replica
+        logger.warning("%s serves again", replica.name)
+        self._note_change()
+
+    async def _bring_up_to_date(self, replica: Replica) -> bool:
+        """Give a new replica the weights of a living one, and bring it into the same state.
+
+        Returns whether that was possible; it may be a moment later.
+
+        Raises:
+            EngineError: the new replica has died, or holds other weights in spite of it all.
+        """
+        async with self._updates.lock:
+            if not self._living:
+                raise EngineError("no replica is left to take the weights from")
+            peer = min(self._living, key=lambda one: one.num_live)
+            try:
+                state = await peer.ask("server_info")
+                weights = state["state"]["tags"]["weights"]
+                if state["weight_update"]["session_open"] or weights["state"] != "resident":
+                    return False
+                if weights.get("content", "valid") != "valid":
+                    return False
+                version = (await peer.ask("model_info"))["weight_version"]
+                await replica.call("take_weights", peer.engine.actor, version)
+                mine, theirs = await asyncio.gather(replica.ask("check_weights"), peer.ask("check_weights"))
+                await self._imitate(replica, state["state"])
+            except ActorDied:
+                if peer.engine is not replica.engine and await _lives(replica):
+                    return False
+                raise
+            except RequestRejected as error:
+                logger.warning("%s waits for the weights of %s: %s", replica.name, peer.name, error)
+                return False
+            if mine["per_engine_checksum"] != theirs["per_engine_checksum"]:
+                raise EngineError(f"{replica.name} holds other weights than {peer.name} after taking them")
+            # From here on it serves, and takes part in every update.
+            self._replicas[replica.slot] = replica
+            return True
+
+    async def _imitate(self, replica: Replica, state: Mapping[str, Any]) -> None:
+        """Pause and release what the others have paused and released."""
+        released = [tag for tag, report in state["tags"].items() if report["state"] == "released"]
+        if released:
+            await replica.ask("release_memory_occupation", released)
+        if state["generation"]["state"] == "paused":
+            await replica.ask("pause_generation", state["generation"]["mode"])
+
+    def _start_engine(self, slot: int, changes: Mapping[str, Any]) -> RayEngine:
+        arguments = {**self._arguments, **self._places[slot], **changes, "name": replica_name(slot)}
+        engine = RayEngine(**arguments, abandoned=self._is_ending)
+        if self._is_ending.is_set():
+            engine.kill()
+            raise EngineError("the fleet has been shut down")
+        return engine
+
+    def _note_change(self) -> None:
+        self._changes.set()
+        self._changes = asyncio.Event()
+
+    # ---------------------------------------------------------------------------------------------- control
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """The control methods of `Engine`, on all replicas."""
+        method = name.removeprefix("async_")
+        if method not in ENGINE_METHODS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return partial(self._in_loop if method != name else self._wait, method)
+
+    async def _in_loop(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await self._runner.run(self._control(method, args, kwargs))
+
+    def _wait(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        refuse_in_event_loop(f"async_{method}")
+        return self._runner.wait(self._control(method, args, kwargs))
+
+    async def _control(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._failure:
+            raise EngineError(self._failure)
+        if method in JOINT_METHODS:
+            answers = await self._updates.update(method, args, kwargs)
+        elif method == "begin_weight_update":
+            answers = await self._updates.begin(
+                lambda: self._ask_all(method, *args, **kwargs),
+                lambda replica: replica.ask("abort_weight_update"),
+            )
+        elif method == "init_weights_update_group":
+            answers = await self._join_group(args, kwargs)
+        else:
+            answers = await self._ask_all(method, *args, **kwargs)
+            answers.require_all_done()
+        return answers.merged
+
+    async def _ask_all(self, method: str, *args: Any, **kwargs: Any) -> Answers:
+        return await gather({one: one.ask(method, *args, **kwargs) for one in self._living})
+
+    async def _join_group(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answers:
+        """The ranks of all replicas join, one replica's behind those of the one before."""
+        names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
+        fields = {**dict(zip(names, args, strict=False)), **kwargs}
+        first = fields.pop("rank_offset")
+        places = {one: first + index * one.engine.num_ranks for index, one in enumerate(self._living)}
+        answers = await gather(
+            {
+                one: one.ask("init_weights_update_group", rank_offset=place, **fields)
+                for one, place in places.items()
+            }
+        )
+        if answers.failed:
+            name = {"group_name": fields["group_name"]} if "group_name" in fields else {}
+            await gather({one: one.ask("destroy_weights_update_group", **name) for one in answers.done})
+        answers.require_all_done("The group was left again")
+        return answers
+
+    async def async_wait_for_all(self, /, timeout_s: float | None = None) -> None:
+        """Return when every replica serves; raises EngineError if one stays out, or takes longer."""
+        await self._runner.run(self._wait_for_all(timeout_s))
+
+    async def _wait_for_all(self, timeout_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(self._living) < len(self._replicas):
+                    if any(task.done() for task in self._supervisors):
+                        break
+                    await self._changes.wait()
+        except TimeoutError:
+            pass
+        missing = [one for one in self._replicas if one not in self._living]
+        if missing:
+            told = "; ".join(f"{one.name}: {self._deaths[one.slot]}" for one in missing)
+            raise EngineError(f"not all replicas serve: {told}")
+
+    def status(self) -> list[dict[str, Any]]:
+        """Each replica: its name, whether it serves, its lives before, its requests, why it last died."""
+        return [
+            {
+                "replica": one.name,
+                "serves": not one.has_died.is_set(),
+                "num_deaths": one.life + one.has_died.is_set(),
+                "num_live": one.num_live,
+                "last_death": self._deaths.get(one.slot),
+            }
+            for one in self._replicas
+        ]
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights that serve."""
+        version: str = self._wait("model_info")["weight_version"]
+        return version
+
+    @property
+    def engines(self) -> list[RayEngine]:
+        """Those of the replicas, as they are now; one that has died may be among them."""
+        return [one.engine for one in self._replicas]
+
+    def shutdown(self) -> None:
+        """End all replicas. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    generate = blocking(async_generate)
+    wait_for_all = blocking(async_wait_for_all)
+
+
+async def _lives(replica: Replica) -> bool:
+    try:
+        await replica.ask("model_info")
+    except EngineError:
+        return False
+    return True
+
+
+def _places(
+    group: PlacementGroup | None, indices: Sequence[Sequence[int]] | None, num_replicas: int
+) -> list[dict[str, Any]]:
+    """Arguments of each replica's `RayEngine` that say where it is."""
+    if group is None:
+        if indices is not None:
+            raise TypeError("bundle_indices: expected a placement group with them")
+        return [{} for _ in range(num_replicas)]
+    if indices is None:
+        per_replica, rest = divmod(len(group.bundle_specs), num_replicas)
+        if per_replica == 0 or rest:
+            raise ConfigurationError(
+                f"the placement group has {len(group.bundle_specs)} bundles, which are no equal runs for "
+                f"{num_replicas} replicas: say which by bundle_indices"
+            )
+        indices = [range(slot * per_replica, (slot + 1) * per_replica) for slot in range(num_replicas)]
+    if len(indices) != num_replicas:
+        raise ConfigurationError(
+            f"bundle_indices: expected a list for each of {num_replicas} replicas, got {len(indices)}"
+        )
+    return [{"placement_group": group, "bundle_indices": list(own)} for own in indices]
+
+
+def _ending(supervisors: Sequence[asyncio.Task[None]]) -> Callable[[], Coroutine[Any, Any, None]]:
+    async def end() -> None:
+        for task in supervisors:
+            task.cancel()
+        await asyncio.gather(*supervisors, return_exceptions=True)
+
+    return end
+
+
+def _stopping(
+    replicas: Sequence[Replica], threads: ThreadPoolExecutor, is_ending: threading.Event
+) -> Callable[[], None]:
+    def stop() -> None:
+        is_ending.set()
+        threads.shutdown(cancel_futures=True)
+        if ray.is_initialized():
+            with ThreadPoolExecutor(len(replicas)) as stopping:
+                list(stopping.map(lambda one: one.engine.shutdown(), replicas))
+
+    return stop

@@ -1,0 +1,185 @@
+"""An engine among others like it: it commits together with them, and gives its weights to a new one."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ebbtide.srt.entrypoints.engine import Engine
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.control_client import Vote
+from ebbtide.srt.managers.io_struct import ReadWeightsReqInput, ReadWeightsReqOutput
+from ebbtide.trainer.payload_encoding import serialize_tensors
+
+# So much is read between two forward passes, and so much travels at once (or one parameter, if that is more).
+PIECE_BYTES: Final = 32 << 20
+BUCKET_BYTES: Final = 256 << 20
+
+# How the update that this task asks for is decided; None: by the engine itself.
+_vote: ContextVar[Vote | None] = ContextVar("vote", default=None)
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """One of a rank's own parameters, as bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+
+    def tensor(self) -> torch.Tensor:
+        # A copy: what comes out of Ray's store may not be written, and torch insists that it may.
+        flat = torch.frombuffer(bytearray(self.data), dtype=getattr(torch, self.dtype))
+        return flat.view(self.shape)
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Consecutive parameters of every rank.
+
+    Attributes:
+        by_rank: by tp_rank.
+        next_index: the first parameter that is not in it; None: these were the last.
+        generation: of the weights, by tp_rank; another one is of other weights.
+    """
+
+    by_rank: list[list[StoredParameter]]
+    next_index: int | None
+    generation: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Ballot:
+    """An update that is prepared."""
+
+    update: asyncio.Task[dict[str, Any]]
+    verdict: concurrent.futures.Future[str | None]
+
+
+class JointEngine(Engine):
+    """As `Engine`."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self._ballots: dict[str, _Ballot] = {}
+        super().__init__(**arguments)
+
+    async def prepare(
+        self, call_id: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """Do all of an update but its commit, from which on it will not be refused.
+
+        Args:
+            method: of this engine, without the prefix of the coroutine.
+
+        Returns:
+            None: it waits for `decide`. Otherwise the reply to what commits nothing, in a session.
+
+        Raises:
+            RequestRejected, EngineError: as the method; nothing waits.
+        """
+        verdict: concurrent.futures.Future[str | None] = concurrent.futures.Future()
+        prepared = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        async def vote() -> str | None:
+            loop.call_soon_threadsafe(prepared.set)
+            return await asyncio.wrap_future(verdict)
+
+        token = _vote.set(vote)
+        update = asyncio.create_task(getattr(self, f"async_{method}")(*args, **kwargs))
+        _vote.reset(token)
+        waiting = asyncio.create_task(prepared.wait())
+        await asyncio.wait([update, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if update.done():
+            reply: dict[str, Any] = update.result()
+            return reply
+        self._ballots[call_id] = _Ballot(update, verdict)
+        return None
+
+    async def decide(self, call_id: str, refusal: str | None) -> dict[str, Any]:
+        """Commit what was prepared, or give it up for this reason; the reply.
+
+        Raises:
+            RequestRejected: it was given up, or its time had passed.
+        """
+        ballot = self._ballots.pop(call_id)
+        ballot.verdict.set_result(refusal)
+        return await ballot.update
+
+    async def read_weights(self, first_index: int) -> WeightBucket:
+        """The parameters from this one on, as many as travel at once.
+
+        Raises:
+            RequestRejected: 409, they are released or stale.
+        """
+        by_rank: list[list[StoredParameter]] = [[] for _ in range(self.server_args.tp_size)]
+        index, num_bytes, num_parameters = first_index, 0, first_index + 1
+        generation: tuple[int, ...] = ()
+        while index < num_parameters and num_bytes < BUCKET_BYTES:
+            pieces: list[list[bytes]] = [[] for _ in by_rank]
+            read_bytes, is_whole = 0, False
+            reply: ReadWeightsReqOutput
+            while not is_whole:
+                request = ReadWeightsReqInput(index=index, first_byte=read_bytes, num_bytes=PIECE_BYTES)
+                answer = await self._in_loop(self._service.manager.control(request))
+                assert isinstance(answer, ReadWeightsReqOutput)
+                reply = answer
+                for mine, piece in zip(pieces, reply.pieces, strict=True):
+                    mine.append(piece.data)
+                read_bytes += PIECE_BYTES
+                is_whole = all(len(piece.data) < PIECE_BYTES for piece in reply.pieces)
+            for parameters, mine, piece in zip(by_rank, pieces, reply.pieces, strict=True):
+                data = np.frombuffer(b"".join(mine), dtype=np.uint8)
+                parameters.append(StoredParameter(piece.name, piece.dtype, piece.shape, data))
+                num_bytes += len(data)
+            num_parameters = reply.pieces[0].num_parameters
+            generation = tuple(piece.generation for piece in reply.pieces)
+            index += 1
+        return WeightBucket(by_rank, index if index < num_parameters else None, generation)
+
+    async def take_weights(self, read: Callable[[int], Awaitable[WeightBucket]], weight_version: str) -> None:
+        """Serve what another engine of the same arguments serves.
+
+        Args:
+            read: its `read_weights`.
+
+        Raises:
+            RequestRejected: 409, its weights changed meanwhile; those of before serve here.
+        """
+        await self.async_begin_weight_update()
+        try:
+            index: int | None = 0
+            generation: tuple[int, ...] | None = None
+            while index is not None:
+                bucket = await read(index)
+                if generation not in (None, bucket.generation):
+                    raise RequestRejected("the weights changed while they were read: ask again", 409)
+                generation, index = bucket.generation, bucket.next_index
+                await self._stage(bucket)
+            await self.async_end_weight_update(weight_version=weight_version, pause_mode="retract")
+        except BaseException:
+            await self.async_abort_weight_update()
+            raise
+
+    async def _stage(self, bucket: WeightBucket) -> None:
+        with ExitStack() as shared:
+            entries: list[bytes] = []
+            for parameters in bucket.by_rank:
+                pairs = [(parameter.name, parameter.tensor()) for parameter in parameters]
+                entries += shared.enter_context(serialize_tensors(pairs)).entries
+            await self.async_update_weights_from_tensor(entries, load_format="direct")
+
+    async def _control(self, kind: type[Any], **fields: Any) -> dict[str, Any]:
+        body: dict[str, Any] = await self._in_loop(self._service.control(kind, fields, _vote.get()))
+        return body
