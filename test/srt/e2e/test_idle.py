@@ -45,7 +45,7 @@ def _paused(mode: str) -> Stop:
     )
 
 
-STOPS = {mode: _paused(mode) for mode in ("in_place", "retract")} | {
+STOPS = {mode: _paused(mode) for mode in ("in_place",)} | {
     "asleep": Stop(
         lambda engine: engine.release_memory_occupation(["kv_cache"]),
         lambda engine: engine.resume_memory_occupation(["kv_cache"]),
@@ -98,7 +98,7 @@ def test_a_stopped_engine_with_work_in_its_queue_idles(
     stop.begin(engine)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = ask(engine, pool)
-        num_held = len(PROMPTS) + (name in ("retract", "asleep"))
+        num_held = len(PROMPTS) + (name == "asleep")
         wait_until(lambda: num_queued(engine) == num_held, "the requests have arrived")
         if name == "asleep":
             engine.continue_generation()

@@ -39,12 +39,6 @@ def engine(checkpoint: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def tight(checkpoint: Path) -> Iterator[Engine]:
-    with Engine(model_path=str(checkpoint), **TIGHT, **DEVICE.server_args) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Reference:
     return Reference(checkpoint)
 
@@ -105,19 +99,6 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(engine: Engine, re
         check_against_reference(output, prompt, reference)
 
 
-def test_the_prefix_cache_changes_no_output(engine: Engine, tight: Engine) -> None:
-    prefix = [(13 * position) % 251 for position in range(80)]
-    prompts = [prefix + [index] * index for index in range(8)]
-    engine.flush_cache()
-    for prompt in prompts:
-        cold = tight.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True)
-        for _ in range(2):
-            warm = engine.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True)
-            assert_same_output(warm, cold)
-        assert cold["meta_info"]["cached_tokens"] == 0
-        assert warm["meta_info"]["cached_tokens"] >= 64
-
-
 def mixed_request(index: int) -> dict[str, Any]:
     """Request `index` of a mixed lot: a few in every way to sample, of every length."""
     ways: list[dict[str, Any]] = [
@@ -155,17 +136,3 @@ def test_200_requests_at_once_give_what_each_gives_alone(engine: Engine) -> None
     reasons = [output["meta_info"]["finish_reason"] for output in outputs]
     assert {reason["type"] for reason in reasons} == {"stop", "length"}
     assert {type(reason["matched"]) for reason in reasons if "matched" in reason} == {int, str}
-
-
-def test_retraction_in_a_tiny_pool_changes_no_output(engine: Engine, tight: Engine) -> None:
-    params = [
-        {"temperature": index % 2, "max_new_tokens": 60, "ignore_eos": True, "sampling_seed": index}
-        for index in range(8)
-    ]
-    prompts = [[(17 * index + position) % 250 for position in range(5 + 4 * index)] for index in range(8)]
-    request: dict[str, Any] = {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
-    squeezed = tight.generate(**request)
-    for output, expected in zip(squeezed, engine.generate(**request), strict=True):
-        assert_same_output(output, expected)
-        assert expected["meta_info"]["num_retractions"] == 0
-    assert sum(output["meta_info"]["num_retractions"] for output in squeezed) > 0

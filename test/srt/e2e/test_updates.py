@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 import torch
 from fixtures.gpu_device import DEVICE
 from fixtures.references import Reference
-from fixtures.trainer_process import TrainerProcess
 
 from ebbtide import Engine
 from ebbtide.srt.errors import RequestRejected
@@ -112,40 +109,3 @@ def test_new_weights_serve_and_old_ones_come_back(
         assert reply["num_tensors"] == len(fused(weights) if form == "direct" else weights)
         assert reply["num_bytes"] == sum(tensor.nbytes for tensor in weights.values())
         assert_serves(engine, reference)
-
-
-def test_a_trainer_in_a_process_of_its_own(
-    engine: Engine, checkpoint_b: Path, reference_b: Reference
-) -> None:
-    with TrainerProcess() as trainer:
-        entry = trainer.send("bucket_of_dicts", checkpoint_b / "model.safetensors")
-        engine.update_weights_from_tensor([entry], "flattened_bucket", weight_version="b")
-        trainer.drop()
-        assert trainer.shared_objects() == set()
-    assert_serves(engine, reference_b)
-
-
-class Gadget:
-    """Pickles as a call of `os.system`."""
-
-    def __init__(self, command: str) -> None:
-        self._command = command
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (self._command,)
-
-
-def test_a_torch_file_never_runs_code(
-    engine: Engine, checkpoint_b: Path, reference_a: Reference, reference_b: Reference, tmp_path: Path
-) -> None:
-    marker, folder = tmp_path / "was-run", tmp_path / "model"
-    shutil.copytree(checkpoint_b, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    weights: dict[str, Any] = dict(reference_b.weights())
-    torch.save({**weights, "model.norm.weight": Gadget(f"touch {marker}")}, folder / "pytorch_model.bin")
-    with pytest.raises(RequestRejected, match=r"pytorch_model\.bin"):
-        engine.update_weights_from_disk(str(folder), "pt")
-    assert not marker.exists()
-    assert_serves(engine, reference_a)
-    torch.save(weights, folder / "pytorch_model.bin")
-    engine.update_weights_from_disk(str(folder), "pt")
-    assert_serves(engine, reference_b)

@@ -6,7 +6,7 @@ import inspect
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -131,33 +131,6 @@ def test_threads_get_their_own_answers(engine: EngineClass) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- control
-
-
-@pytest.mark.parametrize(
-    "abort",
-    [
-        lambda engine: engine.async_pause_generation("abort"),
-        lambda engine: engine.async_abort_request(abort_all=True),
-        lambda engine: engine.async_update_weight_version("b", abort_all_requests=True),
-    ],
-)
-def test_the_answers_of_aborted_requests_come_first(
-    engine: EngineClass, abort: Callable[[EngineClass], Awaitable[Any]]
-) -> None:
-    """Who hears that all are aborted would take an answer that comes later for one of new weights."""
-
-    async def main() -> None:
-        tasks = [asyncio.create_task(engine.async_generate("tide", ENDLESS)) for _ in range(16)]
-        paused = await engine.async_pause_generation("in_place")
-        while not paused["num_running"] or paused["num_running"] + paused["num_queued"] < len(tasks):
-            await engine.async_continue_generation()
-            paused = await engine.async_pause_generation("in_place")
-        await abort(engine)
-        assert all(task.done() for task in tasks)
-        kinds = {task.result()["meta_info"]["finish_reason"]["type"] for task in tasks}
-        assert kinds == {"abort"}
-
-    asyncio.run(main())
 
 
 def test_control_methods_return_the_bodies_of_replies(engine: EngineClass) -> None:

@@ -115,30 +115,6 @@ def test_a_control_request_outlives_its_client(server: Server, checkpoints: Any)
 # ------------------------------------------------------------------------------------- memory and pausing
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_memory_goes_and_comes_back_by_tag(server: Server, method: str) -> None:
-    before = generate(server)["output_ids"]
-    released = server.client.request(method, "/release_memory_occupation", json={"tags": ["kv_cache"]}).json()
-    assert released["changed"]
-    assert list(released["freed_bytes"]) == ["kv_cache"]
-    report = server.get("/memory_occupation").json()
-    assert not report["can_run"]
-    assert "kv_cache" in report["reason"]
-    assert report["tags"]["kv_cache"]["state"] == "released"
-    assert report["tags"]["kv_cache"]["resident_bytes"] == 0
-    assert report["tags"]["weights"]["content"] == "valid"
-    assert "missing" not in report["tags"]["kv_cache"]
-    assert report["ranks"][0]["pid"] == server.children()["scheduler"]
-    assert set(report["device"]) == {"total_bytes", "free_bytes", "unmanaged_bytes"}
-    assert_error(server.get("/ready"), 503, "kv_cache is released")
-    assert server.get("/health").status_code == server.get("/health_generate").status_code == 200
-    resumed = server.client.request(method, "/resume_memory_occupation", json={}).json()
-    assert resumed["mapped_bytes"]["kv_cache"] == released["freed_bytes"]["kv_cache"]
-    assert resumed["weights"] == {"content": "valid", "num_missing": 0, "missing": []}
-    assert server.get("/ready").status_code == 200
-    assert generate(server)["output_ids"] == before
-
-
 def test_abort_by_rid_ends_a_stream_with_a_last_chunk(server: Server) -> None:
     body = {"text": "tide", "sampling_params": ENDLESS, "stream": True, "rid": "endless"}
     with server.client.stream("POST", "/generate", json=body) as response:

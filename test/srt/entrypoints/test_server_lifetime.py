@@ -36,28 +36,13 @@ WAITING = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4}}
 # ------------------------------------------------------------------------------------------- failing starts
 
 
-def corrupt_weights(path: Path) -> None:
-    (path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
-
-
-def no_tokenizer(path: Path) -> None:
-    for file in path.glob("tokenizer*"):
-        file.unlink()
-
-
-# Found by the scheduler, and by the detokenizer.
-@pytest.mark.parametrize(
-    ("break_it", "message"), [(corrupt_weights, "model.safetensors"), (no_tokenizer, "no usable tokenizer")]
-)
-def test_a_broken_checkpoint_is_one_clear_line(
-    tmp_path: Path, break_it: Callable[[Path], None], message: str
-) -> None:
+def test_a_broken_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model", "Qwen3ForCausalLM")
-    break_it(path)
+    (path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
     status, log = exit_of_failed_start(path, "--log-level", "error")
     assert status == 2
     [line] = [line for line in log.splitlines() if "launch_server: " in line]
-    assert message in line
+    assert "model.safetensors" in line
     assert "Traceback" not in log
 
 
@@ -179,13 +164,12 @@ def test_nobody_is_served_while_the_model_loads_and_a_stop_then_leaves_nothing(c
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_that_is_lost_in_a_callback_stops_the_start_all_the_same(
-    number: int, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     class Noisy:
         def __del__(self) -> None:
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGTERM)
 
     def configure() -> EngineConfig:
         # What its end raises is reported, and goes no further.

@@ -17,11 +17,9 @@ from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     AnyControlRequest,
     BeginWeightUpdateReqInput,
-    ContinueGenerationReqInput,
     ControlCall,
     EndWeightUpdateReqInput,
     Expire,
-    FlushCacheReqInput,
     PauseGenerationReqInput,
     PauseMode,
     PingReqInput,
@@ -200,53 +198,6 @@ class TestCommit:
 class TestInBetween:
     """An update that is prepared on replica 0, and not yet on replica 1, when something else is asked for."""
 
-    @pytest.mark.parametrize(
-        ("mode", "flush_cache", "was_paused"),
-        [
-            (None, True, None),
-            (PauseMode.IN_PLACE, False, None),
-            (PauseMode.ABORT, True, None),
-            (PauseMode.WAIT, False, PauseMode.IN_PLACE),
-            (PauseMode.RETRACT, True, PauseMode.RETRACT),
-        ],
-    )
-    @pytest.mark.parametrize(
-        "request_",
-        [
-            *(PauseGenerationReqInput(mode=mode) for mode in PauseMode),
-            ContinueGenerationReqInput(),
-            ReleaseMemoryOccupationReqInput(tags=(MemoryTag.KV_CACHE,)),
-            FlushCacheReqInput(),
-            BeginWeightUpdateReqInput(),
-            AbortWeightUpdateReqInput(),
-            UpdateWeightVersionReqInput(new_version="other"),
-            PingReqInput(),
-        ],
-        ids=lambda request: getattr(request, "mode", type(request).__name__),
-    )
-    def test_all_commit_or_none(
-        self, mode: PauseMode | None, flush_cache: bool, request_: Any, was_paused: PauseMode | None
-    ) -> None:
-        replicas = Replicas()
-        rids = [replica.generate(range(1, 9), max_new_tokens=30) for replica in replicas.replicas]
-        replicas.turn(0, 1, count=3)
-        if was_paused is not None:
-            replicas.call(PauseGenerationReqInput(mode=was_paused))
-        call = prepared(replicas, update(7, pause_mode=mode, flush_cache=flush_cache))
-        between = prepared(replicas, request_)
-        replicas.settle()
-        assert {call, between} <= replicas.replies.keys()
-        is_done = not isinstance(replicas.replies[call], Refusal)
-        assert replicas.values == ([{7}, {7}] if is_done else [{0}, {0}])
-        assert len(set(replicas.versions)) == 1
-        for tidying in (AbortWeightUpdateReqInput(), ResumeMemoryOccupationReqInput()):
-            replicas.call(tidying)
-        replicas.call(ContinueGenerationReqInput())
-        replicas.settle()
-        for replica, rid in zip(replicas.replicas, rids, strict=True):
-            assert replica.outputs[rid].finish is not None
-            assert replica.can_run
-
     @pytest.mark.parametrize("keeps_weights", [False, True])
     def test_a_release_of_the_weights_ends_it_everywhere(self, keeps_weights: bool) -> None:
         replicas = Replicas(keeps_weights=keeps_weights, num_ranks=2)
@@ -384,6 +335,12 @@ class TestSessions:
         assert begun.apply(end, UpdateWeightsReqOutput).committed
         assert begun.values == [{7}, {7}]
         assert begun[1].outputs[rid].finish is not None
+
+    def test_a_session_of_which_one_refused_a_part_is_discarded_on_both(self, begun: Replicas) -> None:
+        begun[0].weights.faults["open"] = RequestRejected("cannot be done here")
+        assert "session was discarded" in begun.refuse(update(8)).message
+        assert "no weight update session is open" in begun.refuse(EndWeightUpdateReqInput()).message
+        assert_serve(begun, 0, "default")
 
     def test_a_session_that_is_gone_on_one_is_discarded_on_the_others(self, begun: Replicas) -> None:
         begun[1].deliver(Expire(id=SESSION))

@@ -153,4 +153,4 @@ class ReplicasMachine(Clients):
         assert held[0] == held[1]
 
 
-TestReplicasFuzz = fuzzed(ReplicasMachine, 30)
+TestReplicasFuzz = fuzzed(ReplicasMachine, 60)

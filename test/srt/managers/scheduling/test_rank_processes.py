@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 from fixtures.servers import is_alive, wait_until
-from fixtures.uneven_ranks import REFUSAL, TARGETS, fatal_on, refused_by, slow_on
+from fixtures.uneven_ranks import TARGETS, fatal_on, slow_on
 
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.errors import EngineError
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing import NullRunner
 from ebbtide.testing.null_engine import NullEngine, null_config
@@ -52,36 +52,6 @@ def expected_tokens(value: int) -> list[int]:
 def tokens(engine: ThreeRanks) -> list[int]:
     output_ids: list[int] = engine.generate(input_ids=[1, 2, 3], sampling_params=PARAMS)["output_ids"]
     return output_ids
-
-
-def test_a_step_of_rl(engine: ThreeRanks) -> None:
-    freed = engine.release_memory_occupation()
-    assert freed["freed_bytes"] == {"weights": 6000, "kv_cache": 15_000, "cuda_graph": 300}
-    assert [share["tp_rank"] for share in freed["ranks"]] == list(range(NUM_RANKS))
-    assert engine.resume_memory_occupation(["weights"])["weights"]["content"] == "stale"
-    assert engine.update_weights_from_disk("5", weight_version="5")["content"] == "valid"
-    engine.resume_memory_occupation(["kv_cache"])
-    assert tokens(engine) == expected_tokens(5)
-    ranks = engine.memory_occupation()["ranks"]
-    assert [rank["tp_rank"] for rank in ranks] == list(range(NUM_RANKS))
-    assert len({rank["pid"] for rank in ranks}) == NUM_RANKS
-    # Some passes later they have their graphs again.
-    wait_until(lambda: tokens(engine) and is_resident(engine, "cuda_graph"), "the graphs are back")
-
-
-def is_resident(engine: ThreeRanks, tag: str) -> bool:
-    ranks = engine.memory_occupation()["ranks"]
-    return all(rank["tags"][tag]["state"] == "resident" for rank in ranks)
-
-
-def test_a_rank_that_refuses_is_named_and_the_old_weights_serve(engine: ThreeRanks) -> None:
-    engine.update_weights_from_disk("5", weight_version="5")
-    with pytest.raises(RequestRejected, match=f"^rank 2: {REFUSAL}$"):
-        engine.update_weights_from_disk("6", weight_version=refused_by(2))
-    assert engine.model_info()["weight_version"] == "5"
-    assert tokens(engine) == expected_tokens(5)
-    engine.update_weights_from_disk("7", weight_version="7")
-    assert tokens(engine) == expected_tokens(7)
 
 
 def test_a_rank_that_is_late_is_named_at_the_limit_and_comes_back(engine: ThreeRanks) -> None:
