@@ -236,6 +236,11 @@ class EngineConfig:
     http: HttpConfig
     server_args: ServerArgs
 
+    @property
+    def precision(self) -> dict[str, str]:
+        """Of the weights' products and of the KV cache: a trainer must know what its rollouts came from."""
+        return {"weights": self.model.quantization or self.model.dtype, "kv_cache": self.cache.dtype}
+
 
 def resolve(args: ServerArgs) -> EngineConfig:
     """Check the arguments, read the model's config, choose what was left open.

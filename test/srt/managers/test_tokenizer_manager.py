@@ -91,6 +91,7 @@ async def test_the_answer_has_every_field(engine: Engine) -> None:
             {"version": "7", "start": 0, "end": 1},
             {"version": "8", "start": 1, "end": 2},
         ],
+        "precision": {"weights": "fp8", "kv_cache": "bfloat16"},
     }
     assert set(body) == {"text", "output_ids", "meta_info"}
 

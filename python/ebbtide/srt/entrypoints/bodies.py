@@ -50,7 +50,10 @@ class FinishReason(Struct, kw_only=True):
 
 
 class MetaInfo(Struct, kw_only=True):
-    """Times are in seconds, and there once the output has ended."""
+    """Times are in seconds, and there once the output has ended.
+
+    So is `precision`: `weights` and `kv_cache`, a dtype each, or `fp8` and `fp8_e4m3`.
+    """
 
     id: str
     finish_reason: FinishReason | None
@@ -79,6 +82,7 @@ class MetaInfo(Struct, kw_only=True):
     e2e_latency: float | UnsetType = UNSET
     queue_time: float | UnsetType = UNSET
     first_token_latency: float | UnsetType = UNSET
+    precision: dict[str, str] | UnsetType = UNSET
 
 
 class GenerateOutput(Struct, kw_only=True):

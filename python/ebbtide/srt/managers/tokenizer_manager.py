@@ -341,6 +341,7 @@ class TokenizerManager:
             return_prompt_token_ids=plan.return_prompt_token_ids,
             token_text=self._token_text if plan.return_text_in_logprobs else None,
             routed_form=routed_form,
+            precision=self._config.precision,
         )
         return LiveGeneration(
             [OutputState(output, style) for output in plan.outputs],

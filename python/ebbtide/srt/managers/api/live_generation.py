@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -36,12 +36,14 @@ class ResponseStyle:
         is_incremental: chunks hold what is new, instead of everything so far.
         routed_form: how routed experts are told.
         token_text: the text of a single token, for logprobs; None leaves it null.
+        precision: what the engine computes with, see `MetaInfo`.
     """
 
     is_incremental: bool
     return_prompt_token_ids: bool
     token_text: Callable[[int], str] | None
     routed_form: RoutedForm = "int32"
+    precision: Mapping[str, str] = field(default_factory=dict)
 
 
 class LogprobTable:
@@ -226,6 +228,7 @@ class OutputState:
                 meta["routed_experts_start_len"] = request.routed_experts_start
         if self.finish is not None:
             meta.update(self._latencies())
+            meta["precision"] = self._style.precision
         return meta
 
     def _latencies(self) -> dict[str, float]:
