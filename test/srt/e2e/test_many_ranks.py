@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fixtures.gpu_device import DEVICE
-from fixtures.layouts import ONE_RANK, TWO_RANKS
+from fixtures.layouts import ONE_RANK, TWO_RANKS, Layout
 from fixtures.references import Reference
 from fixtures.servers import free_port, is_alive, wait_until
 
@@ -43,8 +43,9 @@ def assert_dies_of(said: str, waiting: Future[Any], pids: dict[str, int]) -> Non
     wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "all have gone", DEATH_TIMEOUT_S)
 
 
-def test_a_rank_that_dies_in_mid_decode_ends_the_engine(checkpoint_a: Path) -> None:
-    with Engine(model_path=str(checkpoint_a), **ARGUMENTS, **TWO_RANKS.server_args) as engine:
+@pytest.mark.parametrize("layout", [TWO_RANKS])
+def test_a_rank_that_dies_in_mid_decode_ends_the_engine(checkpoint_a: Path, layout: Layout) -> None:
+    with Engine(model_path=str(checkpoint_a), **ARGUMENTS, **layout.server_args) as engine:
         pids = pids_of(engine)
         params = {**GREEDY, "max_new_tokens": 250}
         chunks = engine.generate(input_ids=[1, 2, 3], sampling_params=params, stream=True)
