@@ -255,7 +255,8 @@ def _delta_goals() -> dict[str, Goal]:
         goals[f"delta.sender_{percent}"] = Goal(
             "delta", f"{changed}: found and coded by the trainer", "ms", None
         )
-        for part, what in (("read", "codes read"), ("sum", "checksums"), ("apply", "written")):
+        parts = {"read": "codes read", "sum_all": "all checksums", "sum": "checksums", "apply": "written"}
+        for part, what in parts.items():
             goals[f"delta.kernel_{part}_{percent}"] = Goal(
                 "delta", f"{changed}: device time, {what}", "ms", None
             )

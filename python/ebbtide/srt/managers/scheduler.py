@@ -226,6 +226,7 @@ class Scheduler:
     def _admit(self, message: TokenizedGenerateReqInput) -> None:
         req = self._request(message)
         try:
+            req.pass_over(message.continued_ids)
             self.policy.admit(req)
             self._limits.note_queued(req)
         except RequestRejected as error:

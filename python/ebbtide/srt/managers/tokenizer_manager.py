@@ -89,6 +89,7 @@ class TokenizerManager:
 
     Attributes:
         reports: what each replica last reported of its state machines, by dp_rank.
+        ended: the outputs that may be continued.
     """
 
     def __init__(
@@ -109,11 +110,13 @@ class TokenizerManager:
         self._scheduler = scheduler
         self._inbox = OrderedInbox(inbox)
         self._is_incremental = config.schedule.incremental_streaming_output
-        self._normalizer = RequestNormalizer(limits, tokenizer, random.Random(config.runtime.random_seed))
+        self._live = LiveOutputs()
+        self.ended = self._live.ended
+        rng = random.Random(config.runtime.random_seed)
+        self._normalizer = RequestNormalizer(limits, tokenizer, rng, self.ended)
         args = config.server_args
         self._request_log = RequestLog(args.log_requests_level) if args.log_requests else None
         self._control = ControlClient(scheduler)
-        self._live = LiveOutputs()
         self._waker = StreamWaker()
         # The tokenizers library lets go of the interpreter's lock while it works.
         self._threads = ThreadPoolExecutor(NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")

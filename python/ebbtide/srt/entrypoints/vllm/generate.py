@@ -20,6 +20,7 @@ from ebbtide.srt.entrypoints.openai.protocol import Usage
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.entrypoints.vllm.occupation import meant_by
 from ebbtide.srt.entrypoints.vllm.sampling import Fields, count_of, refuse_unsupported, sampling_params
 from ebbtide.srt.entrypoints.vllm.tokens_protocol import (
     ChosenToken,
@@ -59,6 +60,9 @@ class TokensApi:
         fields = await read_fields(request.stream())
         call = tokens_call(fields, request.headers, self._service.config.model.served_model_name)
         writer, common, args = _Writer(call), call.common, self._service.config.server_args
+        if call.request.continue_from is not None:
+            names = meant_by(call.request.continue_from)
+            common.generate["continue_from"] = self._service.manager.ended.find(names) or names[0]
         # Nothing in a request asks for them: the server's flag does.
         common.generate["return_routed_experts"] = args.enable_return_routed_experts
         starting = self._service.manager.prepare(
@@ -89,30 +93,33 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         request = msgspec.convert(given, TokensRequest)
     except msgspec.ValidationError as error:
         raise RequestRejected(str(error), param="body") from None
-    params, ignored = sampling_params(request.sampling_params)
-    num_logprobs = count_of(request.sampling_params, "logprobs")
-    num_prompt_logprobs = count_of(request.sampling_params, "prompt_logprobs")
-    chosen_ids = request.sampling_params.get("logprob_token_ids")
+    given_params = request.sampling_params or {}
+    if request.sampling_params is None and request.continue_from is None:
+        raise RequestRejected("sampling_params: is needed", param="body.sampling_params")
+    params, ignored = sampling_params(given_params)
+    num_logprobs = count_of(given_params, "logprobs")
+    num_prompt_logprobs = count_of(given_params, "prompt_logprobs")
+    chosen_ids = given_params.get("logprob_token_ids")
     if chosen_ids and num_logprobs is None:
         raise RequestRejected(
             "logprob_token_ids: needs logprobs", param="body.sampling_params.logprob_token_ids"
         )
     rid = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex
-    salt = request.cache_salt if request.cache_salt is not None else request.sampling_params.get("cache_salt")
+    salt = request.cache_salt if request.cache_salt is not None else given_params.get("cache_salt")
     generate: Fields = {
-        "input_ids": request.token_ids,
-        "sampling_params": params,
+        "input_ids": request.token_ids or None,
+        "sampling_params": params if request.sampling_params is not None else None,
         "rid": rid,
         "stream": request.stream,
         "cache_salt": salt,
-        "truncate_prompt_tokens": request.sampling_params.get("truncate_prompt_tokens"),
+        "truncate_prompt_tokens": given_params.get("truncate_prompt_tokens"),
         "return_logprob": num_logprobs is not None or num_prompt_logprobs is not None,
         "top_logprobs_num": max(num_logprobs or 0, num_prompt_logprobs or 0),
         "token_ids_logprob": chosen_ids or None,
         "logprob_start_len": -1 if num_prompt_logprobs is None else 0,
         "return_prompt_token_ids": request.return_token_ids,
         "return_sampling_mask": request.return_sampling_mask,
-        "routed_experts_start_len": request.sampling_params.get("routed_experts_prompt_start"),
+        "routed_experts_start_len": given_params.get("routed_experts_prompt_start"),
         "routed_dp_rank": _rank(headers.get("x-data-parallel-rank")),
         **{name: getattr(request, name) for name in PASSED_ON_FIELDS},
     }

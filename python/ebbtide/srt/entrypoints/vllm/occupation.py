@@ -111,7 +111,7 @@ class VllmOccupation:
         if not asked.request_ids:
             reply = await self._control(AbortReq, {"abort_all": True})
             return {**reply, "status": "aborted", "aborted": reply["num_aborted"]}
-        rids = [rid for given in asked.request_ids for rid in _meant_by(given)]
+        rids = [rid for given in asked.request_ids for rid in meant_by(given)]
         reply = await self._control(AbortReq, {"rid": rids})
         return {**reply, "status": "aborted", "aborted": len(asked.request_ids)}
 
@@ -126,7 +126,7 @@ class VllmOccupation:
         return {tag for rank in ranks for tag in SLEEPING_TAGS if rank.tags[tag].state == "released"}
 
 
-def _meant_by(given: str) -> list[str]:
+def meant_by(given: str) -> list[str]:
     """The rids that an id may stand for: as it was posted, or as the answer has it."""
     names = [given]
     for prefix in ID_PREFIXES:

@@ -13,12 +13,14 @@ from ebbtide.srt.entrypoints.openai.protocol import FinishReasonName, StreamOpti
 class TokensRequest(Struct, kw_only=True):
     """`cache_salt` may be among the sampling parameters too.
 
-    `max_version_lag`, `min_weight_version`, `exact_weight_version`, `on_update` and
-    `replay_routed_experts` are those of `/generate`.
+    `max_version_lag`, `min_weight_version`, `exact_weight_version`, `on_update`, `replay_routed_experts` and
+    `continue_from` are those of `/generate`; the last one comes in the place of `token_ids`, and without
+    `sampling_params` those of the output that is continued are in force.
     """
 
-    token_ids: list[int]
-    sampling_params: dict[str, Any]
+    token_ids: list[int] = []
+    sampling_params: dict[str, Any] | None = None
+    continue_from: str | None = None
     model: str | None = None
     request_id: str | None = None
     stream: bool = False

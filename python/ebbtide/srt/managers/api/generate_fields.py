@@ -52,7 +52,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
 
     `add_special_tokens`: false for a text that has them already. `truncate_prompt_tokens`: keep the last so
     many tokens of a prompt, or, with -1, as many as fit; 0 is "not given". `max_version_lag`,
-    `min_weight_version`, `exact_weight_version`, `on_update`: see `VersionContract`.
+    `min_weight_version`, `exact_weight_version`, `on_update`: see `VersionContract`. `continue_from`: the rid
+    of an output that has ended, in the place of a prompt; see `EndedOutput`.
     """
 
     text: str | list[str] | None = None
@@ -82,6 +83,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     routed_experts_start_len: int | None = None
     replay_routed_experts: Any = None
     return_sampling_mask: bool | None = None
+    continue_from: str | None = None
 
 
 def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:

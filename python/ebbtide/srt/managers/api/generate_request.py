@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.ended_outputs import EndedOutput, EndedOutputs
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput, asks_for_nothing, parse, split_ids
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.api.routed_experts import decoded, namespace_of
@@ -42,6 +43,7 @@ class GenerationDraft:
         rids, seeds: of each prompt's samples.
         is_list: whether the answer is a list: a batch, or several samples.
         groups: a rid that was posted for several outputs → theirs.
+        continued: the output that it continues.
     """
 
     request: GenerateReqInput
@@ -53,6 +55,7 @@ class GenerationDraft:
     is_list: bool
     groups: dict[str, list[str]]
     arrival_s: float
+    continued: EndedOutput | None
 
     @property
     def all_rids(self) -> list[str]:
@@ -92,9 +95,17 @@ class RequestNormalizer:
     Args:
         tokenizer: None where the engine deals in token ids only.
         rng: draws the seeds of requests that do not bring one.
+        ended: what may be continued.
     """
 
-    def __init__(self, limits: RequestLimits, tokenizer: Tokenizer | None, rng: random.Random) -> None:
+    def __init__(
+        self,
+        limits: RequestLimits,
+        tokenizer: Tokenizer | None,
+        rng: random.Random,
+        ended: EndedOutputs | None = None,
+    ) -> None:
+        self._ended = EndedOutputs(lambda rid: False) if ended is None else ended
         self._limits = limits
         self._tokenizer = tokenizer
         self._rng = rng
@@ -110,9 +121,13 @@ class RequestNormalizer:
         arrival_s = time.monotonic()
         request = parse(given)
         self._check(request)
-        prompts, is_batch = self._prompts(request, render)
+        continued = None if request.continue_from is None else self._ended.get(request.continue_from)
+        if continued is None:
+            prompts, is_batch = self._prompts(request, render)
+        else:
+            prompts, is_batch = self._continued_prompt(request, continued), False
         num_prompts = len(prompts)
-        params = self._sampling_params(request.sampling_params, num_prompts)
+        params = self._sampling_params(request.sampling_params, num_prompts, continued)
         num_samples = params[0].n
         if num_prompts * num_samples > MAX_OUTPUTS:
             raise RequestRejected(
@@ -131,6 +146,7 @@ class RequestNormalizer:
             is_list=is_list,
             groups=groups,
             arrival_s=arrival_s,
+            continued=continued,
         )
 
     def tokenize(self, draft: GenerationDraft, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -220,6 +236,12 @@ class RequestNormalizer:
             raise RequestRejected("the batch is empty: at least one prompt is needed")
         return prompts, is_batch
 
+    def _continued_prompt(self, request: GenerateReqInput, continued: EndedOutput) -> Sequence[Prompt]:
+        if request.text is not None or request.input_ids or request.truncate_prompt_tokens:
+            raise RequestRejected("continue_from: its prompt is that of the output: none is given")
+        self._limits.check_prompt([*continued.prompt_ids, *continued.output_ids])
+        return [list(continued.prompt_ids)]
+
     def _ids(self, request: GenerateReqInput, prompt: Prompt) -> list[int]:
         """The checked ids of a prompt."""
         kept = request.truncate_prompt_tokens
@@ -236,8 +258,12 @@ class RequestNormalizer:
         self._limits.check_prompt(ids)
         return ids
 
-    def _sampling_params(self, given: Any, num_prompts: int) -> list[SamplingParams]:
+    def _sampling_params(
+        self, given: Any, num_prompts: int, continued: EndedOutput | None
+    ) -> list[SamplingParams]:
         params = [_one_sampling_params(entry) for entry in _per_prompt("sampling_params", given, num_prompts)]
+        if continued is not None:
+            params = [continued.params_for(None if given is None else params[0])]
         if len({one.n for one in params}) > 1:
             raise RequestRejected("sampling_params: n must be the same for every prompt of a batch")
         for one in params:
@@ -264,8 +290,14 @@ class RequestNormalizer:
         for prompt, params, own in zip(prompts, draft.params, draft.columns, strict=True):
             own.check(self._limits, len(prompt))
             given_routes = own.given_routes(self._limits, len(prompt))
-            room = self._limits.room(len(prompt))
-            max_new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
+            before = draft.continued
+            num_before = 0 if before is None else len(before.output_ids)
+            room = self._limits.room(len(prompt) + num_before)
+            asked = params.max_new_tokens
+            if before is not None and request.sampling_params is None:
+                asked = before.num_left
+            max_new_tokens = room if asked is None else min(asked, room)
+            max_new_tokens += num_before
             min_new_tokens = min(params.min_new_tokens, max_new_tokens)
             start = own.logprob_start_len
             yield TokenizedGenerateReqInput(
@@ -276,13 +308,14 @@ class RequestNormalizer:
                 else params,
                 max_new_tokens=max_new_tokens,
                 seed=0,
+                continued_ids=[] if before is None else list(before.output_ids),
                 stream=bool(request.stream),
                 stream_interval=params.stream_interval or self._limits.stream_interval,
                 return_logprob=own.return_logprob,
                 logprob_start=start if own.return_logprob and start >= 0 else None,
                 top_logprobs_num=own.top_logprobs_num if own.return_logprob else 0,
                 token_ids_logprob=own.token_ids_logprob if own.return_logprob else (),
-                cache_namespace=own.cache_namespace + namespace_of(given_routes),
+                cache_namespace=own.namespace_behind(before) + namespace_of(given_routes),
                 given_routes=given_routes,
                 arrival_s=draft.arrival_s,
                 priority=request.priority or 0,
@@ -345,6 +378,10 @@ class _PerPrompt:
                 f"top_logprobs_num: expected 0 to the vocabulary size of {limits.vocab_size}, got {top}"
             )
         limits.check_ids("token_ids_logprob", self.token_ids_logprob)
+
+    def namespace_behind(self, before: EndedOutput | None) -> tuple[str, ...]:
+        """Where none is given, that of the output that is continued."""
+        return self.cache_namespace if self.cache_namespace or before is None else before.namespace
 
     def given_routes(self, limits: RequestLimits, num_prompt_tokens: int) -> RoutedExperts | None:
         if asks_for_nothing(self.replay_routed_experts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,6 +117,7 @@ class OutputState:
         self._style = style
         self._text: list[str] | None = None
         self._output_ids: list[int] = []
+        self._handed_out_ids = array("i")
         self._num_tokens = 0
         self._logprobs = LogprobTable("output", request, style)
         self._input_logprobs = LogprobTable("input", request, style)
@@ -182,9 +184,10 @@ class OutputState:
             self._text = [] if self._style.is_incremental else [text]
         body["output_ids"] = self._handed_out(self._output_ids)
         if self._style.return_prompt_token_ids:
-            body["prompt_token_ids"] = self.request.input_ids
+            body["prompt_token_ids"] = self.request.input_ids + self.request.continued_ids
         body["meta_info"] = self.meta_info()
         if self._style.is_incremental:
+            self._handed_out_ids.extend(self._output_ids)
             self._output_ids = []
             self._logprobs.forget()
             self._input_logprobs.end()
@@ -195,13 +198,18 @@ class OutputState:
         is_ours_no_more = self._style.is_incremental or self.finish is not None
         return values if is_ours_no_more else values.copy()
 
+    @property
+    def all_ids(self) -> list[int]:
+        """The output's token ids, those included that have been handed out."""
+        return [*self._handed_out_ids, *self._output_ids]
+
     def meta_info(self) -> dict[str, Any]:
         """What the answer tells beside the output itself, as it stands."""
         request, start = self.request, self._start
         meta: dict[str, Any] = {
             "id": request.rid,
             "finish_reason": self.finish.to_dict() if self.finish is not None else None,
-            "prompt_tokens": len(request.input_ids),
+            "prompt_tokens": len(request.input_ids) + len(request.continued_ids),
             "completion_tokens": self._num_tokens,
             "cached_tokens": start.cached_tokens if start is not None else 0,
             "reasoning_tokens": 0,

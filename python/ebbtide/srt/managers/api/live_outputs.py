@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.ended_outputs import EndedOutputs
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState
 from ebbtide.srt.managers.io_struct import RequestOutput, StreamedTokens
 
@@ -22,6 +23,7 @@ class _Entry:
             its last output is awaited.
         is_sent: whether the scheduler knows it.
         abort_message: set of an output that is to be aborted as soon as it has been sent.
+        left: the output, once its reader has gone.
     """
 
     index: int
@@ -29,6 +31,7 @@ class _Entry:
     generation: LiveGeneration | None = None
     is_sent: bool = False
     abort_message: str | None = None
+    left: OutputState | None = None
 
 
 class LiveOutputs:
@@ -39,9 +42,11 @@ class LiveOutputs:
 
     Attributes:
         none_left: set while there are none.
+        ended: those that have, for a while.
     """
 
     def __init__(self) -> None:
+        self.ended = EndedOutputs(lambda rid: rid in self._entries or rid in self._groups)
         self.none_left = asyncio.Event()
         self.none_left.set()
         self._entries: dict[str, _Entry] = {}
@@ -112,10 +117,14 @@ class LiveOutputs:
             return None
         if output.finish is not None:
             self._remove(output.rid, entry)
+        state = entry.left if entry.generation is None else entry.generation.outputs[entry.index]
+        if state is None:
+            return None
+        state.apply(output, text, weight_version)
+        if output.finish is not None and output.finish.status_code is None:
+            self.ended.keep(state.request, state.all_ids)
         if entry.generation is None:
             return None
-        state = entry.generation.outputs[entry.index]
-        state.apply(output, text, weight_version)
         entry.generation.note(entry.index)
         return state if output.finish is not None else None
 
@@ -126,12 +135,15 @@ class LiveOutputs:
         logprobs = array("f", streamed.logprobs)
         for place, rid in enumerate(streamed.rids):
             entry = self._entries.get(rid)
-            if entry is None or entry.generation is None:
+            if entry is None:
+                continue
+            state = entry.left if entry.generation is None else entry.generation.outputs[entry.index]
+            if state is None:
                 continue
             text = None if texts is None else texts[place]
-            state = entry.generation.outputs[entry.index]
             state.apply_token(streamed.token_ids[place], logprobs[place], text, weight_version)
-            entry.generation.note(entry.index)
+            if entry.generation is not None:
+                entry.generation.note(entry.index)
 
     def rids_of(self, generation: LiveGeneration) -> list[str]:
         """Outputs of a request that are still to come."""
@@ -142,7 +154,8 @@ class LiveOutputs:
         """Nobody reads this request any more. Returns what is still to come of it."""
         rids = self.rids_of(generation)
         for rid in rids:
-            self._entries[rid].generation = None
+            entry = self._entries[rid]
+            entry.generation, entry.left = None, generation.outputs[entry.index]
         return rids
 
     def expand(self, rid: str) -> list[str]:

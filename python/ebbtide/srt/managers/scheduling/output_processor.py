@@ -110,7 +110,7 @@ class OutputProcessor:
         """A request samples for the first time since its prefill, or under these weights."""
         assert req.kv is not None
         req.note_sampled(commit.version)
-        if not req.spec.output_ids:
+        if len(req.spec.output_ids) == req.num_continued:
             req.first_token_s = time.monotonic()
         if not req.spec.params.ignore_eos:
             self._stop_ids |= req.spec.stop_ids
@@ -222,12 +222,12 @@ class OutputProcessor:
     def _start(self, req: Req) -> RequestStart:
         self.meter.note_started(req)
         params = req.spec.params
-        prompt_ids = req.spec.prompt_ids
+        num_given = len(req.spec.prompt_ids) + req.num_continued
         has_input_logprobs = req.spec.logprobs is not None and req.spec.logprobs.start is not None
         return RequestStart(
-            prompt_tokens=len(prompt_ids),
+            prompt_tokens=num_given,
             cached_tokens=req.cached_tokens or 0,
-            prompt_tail=prompt_ids[-PROMPT_TAIL:],
+            prompt_tail=req.tokens(max(0, num_given - PROMPT_TAIL), num_given),
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
             no_stop_trim=params.no_stop_trim,
@@ -282,5 +282,5 @@ def _finish_reason(req: Req, *, is_sampled: bool) -> FinishReason | None:
             if matched is not None:
                 return FinishReason("stop", matched=matched)
     if len(spec.output_ids) >= req.max_new_tokens:
-        return FinishReason("length", length=req.max_new_tokens)
+        return FinishReason("length", length=req.max_new_tokens - req.num_continued)
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import FinishReason, LogprobList
 from ebbtide.srt.managers.scheduling.kv.versions import Commit
 from ebbtide.srt.managers.scheduling.routes import RouteRows
@@ -89,8 +90,9 @@ class Req:
         head_start: requests that it may overtake in the queue.
         first_update: updates that had been committed when it began to run; None before.
         cached_tokens: prompt tokens taken from the prefix cache at the first prefill; None before it.
-        num_emitted: output tokens sent on so far.
-        version_starts: (weight version, first output index) per span of the output.
+        num_continued: output tokens that it came with, of a request before it.
+        num_emitted: output tokens sent on so far, those included.
+        version_starts: (weight version, first output index) per span of the output, of what is new of it.
         kv_versions: versions of the weights that computed the KV used so far, oldest first.
         prefill_starts: (weight version, first token) per span of the prompt, as it was last prefilled.
         input_logprobs: of the prompt from `LogprobSpec.start` on; whole once the first prefill is done.
@@ -123,6 +125,7 @@ class Req:
     started_s: float | None = None
     first_token_s: float | None = None
     has_started_output: bool = False
+    num_continued: int = 0
     num_emitted: int = 0
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     versions_changed: bool = False
@@ -146,6 +149,20 @@ class Req:
         if logprobs is not None and logprobs.start is not None and logprobs.start < len(self.spec.prompt_ids):
             # Clients expect a triple for the first position too, though its own logprob is always null.
             self.input_logprobs.append_nothing()
+
+    def pass_over(self, continued_ids: list[int]) -> None:
+        """Begin behind output that there is already. Nothing ends with a stop string that lies in it.
+
+        Raises:
+            RequestRejected: 400, the request's grammar does not allow it.
+        """
+        self.spec.output_ids += continued_ids
+        self.num_continued = self.num_emitted = len(continued_ids)
+        if self.stop_strings is not None:
+            self.stop_strings.pass_over(continued_ids)
+        mask = self.spec.mask
+        if mask is not None and not all(map(mask.accept, continued_ids)):
+            raise RequestRejected("continue_from: the grammar does not allow what is to be continued")
 
     @property
     def has_begun(self) -> bool:
@@ -202,7 +219,7 @@ class Req:
     def note_sampled(self, version: str) -> None:
         """The next output token was sampled by these weights: open a span if they are others than before."""
         if not self.version_starts or self.version_starts[-1][0] != version:
-            self.version_starts.append((version, len(self.spec.output_ids)))
+            self.version_starts.append((version, len(self.spec.output_ids) - self.num_continued))
             self.versions_changed = True
 
     def note_kv(self, commit: Commit, first_token: int) -> None:

@@ -12,7 +12,14 @@ class StopStringMatcher:
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop_strings: Sequence[str]) -> None:
         self._detokenizer = detokenizer
+        self._stop_strings = stop_strings
         self._trimmer = StopTrimmer(stop_strings)
+
+    def pass_over(self, token_ids: Sequence[int]) -> None:
+        """Output that there is already: a stop string in it counts for nothing, but may begin in it."""
+        for token_id in token_ids:
+            if self.push(token_id) is not None:
+                self._trimmer = StopTrimmer(self._stop_strings)
 
     def push(self, token_id: int) -> str | None:
         """The stop string that this token completes, if it does."""

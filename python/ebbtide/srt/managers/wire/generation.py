@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from ebbtide.srt.managers.wire.logprobs import LogprobColumns
@@ -52,6 +52,8 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
         routed_experts_start: first token whose experts are wanted; None: nobody asks.
         given_routes: the experts that the first tokens of the prompt take in place of the router's choice.
         grammar: the key of the one that its output keeps to; it has been loaded.
+        continued_ids: what was generated behind the prompt before: the output goes on there. `max_new_tokens`
+            counts them, and they are not sent again.
         dp_rank: the replica that it is for; None as long as none has been chosen, or if there is only one.
     """
 
@@ -60,6 +62,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     sampling_params: SamplingParams
     max_new_tokens: int
     seed: int
+    continued_ids: list[int] = field(default_factory=list)
     stream: bool = False
     stream_interval: int = 1
     return_logprob: bool = False

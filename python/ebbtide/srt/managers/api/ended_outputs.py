@@ -1,0 +1,147 @@
+"""Outputs that have ended, kept for a while: a request may continue one, also one that nobody has read."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.wire.generation import TokenizedGenerateReqInput
+from ebbtide.srt.sampling_params import SamplingParams
+
+# How long an output is kept, how many are, and how many tokens of them all.
+KEPT_S: Final = 600.0
+MAX_KEPT: Final = 4096
+MAX_KEPT_TOKENS: Final = 8 << 20
+# So many names are told of where another one was meant.
+MAX_TOLD: Final = 8
+
+
+@dataclass(frozen=True)
+class EndedOutput:
+    """What a request needs to know that continues an output.
+
+    Attributes:
+        prompt_ids: of the first request, if that continued another one.
+        output_ids: all that was generated behind these.
+        num_new: how many of them by the last request.
+    """
+
+    rid: str
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    num_new: int
+    params: SamplingParams
+    seed: int
+    namespace: tuple[str, ...]
+    ended_s: float
+
+    @classmethod
+    def of(cls, request: TokenizedGenerateReqInput, output_ids: Sequence[int], ended_s: float) -> EndedOutput:
+        """The output of a request, which may have continued another one."""
+        return cls(
+            rid=request.rid,
+            prompt_ids=array("i", request.input_ids),
+            output_ids=array("i", [*request.continued_ids, *output_ids]),
+            num_new=len(output_ids),
+            params=request.sampling_params,
+            seed=request.seed,
+            namespace=request.cache_namespace,
+            ended_s=ended_s,
+        )
+
+    def params_for(self, given: SamplingParams | None) -> SamplingParams:
+        """Those of a request that continues it: with its seed, and where none are given, its own.
+
+        Raises:
+            RequestRejected: 400, it asks for several outputs.
+        """
+        if given is not None and given.n != 1:
+            raise RequestRejected(f"continue_from: one output goes on, expected n = 1, got {given.n}")
+        return replace(self.params if given is None else given, n=1, sampling_seed=self.seed)
+
+    @property
+    def num_left(self) -> int | None:
+        """How many more tokens its own parameters allow; None: as many as there is room for.
+
+        Raises:
+            RequestRejected: 400, none.
+        """
+        if self.params.max_new_tokens is None:
+            return None
+        left = self.params.max_new_tokens - self.num_new
+        if left < 1:
+            raise RequestRejected(
+                f"continue_from: {self.rid!r} has all of its {self.num_new} tokens: give sampling_params"
+            )
+        return left
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+
+class EndedOutputs:
+    """The last outputs that have ended, by rid.
+
+    Args:
+        clock: seconds.
+        is_live: whether a request of that rid still runs.
+    """
+
+    def __init__(self, is_live: Callable[[str], bool], clock: Callable[[], float] = time.monotonic) -> None:
+        self._is_live = is_live
+        self._clock = clock
+        self._kept: dict[str, EndedOutput] = {}
+        self._num_tokens = 0
+
+    def keep(self, request: TokenizedGenerateReqInput, output_ids: Sequence[int]) -> None:
+        """An output has ended."""
+        self._forget(request.rid)
+        ended = EndedOutput.of(request, output_ids, self._clock())
+        self._kept[ended.rid] = ended
+        self._num_tokens += ended.num_tokens
+        for rid in list(self._too_much()):
+            self._forget(rid)
+
+    def get(self, rid: str) -> EndedOutput:
+        """The output of this rid.
+
+        Raises:
+            RequestRejected: 400, it still runs, or nothing is known of it any more.
+        """
+        if self._is_live(rid):
+            raise RequestRejected(f"continue_from: {rid!r} is still running: abort it first")
+        if self.find([rid]) is not None:
+            return self._kept[rid]
+        known = ", ".join(map(repr, list(self._kept)[-MAX_TOLD:][::-1])) or "none"
+        raise RequestRejected(
+            f"continue_from: nothing is known of {rid[:200]!r}: the last {MAX_KEPT} outputs are kept for "
+            f"{KEPT_S:g} s; of {len(self._kept)} the latest are {known}"
+        )
+
+    def find(self, names: Sequence[str]) -> str | None:
+        """The first of these names that an output is kept under."""
+        oldest_s = self._clock() - KEPT_S
+        return next(
+            (name for name in names if name in self._kept and self._kept[name].ended_s > oldest_s), None
+        )
+
+    def _too_much(self) -> Iterator[str]:
+        """What is too old, or one too many, the oldest first."""
+        oldest_s = self._clock() - KEPT_S
+        num_left, num_tokens = len(self._kept), self._num_tokens
+        for rid, ended in self._kept.items():
+            if num_left <= MAX_KEPT and num_tokens <= MAX_KEPT_TOKENS and ended.ended_s > oldest_s:
+                return
+            num_left -= 1
+            num_tokens -= ended.num_tokens
+            yield rid
+
+    def _forget(self, rid: str) -> None:
+        ended = self._kept.pop(rid, None)
+        if ended is not None:
+            self._num_tokens -= ended.num_tokens
