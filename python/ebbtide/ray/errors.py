@@ -29,7 +29,8 @@ def translated(error: RayError, who: str) -> Exception:
 
 
 def _reason(error: RayActorError) -> str:
-    """The one sentence of several lines that says why."""
+    """What of several lines says why, without what Ray guesses."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("The actor is dead because")]
-    return (told or lines or [type(error).__name__])[-1 if told else 0]
+    line = (told or lines or [type(error).__name__])[-1 if told else 0]
+    return line.partition(" Some common causes")[0]

@@ -123,16 +123,12 @@ def take_seats(
     seatings = seat_ranks(room.group.bundle_specs, room.indices, num_ranks, share, ranks_per_node)
     actors = [_start_actor(room.group, seating, share, runtime_env) for seating in seatings]
     try:
-        facts = ray.get([actor.facts.remote() for actor in actors], timeout=timeout_s)
+        facts = _all_facts(actors, seatings, timeout_s)
         seats = [
             Seat(actor, seating.bundle, fact)
             for actor, seating, fact in zip(actors, seatings, facts, strict=True)
         ]
         groups = group_by_node(seatings, [fact.node_id for fact in facts], nnodes)
-    except RayError as error:
-        kill(actors)
-        bundles = ", ".join(str(seating.bundle) for seating in seatings)
-        raise translated(error, f"an actor in bundle {bundles}") from None
     except BaseException:
         kill(actors)
         raise
@@ -186,6 +182,18 @@ def kill(actors: Iterable[Any]) -> None:
 
 def _actors(nodes: Iterable[Node]) -> list[Any]:
     return [seat.actor for node in nodes for seat in node.seats]
+
+
+def _all_facts(actors: Sequence[Any], seatings: Sequence[Seating], timeout_s: float) -> list[SeatFacts]:
+    asked = [actor.facts.remote() for actor in actors]
+    deadline_s = time.monotonic() + timeout_s
+    facts: list[SeatFacts] = []
+    for answer, seating in zip(asked, seatings, strict=True):
+        try:
+            facts.append(ray.get(answer, timeout=max(0.0, deadline_s - time.monotonic())))
+        except RayError as error:
+            raise translated(error, f"the actor in bundle {seating.bundle}") from None
+    return facts
 
 
 def _start_actor(

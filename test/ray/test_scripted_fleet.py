@@ -1,0 +1,306 @@
+"""What a fleet does when replicas refuse, fail and die: engines by script, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any
+
+import pytest
+from fixtures.servers import wait_until
+
+from ebbtide.ray import ActorDied, RayFleet, fleet as fleet_module
+from ebbtide.srt.errors import EngineError, RequestRejected
+
+PROMPT = [1, 2, 3]
+PARAMS = {"max_new_tokens": 6, "sampling_seed": 7}
+
+
+class ScriptedEngine:
+    """Counts upwards from the last token of its prompt, one token per chunk.
+
+    Attributes:
+        dies_after: chunks of its first request; None: it lives.
+        asked: every request and every call, in order.
+        faults: what a method raises, by its name.
+    """
+
+    num_ranks = 1
+
+    def __init__(self, slot: int, life: int, version: str) -> None:
+        self.slot, self.life, self.version = slot, life, version
+        self.dies_after: int | None = None
+        self.asked: list[tuple[str, Any]] = []
+        self.faults: dict[str, Exception] = {}
+        self.session_open = False
+        self.actor = self
+        self.dead = asyncio.Event()
+        self.prepared: str | None = None
+
+    async def async_ended(self) -> str:
+        await self.dead.wait()
+        return "it was killed"
+
+    def die(self) -> ActorDied:
+        self.dead.set()
+        return ActorDied("the actor has died: it was killed")
+
+    async def async_generate(self, *, stream: bool = False, **fields: Any) -> Any:
+        self.asked.append(("generate", fields))
+        return self._chunks(fields) if stream else await self._whole(fields)
+
+    async def _chunks(self, fields: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        ids, limit = fields["input_ids"], fields["sampling_params"].max_new_tokens
+        for number in range(limit):
+            if number == self.dies_after:
+                raise self.die()
+            await asyncio.sleep(0)
+            is_last = number == limit - 1
+            yield {
+                "output_ids": [ids[-1] + number + 1],
+                "prompt_token_ids": ids,
+                "meta_info": {
+                    "finish_reason": {"type": "length", "length": limit} if is_last else None,
+                    "prompt_tokens": len(ids),
+                    "completion_tokens": number + 1,
+                    "num_retractions": 0,
+                    "weight_versions": [{"version": self.version, "start": 0, "end": number + 1}],
+                    "kv_weight_versions": [self.version],
+                    "output_token_logprobs": [(-0.5, ids[-1] + number + 1, None)],
+                },
+            }
+
+    async def _whole(self, fields: dict[str, Any]) -> dict[str, Any]:
+        if self.dies_after is not None:
+            raise self.die()
+        return {"output_ids": [0], "meta_info": {}, "slot": self.slot}
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        self.asked.append((method, args))
+        if method in self.faults:
+            raise self.faults.pop(method)
+        match method:
+            case "prepare":
+                self.prepared = args[3]["weight_version"]
+                return None
+            case "decide":
+                if args[1] is not None:
+                    raise RequestRejected(args[1])
+                assert self.prepared is not None
+                self.version = self.prepared
+                return {"weight_version": self.version}
+            case "take_weights":
+                self.version = args[1]
+        return None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if not name.startswith("async_"):
+            raise AttributeError(name)
+
+        async def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            self.asked.append((name, args))
+            return {
+                "weight_version": self.version,
+                "per_engine_checksum": self.version,
+                "weight_update": {"session_open": self.session_open},
+                "state": {
+                    "generation": {"state": "paused", "mode": "retract"},
+                    "tags": {"weights": {"state": "resident"}, "kv_cache": {"state": "released"}},
+                },
+            }
+
+        return call
+
+    def kill(self) -> None:
+        self.asked.append(("kill", ()))
+
+
+class ScriptedFleet(RayFleet):
+    """A fleet of two.
+
+    Attributes:
+        started: all engines there ever were, and the changes to their arguments.
+        start_faults: what the next starts raise.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[tuple[ScriptedEngine, dict[str, Any]]] = []
+        self.start_faults: list[Exception] = []
+        super().__init__(2)
+
+    def _start_engine(self, slot: int, changes: Any) -> Any:
+        if self.start_faults:
+            raise self.start_faults.pop(0)
+        engine = ScriptedEngine(slot, len(self.started) // 2, "first")
+        self.started.append((engine, dict(changes)))
+        return engine
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Those of all replicas, one replica after the other."""
+        return [
+            fields for engine, _ in self.started for method, fields in engine.asked if method == "generate"
+        ]
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedFleet]:
+    monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)
+    monkeypatch.setattr("ebbtide.ray.replica.DEATH_NEWS_S", 0.2)
+    with ScriptedFleet() as fleet:
+        yield fleet
+
+
+def generate(fleet: ScriptedFleet, **fields: Any) -> Any:
+    params = {**PARAMS, **fields.pop("params", {})}
+    return fleet.generate(input_ids=PROMPT, sampling_params=params, **fields)
+
+
+def first_engine(fleet: ScriptedFleet) -> ScriptedEngine:
+    """The one that the first request goes to."""
+    return fleet.started[0][0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_another_replica_goes_on_behind_what_was_given(fleet: ScriptedFleet, stream: bool) -> None:
+    first_engine(fleet).dies_after = 2
+    fleet.started[1][0].version = "second"
+    answer = generate(fleet, stream=stream, timeout_s=60, params={"min_new_tokens": 3})
+    answer = list(answer)[-1] if stream else answer
+    assert answer["output_ids"] == [4, 5, 6, 7, 8, 9]
+    meta = answer["meta_info"]
+    assert meta["weight_versions"] == [
+        {"version": "first", "start": 0, "end": 2},
+        {"version": "second", "start": 2, "end": 6},
+    ]
+    assert meta["kv_weight_versions"] == ["first", "second"]
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["num_moves"]) == (3, 6, 1)
+    assert (meta["finish_reason"]["length"], meta["replica"]) == (6, "replica 1")
+    assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
+    _, second = fleet.requests()
+    assert second["input_ids"] == [1, 2, 3, 4, 5]
+    params = second["sampling_params"]
+    assert (params.max_new_tokens, params.min_new_tokens) == (4, 1)
+    assert params.sampling_seed != 7
+    assert 0 < second["timeout_s"] < 60
+
+
+@pytest.mark.parametrize(
+    "params", [{"stop": ["x"]}, {"frequency_penalty": 0.5}, {"regex": "a+"}, {"n": 2}], ids=str
+)
+def test_what_cannot_go_on_begins_anew(fleet: ScriptedFleet, params: dict[str, Any]) -> None:
+    first_engine(fleet).dies_after = 2
+    assert generate(fleet, params=params)["slot"] == 1
+    first, second = fleet.requests()
+    assert first == second
+
+
+def test_a_stream_that_cannot_go_on_ends_with_the_reason(fleet: ScriptedFleet) -> None:
+    first_engine(fleet).dies_after = 2
+    stream = generate(fleet, stream=True, params={"stop": ["x"]})
+    assert next(stream)["output_ids"] == [4]
+    with pytest.raises(EngineError, match=r"replica 0 has died after 2 tokens.*with stop.*killed"):
+        list(stream)
+
+
+def test_whoever_asks_for_an_error_gets_one(fleet: ScriptedFleet) -> None:
+    first_engine(fleet).dies_after = 2
+    with pytest.raises(EngineError, match=r"replica 0 has died after 2 tokens of this request: .*killed"):
+        generate(fleet, on_death="error")
+    with pytest.raises(RequestRejected, match="continue or error"):
+        generate(fleet, on_death="ignore")
+
+
+def test_an_error_of_a_replica_that_lives_is_the_request_s(fleet: ScriptedFleet) -> None:
+    async def fail(**fields: Any) -> Any:
+        raise EngineError("no token came")
+
+    first_engine(fleet).async_generate = fail  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="no token came"):
+        generate(fleet)
+    assert len(fleet.started) == 2
+
+
+def test_equal_prompts_of_a_batch_stay_together(fleet: ScriptedFleet) -> None:
+    answers = fleet.generate(
+        input_ids=[[1], [1], [5], [5]], sampling_params=[{"max_new_tokens": n} for n in (1, 2, 3, 4)]
+    )
+    assert [one["meta_info"]["replica"] for one in answers] == ["replica 0"] * 2 + ["replica 1"] * 2
+    assert [len(one["output_ids"]) for one in answers] == [1, 2, 3, 4]
+    with pytest.raises(RequestRejected, match="rid: a list must have one entry per prompt, got 1 for 2"):
+        fleet.generate(input_ids=[[1], [2]], rid=["a"])
+
+
+class TestUpdates:
+    def update(self, fleet: ScriptedFleet) -> Any:
+        return fleet.update_weights_from_disk("folder", weight_version="new")
+
+    def serving(self, fleet: ScriptedFleet) -> list[str]:
+        return [engine.version for engine in fleet.engines]  # type: ignore[attr-defined]
+
+    def test_all_commit(self, fleet: ScriptedFleet) -> None:
+        reply = self.update(fleet)
+        assert reply["replicas"].keys() == {"replica 0", "replica 1"}
+        assert self.serving(fleet) == ["new", "new"]
+
+    def test_one_that_refuses_is_named_and_none_commits(self, fleet: ScriptedFleet) -> None:
+        fleet.started[1][0].faults["prepare"] = RequestRejected("wrong shape", 400)
+        with pytest.raises(
+            RequestRejected, match=r"^replica 1: wrong shape\. Nothing was committed$"
+        ) as caught:
+            self.update(fleet)
+        assert caught.value.fields["replicas"][0] == {"replica": "replica 0", "success": True}
+        assert self.serving(fleet) == ["first", "first"]
+        self.update(fleet)
+
+    @pytest.mark.parametrize("step", ["prepare", "decide"])
+    def test_one_that_dies_does_not_count_and_is_replaced(self, fleet: ScriptedFleet, step: str) -> None:
+        fleet.started[1][0].faults[step] = ActorDied("replica 1 has died")
+        reply = self.update(fleet)
+        assert reply["replicas"].keys() == {"replica 0"}
+        fleet.wait_for_all(10)
+        assert self.serving(fleet) == ["new", "new"]
+        successor, changes = fleet.started[2]
+        assert changes == {"load_format": "dummy"}, "weights come from a replica, not from disk"
+        methods = [method for method, _ in successor.asked]
+        assert methods.index("take_weights") < methods.index("async_pause_generation")
+        assert ("async_release_memory_occupation", (["kv_cache"],)) in successor.asked
+        assert fleet.status()[1]["num_deaths"] == 1
+
+    def test_one_that_did_not_commit_what_the_other_did_is_replaced(self, fleet: ScriptedFleet) -> None:
+        fleet.started[1][0].faults["decide"] = EngineError("it failed")
+        self.update(fleet)
+        fleet.wait_for_all(10)
+        assert ("kill", ()) in fleet.started[1][0].asked
+        assert self.serving(fleet) == ["new", "new"]
+        assert fleet.status()[1]["last_death"] == "it failed"
+
+    def test_a_new_replica_waits_for_the_end_of_a_session(
+        self, fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(fleet_module, "LOOK_S", 0.01)
+        first_engine(fleet).session_open = True
+        fleet._runner.call(fleet.started[1][0].dead.set)
+        wait_until(lambda: len(fleet.started) == 3, "there is another one")
+        wait_until(lambda: len(first_engine(fleet).asked) > 3, "it asks again and again")
+        assert not fleet.status()[1]["serves"]
+        first_engine(fleet).session_open = False
+        fleet.wait_for_all(10)
+
+
+def test_weights_that_nobody_has_any_more_end_the_fleet(fleet: ScriptedFleet) -> None:
+    fleet.update_weights_from_disk("folder", weight_version="new")
+    for engine, _ in fleet.started[:2]:
+        engine.dies_after = 0
+    with pytest.raises(EngineError, match=r"no replica of the fleet is left.*replica 0: .*replica 1: "):
+        generate(fleet)
+    with pytest.raises(EngineError, match="no replica"):
+        fleet.pause_generation()
+
+
+def test_a_replica_that_does_not_come_back_stays_out(fleet: ScriptedFleet) -> None:
+    fleet.start_faults = [EngineError("the node is gone")] * fleet_module.MAX_ATTEMPTS
+    first_engine(fleet).dies_after = 1
+    assert generate(fleet)["output_ids"] == [4, 5, 6, 7, 8, 9]
+    with pytest.raises(EngineError, match="not all replicas serve: replica 0: the node is gone"):
+        fleet.wait_for_all(10)
+    assert generate(fleet)["meta_info"]["replica"] == "replica 1"
