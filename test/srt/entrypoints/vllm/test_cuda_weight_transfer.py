@@ -29,7 +29,7 @@ SHAPE = {"head_dim": 128, "vocab_size": 1000, "dtype": "bfloat16"}
 # Several tensors each, and those at odd offsets.
 PACKED_BYTES = 100_000
 GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
-UPDATE_TIMEOUT_S = 20.0
+UPDATE_TIMEOUT_S = 8.0
 FLAGS = ("--device", "cuda", "--skip-tokenizer-init", "--cuda-graph-max-bs", "2")
 NAME = "model.layers.0.mlp.gate_proj.weight"
 
@@ -210,7 +210,6 @@ def test_a_trainer_that_leaves_in_mid_broadcast(
 
         answer = update(server, info, send_half)
     assert answer.status_code == 400, answer.text
-    assert "nothing of it is served" in answer.text or "nothing of the update is served" in answer.text
     assert is_served(server, sums["a"])
     assert server.post("/finish_weight_update").status_code == 409
     ok(server.post("/start_weight_update"))

@@ -442,8 +442,9 @@ class WeightUpdates:
         """Let forward passes in between the commit and giving memory back, piece by piece.
 
         Where none is waited for it goes in one piece: requests that were retracted have prompts to compute
-        first, and the reply would wait for a long step after each. What is committed stays so: no deadline,
-        cancellation or failure changes the reply any more.
+        first, and the reply would wait for a long step after each. The sender has its memory back then, and
+        the driver, which takes milliseconds to end a mapping, is told behind the reply. What is committed
+        stays so: no deadline, cancellation or failure changes the reply any more.
         """
         if not isinstance(self._generation.state, Paused) and self._requests.num_running > 0:
             try:
@@ -451,6 +452,8 @@ class WeightUpdates:
                 yield from session.release(incoming)
             except (DeadlinePassed, RequestRejected, EngineError) as error:
                 logger.warning("memory of an update is given back in one piece: %r", error)
+        elif incoming is not None:
+            self._operations.go_on(_done(incoming.detach()))
 
     @contextmanager
     def _turn(self) -> Iterator[Callable[[], bool]]:
@@ -486,3 +489,9 @@ class WeightUpdates:
         self._operations.cancel(
             WeightUpdateRequest, RequestRejected(f"{why}: resume them, then update again")
         )
+
+
+def _done(act: Callable[[], None]) -> Work[None]:
+    """This, in one turn."""
+    act()
+    yield from ()
