@@ -187,7 +187,8 @@ class Bench:
             self.report.add(key, runs)
 
     def prefill(self) -> None:
-        for name, (size, length) in PREFILLS.items():
+        for name in self.args.prefills:
+            size, length = PREFILLS[name]
             key = self.key(f"prefill_{name}_tok_s")
             with self.report.attempt(key):
                 count, long = sized(self.args, size, length)
@@ -265,12 +266,12 @@ def measure_http(report: Report, args: argparse.Namespace, folder: Path, shape: 
     """Calls of the engine first, the same of a server then."""
     keys = {
         (size, stream): row_key(args, f"http_{size}{'_streamed' if stream else ''}_share")
-        for size in HTTP_SIZES
+        for size in args.http_sizes
         for stream in (False, True)
     }
     with report.attempt(*keys.values()):
         given = {"incremental_streaming_output": True, "max_running_requests": max(HTTP_SIZES)}
-        lens_of = {size: sized(args, size, *MANY[1]) for size in HTTP_SIZES}
+        lens_of = {size: sized(args, size, *MANY[1]) for size in args.http_sizes}
         by_engine: dict[int, list[float]] = {}
         with Engine(**engine_args(args, folder, **given, **_pool(args))) as engine:
             rollouts = Rollouts(engine, shape)
@@ -357,6 +358,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument(
         "--batches", nargs="+", type=int, choices=tuple(BATCHES), default=list(BATCHES), help="their sizes"
+    )
+    parser.add_argument("--prefills", nargs="+", choices=tuple(PREFILLS), default=list(PREFILLS))
+    parser.add_argument(
+        "--http-sizes", nargs="+", type=int, choices=HTTP_SIZES, default=HTTP_SIZES, help="requests at once"
     )
     parser.add_argument(
         "--kinds", nargs="*", choices=tuple(ASKED), default=list(ASKED), help="beside greedy batches"
