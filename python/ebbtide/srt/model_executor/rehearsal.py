@@ -45,7 +45,7 @@ def rehearse(
         model: with its weights resident; whether they hold anything does not matter.
         decode_sizes: tokens of passes in which every token is sampled after.
         prompt_lens: tokens of passes in which the last one is.
-        progress: called with "compiling kernels", how many are done, and how many there are so far.
+        progress: called with "kernels", how many are compiled or loaded, and how many there are so far.
     """
     started = time.monotonic()
     with (
@@ -110,7 +110,7 @@ class _Counted(Executor):
     def _count(self, future: Future[Any]) -> None:
         with self._lock:
             self._num_done += 1
-            self._progress("compiling kernels", self._num_done, self._num_given)
+            self._progress("kernels", self._num_done, self._num_given)
 
 
 @contextmanager
