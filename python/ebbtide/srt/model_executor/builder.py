@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 CPU_KV_FRACTION = 0.1
 CUDA_GRAPH_CHUNK_BYTES = 16 << 20
 PROGRESS_INTERVAL_S = 10.0
+# FlashInfer is imported and looks for its kernels in less.
+COMPILING_AFTER_S = 6.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = DTYPES | {"fp8_e4m3": FP8}
 
@@ -74,7 +76,8 @@ def build_model_runner(
     Args:
         group: the ranks that divide the model among them, all of which build at the same time.
         progress: told of what is compiled, from several threads; None: the log is.
-        rehearses: whether the kernels of all passes are compiled side by side first, where many are missing.
+        rehearses: whether the kernels of all passes are compiled side by side first, even where attention's
+            are compiled already.
 
     Raises ConfigurationError for a model, a checkpoint, a dtype or a size that does not do.
     """
@@ -104,7 +107,8 @@ def build_model_runner(
             raise ConfigurationError(f"the weights do not fit: {error}") from error
         load_weights(weight_store, model_config.path, model_config.load_format)
         logger.info("weights loaded: bytes=%d s=%.1f", weight_store.num_bytes, time.monotonic() - started)
-        if is_cuda and rehearses:
+        # What is not over by then compiles for most of a minute, in which other kernels may as well.
+        if is_cuda and (rehearses or wait([compiled], COMPILING_AFTER_S).not_done):
             _rehearse(model, model_config, schedule_config, runtime_config, shape, torch_device, progress)
         compiled.result()
     device.trim()  # What loading took is no reason for a smaller pool.

@@ -43,7 +43,8 @@ def rehearse(
 
     Args:
         model: with its weights resident; whether they hold anything does not matter.
-        decode_sizes: tokens of passes in which every token is sampled after.
+        decode_sizes: tokens of passes in which every token is sampled after. Powers of two stand for those
+            between them.
         prompt_lens: tokens of passes in which the last one is.
         progress: called with "kernels", how many are compiled or loaded, and how many there are so far.
     """
@@ -54,13 +55,18 @@ def rehearse(
         _apart(model),
         torch.inference_mode(),
     ):
-        for num_tokens in (*decode_sizes, *prompt_lens):
+        for num_tokens in (*_telling(decode_sizes), *prompt_lens):
             zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
             rows_S = zeros_T[:1] if num_tokens in prompt_lens else None
             model.forward(zeros_T, zeros_T, _WithoutAttention(shape, num_tokens, device), rows_S)
         sampler.warm_up(shape.dtype)
         walked_s = time.monotonic() - started
     logger.info("kernels: walked_s=%.1f s=%.1f", walked_s, time.monotonic() - started)
+
+
+def _telling(sizes: Sequence[int]) -> list[int]:
+    """The powers of two among them and the largest: tiles are chosen by such bounds."""
+    return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
 
 
 @contextmanager
