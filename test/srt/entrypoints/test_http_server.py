@@ -171,6 +171,7 @@ def test_the_model_and_the_server_are_described(server: Server, checkpoints: Any
     # Left open on the command line.
     assert (described["page_size"], described["device"], described["context_length"]) == (16, "cpu", 2048)
     assert described["attention_backend"] == "torch_native"
+    assert (described["dtype"], described["kv_cache_dtype"]) == ("float32", "float32")
     startup_time = described["startup_time"]
     assert 0 < startup_time["scheduler_e2e"] < startup_time["tokenizer_e2e"]
     state = server.get("/memory_occupation").json()

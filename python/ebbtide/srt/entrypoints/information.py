@@ -160,6 +160,8 @@ def arguments(config: EngineConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
         "tokenizer_path": config.model.tokenizer_path,
         "served_model_name": config.model.served_model_name,
         "context_length": config.model.context_len,
+        "dtype": config.model.dtype,
+        "kv_cache_dtype": cache.dtype,
         "page_size": cache.page_size,
         "mem_fraction_static": cache.mem_fraction_static,
         "max_running_requests": schedule.max_running_requests,
@@ -171,7 +173,7 @@ def arguments(config: EngineConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
         "log_level_http": config.http.log_level,
         "dist_timeout": config.parallel.dist_timeout_s,
     }
-    left_open = {name: value for name, value in chosen.items() if given[name] is None}
+    left_open = {name: value for name, value in chosen.items() if given[name] in (None, "auto")}
     hidden = {name: "***" for name in KEY_FIELDS if given[name] is not None}
     return given | left_open | hidden
 
