@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from fixtures.servers import ENVIRONMENT, Server, free_port, is_alive, running_server, url_of, wait_until
 from fixtures.sharding_trainer import send_from_two_processes
+from fixtures.weight_sending import (
+    BUCKET_BYTES,
+    FakeEngine,
+    Weights,
+    failing_times,
+    sender_to,
+    serves,
+)
 from safetensors.torch import load_file
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.trainer import WeightSender, WeightSendError
-
-Weights = dict[str, torch.Tensor]
-ALL_ROWS = 10**6
-# Of a model of 380 kB: a dozen buckets.
-BUCKET_BYTES = 32 << 10
 
 
 @pytest.fixture(autouse=True)
@@ -37,29 +36,6 @@ def nothing_left_in_shared_memory() -> Iterator[None]:
     before = objects()
     yield
     assert objects() == before
-
-
-def serves(target: Any, weights: Weights, version: str) -> bool:
-    """Whether these weights serve, bit for bit, and no session is open."""
-    if isinstance(target, Server):
-        info = target.get("/server_info").json()
-        found = target.get("/model_info").json()["weight_version"]
-
-        def read(name: str) -> Any:
-            return target.post("/get_weights_by_name", {"name": name, "truncate_size": ALL_ROWS}).json()
-    else:
-        info, found = target.server_info(), target.weight_version
-
-        def read(name: str) -> Any:
-            return target.get_weights_by_name(name, ALL_ROWS)
-
-    is_equal = all(torch.equal(torch.tensor(read(name)), tensor) for name, tensor in weights.items())
-    return is_equal and found == version and not info["weight_update"]["session_open"]
-
-
-def sender_to(target: Any, **options: Any) -> WeightSender:
-    options = {"bucket_bytes": BUCKET_BYTES, "retries": 0, "retry_pause_s": 0.01, **options}
-    return WeightSender(url_of(target) if isinstance(target, Server) else target, **options)
 
 
 @pytest.fixture(params=["engine", "server"])
@@ -355,180 +331,3 @@ def test_arguments_that_make_no_sense(options: dict[str, Any]) -> None:
 def test_a_url_must_be_one(url: str) -> None:
     with pytest.raises(ValueError, match="http://HOST:PORT"):
         WeightSender(url)
-
-
-# -------------------------------------------------------------------------------------------------- retries
-
-
-@pytest.mark.parametrize(
-    "error", [RequestRejected("the update failed, the old weights serve"), RequestRejected("busy", 503)]
-)
-def test_a_refusal_that_may_pass_is_retried(error: Exception) -> None:
-    engine = FakeEngine()
-    engine.on_update = failing_times(2, error)
-    sender = WeightSender(engine, retries=2, retry_pause_s=0.01)
-    assert sender.send([("a", torch.zeros(2))], version="1").num_tensors == 1
-    assert engine.log == ["begin", "update", "update", "update", "end"]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RequestRejected("1 of 1 tensors do not fit", errors=[{"name": "a"}]),
-        RequestRejected("no session", 409),
-        EngineError("rank 0 died"),
-    ],
-)
-def test_a_failure_that_will_not_pass_is_not_retried(error: Exception) -> None:
-    engine = FakeEngine()
-    engine.on_update = failing_times(1, error)
-    with pytest.raises(WeightSendError, match=str(error)):
-        WeightSender(engine, retries=2, retry_pause_s=0.01).send([("a", torch.zeros(2))], version="1")
-    assert engine.log == ["begin", "update", "abort"]
-
-
-def test_a_bucket_is_not_sent_again_to_an_engine_without_the_session() -> None:
-    engine = FakeEngine()
-
-    def lose(names: list[str]) -> None:
-        engine.is_open = False
-        raise RequestRejected("busy", 503)
-
-    engine.on_update = lose
-    with pytest.raises(WeightSendError, match="ended in between"):
-        WeightSender(engine, retry_pause_s=0.01).send([("a", torch.zeros(2))], version="1")
-    assert engine.log.count("update") == 1
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/memory_occupation"],
-)
-@pytest.mark.parametrize("when", ["request", "answer"])
-def test_what_is_lost_on_its_way_is_made_good(server: Server, new: Weights, path: str, when: str) -> None:
-    with lossy_proxy(url_of(server), path, when) as (url, lost, _):
-        sent = sender_to(url, retries=1).send(new.items(), version="new")
-    assert lost == [path]
-    assert serves(server, new, "new")
-    is_unknown = path == "/end_weight_update" and when == "answer"
-    assert (sent.stall_ms is None) == is_unknown
-
-
-def test_a_server_that_stays_away_is_discarded_where_it_can_be(
-    server: Server, old: Weights, new: Weights
-) -> None:
-    with (
-        lossy_proxy(url_of(server), "/update_weights_from_tensor", "answer", times=99) as (url, _, _),
-        pytest.raises(WeightSendError, match=r"bucket 0 .* no answer"),
-    ):
-        sender_to(url, retries=1).send(new.items(), "new")
-    assert serves(server, old, "old")
-
-
-def test_whatever_is_sent_names_its_session(server: Server) -> None:
-    """So that a bucket that comes too late is refused, rather than served by itself."""
-    paths = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
-    named = [("model.norm.weight", torch.ones(64))]
-    with lossy_proxy(url_of(server), "/nothing", "request") as (url, _, passed):
-        for _ in range(2):
-            WeightSender(url, transport="body").send(named)
-    sessions = [(path, json.loads(body)["session_id"]) for path, body in passed if path in paths]
-    assert [path for path, _ in sessions] == paths * 2
-    assert [len({session for _, session in sessions[start : start + 3]}) for start in (0, 3)] == [1, 1]
-    assert sessions[0][1] != sessions[3][1]
-
-
-# ------------------------------------------------------------------------------------------------ stand-ins
-
-
-def failing_times(times: int, error: Exception) -> Callable[..., None]:
-    left = [error] * times
-
-    def fail(*_: object) -> None:
-        if left:
-            raise left.pop()
-
-    return fail
-
-
-class FakeEngine:
-    """Keeps a session, and does as it is told where it matters."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.updates: list[list[str]] = []
-        self.is_open = False
-        self.weight_version = "old"
-        self.on_update: Callable[[list[str]], None] = lambda _: None
-        self.on_end: Callable[[], None] = lambda: None
-
-    def begin_weight_update(self, **fields: Any) -> dict[str, Any]:
-        self.log.append("begin")
-        self.is_open = True
-        return {}
-
-    def update_weights_from_tensor(
-        self, named_tensors: list[tuple[str, torch.Tensor]], **fields: Any
-    ) -> dict[str, Any]:
-        self.log.append("update")
-        names = [name for name, _ in named_tensors]
-        self.on_update(names)
-        self.updates.append(names)
-        return {"committed": not self.is_open}
-
-    def end_weight_update(self, **fields: Any) -> dict[str, Any]:
-        self.log.append("end")
-        self.on_end()
-        self.is_open = False
-        return {"staged": True, "stall_ms": 1.0}
-
-    def abort_weight_update(self) -> dict[str, Any]:
-        self.log.append("abort")
-        self.is_open = False
-        return {}
-
-    def server_info(self) -> dict[str, Any]:
-        return {"weight_update": {"session_open": self.is_open}}
-
-
-@contextmanager
-def lossy_proxy(
-    upstream: str, path: str, when: str, times: int = 1
-) -> Iterator[tuple[str, list[str], list[tuple[str, bytes]]]]:
-    """Hands requests on, but for the first ones of a path: the request or the answer is lost there.
-
-    Its address, the paths of what was lost, and paths and bodies of what was not.
-    """
-    lost: list[str] = []
-    passed: list[tuple[str, bytes]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            """Nothing is logged."""
-
-        def do_GET(self) -> None:
-            self.do_POST()
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            is_lost = self.path == path and len(lost) < times
-            if is_lost:
-                lost.append(path)
-            else:
-                passed.append((self.path, body))
-            if not (is_lost and when == "request"):
-                answer = httpx.request(self.command, upstream + self.path, content=body, timeout=60)
-            if not is_lost:
-                self.send_response(answer.status_code)
-                self.send_header("Content-Length", str(len(answer.content)))
-                self.end_headers()
-                self.wfile.write(answer.content)
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", lost, passed
-        finally:
-            server.shutdown()
-            thread.join()

@@ -1,0 +1,208 @@
+"""Sessions of weight updates: begin, updates, end; all of it takes effect at once, or nothing does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fixtures.control import PROMPT, Harness, updating
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    PauseMode,
+    UpdateWeightVersionReqInput,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+WEIGHTS = MemoryTag.WEIGHTS
+
+
+@pytest.fixture
+def harness() -> Harness:
+    return Harness()
+
+
+def test_buckets_serve_together_at_the_end(harness: Harness) -> None:
+    rid = harness.begin_request()
+    harness.begin()
+    for layers in ((0, 1), (2,), (3,)):
+        reply = harness.update(7, *layers, flush_cache=False, weight_version="7")
+        assert (reply.committed, reply.staged, reply.weight_version) == (False, True, "default")
+        assert harness.values == [0] * 4
+    assert harness.now.session.num_tensors_staged == 4
+    reply = harness.end(pause_mode=PauseMode.IN_PLACE)
+    assert (reply.committed, reply.weight_version, reply.num_tensors) == (True, "7", 4)
+    assert (harness.values, harness.now.session) == ([7] * 4, None)
+    harness.assert_end(rid, length=60)
+    assert harness.versions(rid) == ["default", "7"]
+
+
+def test_requests_in_flight_survive_the_order_of_miles(harness: Harness) -> None:
+    rids = [harness.generate(PROMPT, seed=seed, max_new_tokens=30) for seed in range(6)]
+    harness.turn(6)
+    harness.pause(PauseMode.RETRACT)
+    assert harness.flush().fully_flushed
+    harness.begin()
+    late = harness.generate(PROMPT, max_new_tokens=3)
+    harness.update(7, 0, 1)
+    harness.update(7, 2, 3)
+    assert harness.end(weight_version=7).weight_version == "7"
+    harness.proceed()
+    harness.assert_end(*rids, length=30)
+    assert harness.versions(late) == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "left"),
+    [
+        ({"names": ["layer.1", "layer.2"], "fail_after": 1}, ["layer.2"]),
+        ({"names": ["layer.1", "layer.2", "layer.9"]}, ["layer.2", "layer.9"]),
+    ],
+)
+def test_with_a_refused_bucket_it_is_incomplete_until_all_of_that_is_written(
+    harness: Harness, bad: dict[str, Any], left: list[str]
+) -> None:
+    harness.begin()
+    harness.update(7, 0, 1)
+    reason = harness.refuse(updating(9, **bad)).message
+    harness.update(7, 1)
+    refusal = harness.refuse(EndWeightUpdateReqInput())
+    assert (refusal.status, reason in refusal.message) == (409, True)
+    assert refusal.fields == {"refusals": [{"message": reason, "names": left}], "num_refusals": 1}
+    assert harness.values == [0] * 4
+    harness.update(7, 2)
+    if "layer.9" in left:
+        assert harness.refuse(EndWeightUpdateReqInput()).status == 409, "the model has no layer.9"
+    harness.end(allow_incomplete="layer.9" in left)
+    assert harness.values == [7, 7, 7, 0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_with_what_could_not_be_read_it_is_incomplete_for_good(num_ranks: int) -> None:
+    harness = Harness(num_ranks=num_ranks)
+    harness.begin()
+    harness.ranks[-1].weights.faults["open"] = RequestRejected("the payload is cut short")
+    assert "cut short" in harness.refuse(updating(7)).message
+    harness.update(7)
+    refusal = harness.refuse(EndWeightUpdateReqInput())
+    assert (refusal.status, refusal.fields["refusals"][0]["names"]) == (409, None)
+    assert harness.end(allow_incomplete=True).committed
+    assert harness.values == [7] * 4
+
+
+def test_what_is_refused_on_one_rank_is_missing_on_all() -> None:
+    harness = Harness(num_ranks=3)
+    harness.begin()
+    harness.ranks[1].weights.faults["write"] = RequestRejected("no")
+    harness.refuse(updating(9, 1))
+    refusal = harness.refuse(EndWeightUpdateReqInput())
+    assert refusal.fields["refusals"] == [{"message": "rank 1: no", "names": ["layer.1"]}]
+    harness.update(7, 1)
+    assert harness.end().committed
+
+
+def test_an_update_for_another_session_leaves_it_as_it_is(harness: Harness) -> None:
+    harness.begin(session_id="a")
+    harness.refuse(updating(9, session_id="b"))
+    assert harness.end().committed
+
+
+def test_what_a_failed_bucket_touched_keeps_its_old_value(harness: Harness) -> None:
+    harness.begin()
+    harness.update(7, 0, 1)
+    harness.refuse(updating(9, 1, 2, fail_after=1))
+    harness.end(allow_incomplete=True)
+    assert harness.values == [7, 0, 0, 0]
+
+
+def test_tensors_with_nan_or_inf_are_told_of_until_they_are_written_again(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness.begin()
+    reply = harness.update(7, nonfinite=["layer.1", "layer.2"])
+    assert (reply.num_nonfinite, "layer.1, layer.2" in reply.message) == (2, True)
+    assert "2 tensors hold NaN or Inf: layer.1, layer.2." in caplog.text
+    harness.update(7, 1)
+    reply = harness.end()
+    assert (reply.num_nonfinite, "layer.2" in reply.message) == (1, True)
+    assert harness.update(8).num_nonfinite == 0
+
+
+def test_so_are_those_that_hold_it_on_some_ranks_only() -> None:
+    harness = Harness(num_ranks=3)
+    for rank in harness.ranks[1:]:
+        rank.weights.nonfinite = ["layer.2"]
+    assert harness.update(7).num_nonfinite == 1
+
+
+@pytest.mark.parametrize(
+    ("by", "reason"),
+    [
+        ("an abort", "abort_weight_update"),
+        ("its deadline", "weight_update_timeout_s"),
+        ("a release", "released"),
+    ],
+)
+def test_what_ends_it_discards_it(harness: Harness, by: str, reason: str) -> None:
+    harness.begin(timeout_s=1000.0)
+    harness.update(7, weight_version="7")
+    if by == "an abort":
+        assert harness.abort_session().changed
+        assert not harness.abort_session().changed
+    elif by == "its deadline":
+        harness.expire("weight-session-0")
+    else:
+        harness.release(WEIGHTS)
+    assert harness.now.session is None
+    refusal = harness.refuse(EndWeightUpdateReqInput())
+    assert (refusal.status, reason in refusal.message) == (409, True)
+    if by != "a release":
+        assert harness.values == [0] * 4
+        assert harness.update(8).weight_version == "default"
+
+
+def test_one_at_a_time(harness: Harness) -> None:
+    assert harness.refuse(EndWeightUpdateReqInput()).status == 409
+    harness.begin()
+    assert harness.refuse(BeginWeightUpdateReqInput()).status == 409
+    harness.abort_session()
+    # Behind a draining update both wait for their turn, and the second finds the first.
+    harness.begin_request(max_new_tokens=20)
+    calls = [harness.call(updating(3)), *(harness.call(BeginWeightUpdateReqInput()) for _ in "ab")]
+    harness.turn_until(lambda: all(call in harness.replies for call in calls))
+    assert harness.values == [3] * 4
+    assert harness.reply(calls[1]).changed
+    assert harness.refusal(calls[2]).status == 409
+
+
+def test_the_end_flushes_if_any_bucket_asked_and_is_refused_while_kv_is_held(harness: Harness) -> None:
+    harness.begin_request()
+    harness.begin()
+    harness.update(7, 0, flush_cache=False)
+    harness.update(7, 1, flush_cache=True)
+    assert harness.refuse(EndWeightUpdateReqInput(pause_mode=PauseMode.IN_PLACE)).status == 400
+    assert harness.values == [0] * 4
+    assert harness.end(pause_mode=PauseMode.RETRACT).num_paused_requests == 1
+    assert harness.values == [7, 7, 0, 0]
+
+
+def test_a_version_given_inside_takes_effect_at_the_end(harness: Harness) -> None:
+    harness.begin()
+    harness.do(UpdateWeightVersionReqInput(new_version="9"))
+    assert harness.now.weight_version == "default"
+    assert harness.end().weight_version == "9"
+
+
+def test_in_place_nothing_runs_between_the_first_bucket_and_the_end(harness: Harness) -> None:
+    harness.weights.num_staged = 0
+    rid = harness.begin_request(max_new_tokens=40)
+    harness.begin()
+    assert harness.update(7, 0, 1, flush_cache=False).staged is False
+    steps = harness.runner.num_steps
+    harness.turn(5)
+    assert harness.runner.num_steps == steps
+    harness.update(7, 2, 3, flush_cache=False)
+    assert harness.end().content == "valid"
+    harness.assert_end(rid, length=40)
