@@ -22,9 +22,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_common import SHAPES, TINY, Report, engine_args, model_folder, parse, parser_of
+from gpu_common import SHAPES, TINY, Report, checkpoint_shapes, engine_args, model_folder, parse, parser_of
 from gpu_machine import GIB, synchronize
-from gpu_update_default import Bench, checkpoint_shapes, repeated
+from gpu_update_default import Bench, repeated
 
 from ebbtide import Engine
 from ebbtide.srt.model_executor.weight_store import Destination

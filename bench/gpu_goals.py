@@ -124,6 +124,11 @@ def _default_goals() -> dict[str, Goal]:
         ]
     rows += [
         ("reply_idle", "nothing running: reply", 15, "55-60"),
+        ("kept_reply_idle", "memory kept mapped, nothing running: reply", 15, "55-60"),
+        ("kept_stall_in_place_64", "memory kept mapped, 64 streams, in_place: longest gap", 15, "66-68"),
+        ("kept_reply_in_place_64", "memory kept mapped, 64 streams, in_place: reply", 60, "65-69"),
+        ("kept_stall_in_place_256", "memory kept mapped, 256 streams, in_place: longest gap", 25, "453-491"),
+        ("kept_reply_in_place_256", "memory kept mapped, 256 streams, in_place: reply", 120, "61-64"),
         ("buckets_reply_idle", "512 MB buckets, nothing running: all replies", 60, "72-81"),
         ("buckets_reply_64", "512 MB buckets, 64 streams: all replies", 200, ""),
         ("buckets_stall_64", "512 MB buckets, 64 streams: longest gap", 15, ""),

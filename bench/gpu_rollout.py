@@ -35,6 +35,7 @@ from gpu_common import (
     TINY,
     Report,
     Shape,
+    checkpoint_shapes,
     engine_args,
     model_folder,
     parse,
@@ -44,7 +45,6 @@ from gpu_common import (
 from gpu_goals import GOALS, ROLLOUT_PREFIXES
 from gpu_machine import GIB, Machine, synchronize
 from gpu_throughput import least_seconds
-from gpu_update_default import checkpoint_shapes
 from http_load import run_load
 from numpy.typing import NDArray
 from rollout_calls import NUM_PROMPTS, RL, Rollouts

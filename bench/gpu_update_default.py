@@ -12,6 +12,7 @@ before). `--tp 2` divides the model among two GPUs, the trainer on the first; `-
 - `stall_retract_*`: streams of 400 tokens out. The call comes 1.5 s after they were sent, and the longest gap
   is that of a stream's whole life. `start_256` is the same without an update: the prefill of all of them.
 - `reply_idle`: the same call with nothing running.
+- `kept_*`: the same with `keep_mapped`: the trainer's tensors stay where they are, and mapped.
 - `buckets_*`: a session of flattened buckets of 512 MB; the reply is that of the whole session.
 - `release_kv`, `resume_kv_*`: all of the pool, just freed; `resume_kv_first_token` counts from the call to
   the first token of a request that waited for it. `driver_*`: the driver's own calls for the same bytes.
@@ -37,7 +38,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_common import SHAPES, TINY, Report, Shape, engine_args, model_folder, parse, parser_of
+from gpu_common import (
+    SHAPES,
+    TINY,
+    Report,
+    Shape,
+    checkpoint_shapes,
+    engine_args,
+    model_folder,
+    parse,
+    parser_of,
+)
 from gpu_machine import GIB, Machine, synchronize
 from gpu_occupation import DriverProbe
 
@@ -54,6 +65,7 @@ MODELS = {"llama8b": "", "qwen30b-a3b": "moe_"}
 PARTS = {
     "idle": "reply_idle",
     "in_place": "stall_in_place_64",
+    "kept": "kept_reply_idle",
     "retract": "stall_retract_64",
     "buckets": "buckets_reply_idle",
     "resize": "resize_30gb_down",
@@ -70,40 +82,6 @@ PARK_BYTES = 24 * GIB
 TOLD = ("staged", "stall_ms", "duration_ms", "num_tensors", "num_bytes", "message")
 
 Update = Callable[[], Awaitable[dict[str, Any]]]
-
-
-def checkpoint_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint, experts apart from each other as trainers send them."""
-    hidden, head_dim = shape["hidden_size"], shape["head_dim"]
-    q_size, kv_size = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (shape["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not shape["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (shape["vocab_size"], hidden)
-    has_qk_norm = shape["model_type"].startswith("qwen3")
-    num_experts = shape.config.get("num_experts", 0)
-    for index in range(shape["num_hidden_layers"]):
-        layer = f"model.layers.{index}."
-        shapes[layer + "input_layernorm.weight"] = (hidden,)
-        shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
-        shapes[layer + "self_attn.q_proj.weight"] = (q_size, hidden)
-        shapes[layer + "self_attn.k_proj.weight"] = (kv_size, hidden)
-        shapes[layer + "self_attn.v_proj.weight"] = (kv_size, hidden)
-        shapes[layer + "self_attn.o_proj.weight"] = (hidden, q_size)
-        if has_qk_norm:
-            shapes[layer + "self_attn.q_norm.weight"] = (head_dim,)
-            shapes[layer + "self_attn.k_norm.weight"] = (head_dim,)
-        if num_experts:
-            shapes[layer + "mlp.gate.weight"] = (num_experts, hidden)
-        experts = [f"mlp.experts.{expert}." for expert in range(num_experts)] or ["mlp."]
-        width = shape["moe_intermediate_size"] if num_experts else shape["intermediate_size"]
-        for expert in experts:
-            shapes[f"{layer}{expert}gate_proj.weight"] = (width, hidden)
-            shapes[f"{layer}{expert}up_proj.weight"] = (width, hidden)
-            shapes[f"{layer}{expert}down_proj.weight"] = (hidden, width)
-    return shapes
 
 
 class Bench:
@@ -217,9 +195,9 @@ class Bench:
             runs.setdefault(name, []).append(run)
         return {name: of_name[1:] for name, of_name in runs.items()}
 
-    async def update(self, pause_mode: str | None, *, flush: bool) -> dict[str, Any]:
+    async def update(self, pause_mode: str | None, *, flush: bool, kept: bool = False) -> dict[str, Any]:
         return await self._engine.async_update_weights_from_tensor(
-            self.weights, pause_mode=pause_mode, flush_cache=flush
+            self.weights, pause_mode=pause_mode, flush_cache=flush, keep_mapped=kept
         )
 
     async def session(self, pause_mode: str | None) -> dict[str, Any]:
@@ -248,6 +226,9 @@ class Bench:
         if sent is not None:
             await sent[1]
         return await self._engine.async_end_weight_update(pause_mode=pause_mode, flush_cache=False)
+
+    def forget(self) -> None:
+        self._engine.forget_mapped()
 
     async def left(self) -> dict[str, int | None]:
         """Bytes that are free, that the engine has beside its arenas, and that torch has in this process."""
@@ -398,6 +379,19 @@ class Measuring:
             self._note(f"normal_{size}", runs["normal"], "stall_ms")
             rows = {"in_place": (f"reply_in_place_{size}", f"stall_in_place_{size}")}
             self._note_steady(rows, runs, **self._copy)
+
+    async def kept(self) -> None:
+        bench = self._bench
+        runs = await repeated(
+            self._args.runs, lambda: bench.idle(lambda: bench.update(None, flush=True, kept=True))
+        )
+        self._note("kept_reply_idle", runs, "reply_ms", **self._copy)
+        for size in self._args.streams:
+            updates = {"kept": lambda: bench.update("in_place", flush=False, kept=True)}
+            steady = await bench.steady(size, updates)
+            rows = {"kept": (f"kept_reply_in_place_{size}", f"kept_stall_in_place_{size}")}
+            self._note_steady(rows, steady, **self._copy)
+        bench.forget()
 
     async def retract(self) -> None:
         for size in self._args.streams:

@@ -81,7 +81,22 @@ def test_an_engine_of_this_process_reads_them_too(
     with Engine(
         model_path=str(checkpoint), max_total_tokens=4096, skip_tokenizer_init=True, **arguments
     ) as engine:
-        WeightSender(engine, bucket_bytes=BUCKET_BYTES, retries=0).send(new.items(), version="new")
-        assert engine.weight_version == "new"
-        for name, tensor in new.items():
-            assert torch.equal(torch.tensor(engine.get_weights_by_name(name, ALL_ROWS)), tensor.cpu()), name
+        for keep_mapped in (False, True):
+            sender = WeightSender(engine, bucket_bytes=BUCKET_BYTES, retries=0, keep_mapped=keep_mapped)
+            for step in range(1 + 2 * keep_mapped):
+                for tensor in new.values():
+                    tensor += 1
+                sender.send(new.items(), version=f"{keep_mapped} {step}")
+                assert engine.weight_version == f"{keep_mapped} {step}"
+                for name, tensor in new.items():
+                    held = torch.tensor(engine.get_weights_by_name(name, ALL_ROWS))
+                    assert torch.equal(held, tensor.cpu()), name
+            sender.close()
+        # All at once is written in place, with and without what was worked out the last time.
+        for _ in range(3):
+            for tensor in new.values():
+                tensor += 1
+            engine.update_weights_from_tensor(list(new.items()), keep_mapped=True)
+            for name, tensor in new.items():
+                held = torch.tensor(engine.get_weights_by_name(name, ALL_ROWS))
+                assert torch.equal(held, tensor.cpu()), name

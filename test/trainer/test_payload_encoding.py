@@ -14,9 +14,10 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
+from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
 from ebbtide.srt.weight_sync.source import ONE_RANK
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
-from ebbtide.trainer import lending
+from ebbtide.trainer import lending, standing_loans
 from ebbtide.trainer.lending import LentTensors
 from ebbtide.trainer.payload_encoding import (
     PayloadEncoder,
@@ -51,9 +52,13 @@ def named() -> list[tuple[str, torch.Tensor]]:
 
 
 def received(
-    *entries: bytes, load_format: str | None = None, place: ParallelConfig = ONE_RANK, gpu: Gpu | None = None
+    *entries: bytes,
+    load_format: str | None = None,
+    place: ParallelConfig = ONE_RANK,
+    gpu: Gpu | None = None,
+    keeper: KeptMemory | None = None,
 ) -> dict[str, torch.Tensor]:
-    source = open_tensor_payload(entries, load_format, place=place, cuda=gpu)
+    source = open_tensor_payload(entries, load_format, place=place, cuda=gpu, keeper=keeper)
     for _ in source.open():
         pass
     tensors = {name: whole(tensor).clone() for name, tensor in source}
@@ -217,6 +222,7 @@ class HostDriver:
     def __init__(self, gpu: Gpu, tensors: list[tuple[str, torch.Tensor]]) -> None:
         self._gpu = gpu
         self._storages = [tensor.untyped_storage() for _, tensor in tensors]
+        self.generation = 1
 
     def range_of(self, address: int) -> tuple[int, int]:
         for storage in self._storages:
@@ -227,24 +233,30 @@ class HostDriver:
     def handle_of(self, begin: int) -> bytes:
         return self._gpu.handle(next(one for one in self._storages if one.data_ptr() == begin))
 
+    def id_of(self, begin: int) -> int | None:
+        is_there = any(one.data_ptr() == begin for one in self._storages)
+        return begin + self.generation if is_there else None
+
 
 @pytest.fixture
 def gpu() -> Gpu:
     return Gpu()
 
 
-Lend = Callable[[list[tuple[str, torch.Tensor]]], None]
+Lend = Callable[[list[tuple[str, torch.Tensor]]], HostDriver]
 
 
 @pytest.fixture
 def lend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Lend:
     """Makes these tensors count as those of the engine's GPU."""
 
-    def install(tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def install(tensors: list[tuple[str, torch.Tensor]]) -> HostDriver:
         driver = HostDriver(gpu, tensors)
         monkeypatch.setattr(PayloadEncoder, "_can_lend", lambda *_: True)
         monkeypatch.setattr(lending, "driver", lambda: driver)
+        monkeypatch.setattr(standing_loans, "driver", lambda: driver)
         monkeypatch.setattr(lending, "uuid_of", lambda device: UUID)
+        return driver
 
     return install
 
@@ -309,3 +321,58 @@ def test_memory_that_cannot_be_shared_is_copied_and_the_log_says_so_once(
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert record.message.endswith("cannot be shared: cuMemGetAddressRange_v2: CUDA error 1")
+
+
+def test_what_stays_where_it_is_is_mapped_once_until_it_goes(
+    gpu: Gpu, lend: Lend, left_behind: LeftBehind
+) -> None:
+    tensors = [("a", torch.ones(4)), ("b", torch.ones(6)[2:]), ("none", torch.empty(0, 3))]
+    elsewhere = torch.ones(4)
+    driver = lend([*tensors, ("elsewhere", elsewhere)])
+    encoder, keeper = PayloadEncoder("cuda:0"), KeptMemory(gpu)
+
+    def sent(tensors: list[tuple[str, torch.Tensor]]) -> int:
+        """How many allocations are mapped for an update."""
+        gpu.log.clear()
+        for number, (_, tensor) in enumerate(tensors):
+            tensor += number + 1
+        with encoder.encode(tensors, keep_mapped=True) as payload:
+            arrived = received(payload.payload, gpu=gpu, keeper=keeper)
+        assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors)
+        return sum(entry.startswith("open") for entry in gpu.log)
+
+    assert [sent(tensors) for _ in range(3)] == [2, 0, 0]
+    assert (len(keeper), len(left_behind())) == (1, 1)
+
+    # One of them lies elsewhere; then other memory lies at the same addresses.
+    tensors[0] = ("a", elsewhere)
+    assert [sent(tensors) for _ in range(2)] == [2, 0]
+    driver.generation += 1
+    assert [sent(tensors) for _ in range(2)] == [2, 0]
+    keeper.drop_ended()
+    assert (len(keeper), len(left_behind())) == (1, 1)
+
+    # A payload that was dropped in between is mapped again; a sender that has ended holds no lock.
+    gpu.log.clear()
+    encoder.close()
+    keeper.drop_ended()
+    assert (len(keeper), gpu.log.count("free 4") + gpu.log.count("free 5")) == (0, 2)
+    assert left_behind() == set()
+    assert sent(tensors) == 2
+    encoder.close()
+
+
+def test_what_stays_and_may_be_read_still_is_lent_anew(gpu: Gpu, lend: Lend, left_behind: LeftBehind) -> None:
+    named_tensors = [("w", torch.ones(8))]
+    lend(named_tensors)
+    encoder, keeper = PayloadEncoder("cuda:0"), KeptMemory(gpu)
+    with pytest.raises(TimeoutError), encoder.encode(named_tensors, keep_mapped=True) as first:
+        raise TimeoutError  # the engine may be reading still
+    with encoder.encode(named_tensors, keep_mapped=True) as second:
+        assert second.payload != first.payload
+        assert received(second.payload, gpu=gpu, keeper=keeper)["w"].tolist() == [1] * 8
+    assert received(first.payload, gpu=gpu, keeper=keeper)["w"].tolist() == [1] * 8
+    assert len(keeper) == 1, "what is not held any more is not kept"
+    encoder.encode([]).close()
+    encoder.close()
+    assert left_behind() == set()

@@ -7,12 +7,14 @@ reader counts down, in a file in shared memory as torch makes them, as it gives 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import os
 import secrets
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
@@ -26,6 +28,8 @@ from ebbtide.srt.weight_sync.payload.tensor_list import DeviceStorage, SharedTen
 _COUNTER: Final = struct.Struct("=q")
 # CU_POINTER_ATTRIBUTE_CONTEXT
 _CONTEXT_OF_POINTER: Final = 1
+# CU_POINTER_ATTRIBUTE_BUFFER_ID
+_BUFFER_ID_OF_POINTER: Final = 7
 
 
 class Payload(ABC):
@@ -65,9 +69,16 @@ class LentTensors(Payload):
     """
 
     def __init__(
-        self, entries: Sequence[bytes], tensors: object, counts: Counts, keep: Callable[[LentTensors], None]
+        self,
+        entries: Sequence[bytes],
+        tensors: object,
+        counts: Counts,
+        keep: Callable[[LentTensors], None],
+        *,
+        owns_counts: bool = True,
     ) -> None:
         super().__init__(entries)
+        self.owns_counts = owns_counts
         self._tensors: object | None = tensors
         self._counts = counts
         self._keep = keep
@@ -80,7 +91,8 @@ class LentTensors(Payload):
     def close(self) -> None:
         """Lets go of the tensors."""
         self._tensors = None
-        self._counts.close()
+        if self.owns_counts:
+            self._counts.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -104,11 +116,21 @@ class Counts:
     def __init__(self, num_readers: int, num_references: int) -> None:
         assert num_readers <= NUM_COUNTERS
         self.name = b"/torch_%d_%d" % (os.getpid(), secrets.randbits(48))
-        self._num_readers = num_readers
+        self._num_readers, self._num_references = num_readers, num_references
         self._descriptor = os.open(object_path(self.name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.ftruncate(self._descriptor, HEADER_BYTES + NUM_COUNTERS * _COUNTER.size)
-        os.pwrite(self._descriptor, _COUNTER.pack(num_references) * num_readers, HEADER_BYTES)
         self._is_open = True
+        self.refill()
+
+    def refill(self) -> None:
+        """Hand every reader its references, once more."""
+        counts = _COUNTER.pack(self._num_references) * self._num_readers
+        os.pwrite(self._descriptor, counts, HEADER_BYTES)
+
+    def hold(self, *, stays: bool) -> None:
+        """Say that the memory stays where it is; or that it does not any more, as the end of this process
+        says too."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX if stays else fcntl.LOCK_UN)
 
     @property
     def are_zero(self) -> bool:
@@ -154,6 +176,17 @@ class Driver:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(context))
         return handle.raw
 
+    def id_of(self, begin: int) -> int | None:
+        """What no other allocation of this process has or had; None: there is none here."""
+        number = ctypes.c_uint64()
+        try:
+            self._call(
+                "cuPointerGetAttribute", ctypes.byref(number), _BUFFER_ID_OF_POINTER, ctypes.c_uint64(begin)
+            )
+        except RuntimeError:
+            return None
+        return number.value
+
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)
         if status != 0:
@@ -176,6 +209,30 @@ def lend(
 
     Raises RuntimeError for memory that the driver does not share in this way.
     """
+    loan = borrowed(tensors, num_readers)
+    return LentTensors(loan.entries, tensors, loan.counts, keep)
+
+
+@dataclass(frozen=True)
+class Loan:
+    """What is said of tensors that are lent.
+
+    Attributes:
+        entries: one for each reader.
+        begins: of the allocations that they lie in.
+    """
+
+    entries: list[bytes]
+    counts: Counts
+    begins: list[int]
+
+
+def borrowed(tensors: Sequence[tuple[str, torch.Tensor]], num_readers: int, *, stays: bool = False) -> Loan:
+    """As `lend`, without the tensors.
+
+    Args:
+        stays: the memory stays where it is, and may stay mapped until the counts are let go of.
+    """
     # What is empty lies in the first storage, which has no memory.
     storages = [("", b"", 0)]
     numbers: dict[int, int] = {}
@@ -197,10 +254,12 @@ def lend(
         listed.append(shared_tensor(name, tensor, offset, number))
     counts = Counts(num_readers, len(storages) - 1)
     entries = [
-        encode_tensors([DeviceStorage(*storage, 0, counts.name, reader) for storage in storages], listed)
+        encode_tensors(
+            [DeviceStorage(*storage, 0, counts.name, reader) for storage in storages], listed, stays=stays
+        )
         for reader in range(num_readers)
     ]
-    return LentTensors(entries, tensors, counts, keep)
+    return Loan(entries, counts, list(numbers))
 
 
 def shared_tensor(name: str, tensor: torch.Tensor, offset: int, storage: int) -> SharedTensor:

@@ -37,6 +37,7 @@ from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
 from ebbtide.srt.weight_sync.payload.tensor_list import HostStorage, encode_tensors
 from ebbtide.trainer.lending import LentTensors, Payload, lend, shared_tensor, uuid_of
+from ebbtide.trainer.standing_loans import StandingLoans
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +102,24 @@ class PayloadEncoder:
         self._tp_size = tp_size
         self._has_explained = False
         self._unfinished: list[LentTensors] = []
+        self._loans = StandingLoans(len(self._devices), self._unfinished.append)
 
-    def encode(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Payload:
+    def serves(self, devices: Sequence[str], tp_size: int) -> bool:
+        """Whether it is the one for these."""
+        return self._devices == [torch.device(one) for one in devices] and self._tp_size == tp_size
+
+    def close(self) -> None:
+        """Let go of memory that was lent for longer than an update. Idempotent; it may be used again."""
+        self._loans.close()
+
+    def encode(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False
+    ) -> Payload:
         """Makes a payload; close it once the update is answered. Until then the tensors must not change.
+
+        Args:
+            keep_mapped: engines may keep the tensors' memory mapped afterwards, see `StandingLoans`: for
+                tensors that lie where they lay the next time, until `close`.
 
         Waits for all that was launched on their devices, on whatever stream. Raises `RequestRejected` for
         what is not a plain tensor, and when shared memory is short.
@@ -115,6 +131,8 @@ class PayloadEncoder:
         if tensors and all(self._can_lend(tensor) for _, tensor in tensors):
             _finish_work(tensors)
             try:
+                if keep_mapped:
+                    return self._loans.lend(tensors)
                 return lend(tensors, len(self._devices), self._unfinished.append)
             except RuntimeError as error:  # for memory that cannot be shared
                 self._explain(error)

@@ -81,6 +81,10 @@ class Target(Protocol):
         """Whether a session is open."""
         ...
 
+    def close(self) -> None:
+        """Give up what is held from one update to the next. Idempotent."""
+        ...
+
     def serving_version(self) -> str:
         """The version of the weights that serve."""
         ...
@@ -129,7 +133,10 @@ class UpdatableEngine(Protocol):
         session_id: str | None,
         changed: list[Any] | None = None,
         base_version: str | int | None = None,
+        keep_mapped: bool = False,
     ) -> dict[str, Any]: ...
+
+    def forget_mapped(self) -> None: ...
 
     def end_weight_update(
         self,
@@ -178,8 +185,11 @@ class UpdatableEngine(Protocol):
 class EngineTarget:
     """An engine of this process, which chooses by itself how tensors reach its ranks."""
 
-    def __init__(self, engine: UpdatableEngine, name: str = "the engine") -> None:
+    def __init__(
+        self, engine: UpdatableEngine, name: str = "the engine", *, keep_mapped: bool = False
+    ) -> None:
         self.name = name
+        self._keeps: dict[str, Any] = {"keep_mapped": True} if keep_mapped else {}
         self._engine = engine
         self._session_id: str | None = None
 
@@ -191,7 +201,11 @@ class EngineTarget:
         self, tensors: NamedTensors, timeout_s: float, changes: ChangeHeader | None = None
     ) -> Mapping[str, Any]:
         return self._engine.update_weights_from_tensor(
-            list(tensors), **_change_fields(changes), timeout_s=timeout_s, session_id=self._session_id
+            list(tensors),
+            **_change_fields(changes),
+            **self._keeps,
+            timeout_s=timeout_s,
+            session_id=self._session_id,
         )
 
     def end(
@@ -210,6 +224,10 @@ class EngineTarget:
 
     def has_session(self) -> bool:
         return bool(self._engine.server_info()["weight_update"]["session_open"])
+
+    def close(self) -> None:
+        if self._keeps:
+            self._engine.forget_mapped()
 
     def serving_version(self) -> str:
         return self._engine.weight_version
@@ -248,9 +266,17 @@ class ServerTarget:
             the address is one of this host's. Behind such an address a container, or a tunnel, may have
             memory of its own: then "body". With "broadcast" there is nothing to `stage`.
         api_key: sent with each request.
+        keep_mapped: as `WeightSender` has it.
     """
 
-    def __init__(self, url: str, transport: Transport = "auto", api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        transport: Transport = "auto",
+        api_key: str | None = None,
+        *,
+        keep_mapped: bool = False,
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ValueError(f"expected a URL as http://HOST:PORT, got {url!r}")
@@ -265,6 +291,7 @@ class ServerTarget:
         # Straight to it: what the environment names as a proxy is for other traffic.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._encoder: PayloadEncoder | None = None
+        self._keep_mapped = keep_mapped
         self._session_id: str | None = None
 
     def begin(self, session_timeout_s: float | None) -> None:
@@ -280,7 +307,8 @@ class ServerTarget:
         if self._encoder is None:
             fields = {"load_format": "safetensors", **_change_fields(changes)}
             return self._update([_safetensors_image(tensors)], fields, timeout_s)
-        with self._encoder.encode(tensors) as payload:
+        keep_mapped = self._keep_mapped and changes is None
+        with self._encoder.encode(tensors, keep_mapped=keep_mapped) as payload:
             return self._update(payload.entries, _change_fields(changes), timeout_s)
 
     def end(
@@ -301,6 +329,10 @@ class ServerTarget:
 
     def has_session(self) -> bool:
         return bool(self._call("/server_info")["weight_update"]["session_open"])
+
+    def close(self) -> None:
+        if self._encoder is not None:
+            self._encoder.close()
 
     def serving_version(self) -> str:
         return str(self._call("/model_info")["weight_version"])
@@ -337,7 +369,11 @@ class ServerTarget:
         ranks.sort(key=lambda rank: (rank["dp_rank"], rank["tp_rank"]))
         own = _own_devices()
         # A GPU that this process does not see is out of its reach, as the CPU is.
-        return PayloadEncoder([own.get(_bare(rank["uuid"]), "cpu") for rank in ranks], info["tp_size"])
+        devices, tp_size = [own.get(_bare(rank["uuid"]), "cpu") for rank in ranks], info["tp_size"]
+        if self._encoder is not None and self._encoder.serves(devices, tp_size):
+            return self._encoder
+        self.close()
+        return PayloadEncoder(devices, tp_size)
 
     def _update(
         self, entries: Sequence[bytes], format_fields: Mapping[str, Any], timeout_s: float

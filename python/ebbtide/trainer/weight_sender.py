@@ -99,6 +99,9 @@ class WeightSender:
             their ranks and this process make one group, at the first `send`; `close` ends it.
         backend, master_address, master_port: of that group, see `Broadcaster`.
         api_key: for servers that ask for one.
+        keep_mapped: the tensors stay where they are from one `send` to the next, on a GPU of an engine: it
+            keeps them mapped, which saves it most of the time of an update. Memory of theirs that is freed
+            is the device's again when the next `send` brings others, after `close`, or with this process.
         delta: keep a copy of what was sent, where the tensors are, and send what changed since: 3 bytes for
             each changed element of bfloat16. The tensors must be of the engine's dtype, and every `send` must
             bring a version. Engines that serve another one are sent everything. Not with "broadcast".
@@ -121,6 +124,7 @@ class WeightSender:
         master_address: str | None = None,
         master_port: int | None = None,
         api_key: str | None = None,
+        keep_mapped: bool = False,
         delta: bool = False,
     ) -> None:
         check_transport(transport)
@@ -134,9 +138,11 @@ class WeightSender:
             raise ValueError(f"retries: expected 0 or more, got {retries}")
         given = () if target is None else target if isinstance(target, list | tuple) else (target,)
         self._targets: list[Target] = [
-            ServerTarget(one, transport, api_key)
+            ServerTarget(one, transport, api_key, keep_mapped=keep_mapped)
             if isinstance(one, str)
-            else EngineTarget(one, f"engine {number}" if len(given) > 1 else "the engine")
+            else EngineTarget(
+                one, f"engine {number}" if len(given) > 1 else "the engine", keep_mapped=keep_mapped
+            )
             for number, one in enumerate(given)
         ]
         self._bucket_bytes = bucket_bytes
@@ -155,9 +161,11 @@ class WeightSender:
         )
 
     def close(self) -> None:
-        """End the group of broadcasts, if there is one. What is sent afterwards makes another."""
+        """End the group of broadcasts, and what is kept mapped. What is sent afterwards begins anew."""
         if self._broadcaster is not None:
             self._broadcaster.close()
+        for target in self._targets:
+            target.close()
 
     def __enter__(self) -> Self:
         return self

@@ -134,7 +134,7 @@ def test_twenty_updates_leave_the_memory_as_it_was(
     assert_holds(engine, checkpoints[1])
 
 
-def test_streams_go_on_while_an_update_is_staged(
+def test_streams_go_on_through_an_update(
     engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
 ) -> None:
     num_streams, num_tokens = 8, 1000
@@ -158,7 +158,8 @@ def test_streams_go_on_while_an_update_is_staged(
         )
         outputs = [answer.result() for answer in answers]
     trainer.drop()
-    assert (reply["staged"], reply["num_paused_requests"]) == (True, num_streams)
+    # What lies near and is copied in a few milliseconds is written in place, at one boundary.
+    assert (reply["staged"], reply["num_paused_requests"]) == (False, num_streams)
     for output in outputs:
         spans = output["meta_info"]["weight_versions"]
         assert [span["version"] for span in spans] == ["a", "b"]

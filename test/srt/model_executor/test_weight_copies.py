@@ -28,8 +28,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param, 0) if HAS_GPU else torch.device("cpu")
 
 
+@pytest.mark.parametrize("is_taken_again", [False, True])
 def test_planned_copies_bring_every_byte_and_name_what_is_not_finite(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, is_taken_again: bool
 ) -> None:
     monkeypatch.setattr(weight_copies, "LAUNCH_BYTES", 1_000_000)
     tensors = {
@@ -42,24 +43,29 @@ def test_planned_copies_bring_every_byte_and_name_what_is_not_finite(
     part = torch.arange(64, dtype=FLOAT).to(device)
     sources = {name: tensor.to(device) for name, tensor in tensors.items()}
     arena = torch.zeros(4 << 20, dtype=BYTES, device=device)
-    copies, end, written = WeightCopies(device), 0, []
+    copies, end, bounds = WeightCopies(device), 0, []
     # Of two of one name the later one counts.
     assert copies.plan("short", part, Run(1 << 20, 16, 0, FLOAT), arena.data_ptr())
     for name, tensor in sources.items():
         assert copies.plan(name, tensor, Run(end, tensor.nbytes, 0, tensor.dtype), arena.data_ptr())
-        written.append(arena[end : end + tensor.nbytes])
+        bounds.append((end, end + tensor.nbytes))
         end += tensor.nbytes
     # A rank's part of a tensor: its rows from 32 on.
     assert copies.plan("part", part, Run(end, 64, 128, FLOAT), arena.data_ptr())
 
-    copies.prepare()
+    planned = copies.prepare(arena.data_ptr())
+    assert planned is not None
+    if is_taken_again:
+        # To weights that lie elsewhere.
+        copies, arena = WeightCopies(device), torch.zeros_like(arena)
+        copies.take(planned, arena.data_ptr())
     kernels = list(copies.launch())
     assert (sum(kernels), len(kernels)) == (end + 64, 2)
 
     torch.zeros(1, device=device).item()  # everything that was launched has run
     assert sorted(copies.nonfinite()) == ["last of many", "short", "upper half"]
-    for tensor, copy in zip(tensors.values(), written, strict=True):
-        assert torch.equal(copy.cpu(), tensor.view(BYTES))
+    for tensor, (start, stop) in zip(tensors.values(), bounds, strict=True):
+        assert torch.equal(arena[start:stop].cpu(), tensor.view(BYTES))
     assert torch.equal(arena[end : end + 64].cpu(), part[32:48].view(BYTES).cpu())
     assert not arena[end + 64 :].any()
 

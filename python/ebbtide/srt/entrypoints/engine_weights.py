@@ -52,6 +52,7 @@ class WeightMethods:
         changed: list[Any] | None = None,
         base_version: str | int | None = None,
         canary: Mapping[str, Any] | None = None,
+        keep_mapped: bool = False,
     ) -> dict[str, Any]:
         """Take new weights. wire_api section 3.3.
 
@@ -60,13 +61,20 @@ class WeightMethods:
                 they are on a GPU that all ranks reach, else copied once. They must not change until the
                 answer.
             changed, base_version: of the `load_format` "sparse", see `UpdateWeightsFromTensorReqInput`.
+            keep_mapped: the tensors stay where they are: what is read on a GPU stays mapped for the next
+                update of the same. Memory of theirs that is freed is the device's again when the next one
+                brings other memory under these names, or after `forget_mapped`.
         """
         with ExitStack() as shared:
             if isinstance(named_tensors, list) and all(isinstance(one, bytes | str) for one in named_tensors):
                 entries: Any = named_tensors
             else:
                 # Gigabytes may be copied, and the loop of the caller is to go on meanwhile.
-                sent = await asyncio.to_thread(self._encoder.encode, named_tensors)  # type: ignore[arg-type]
+                sent = await asyncio.to_thread(
+                    self._encoder.encode,
+                    named_tensors,  # type: ignore[arg-type]
+                    keep_mapped=keep_mapped,
+                )
                 entries = shared.enter_context(sent).entries
                 load_format = None if load_format in _WHOLE_TENSOR_FORMATS else load_format
             return await self._control(
@@ -83,6 +91,10 @@ class WeightMethods:
                 changed=changed,
                 base_version=base_version,
             )
+
+    def forget_mapped(self) -> None:
+        """Have what updates with `keep_mapped` left mapped given back: within a second or two."""
+        self._encoder.close()
 
     async def async_update_weights_from_disk(
         self,

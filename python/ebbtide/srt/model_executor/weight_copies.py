@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -44,6 +45,19 @@ class Run:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedSpans:
+    """Copies into weights that begin at an address: good for others of the same tensors, wherever they go.
+
+    Attributes:
+        spans_S5: as `SpanCopies` takes them.
+    """
+
+    names: tuple[str, ...]
+    spans_S5: NDArray[np.int64]
+    address: int
+
+
 class WeightCopies:
     """Copies of tensors that lie in a device's memory as they are to lie in the weights.
 
@@ -57,6 +71,7 @@ class WeightCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spans: dict[str, tuple[int, int, int, int, int]] = {}
+        self._names: tuple[str, ...] = ()
         self._ready: SpanCopies | None = None
         self._is_found: Tensor | None = None
 
@@ -75,13 +90,26 @@ class WeightCopies:
         self._spans[name] = (source, destination, run.num_bytes, *EXPONENTS.get(run.dtype, (0, 0)))
         return True
 
-    def prepare(self) -> None:
-        """Everything is planned: have it ready to be launched, on the stream where that will be."""
+    def prepare(self, address: int) -> PlannedSpans | None:
+        """Everything is planned: have it ready to be launched, on the stream where that will be.
+
+        Args:
+            address: where the weights begin. What is returned may be taken again, for others.
+        """
+        if not self._spans:
+            return None
+        spans_S5 = np.array(list(self._spans.values()), dtype=np.int64)
+        planned = PlannedSpans(tuple(self._spans), spans_S5, address)
+        self.take(planned, address)
+        return planned
+
+    def take(self, planned: PlannedSpans, address: int) -> None:
+        """In the place of planning: have copies of the same tensors ready, to weights that begin there."""
         from ebbtide.srt.layers.kernels.copy_spans import SpanCopies  # Triton is where GPUs are
 
-        if self._spans:
-            spans = np.array(list(self._spans.values()), dtype=np.int64)
-            self._ready = SpanCopies(spans, self._device)
+        spans_S5 = planned.spans_S5.copy()
+        spans_S5[:, 1] += address - planned.address
+        self._names, self._ready = planned.names, SpanCopies(spans_S5, self._device)
 
     def launch(self) -> Iterator[int]:
         """Launch what is ready; yields the bytes of each kernel. To be run to its end."""
@@ -93,7 +121,7 @@ class WeightCopies:
         """Once everything that was launched has run: the names of what holds NaN or Inf."""
         if self._is_found is None:
             return []
-        named = zip(self._spans, self._is_found.tolist(), strict=True)
+        named = zip(self._names, self._is_found.tolist(), strict=True)
         return [name for name, is_found in named if is_found]
 
 
@@ -102,7 +130,7 @@ def compile_copies(device: torch.device) -> None:
     tensor = torch.zeros(ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
     copies = WeightCopies(device)
     copies.plan("", tensor, Run(0, tensor.nbytes, 0, tensor.dtype), torch.empty_like(tensor).data_ptr())
-    copies.prepare()
+    copies.prepare(0)
     for _ in copies.launch():
         pass
 

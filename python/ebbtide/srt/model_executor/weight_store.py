@@ -304,8 +304,11 @@ class WeightStore:
     ) -> bool:
         """Plan the copy of a tensor that `check` accepts; False: it is to be written by `write_by_slices`."""
         run = self._runs[direct].get(name)
-        memory = self.arena if shadow is None else shadow.twin
-        return run is not None and copies.plan(name, tensor, run, memory.address)
+        return run is not None and copies.plan(name, tensor, run, self.address(shadow))
+
+    def address(self, shadow: Shadow | None) -> int:
+        """Where the weights begin, those of the staged copy or the live ones."""
+        return (self.arena if shadow is None else shadow.twin).address
 
     def destination(self, name: str, shadow: Shadow | None, direct: bool = False) -> Destination | None:
         """Where a tensor that `check` accepts goes; None for an ignored name.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -22,6 +22,7 @@ from ebbtide.srt.weight_sync.payload.allowed_globals import (
     TensorRef,
 )
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaBlocks, CudaIpc
+from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory, KeptPayload
 from ebbtide.srt.weight_sync.payload.shared_memory import SharedBlocks
 
 ONE_RANK: Final = ParallelConfig()
@@ -50,11 +51,27 @@ class BorrowedMemory:
         self._noted: list[AnyStorageRef] = []
         self._wanted: list[CudaStorageRef] = []
         self._blocks = SharedBlocks(owns_references=reader == 0)
+        self._kept: tuple[KeptMemory, KeptPayload] | None = None
         self._cuda = CudaBlocks(cuda, reader == 0, num_readers == 1, is_kept)
+
+    def stay_in(self, keeper: KeptMemory, payload: KeptPayload) -> None:
+        """What it maps stays mapped, and what is mapped already is used; until `close` it is in use."""
+        self._kept = keeper, payload
+        self._cuda.stay_in(payload.mapped)
+
+    @property
+    def notes(self) -> dict[object, Any] | None:
+        """See `KeptPayload`; None where the memory does not stay."""
+        return None if self._kept is None else self._kept[1].notes
 
     def note(self, ref: AnyStorageRef) -> None:
         """Take down a reference that the payload makes."""
         self._noted.append(ref)
+
+    @property
+    def lent_by_device(self) -> list[CudaStorageRef]:
+        """Of what was noted, the memory of devices."""
+        return [ref for ref in self._noted if isinstance(ref, CudaStorageRef)]
 
     def want(self, ref: TensorRef) -> None:
         """Check a tensor's memory.
@@ -109,6 +126,10 @@ class BorrowedMemory:
         noted, self._noted = self._noted, []
         self._cuda.close([ref for ref in noted if isinstance(ref, CudaStorageRef)])
         self._blocks.close([ref for ref in noted if isinstance(ref, StorageRef)])
+        if self._kept is not None:
+            keeper, payload = self._kept
+            self._kept = None
+            keeper.give_back(payload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +189,12 @@ class WeightSource:
         if not is_near:
             return None
         return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def notes(self) -> dict[object, Any] | None:
+        """What follows from its entries and from where its memory is, kept for the next one of the same; None
+        where there may be no such."""
+        return None if self._memory is None else self._memory.notes
 
     def open(self) -> Iterator[int]:
         """Bring the tensors within reach; yields the bytes of each piece of memory. Run it to its end.

@@ -31,11 +31,12 @@ from ebbtide.srt.weight_sync.payload.bucket import (
     check_bucket,
 )
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
+from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
 from ebbtide.srt.weight_sync.payload.pickle_reader import Budget, Record, finish, read_by_slices
-from ebbtide.srt.weight_sync.payload.tensor_list import MAGIC, decode_tensors
+from ebbtide.srt.weight_sync.payload.tensor_list import MAGIC_STAYS, MAGICS, decode_tensors
 from ebbtide.srt.weight_sync.source import ONE_RANK, BorrowedMemory, NamedTensor, TensorHeader, WeightSource
 
-_STARTS: Final = (b"\x80", MAGIC)
+_STARTS: Final = (b"\x80", *MAGICS)
 _METADATA_FIELDS: Final = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
 
 
@@ -49,7 +50,7 @@ class LocalSerializedTensor:
 def raw_payload(entry: bytes | str) -> bytes:
     """Returns the pickle inside an entry: base64 text, or (bytes that begin 0x80) the pickle itself.
 
-    Or a tensor list, which begins with `tensor_list.MAGIC`.
+    Or a tensor list, which begins with one of `tensor_list.MAGICS`.
     """
     if isinstance(entry, bytes) and entry.startswith(_STARTS):
         return entry
@@ -91,7 +92,7 @@ def decode_by_slices(
     data: bytes, note: Callable[[AnyStorageRef], None], budget: Budget
 ) -> Generator[int, None, object]:
     """As `decode_payload`, yielding the bytes of each slice: hundreds of tensors take long."""
-    if data.startswith(MAGIC):
+    if data.startswith(MAGICS):
         return (yield from decode_tensors(data, note))
     return (yield from read_by_slices(data, recording(note), budget))
 
@@ -125,6 +126,7 @@ def open_tensor_payload(
     *,
     place: ParallelConfig = ONE_RANK,
     cuda: CudaIpc | None = None,
+    keeper: KeptMemory | None = None,
 ) -> WeightSource:
     """Opens this rank's part of `serialized_named_tensors`.
 
@@ -133,11 +135,12 @@ def open_tensor_payload(
         load_format: None, `flattened_bucket`, `direct` or `safetensors`.
         place: which of the engine's ranks this is.
         cuda: opens tensors on the device that this rank runs on; None where that is the CPU.
+        keeper: of the payloads whose memory stays mapped; None: of all it is unmapped again.
 
     Raises `RequestRejected` (400) for anything that is wrong with the payload; nothing has been written then,
     and every reference that was decoded has been given back, whether it was opened or not.
     """
-    return finish(open_by_slices(entries, load_format, place=place, cuda=cuda))
+    return finish(open_by_slices(entries, load_format, place=place, cuda=cuda, keeper=keeper))
 
 
 def open_by_slices(
@@ -146,6 +149,7 @@ def open_by_slices(
     *,
     place: ParallelConfig = ONE_RANK,
     cuda: CudaIpc | None = None,
+    keeper: KeptMemory | None = None,
 ) -> Generator[int, None, WeightSource]:
     """As `open_tensor_payload`, yielding the bytes of each slice that it has decoded.
 
@@ -159,11 +163,32 @@ def open_by_slices(
     if load_format == SAFETENSORS:
         return _open_safetensors(entry)
     try:
-        decoded = yield from _decode(raw_payload(entry), place.tp_rank, memory)
+        data = raw_payload(entry)
+        if keeper is not None and data.startswith(MAGIC_STAYS):
+            decoded = yield from _decode_kept(data, place.tp_rank, memory, keeper)
+        else:
+            decoded = yield from _decode(data, place.tp_rank, memory)
         return _OPENERS[load_format](decoded, memory)
     except BaseException:
         memory.close()
         raise
+
+
+def _decode_kept(
+    data: bytes, tp_rank: int, memory: BorrowedMemory, keeper: KeptMemory
+) -> Generator[int, None, object]:
+    """What a payload describes whose memory stays; one of the same bytes has been decoded before."""
+    kept = keeper.take(data)
+    if kept is None:
+        decoded = yield from _decode(data, tp_rank, memory)
+        kept = keeper.add(data, memory.lent_by_device, decoded)
+        if kept is None:
+            return decoded
+    else:
+        for ref in kept.refs:
+            memory.note(ref)
+    memory.stay_in(keeper, kept)
+    return kept.decoded
 
 
 def _decode(pickled: bytes, tp_rank: int, memory: BorrowedMemory) -> Generator[int, None, object]:

@@ -90,6 +90,10 @@ class CudaIpc(Protocol):
         """
         ...
 
+    def enter_thread(self) -> None:
+        """Have this thread able to close mappings too."""
+        ...
+
 
 class CudaBlocks:
     """The device memory of one payload: each allocation mapped once, and each reference given back once.
@@ -111,9 +115,14 @@ class CudaBlocks:
         self._owns_references = owns_references
         self._may_open = may_open
         self._mapped: dict[object, Mapping] = {}
+        self._stays_mapped = False
         self._opened: dict[object, list[CudaStorageRef]] = {}
         self._given_back: set[CudaStorageRef] = set()
         self._awaited: set[CudaStorageRef] = set()
+
+    def stay_in(self, mapped: dict[object, Mapping]) -> None:
+        """Use these mappings, add to them, and leave them to somebody else to close."""
+        self._mapped, self._stays_mapped = mapped, True
 
     def check(self, ref: CudaStorageRef) -> None:
         """Refuse what this engine's device does not reach, without opening it."""
@@ -163,16 +172,21 @@ class CudaBlocks:
     def release(self) -> Iterator[int]:
         """Give back what was opened; yields the bytes of each mapping. All that reads it has run."""
         with _Counters() as counters:
+            if self._stays_mapped:
+                self._mapped = {}
             while self._mapped:
                 key, mapping = self._mapped.popitem()
                 mapping.close()
                 refs = self._opened.pop(key, [])
                 self._give_back(refs, counters)
                 yield sum(ref.num_bytes for ref in refs)
+            for refs in self._opened.values():
+                self._give_back(refs, counters)
+            self._opened.clear()
 
     def detach(self) -> Callable[[], None]:
         """Give the references back, and leave what was opened mapped until what this returns is called."""
-        mapped, self._mapped = self._mapped, {}
+        mapped, self._mapped = ({} if self._stays_mapped else self._mapped), {}
         opened, self._opened = self._opened, {}
         with _Counters() as counters:
             for refs in opened.values():
@@ -294,6 +308,10 @@ class TorchCudaIpc:
         self._driver.cuEventDestroy(opened)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise EngineError(f"cuStreamWaitEvent: {status.name}")
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.index)
+        torch.cuda.synchronize(self.index)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ from ebbtide.srt.weight_sync.payload.allowed_globals import (
 
 # What no pickle, no base64 and no safetensors image of less than a petabyte begins with.
 MAGIC: Final = b"\xebEBT\x01\0\0\0"
+# The same of memory that stays: it is not to be unmapped before the sender lets go of its file of counts.
+MAGIC_STAYS: Final = b"\xebEBT\x01\x01\0\0"
+MAGICS: Final = (MAGIC, MAGIC_STAYS)
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
 
@@ -67,15 +70,21 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(_TensorList)
 
 
-def encode_tensors(storages: Sequence[HostStorage | DeviceStorage], tensors: Sequence[SharedTensor]) -> bytes:
-    """The payload of tensors that lie in these storages."""
-    return MAGIC + _ENCODER.encode(_TensorList(list(storages), list(tensors)))
+def encode_tensors(
+    storages: Sequence[HostStorage | DeviceStorage], tensors: Sequence[SharedTensor], *, stays: bool = False
+) -> bytes:
+    """The payload of tensors that lie in these storages.
+
+    Args:
+        stays: the memory stays where it is, and may stay mapped, see `kept_memory`.
+    """
+    return (MAGIC_STAYS if stays else MAGIC) + _ENCODER.encode(_TensorList(list(storages), list(tensors)))
 
 
 def decode_tensors(
     data: bytes, note: Callable[[AnyStorageRef], None]
 ) -> Generator[int, None, list[tuple[str, TensorRef]]]:
-    """The tensors of a payload that begins with `MAGIC`, described and not opened; in slices.
+    """The tensors of a payload that begins with one of `MAGICS`, described and not opened; in slices.
 
     Args:
         note: is told of every reference ahead of the first slice, so that all can be given back.

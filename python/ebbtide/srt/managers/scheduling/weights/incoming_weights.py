@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ebbtide.srt.managers.control.ports import OutOfStep, Slices
 from ebbtide.srt.managers.control.weight_ports import Staging
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.model_executor.kept_sums import KeptSums
-from ebbtide.srt.model_executor.weight_copies import NonFinite, WeightCopies
+from ebbtide.srt.model_executor.weight_copies import NonFinite, PlannedSpans, WeightCopies
 from ebbtide.srt.model_executor.weight_store import Destination, TensorProblem, WeightStore
 from ebbtide.srt.stored_tensor import StoredTensor, whole
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel
@@ -126,6 +126,15 @@ class Staged:
         self.shadow.close()
 
 
+class _Checked(NamedTuple):
+    """What `IncomingTensors.check` finds out of a payload that fits."""
+
+    names: frozenset[str]
+    sent: frozenset[str]
+    num_tensors: int
+    num_ignored: int
+
+
 class IncomingTensors:
     """One update's tensors; `check` holds their headers against the model.
 
@@ -170,6 +179,10 @@ class IncomingTensors:
         if self._loader is not None:
             return
         source, store = self._source, self._store
+        notes = None if self.is_delta else source.notes
+        if notes is not None and (known := notes.get((_Checked, source.direct))) is not None:
+            self.names, self.sent, self.num_tensors, self.num_ignored = known
+            return
         covered: set[str] = set()
         others: set[str] = set()
         dtypes = {entry.name: entry.dtype for entry in source.entries}
@@ -189,6 +202,10 @@ class IncomingTensors:
         self.num_tensors -= self.num_ignored
         self.names = frozenset(covered)
         self.sent = frozenset(covered | others)
+        if notes is not None and not self.problems:
+            notes[_Checked, source.direct] = _Checked(
+                self.names, self.sent, self.num_tensors, self.num_ignored
+            )
 
     def _problem_beside(self, entry: TensorHeader, dtypes: dict[str, torch.dtype]) -> TensorProblem | None:
         """What stands against a tensor that fits, because of what comes with it or how it comes."""
@@ -270,6 +287,12 @@ class IncomingTensors:
         yield len(found)
 
     def _plan(self, staging: InPlace | Staged) -> Iterator[int]:
+        notes, key = self._source.notes, (PlannedSpans, self._source.direct)
+        address = self._store.address(staging.shadow)
+        if notes is not None and (known := notes.get(key)) is not None:
+            self._copies.take(known, address)
+            yield 1
+            return
         for number, (name, tensor) in enumerate(self._source):
             assert isinstance(tensor, Tensor), "what is near lies on the device"
             self._others.pop(name, None)
@@ -277,7 +300,9 @@ class IncomingTensors:
                 self._others[name] = tensor
             if number % PLANNED_AT_ONCE == 0:
                 yield 1
-        self._copies.prepare()
+        planned = self._copies.prepare(address)
+        if notes is not None and planned is not None and not self._others:
+            notes[key] = planned
         yield 1
 
     def write(self, staging: Staging) -> Slices[None]:

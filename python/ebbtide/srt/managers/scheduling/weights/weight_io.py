@@ -41,6 +41,7 @@ from ebbtide.srt.weight_sync.distributed_source import open_broadcast
 from ebbtide.srt.weight_sync.handle_source import open_handles
 from ebbtide.srt.weight_sync.ipc_source import open_conversation
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
+from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
 from ebbtide.srt.weight_sync.published_source import PublishedSource
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.sparse_source import open_sparse
@@ -76,6 +77,7 @@ class EngineWeights:
                 compile_deltas(store.device, dtype)
             _, _, index = device.name.partition(":")
             self._cuda = TorchCudaIpc(int(index), device.uuid)
+        self._keeper = None if self._cuda is None else KeptMemory(self._cuda)
 
     @property
     def copies(self) -> CopyStream:
@@ -173,6 +175,7 @@ class EngineWeights:
                         request.load_format if loader is None else None,
                         place=self._config.parallel,
                         cuda=self._cuda,
+                        keeper=self._keeper,
                     )
                 )
             case UpdateWeightsFromDistributedReqInput():
