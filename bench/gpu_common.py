@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -221,6 +222,22 @@ def checkpoint_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}{expert}up_proj.weight"] = (width, hidden)
             shapes[f"{layer}{expert}down_proj.weight"] = (hidden, width)
     return shapes
+
+
+def gaps_between(all_times: list[list[float]], begun: float, ended: float) -> dict[str, float]:
+    """What streams saw in between: of the gaps that reach into it, in milliseconds."""
+    longest, usual = [], []
+    for times in all_times:
+        inside = [
+            after - before for before, after in itertools.pairwise(times) if after > begun and before < ended
+        ]
+        longest.append(max(inside, default=ended - begun))
+        usual += inside
+    return {
+        "stall_ms": statistics.median(longest) * 1e3,
+        "worst_stream_ms": max(longest) * 1e3,
+        "median_gap_ms": statistics.median(usual) * 1e3,
+    }
 
 
 # ------------------------------------------------------------------------------------------------- the script

@@ -33,6 +33,7 @@ import gc
 import itertools
 import statistics
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ from gpu_common import (
     Shape,
     checkpoint_shapes,
     engine_args,
+    gaps_between,
     model_folder,
     parse,
     parser_of,
@@ -59,7 +61,7 @@ from ebbtide.trainer.payload_encoding import serialize_bucket
 PROMPT_LEN, OUTPUT_LEN, SEND_AFTER_S = 128, 400, 1.5
 # Streams that are watched as they decode: tokens until their start is over, and how long each look lasts.
 STEADY_TOKENS, LOOK_S, LEAD_S = 16, 0.5, 0.02
-BUCKET_BYTES = 512 << 20
+BUCKET_BYTES, BUCKETS_AT_ONCE = 512 << 20, 3
 MODELS = {"llama8b": "", "qwen30b-a3b": "moe_"}
 """Shapes, and what their rows begin with."""
 PARTS = {
@@ -191,7 +193,7 @@ class Bench:
         await self._engine.async_flush_cache()
         runs: dict[str, list[dict[str, Any]]] = {}
         for name, run, begun, ended in looks:
-            run |= _gaps_between(all_times, begun, ended)
+            run |= gaps_between(all_times, begun, ended)
             runs.setdefault(name, []).append(run)
         return {name: of_name[1:] for name, of_name in runs.items()}
 
@@ -201,7 +203,7 @@ class Bench:
         )
 
     async def session(self, pause_mode: str | None) -> dict[str, Any]:
-        """All weights in buckets, committed at once; the next one is packed while one is on its way."""
+        """All weights in buckets, committed at once; so many are on their way, and the next is packed."""
         num_entries = self._engine.server_args.tp_size
         await self._engine.async_begin_weight_update()
         buckets = pack_buckets(self.weights, BUCKET_BYTES)
@@ -214,17 +216,19 @@ class Bench:
             synchronize(self._args.device)
             return bucket, payload
 
-        sent: tuple[FlattenedTensorBucket, asyncio.Future[Any]] | None = None
+        # What is sent lives until it is answered.
+        sent: deque[tuple[FlattenedTensorBucket, asyncio.Future[Any]]] = deque()
         while (packed := await asyncio.to_thread(pack)) is not None:
-            if sent is not None:
-                await sent[1]
+            if len(sent) == BUCKETS_AT_ONCE:
+                await sent[0][1]
+                sent.popleft()
             bucket, payload = packed
             update = self._engine.async_update_weights_from_tensor(
                 [payload] * num_entries, load_format="flattened_bucket", flush_cache=False
             )
-            sent = bucket, asyncio.ensure_future(update)
-        if sent is not None:
-            await sent[1]
+            sent.append((bucket, asyncio.ensure_future(update)))
+        for _, reply in sent:
+            await reply
         return await self._engine.async_end_weight_update(pause_mode=pause_mode, flush_cache=False)
 
     def forget(self) -> None:
@@ -308,22 +312,6 @@ class Bench:
             "all_ms": (done - resumed) * 1e3,
             "bytes": freed,
         }
-
-
-def _gaps_between(all_times: list[list[float]], begun: float, ended: float) -> dict[str, float]:
-    """What streams saw in between: of the gaps that reach into it, in milliseconds."""
-    longest, usual = [], []
-    for times in all_times:
-        inside = [
-            after - before for before, after in itertools.pairwise(times) if after > begun and before < ended
-        ]
-        longest.append(max(inside, default=ended - begun))
-        usual += inside
-    return {
-        "stall_ms": statistics.median(longest) * 1e3,
-        "worst_stream_ms": max(longest) * 1e3,
-        "median_gap_ms": statistics.median(usual) * 1e3,
-    }
 
 
 async def repeated(num_runs: int, run: Callable[[], Awaitable[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -444,8 +432,19 @@ def measure_driver(report: Report, args: argparse.Namespace, prefix: str, num_by
         return
     probe = DriverProbe()
     runs = [probe.measure_just_freed(num_bytes) for _ in range(args.runs)]
-    for row, key in (("driver_release_kv", "release"), ("driver_resume_kv_all", "resume_just_freed")):
-        report.add(prefix + row, [run[key] for run in runs])
+    for row, key, slower in (("release_kv", "release", None), ("resume_kv_all", "resume_just_freed", 1.1)):
+        own = [run[key] for run in runs]
+        report.add(f"{prefix}driver_{row}", own)
+        ours, limit = report.rows.get(prefix + row, {}), statistics.median(own)
+        if "value" in ours:
+            report.add(
+                prefix + row,
+                ours["runs"],
+                limit=limit,
+                limit_basis="the driver's own calls for the same bytes",
+                goal_value=None if slower is None else limit * slower,
+                all_runs=ours["all_runs"],
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from fixtures.control import updating
 from fixtures.control_fuzz import BROKEN, Clients
 from fixtures.fuzz import fuzzed
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
+from ebbtide.srt.managers.control import resize
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AnyControlRequest,
@@ -44,6 +46,12 @@ SIMPLE: list[AnyControlRequest] = [
     AbortReq(abort_all=True),
     *(AbortReq(rid=f"req-{index}") for index in range(4)),
 ]
+
+
+@pytest.fixture(autouse=True)
+def chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others come between the parts of a resize."""
+    monkeypatch.setattr(resize, "PART_BYTES", 1)
 
 
 def described(plan: BatchPlan) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import pytest
 from fixtures.control import PROMPT, Harness
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
+from ebbtide.srt.managers.control import resize
 from ebbtide.srt.managers.control.weight_content import WeightContent
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
@@ -246,6 +247,46 @@ def test_parked_requests_become_retracted_ones(harness: Harness, by: str) -> Non
 
 def shrink(harness: Harness, num_tokens: int, preserve: Preserve = Preserve.NONE) -> Any:
     return harness.do(ResizeMemoryOccupationReqInput(num_tokens=num_tokens, preserve=preserve))
+
+
+@pytest.mark.parametrize("then", ["goes on", "is released", "is released and resumed", "has no memory"])
+def test_a_resize_lets_passes_in_between_its_parts(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """Down in three parts, and up again in three."""
+    monkeypatch.setattr(resize, "PART_BYTES", CHUNK_BYTES)
+    policy, whole = harness.scheduler.policy, 64 * harness.scheduler.policy.page_size
+    chunk_tokens = policy.allocator.pages_per_chunk * policy.page_size
+    for num_tokens in (whole - 3 * chunk_tokens, whole):
+        rid = harness.begin_request(max_new_tokens=20, num_turns=3)
+        num_steps = harness.runner.num_steps
+        call = harness.call(ResizeMemoryOccupationReqInput(num_tokens=num_tokens))
+        waits = harness.call(ResizeMemoryOccupationReqInput(num_tokens=num_tokens))
+        harness.turn()
+        assert call not in harness.replies
+        if then.startswith("is released"):
+            harness.release(KV_CACHE)
+        if then == "is released and resumed":
+            harness.resume(KV_CACHE)
+        if then == "has no memory":
+            harness.device.take(free := harness.device.free_bytes)
+        harness.turn(3)
+        if then == "has no memory":
+            harness.device.used_bytes -= free
+        if then == "is released":
+            harness.resume(KV_CACHE)
+        harness.run_until_idle()
+        assert {call, waits} <= harness.replies.keys()
+        if then == "goes on":
+            assert harness.runner.num_steps >= num_steps + 2
+            assert harness.reply(call).num_tokens == num_tokens
+        harness.do(ResizeMemoryOccupationReqInput(num_tokens=num_tokens))
+        assert policy.allocator.num_pages * policy.page_size == num_tokens
+        assert (
+            harness.device.used_bytes
+            == sum(BYTES.values()) - (whole - num_tokens) // chunk_tokens * CHUNK_BYTES
+        )
+        assert harness.outputs[rid].finish == FinishReason("length", length=20)
 
 
 @pytest.mark.parametrize("lazy", [False, True])

@@ -234,7 +234,7 @@ def _control_plane(
         timeout_s=config.update_timeout_s,
     )
     checks = WeightChecks(parts.weights.parameters, memory, inbox.ranks, pace, lambda: updates.is_under_way)
-    size = KVSize(resizer, memory, parts.free_bytes, inbox.ranks)
+    size = KVSize(resizer, memory, lambda: requests.num_running, parts.free_bytes, inbox.ranks)
     loads = LoadReports(meter, inbox.dp_rank, lambda: isinstance(generation.state, Paused))
     return ControlPlane(
         generation,

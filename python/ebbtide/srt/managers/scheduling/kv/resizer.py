@@ -19,6 +19,13 @@ class ResizableMemory(Protocol):
     @property
     def chunk_bytes(self) -> int: ...
 
+    @property
+    def is_resident(self) -> bool: ...
+
+    def hold_back(self, chunks: Sequence[int]) -> None:
+        """Leave chunks of released memory without any at the next resume."""
+        ...
+
     def remove(self, chunks: Sequence[int]) -> int:
         """Give chunks to the system for good; returns the bytes."""
         ...
@@ -48,9 +55,16 @@ class KVResizer:
         self._compaction = compaction
         self._memory = memory
         self._removed: list[int] = []
+        # Withdrawn and about to be removed; removed and about to be restored, with memory again.
         self._chosen: list[int] = []
+        self._added: list[int] = []
         # Of the requests that are about to be parked.
         self._slots: list[list[int]] = []
+
+    @property
+    def chunk_bytes(self) -> int:
+        assert self._memory is not None
+        return self._memory.chunk_bytes
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +74,7 @@ class KVResizer:
     @property
     def num_bytes(self) -> int:
         """The memory of its chunks on this rank, with those that are lent for a while."""
-        return (self._policy.allocator.num_chunks - len(self._removed)) * self._chunk_bytes
+        return (self._policy.allocator.num_chunks - len(self._removed)) * self.chunk_bytes
 
     def choose(self, num_tokens: int | None, num_bytes: int | None) -> int:
         """Decide on a size; returns by how many chunks the pool grows (below 0: shrinks).
@@ -78,11 +92,11 @@ class KVResizer:
             wanted = -(-num_tokens // (policy.page_size * per_chunk))
         else:
             assert num_bytes is not None
-            wanted = num_bytes // self._chunk_bytes
+            wanted = num_bytes // self.chunk_bytes
         least = min(num_chunks, -(-int(policy.table.array.shape[1]) // per_chunk))
         if not least <= wanted <= num_chunks:
             token_range = [count * per_chunk * policy.page_size for count in (least, num_chunks)]
-            byte_range = [count * self._chunk_bytes for count in (least, num_chunks)]
+            byte_range = [count * self.chunk_bytes for count in (least, num_chunks)]
             raise RequestRejected(
                 f"the KV cache can have {token_range[0]} to {token_range[1]} tokens, {byte_range[0]} to "
                 f"{byte_range[1]} bytes on each rank: from one whole context to its size at the start",
@@ -141,38 +155,43 @@ class KVResizer:
             self._policy.retract(req)
         self._chosen = self._compaction.withdraw(plan.num_chunks)
 
-    def remove(self) -> int:
-        """Give the withdrawn chunks to the system; returns the bytes."""
-        assert self._memory is not None
-        chunks, self._chosen = self._chosen, []
+    def remove(self, num_chunks: int) -> int:
+        """Give so many of the withdrawn chunks to the system; returns the bytes."""
+        chunks, self._chosen = self._chosen[:num_chunks], self._chosen[num_chunks:]
         self._removed += chunks
-        return self._memory.remove(chunks)
+        return self._give_up(chunks)
 
     def add(self, num_chunks: int) -> int:
         """Take memory for so many more chunks; returns the bytes. Raises OutOfDeviceMemory."""
         assert self._memory is not None
-        return self._memory.add(sorted(self._removed)[:num_chunks])
+        chunks = [chunk for chunk in sorted(self._removed) if chunk not in self._added][:num_chunks]
+        num_bytes = self._memory.add(chunks)
+        self._added += chunks
+        return num_bytes
 
-    def unadd(self, num_chunks: int) -> None:
-        """Undo `add`: another rank had no memory."""
-        assert self._memory is not None
-        self._memory.remove(sorted(self._removed)[:num_chunks])
+    def unadd(self) -> None:
+        """Undo every `add` since the last `restore`: another rank had no memory, or all of it is gone."""
+        added, self._added = self._added, []
+        self._give_up(added)
 
-    def restore(self, num_chunks: int) -> None:
+    def restore(self) -> None:
         """Put the added chunks into the pool."""
-        added = sorted(self._removed)[:num_chunks]
+        added, self._added = self._added, []
         for chunk in added:
             self._policy.allocator.restore(chunk)
         self._removed = [chunk for chunk in self._removed if chunk not in added]
 
+    def _give_up(self, chunks: Sequence[int]) -> int:
+        """Of memory that was released meanwhile they are not brought back."""
+        assert self._memory is not None
+        if self._memory.is_resident:
+            return self._memory.remove(chunks)
+        self._memory.hold_back(chunks)
+        return 0
+
     def _found(self, rids: Sequence[str]) -> list[Req]:
         found = [self._policy.find(rid) for rid in rids]
         return [req for req in found if req is not None]
-
-    @property
-    def _chunk_bytes(self) -> int:
-        assert self._memory is not None
-        return self._memory.chunk_bytes
 
     @property
     def _num_pages(self) -> int:
