@@ -152,9 +152,12 @@ def _default_goals() -> dict[str, Goal]:
         ("stall_in_place_64", "64 streams, in_place: longest gap", 25),
         ("reply_in_place_64", "64 streams, in_place: reply", 1000),
         ("reply_idle", "nothing running: reply", None),
+        ("kept_stall_in_place_64", "memory kept mapped, 64 streams, in_place: longest gap", 25),
+        ("kept_reply_in_place_64", "memory kept mapped, 64 streams, in_place: reply", 1000),
+        ("kept_reply_idle", "memory kept mapped, nothing running: reply", None),
     ):
         goals[f"default.moe_{name}"] = Goal("default", f"Qwen3-30B-A3B, {what}", "ms", goal)
-        divided = {"stall_in_place_64": 15.0, "reply_idle": 25.0}.get(name)
+        divided = {"stall_in_place_64": 15.0, "reply_idle": 25.0}.get(name.removeprefix("kept_"))
         for num_ranks in (2, 4):
             goals[f"default.tp{num_ranks}_{name}"] = Goal("default", f"tp={num_ranks}, {what}", "ms", divided)
     return goals
