@@ -68,7 +68,8 @@ def test_the_walks_through_the_code_lead_somewhere() -> None:
 
 
 def test_the_python_example_runs(tmp_path: Path) -> None:
-    [example] = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    # The others need a cluster, or GPUs.
+    example, *_ = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "Qwen3ForCausalLM")
     script = tmp_path / "example.py"
     script.write_text(example.replace('"Qwen/Qwen3-0.6B"', repr(str(checkpoint))))

@@ -10,6 +10,7 @@ import pytest
 from fixtures.servers import wait_until
 
 from ebbtide.ray import ActorDied, RayFleet, fleet as fleet_module
+from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.srt.errors import EngineError, RequestRejected
 
 PROMPT = [1, 2, 3]
@@ -45,12 +46,19 @@ class ScriptedEngine:
         self.dead.set()
         return ActorDied("the actor has died: it was killed")
 
-    async def async_generate(self, *, stream: bool = False, **fields: Any) -> Any:
+    async def async_generate(self, **fields: Any) -> Any:
         self.asked.append(("generate", fields))
-        return self._chunks(fields) if stream else await self._whole(fields)
+        return await self._whole(fields)
 
-    async def _chunks(self, fields: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        ids, limit = fields["input_ids"], fields["sampling_params"].max_new_tokens
+    async def stream_behind(
+        self, so_far: OutputSoFar | None, fields: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        self.asked.append(("generate", {**fields, "so_far": so_far}))
+        if so_far is None:
+            ids, limit = fields["input_ids"], fields["sampling_params"].max_new_tokens
+        else:
+            ids = so_far.prompt_ids + so_far.output_ids
+            limit = so_far.params.max_new_tokens - len(so_far.output_ids)
         for number in range(limit):
             if number == self.dies_after:
                 raise self.die()
@@ -164,7 +172,7 @@ def first_engine(fleet: ScriptedFleet) -> ScriptedEngine:
 def test_another_replica_goes_on_behind_what_was_given(fleet: ScriptedFleet, stream: bool) -> None:
     first_engine(fleet).dies_after = 2
     fleet.started[1][0].version = "second"
-    answer = generate(fleet, stream=stream, timeout_s=60, params={"min_new_tokens": 3})
+    answer = generate(fleet, stream=stream, timeout_s=60)
     answer = list(answer)[-1] if stream else answer
     assert answer["output_ids"] == [4, 5, 6, 7, 8, 9]
     meta = answer["meta_info"]
@@ -176,20 +184,20 @@ def test_another_replica_goes_on_behind_what_was_given(fleet: ScriptedFleet, str
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["num_moves"]) == (3, 6, 1)
     assert (meta["finish_reason"]["length"], meta["replica"]) == (6, "replica 1")
     assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
-    _, second = fleet.requests()
-    assert second["input_ids"] == [1, 2, 3, 4, 5]
-    params = second["sampling_params"]
-    assert (params.max_new_tokens, params.min_new_tokens) == (4, 1)
-    assert params.sampling_seed != 7
+    first, second = fleet.requests()
+    so_far = second["so_far"]
+    assert (so_far.rid, so_far.prompt_ids, so_far.output_ids) == (first["rid"], [1, 2, 3], [4, 5])
+    assert (so_far.params.max_new_tokens, so_far.params.sampling_seed) == (6, 7)
+    assert not {"input_ids", "sampling_params"} & second.keys()
     assert 0 < second["timeout_s"] < 60
 
 
 @pytest.mark.parametrize(
-    "params", [{"stop": ["x"]}, {"frequency_penalty": 0.5}, {"regex": "a+"}, {"n": 2}], ids=str
+    "fields", [{"params": {"stop": ["x"]}}, {"params": {"n": 2}}, {"return_sampling_mask": True}], ids=str
 )
-def test_what_cannot_go_on_begins_anew(fleet: ScriptedFleet, params: dict[str, Any]) -> None:
+def test_what_cannot_go_on_begins_anew(fleet: ScriptedFleet, fields: dict[str, Any]) -> None:
     first_engine(fleet).dies_after = 2
-    assert generate(fleet, params=params)["slot"] == 1
+    assert generate(fleet, **fields)["slot"] == 1
     first, second = fleet.requests()
     assert first == second
 
@@ -211,10 +219,11 @@ def test_whoever_asks_for_an_error_gets_one(fleet: ScriptedFleet) -> None:
 
 
 def test_an_error_of_a_replica_that_lives_is_the_request_s(fleet: ScriptedFleet) -> None:
-    async def fail(**fields: Any) -> Any:
+    async def fail(*request: Any) -> AsyncGenerator[dict[str, Any], None]:
         raise EngineError("no token came")
+        yield {}
 
-    first_engine(fleet).async_generate = fail  # type: ignore[method-assign]
+    first_engine(fleet).stream_behind = fail  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="no token came"):
         generate(fleet)
     assert len(fleet.started) == 2

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.ray.errors import translated
 from ebbtide.ray.joint_engine import JointEngine, WeightBucket
 from ebbtide.srt.config import resolve
@@ -148,6 +149,16 @@ class EngineActor:
     async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[dict[str, Any], None]:
         """`generate` as a stream of chunks."""
         async for chunk in await self._running.async_generate(*args, **{**kwargs, "stream": True}):
+            yield chunk
+
+    async def stream_behind(
+        self, so_far: OutputSoFar | None, **fields: Any
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """As `stream`, behind an output of another engine; None: from the beginning."""
+        if so_far is not None:
+            await self._running.adopt(so_far)
+            fields["continue_from"] = so_far.rid
+        async for chunk in self.stream(**fields):
             yield chunk
 
     async def shutdown(self) -> None:

@@ -1,24 +1,24 @@
 """One output that several replicas may work on, one after the other, and the answer that comes of it.
 
 A replica that dies takes the state of its requests along. What the caller, or this process, was given of an
-output is not lost: another replica is given prompt and output as its prompt, and goes on behind them. Where
-more than the tokens decides what comes next, or what is told of them, the output begins anew instead; if some
-of it has been streamed by then, the request ends with an error.
+output is not lost: another replica goes on behind it, with the tokens of a request that was never cut. Where
+text or records beside the tokens would have a gap, the output begins anew instead; if some of it has been
+streamed by then, the request ends with an error.
 """
 
 from __future__ import annotations
 
+import random
 import time
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ebbtide.srt.sampling_params import SamplingParams
 
 # Of a request that is not streamed, so many tokens are lost at most.
 CHECKPOINT_TOKENS: Final = 16
-# An odd number with bits all over: seeds of continuations have nothing in common with the first.
-SEED_STEP: Final = 0x1E3779B97F4A7C15
 
 # Lists in `meta_info` that grow by what is new, and those that come once, with the prompt.
 OUTPUT_LISTS: Final = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
@@ -28,8 +28,24 @@ OF_THE_FIRST: Final = (
     *("prompt_tokens", "cached_tokens", "queue_time", "first_token_latency", "prefill_weight_versions"),
     *INPUT_LISTS,
 )
-# What a continued request would leave out of its answer.
+# The prompt, and what is asked of it alone: a request that goes on brings them no more.
+PROMPT_FIELDS: Final = ("text", "input_ids", "truncate_prompt_tokens", "logprob_start_len", "sampling_params")
+# What a request that goes on would leave out of its answer.
 WHOLE_FIELDS: Final = ("return_routed_experts", "return_sampling_mask", "replay_routed_experts")
+
+
+@dataclass(frozen=True)
+class OutputSoFar:
+    """What an engine needs to know of an output to go on behind it.
+
+    Attributes:
+        params: with the seed.
+    """
+
+    rid: str
+    prompt_ids: list[int]
+    output_ids: list[int]
+    params: SamplingParams
 
 
 class Continuation:
@@ -41,8 +57,11 @@ class Continuation:
     """
 
     def __init__(self, fields: Mapping[str, Any], *, is_incremental: bool = False) -> None:
-        self._fields = dict(fields)
+        self._fields = {**fields, "rid": fields.get("rid") or uuid.uuid4().hex}
         self._params = sampling_params(fields.get("sampling_params"))
+        if self._params.sampling_seed is None:
+            # Any replica that goes on has to draw as the first one would have.
+            self._params = replace(self._params, sampling_seed=random.getrandbits(63))
         self._is_stream = bool(self._fields.pop("stream", False))
         self._wants_prompt = bool(fields.get("return_prompt_token_ids"))
         self._is_incremental = is_incremental
@@ -78,16 +97,8 @@ class Continuation:
         wholes = [name for name in WHOLE_FIELDS if fields.get(name)]
         if wholes:
             return wholes[0]
-        if params.grammar is not None:
-            return params.grammar.kind
-        if params.stop_strings:
-            return "stop"
-        penalties = {
-            "frequency_penalty": params.frequency_penalty,
-            "presence_penalty": params.presence_penalty,
-            "repetition_penalty": params.repetition_penalty - 1,
-        }
-        return next((name for name, value in penalties.items() if value), "")
+        # Text that may be the beginning of a stop string was held back by the replica that died.
+        return "stop" if params.stop_strings else ""
 
     def move(self) -> None:
         """The replica has died: another one goes on, or begins anew."""
@@ -100,29 +111,35 @@ class Continuation:
         self._spans_before = self._spans
         self._retractions_before = self._num_retractions + 1
 
+    @property
+    def so_far(self) -> OutputSoFar | None:
+        """What the next replica goes on behind; None: it begins."""
+        if self._num_before == 0:
+            return None
+        assert self._prompt_ids is not None, "it comes with the first tokens"
+        return OutputSoFar(
+            self._fields["rid"], self._prompt_ids, list(self._output_ids), self._params_in_pieces
+        )
+
     def next_fields(self) -> dict[str, Any]:
         """The request to the next replica."""
         fields = {**self._fields, "return_prompt_token_ids": True}
-        params = self._params
-        if not self._is_stream:
-            params = replace(params, stream_interval=max(params.stream_interval or 0, CHECKPOINT_TOKENS))
-        done = self._num_before
-        if done > 0:
-            assert self._prompt_ids is not None, "it comes with the first tokens"
-            for name in ("prompt", "text", "truncate_prompt_tokens", "logprob_start_len"):
+        if self._num_before > 0:
+            for name in PROMPT_FIELDS:
                 fields.pop(name, None)
-            fields["input_ids"] = self._prompt_ids + self._output_ids
-            params = replace(
-                params,
-                max_new_tokens=None if params.max_new_tokens is None else params.max_new_tokens - done,
-                min_new_tokens=max(0, params.min_new_tokens - done),
-                sampling_seed=_moved_seed(params.sampling_seed, done),
-            )
+        else:
+            fields["sampling_params"] = self._params_in_pieces
         if fields.get("timeout_s") is not None:
             elapsed_s = time.monotonic() - self._started_s
             fields["timeout_s"] = max(1e-3, fields["timeout_s"] - elapsed_s)
-        fields["sampling_params"] = params
         return fields
+
+    @property
+    def _params_in_pieces(self) -> SamplingParams:
+        if self._is_stream:
+            return self._params
+        interval = max(self._params.stream_interval or 0, CHECKPOINT_TOKENS)
+        return replace(self._params, stream_interval=interval)
 
     def add(self, chunk: Mapping[str, Any], replica: str) -> dict[str, Any]:
         """Take a chunk of what is new in; returns the answer as it stands.
@@ -194,10 +211,3 @@ def joined_spans(
         elif end > start or not joined:
             joined.append({**span, "start": start, "end": end})
     return joined
-
-
-def _moved_seed(seed: int | None, num_tokens: int) -> int | None:
-    """Noise hangs on the seed and the number of output tokens, which begins at 0 again: another seed."""
-    if seed is None:
-        return None
-    return (seed + SEED_STEP * num_tokens) % 2**63

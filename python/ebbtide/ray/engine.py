@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from ebbtide.ray.actor import ENGINE_METHODS
+from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.ray.errors import translated
 from ebbtide.ray.launch import (
     OWN_ARGUMENTS,
@@ -134,7 +135,7 @@ class RayEngine:
     ) -> dict[str, Any] | list[dict[str, Any]] | AsyncGenerator[dict[str, Any], None]:
         """As `Engine.async_generate`."""
         if stream:
-            return self._stream((prompt, *args), _with_rid(fields))
+            return self._stream("stream", (prompt, *args), _with_rid(fields))
         answer: dict[str, Any] | list[dict[str, Any]] = await self.ask("generate", prompt, *args, **fields)
         return answer
 
@@ -202,10 +203,20 @@ class RayEngine:
         except RayError as error:
             raise translated(error, self._described) from None
 
-    async def _stream(
-        self, args: tuple[Any, ...], fields: dict[str, Any]
+    def stream_behind(
+        self, so_far: OutputSoFar | None, fields: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        chunks = self.actor.stream.options(num_returns="streaming").remote(*args, **fields)
+        """A stream of what comes behind the output of another engine; None: from the beginning.
+
+        Args:
+            fields: of the request; with a rid, and without a prompt where there is an output.
+        """
+        return self._stream("stream_behind", (so_far,), fields)
+
+    async def _stream(
+        self, method: str, args: tuple[Any, ...], fields: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        chunks = getattr(self.actor, method).options(num_returns="streaming").remote(*args, **fields)
         has_ended = False
         try:
             async for chunk in chunks:

@@ -116,13 +116,14 @@ class RayFleet:
         on_death: str = "continue",
         **fields: Any,
     ) -> Any:
-        """As `Engine.async_generate`. Each prompt goes to the replica with the fewest; equal ones together.
+        """As `Engine.async_generate`. Each prompt goes to the replica with the fewest; equal ones in a row
+        stay together, up to a replica's part of the batch.
 
         Args:
             on_death: "continue": another replica goes on behind the tokens that were given, whose versions
-                are kept; under a seed it draws others than the first would have. A request with penalties,
-                stop strings, a grammar, or `n` > 1 begins anew there, unless it has been streamed: then, and
-                with "error", it ends with an error.
+                are kept, as if there had been one replica. A request with stop strings, with `n` > 1, or that
+                records more than logprobs, begins anew there, unless it has been streamed: then, and with
+                "error", it ends with an error.
 
         Raises:
             EngineError: its replica died, and it could not go on; or none is left.
@@ -147,7 +148,10 @@ class RayFleet:
         placed: Counter[Replica] = Counter()
         for single in singles:
             prompt = single.get("input_ids", single.get("text"))
-            replica = await self._choose(replica if prompt == before else None, placed)
+            # They share the prompt's KV, but no replica gets more of the batch than its part.
+            is_full = replica is not None and placed[replica] * len(self._living) >= len(singles)
+            together = prompt == before and not is_full
+            replica = await self._choose(replica if together else None, placed)
             placed[replica] += 1
             before = prompt
             tasks.append(asyncio.create_task(self._generate_one(single, on_death, replica)))
@@ -183,7 +187,7 @@ class RayFleet:
             replica = await self._choose(replica)
             try:
                 with replica.working():
-                    chunks = await replica.ask("generate", **output.next_fields(), stream=True)
+                    chunks = replica.engine.stream_behind(output.so_far, output.next_fields())
                     try:
                         async for chunk in chunks:
                             yield output.add(chunk, replica.name)

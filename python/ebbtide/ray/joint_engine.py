@@ -14,10 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.srt.entrypoints.engine import Engine
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.control_client import Vote
-from ebbtide.srt.managers.io_struct import ReadWeightsReqInput, ReadWeightsReqOutput
+from ebbtide.srt.managers.io_struct import (
+    ReadWeightsReqInput,
+    ReadWeightsReqOutput,
+    TokenizedGenerateReqInput,
+)
 from ebbtide.trainer.payload_encoding import serialize_tensors
 
 # So much is read between two forward passes, and so much travels at once (or one parameter, if that is more).
@@ -116,6 +121,23 @@ class JointEngine(Engine):
         ballot = self._ballots.pop(call_id)
         ballot.verdict.set_result(refusal)
         return await ballot.update
+
+    async def adopt(self, so_far: OutputSoFar) -> None:
+        """Have what another engine has generated be continued here, by `continue_from`."""
+        params = so_far.params
+        assert params.sampling_seed is not None, "whoever goes on draws by the same seed"
+        request = TokenizedGenerateReqInput(
+            rid=so_far.rid,
+            input_ids=so_far.prompt_ids,
+            sampling_params=params,
+            max_new_tokens=0,
+            seed=params.sampling_seed,
+        )
+
+        async def keep() -> None:
+            self._service.manager.ended.keep(request, so_far.output_ids)
+
+        await self._in_loop(keep())
 
     async def read_weights(self, first_index: int) -> WeightBucket:
         """The parameters from this one on, as many as travel at once.
