@@ -361,19 +361,27 @@ class Report:
             **details,
         }
         print(self._line(key), flush=True)
+        # At once: what stops the script later takes nothing back.
+        self._write()
 
     def finish(self) -> None:
         """Print the table and write the file; figures of a tiny model or a CPU go into no file."""
         print(f"\n{self._name}")
         for key in self.rows:
             print(self._line(key))
+        path = self._write()
+        print(
+            "not written: this was a check of the script" if path is None else f"written to {path}",
+            flush=True,
+        )
+
+    def _write(self) -> Path | None:
         results = {**self.facts, "rows": self.rows}
         if self._args.tiny or self._args.device != "cuda":
             json.dumps(results)
-            print("not written: this was a check of the script")
-            return
+            return None
         label = f"_{self._args.label}" if self._args.label else ""
-        print(f"written to {write_result(f'{self._name}{label}', results)}", flush=True)
+        return write_result(f"{self._name}{label}", results)
 
     def _line(self, key: str) -> str:
         row, title = self.rows[key], GOALS[key].title
