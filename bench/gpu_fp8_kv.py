@@ -43,15 +43,6 @@ HEADS = ((32, 8), (16, 8))
 DECODES = ((32, 400), (256, 768), (64, 8192))
 PREFILLS = ((16, 1024), (2, 8192))
 NUM_POOLS = 2
-# Of the kernel for words: by assembly or by operators, keys of a block, warps, stages.
-VARIANTS = (
-    *((True, 64, 4, stages) for stages in (1, 2, 3)),
-    *((True, 128, 4, stages) for stages in (1, 2, 3)),
-    *((True, 128, 8, stages) for stages in (1, 2)),
-    (True, 64, 2, 3),
-    (False, 64, 4, 2),
-    (False, 128, 4, 2),
-)
 
 
 class Case:
@@ -107,10 +98,9 @@ def by_triton(case: Case) -> Call:
     return lambda k, v, out: attend(case.q, k, v, pages, out, **KIND._asdict())
 
 
-def by_words(case: Case, keys: int, warps: int, stages: int, asm: bool) -> Call:
+def by_words(case: Case) -> Call:
     pages = Pages(case.pages.q_indptr_R1, case.pages.kv_indptr_R1, case.indices, case.last, most_new=1)
-    options = {"keys": keys, "warps": warps, "stages": stages, "asm": asm}
-    return lambda k, v, out: attend_fp8(case.q, k, v, pages, out, **KIND._asdict(), **options)
+    return lambda k, v, out: attend_fp8(case.q, k, v, pages, out, **KIND._asdict())
 
 
 def by_half(case: Case) -> Call:
@@ -194,11 +184,7 @@ def decode_calls(case: Case, kv_dtype: torch.dtype) -> dict[str, Callable[[], Ca
 def new_calls(case: Case, kv_dtype: torch.dtype) -> dict[str, Callable[[], Call]]:
     if kv_dtype != FP8:
         return {"whole": decode_calls(case, kv_dtype)["whole"]}
-    calls: dict[str, Callable[[], Call]] = {"half": partial(by_half, case)}
-    for asm, keys, warps, stages in VARIANTS:
-        name = f"words_{'asm' if asm else 'ops'}_{keys}_{warps}_{stages}"
-        calls[name] = partial(by_words, case, keys, warps, stages, asm)
-    return calls
+    return {"half": partial(by_half, case), "words": partial(by_words, case)}
 
 
 def xqa_calls(case: Case, kv_dtype: torch.dtype) -> dict[str, Callable[[], Call]]:

@@ -9,6 +9,7 @@ from ebbtide.demo.elastic import ElasticRecord, Span
 from ebbtide.demo.failure import DemoFailed
 from ebbtide.demo.loop import Exam, Stage, StageRecord, StepRecord
 from ebbtide.demo.memory import MemorySample
+from ebbtide.demo.ratios import Ratios
 from ebbtide.demo.report import write_report
 from ebbtide.demo.results import Results
 from ebbtide.demo.table import heading, row
@@ -29,7 +30,7 @@ def step(number: int, reward: float, kept_bytes: int = 0) -> StepRecord:
         stage: StageRecord(0.5, memory(number + 0.1 * place, asleep=stage in ASLEEP, kept_bytes=kept_bytes))
         for place, stage in enumerate(Stage)
     }
-    return StepRecord(number, reward, 1000, 2e-6, stages)
+    return StepRecord(number, reward, 1000, 2e-6, stages, Ratios.of([[-1.0, -2.0]], [[-1.1, -3.0]]))
 
 
 def disturbed() -> ElasticRecord:

@@ -11,9 +11,11 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure, FigureBase
+from matplotlib.ticker import NullFormatter
 
 from ebbtide.demo.loop import MAX_LOGPROB_DIFFERENCE, Stage, StepRecord
 from ebbtide.demo.memory import MemorySample
+from ebbtide.demo.ratios import LARGEST_WEIGHT
 from ebbtide.demo.results import FIRST_REWARD_BELOW, LAST_REWARD_ABOVE, Results
 from ebbtide.demo.table import MB
 
@@ -70,6 +72,24 @@ def logprob_difference(figure: FigureBase, results: Results) -> None:
         "limit", (0, MAX_LOGPROB_DIFFERENCE), (2, 4), textcoords="offset points", color=_AMBER, weight="bold"
     )
     axes.set(xlabel="step", ylabel="greatest difference", ylim=(1e-7, 5e-4), xlim=_step_limits(results))
+
+
+def importance_ratios(figure: FigureBase, results: Results) -> None:
+    """How much likelier tokens are for the trainer than for the engine, which rounds, by step."""
+    axes = figure.subplots()
+    axes.set_title("Importance ratios: trainer by engine in FP8 (emulated)")
+    steps, ratios = [step.step for step in results.steps], [step.ratios for step in results.steps]
+    low, high = [each.low for each in ratios], [each.high for each in ratios]
+    axes.fill_between(steps, low, high, color=_BLUE, alpha=0.18, linewidth=0, label="1st to 99th percentile")
+    axes.plot(steps, [each.mean for each in ratios], color=_BLUE, linewidth=1.8, label="mean")
+    axes.plot(steps, [each.largest for each in ratios], ".", color=_AMBER, markersize=5, label="largest")
+    axes.axhline(LARGEST_WEIGHT, color=_AMBER, linewidth=1.2, linestyle=(0, (4, 4)), label="truncated here")
+    axes.set(xlabel="step", ylabel="ratio", yscale="log", xlim=_step_limits(results))
+    # Room for the legend.
+    axes.set_ylim(top=2.5 * max(LARGEST_WEIGHT, *(each.largest for each in ratios)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.legend(loc="upper right", ncols=2, fontsize=8)
 
 
 def memory_over_time(figure: FigureBase, results: Results) -> None:
@@ -171,7 +191,8 @@ def write_picture(path: Path, results: Results) -> None:
             top = figure
         left, right = _split(top, 1, 2, width_ratios=(1, 1.55))
         places = (*_split(left, 2, 1), *_split(right, 2, 1, height_ratios=(1.25, 1)))
-        plots = (reward, logprob_difference, memory_by_stage, memory_over_time)
+        logprobs = importance_ratios if results.is_fp8 else logprob_difference
+        plots = (reward, logprobs, memory_by_stage, memory_over_time)
         for place, plot in zip(places, plots, strict=True):
             plot(place, results)
         figure.savefig(path, dpi=130)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ebbtide.demo.elastic import Elastic, ElasticRecord
 from ebbtide.demo.failure import DemoFailed
 from ebbtide.demo.memory import MemoryProbe, MemorySample
+from ebbtide.demo.ratios import Ratios
 from ebbtide.demo.task import EOS_ID, MAX_ANSWER_TOKENS, Problem, ProblemSet, encode
 from ebbtide.demo.trainer import Sample, Trainer
 from ebbtide.srt.weight_sync.payload.bucket import pack_buckets
@@ -53,6 +54,7 @@ class StepRecord:
     Args:
         reward: mean over all answers, by the weights that the step began with.
         logprob_difference: greatest |trainer - engine| over all output tokens of the step.
+        ratios: of these tokens.
     """
 
     step: int
@@ -60,6 +62,7 @@ class StepRecord:
     num_tokens: int
     logprob_difference: float
     stages: dict[Stage, StageRecord]
+    ratios: Ratios
 
     @property
     def tokens_per_s(self) -> float:
@@ -81,6 +84,8 @@ class Loop:
         num_prompts: questions per step.
         group_size: answers to each.
         on_stage: told which stage of which step begins.
+        is_rounded: the engine rounds more than the trainer: they are not held to the same logprobs, and the
+            trainer weighs tokens by their importance ratios.
     """
 
     def __init__(
@@ -92,7 +97,9 @@ class Loop:
         num_prompts: int,
         group_size: int,
         on_stage: Callable[[int, Stage], None],
+        is_rounded: bool = False,
     ) -> None:
+        self._is_rounded = is_rounded
         self._engine = engine
         self._trainer = trainer
         self._problems = problems
@@ -138,7 +145,7 @@ class Loop:
         engine = self._engine
         samples = timed(Stage.GENERATE, lambda: self._roll_out(version=str(step)))
         timed(Stage.RELEASE, engine.release_memory_occupation)
-        difference = timed(Stage.TRAIN, lambda: self._train(step, samples))
+        difference, ratios = timed(Stage.TRAIN, lambda: self._train(step, samples))
         timed(Stage.RESUME_WEIGHTS, lambda: engine.resume_memory_occupation(["weights"]))
         timed(Stage.UPDATE, lambda: self._send_weights(version=str(step + 1)))
         timed(Stage.RESUME_KV, lambda: engine.resume_memory_occupation(["kv_cache"]))
@@ -148,6 +155,7 @@ class Loop:
             num_tokens=sum(len(sample.output_ids) for sample in samples),
             logprob_difference=difference,
             stages=stages,
+            ratios=ratios,
         )
 
     def _roll_out(self, version: str) -> list[Sample]:
@@ -166,20 +174,21 @@ class Loop:
             for sample in _score(problem, group)
         ]
 
-    def _train(self, step: int, samples: Sequence[Sample]) -> float:
+    def _train(self, step: int, samples: Sequence[Sample]) -> tuple[float, Ratios]:
         """Learn; returns how far trainer and engine were apart before that."""
+        anchors = self._trainer.logprobs(samples)
         difference = max(
             abs(ours - theirs)
-            for logprobs, sample in zip(self._trainer.logprobs(samples), samples, strict=True)
+            for logprobs, sample in zip(anchors, samples, strict=True)
             for ours, theirs in zip(logprobs, sample.logprobs, strict=True)
         )
-        if not difference < MAX_LOGPROB_DIFFERENCE:
+        if not (self._is_rounded or difference < MAX_LOGPROB_DIFFERENCE):
             raise DemoFailed(
                 f"step {step}: logprobs of trainer and engine differ by {difference:.2e}, "
                 f"the limit is {MAX_LOGPROB_DIFFERENCE:.0e}"
             )
-        self._trainer.learn(samples)
-        return difference
+        self._trainer.learn(samples, anchors if self._is_rounded else None)
+        return difference, Ratios.of(anchors, [sample.logprobs for sample in samples])
 
     def _send_weights(self, version: str) -> None:
         for bucket in pack_buckets(self._trainer.model.named_parameters(), _BUCKET_BYTES):

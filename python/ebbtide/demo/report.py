@@ -15,6 +15,7 @@ import psutil
 
 from ebbtide.demo import figures
 from ebbtide.demo.loop import MAX_LOGPROB_DIFFERENCE, Stage
+from ebbtide.demo.ratios import LARGEST_WEIGHT
 from ebbtide.demo.results import Results
 from ebbtide.demo.table import COLUMNS, MB
 from ebbtide.demo.task import Problem
@@ -73,13 +74,20 @@ def _page(results: Results) -> str:
 
 def _introduction(results: Results) -> str:
     failed = f'<p class="wrong"><b>Failed: {escape(results.failure)}</b></p>' if results.failure else ""
+    fp8 = (
+        "<p><b>The engine's weights and KV cache are in FP8 (e4m3), emulated on this CPU:</b> the numbers "
+        "are rounded as on a GPU, without its speed. The trainer's are in float32, and it sends them as they "
+        "are.</p>"
+        if results.is_fp8
+        else ""
+    )
     return failed + (
         "<p>A small Qwen3 model learns to add two-digit numbers by GRPO. In every step the engine generates "
         "answers, gives all of its memory back while the trainer works, takes memory for the weights again, "
         "receives the new ones in flattened buckets, and takes memory for the KV cache again.</p>"
         "<p>Answers have the ones digit first, as one adds by hand: 37+58= is answered by 59. Only an answer "
         "that is right to the last digit is rewarded. Before the first step the model was warmed up on "
-        "written-out sums, until about one sampled answer in six was right.</p>"
+        "written-out sums, until about one sampled answer in six was right.</p>" + fp8
     )
 
 
@@ -102,7 +110,8 @@ def _cards(results: Results) -> str:
         (f"{overhead_ms:.0f} ms", "per step to release, resume weights, update and resume the KV cache"),
         (
             f"{results.greatest_logprob_difference:.1e}",
-            f"greatest difference of a logprob, trainer and engine (limit {MAX_LOGPROB_DIFFERENCE:.0e})",
+            "greatest difference of a logprob, trainer and engine"
+            + ("" if results.is_fp8 else f" (limit {MAX_LOGPROB_DIFFERENCE:.0e})"),
         ),
         (f"{results.total_s:.0f} s", f"in all, {results.warm_up_s:.0f} s of it warm-up; seed {results.seed}"),
     ]
@@ -153,6 +162,18 @@ def _elastic(results: Results) -> str:
 
 
 def _logprobs(results: Results) -> str:
+    if results.is_fp8:
+        kl = median(step.ratios.divergence for step in results.steps)
+        share = max(step.ratios.truncated for step in results.steps)
+        return (
+            "<h2>Trainer and engine differ</h2><p>Before it learns, the trainer computes the "
+            "log-probability of every token that the engine sampled, in float32 and by the weights that it "
+            "had sent. The importance ratio is its probability by the engine's. In the loss each token "
+            f"weighs as much as its ratio, but no more than {LARGEST_WEIGHT:g}, so that the trainer learns "
+            f"what it would from rollouts of its own. Per token the engine is {kl:.1e} nats away (median of "
+            f"the steps); at most {share:.2%} of a step's tokens are truncated.</p>"
+            + _image(figures.svg(figures.importance_ratios, results, 10, 3.6), "importance ratios by step")
+        )
     return (
         "<h2>Trainer and engine agree</h2><p>Before it learns, the trainer computes the log-probability of "
         "every token that the engine sampled, by the same weights, in float32.</p>"

@@ -27,6 +27,7 @@ class Results:
         before, after: the held-out problems before the first and after the last step; None: not reached.
         warm_up_s, total_s: how long the warm-up and everything took.
         failure: what does not hold; None: nothing.
+        is_fp8: whether the engine computed in FP8.
     """
 
     seed: int
@@ -38,6 +39,7 @@ class Results:
     elastic: ElasticRecord | None = None
     total_s: float = 0.0
     failure: str | None = "it did not finish"
+    is_fp8: bool = False
 
     @property
     def first_reward(self) -> float:

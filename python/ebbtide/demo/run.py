@@ -35,6 +35,7 @@ class Settings:
         num_disturbed: requests that run in the end while memory is taken from under them.
         warm_up_goal: the probability of a right answer at which the warm-up ends.
         kv_pool_bytes: size of the KV cache, which gives the memory plots something to show.
+        is_fp8: whether the engine has weights and KV cache in FP8.
     """
 
     num_steps: int = 70
@@ -43,6 +44,7 @@ class Settings:
     num_disturbed: int = 512
     warm_up_goal: float = 0.16
     kv_pool_bytes: int = 256_000_000
+    is_fp8: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,12 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=Settings.num_steps, help="GRPO steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder to write to (%(default)s)")
+    parser.add_argument(
+        "--fp8",
+        action="store_true",
+        help="weights and KV cache of the engine in FP8, on a CPU emulated: shows importance ratios",
+    )
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error(f"--steps: expected a positive number, got {options.steps}")
     console = Console()
     try:
-        run(Settings(num_steps=options.steps), options.seed, options.out, console)
+        run(Settings(num_steps=options.steps, is_fp8=options.fp8), options.seed, options.out, console)
     except DemoFailed as error:
         console.print(Text(f"demo failed: {error}", "bold red"), soft_wrap=True)
         return 1
@@ -94,8 +101,9 @@ def run(settings: Settings, seed: int, out: Path, console: Console) -> Results:
                 num_prompts=settings.num_prompts,
                 group_size=settings.group_size,
                 on_stage=partial(display.doing_stage, settings.num_steps),
+                is_rounded=settings.is_fp8,
             )
-            results = Results(seed, warm_up_s, loop.start, loop.examine())
+            results = Results(seed, warm_up_s, loop.start, loop.examine(), is_fp8=settings.is_fp8)
             try:
                 _train(loop, settings, results, display)
                 results.total_s = time.perf_counter() - start
@@ -154,11 +162,14 @@ def _save(trainer: Trainer, out: Path) -> Path:
 
 
 def _start_engine(checkpoint: Path, settings: Settings, seed: int) -> Engine:
+    bytes_per_token = KV_BYTES_PER_TOKEN // (4 if settings.is_fp8 else 1)
     return Engine(
+        quantization="fp8" if settings.is_fp8 else None,
+        kv_cache_dtype="fp8_e4m3" if settings.is_fp8 else "auto",
         model_path=str(checkpoint),
         weight_version="0",
         random_seed=seed,
-        max_total_tokens=settings.kv_pool_bytes // KV_BYTES_PER_TOKEN,
+        max_total_tokens=settings.kv_pool_bytes // bytes_per_token,
         max_running_requests=512,
         chunked_prefill_size=4096,
     )

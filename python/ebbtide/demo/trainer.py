@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ebbtide.demo.failure import DemoFailed
+from ebbtide.demo.ratios import LARGEST_WEIGHT
 from ebbtide.demo.task import EOS_ID, PAD_ID, VOCABULARY, Problem, ProblemSet, encode
 
 MODEL_SHAPE: dict[str, Any] = {
@@ -107,28 +108,40 @@ class Trainer:
             logprobs_RT = self._logprobs(batch)
         return [row[mask].tolist() for row, mask in zip(logprobs_RT, batch.mask_RT.bool(), strict=True)]
 
-    def learn(self, samples: Sequence[Sample]) -> None:
+    def learn(self, samples: Sequence[Sample], anchors: Sequence[list[float]] | None = None) -> None:
         """One GRPO step: two updates on halves of the samples, against the logprobs of the engine.
+
+        Args:
+            anchors: this model's logprobs of the samples, where the engine's are those of rounded weights.
+                Then what is clipped is the ratio to these, and a token weighs as much as these are likelier
+                than the engine's, up to `LARGEST_WEIGHT`.
 
         Advantages are not divided by the deviation of their group, which would favour the easiest and the
         hardest questions. Source: arXiv 2503.20783.
         """
         progress = self._steps_done / self._num_steps
         scale = min(1.0, (self._steps_done + 1) / _GRPO_RAMP_STEPS) * (1.0 - 0.9 * progress)
-        informative = [sample for sample in samples if sample.advantage]
+        informative = [index for index, sample in enumerate(samples) if sample.advantage]
         order = torch.randperm(len(informative))
         for chosen in order.chunk(_MINIBATCHES) if informative else ():
-            self._optimizers.step(self._loss([informative[index] for index in chosen.tolist()]), scale)
+            picked = [informative[index] for index in chosen.tolist()]
+            those = None if anchors is None else [anchors[index] for index in picked]
+            self._optimizers.step(self._loss([samples[index] for index in picked], those), scale)
         self._steps_done += 1
 
-    def _loss(self, samples: Sequence[Sample]) -> Tensor:
+    def _loss(self, samples: Sequence[Sample], anchors: Sequence[list[float]] | None) -> Tensor:
         batch = _Batch.of_samples(samples)
         old_RT = batch.scatter([sample.logprobs for sample in samples])
+        weight_RT = batch.mask_RT
+        if anchors is not None:
+            anchor_RT = batch.scatter(anchors)
+            weight_RT = weight_RT * (anchor_RT - old_RT).exp().clamp(max=LARGEST_WEIGHT)
+            old_RT = anchor_RT
         advantage_R1 = torch.tensor([sample.advantage for sample in samples])[:, None]
         ratio_RT = (self._logprobs(batch) - old_RT).exp()
         clipped_RT = ratio_RT.clamp(1.0 - _CLIP_BELOW, 1.0 + _CLIP_ABOVE)
         gain_RT = torch.minimum(ratio_RT * advantage_R1, clipped_RT * advantage_R1)
-        return -(gain_RT * batch.mask_RT).sum() / batch.mask_RT.sum()
+        return -(gain_RT * weight_RT).sum() / batch.mask_RT.sum()
 
     def _logprobs(self, batch: _Batch) -> Tensor:
         """Of each output token; 0 elsewhere."""

@@ -170,6 +170,41 @@ def test_every_backend_agrees_over_keys_and_values_in_fp8(name: str, scale: floa
     check_agreement(name, [13, 3, 0], [[1, 7, 20], [1, 1, 1]], 2, None, KINDS[-1], 1, options)
 
 
+@pytest.mark.parametrize("kind", [PLAIN, KINDS[-1]], ids=str)
+# Few requests are divided among several programs.
+@pytest.mark.parametrize("lens", [[5, 300], [1, 40, 7, 19, 33, 8, 30, 2, 31]])
+def test_the_decode_kernel_for_fp8_agrees_with_plain_attention(
+    kind: AttentionKind, lens: list[int], name: str
+) -> None:
+    """Over numbers of every exponent, whose bits it moves by itself. Pages read back are what they were."""
+    if name != "triton":
+        pytest.skip("a kernel of Triton's")
+    from ebbtide.srt.layers.kernels.fp8_decode import attend_fp8
+    from ebbtide.srt.layers.kernels.fp8_pages import widen_pages
+    from ebbtide.srt.layers.kernels.paged_attention import Pages
+
+    requests = Requests(len(lens), 320, PAGE_SIZE)
+    batch, _ = requests.grow(lens)
+    shape = (requests.num_pages, PAGE_SIZE, 2, 16)
+    v = (torch.randint(0, 127, shape) + 128 * torch.randint(0, 2, shape)).to(torch.uint8).view(FP8)
+    k = (torch.randn(shape) * torch.tensor([2.0**-8, 1.0]).view(2, 1)).to(FP8)
+    q = torch.randn(len(lens), 6, 16)
+    out = torch.zeros_like(q)
+    pages = Pages(batch.q_indptr_dev, batch.kv_indptr_dev, batch.kv_indices, batch.last_page_len_dev, 1)
+
+    attend_fp8(q, k, v, pages, out, **kind._asdict())
+
+    wide = [torch.full((len(batch.kv_indices), *shape[1:]), float("nan")) for _ in range(2)]
+    widen_pages(k, v, batch.kv_indices, *wide)
+    for side, kept in zip((k, v), wide, strict=True):
+        assert torch.equal(kept, side.float()[batch.kv_indices.long()])
+    for row, (q_1NH, length) in enumerate(zip(q.half().split(1), lens, strict=True)):
+        table = torch.from_numpy(requests.table[row]).long()
+        keys, values = (side.float()[table].flatten(0, 1)[:length] for side in (k, v))
+        expected = plain_attention(kind, q_1NH.float(), keys, values)[0]
+        torch.testing.assert_close(out[row].double(), expected, rtol=4e-3, atol=0.1)
+
+
 @pytest.mark.parametrize("inverse", [None, 64.0])
 def test_fp8_holds_the_nearest_numbers_and_none_beyond_its_range(inverse: float | None) -> None:
     """Bit for bit, of ties the even one. Triton's interpreter rounds otherwise: see the GPU's tests."""

@@ -31,7 +31,7 @@ class Table:
         self.array = np.zeros((16, WIDTH), dtype=np.int32)
         self.new_pages: Iterator[int] = count(1)
         self.lens = np.zeros(16, dtype=np.int32)
-        self.finder = PrefixFinder(self.array, PAGE_SIZE, lambda num_rows, num_pages: num_pages > 2)
+        self.finder = PrefixFinder(self.array, PAGE_SIZE, lambda _, num_saved, __: num_saved > 2)
 
     def take(self, num_pages: int) -> list[int]:
         return [next(self.new_pages) for _ in range(num_pages)]

@@ -39,11 +39,11 @@ class PrefixFinder:
 
     Args:
         page_table: int32 [rows, max_pages], `PageTable.array`.
-        is_worth_it: of the number of requests, and of the pages that sharing saves reading.
+        is_worth_it: of the number of requests, of the pages that sharing saves reading, and of all of theirs.
     """
 
     def __init__(
-        self, page_table: NDArray[np.int32], page_size: int, is_worth_it: Callable[[int, int], bool]
+        self, page_table: NDArray[np.int32], page_size: int, is_worth_it: Callable[[int, int, int], bool]
     ) -> None:
         self._page_table, self._page_size = page_table, page_size
         self._is_worth_it = is_worth_it
@@ -81,7 +81,7 @@ class PrefixFinder:
         order_R = np.array(sorted(range(len(page_rows_R)), key=by_bytes.__getitem__))
         table_RP = table_RP[order_R]
         runs = runs_of_neighbours(table_RP, num_full_R[order_R])
-        if not self._is_worth_it(len(order_R), runs.num_saved):
+        if not self._is_worth_it(len(order_R), runs.num_saved, int(num_full_R.sum())):
             return None
         places = ranges(runs.first_row_G, runs.num_rows_G)
         num_pages = np.repeat(runs.num_pages_G, runs.num_rows_G)

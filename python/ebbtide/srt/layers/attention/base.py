@@ -262,8 +262,8 @@ class AttentionBackend(ABC):
         """Whether graphs of so many requests for `StepKind.EVEN` differ from those for any step."""
         return False
 
-    def is_worth_sharing(self, num_requests: int, num_pages: int) -> bool:
-        """Whether a step is quicker when it leaves out reading so many pages again that requests share."""
+    def is_worth_sharing(self, num_requests: int, num_saved: int, num_pages: int) -> bool:
+        """Whether a step is quicker when, of all full pages, it does not read so many again."""
         return False
 
 

@@ -177,7 +177,7 @@ class FlashInferAttention(AttentionBackend):
         """What the first requests do, those that decode, where neighbours among them share enough pages."""
         num_full_R = (batch.lens_R[:num_decoding] - 1) // self._shape.page_size
         runs = runs_of_neighbours(batch.page_table_RP[:num_decoding], num_full_R)
-        if not self.is_worth_sharing(num_decoding, runs.num_saved):
+        if not self.is_worth_sharing(num_decoding, runs.num_saved, int(num_full_R.sum())):
             return None
         items = ItemBuffers(self._shape, num_decoding, self._device)
         items.plan(batch.kv_indptr_R1[: num_decoding + 1], batch.last_page_len_R[:num_decoding], runs)
@@ -210,8 +210,8 @@ class FlashInferAttention(AttentionBackend):
         is_busy = len(lens_R) * self._shape.num_kv_heads >= num_multiprocessors(self._device)
         return longest <= _SHORT_TOKENS or (is_busy and longest <= _EVEN * float(lens_R.mean()))
 
-    def is_worth_sharing(self, num_requests: int, num_pages: int) -> bool:
-        return self.shares_prefixes and saves_time(self._shape, num_requests, num_pages)
+    def is_worth_sharing(self, num_requests: int, num_saved: int, num_pages: int) -> bool:
+        return self.shares_prefixes and saves_time(self._shape, num_requests, num_saved, num_pages)
 
 
 def _make_kernels(shape: AttentionShape, device: torch.device) -> dict[AttentionKind, _Kernels]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.flashinfer_kernels import DevicePages, TileModule
+from ebbtide.srt.layers.attention.fp8_kernels import decodes_fp8
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.attention.work_items import WorkItems, cut, piece_pages
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
@@ -36,6 +37,9 @@ _WHOLE = (1 << 31) - 1
 _MAX_PARTS_OF_STEP, _MIN_PARTS, _MAX_PARTS = 2048, 4, 32
 # What a step must save at least, per layer: the time of a second kernel, and as much again.
 _MIN_SAVED_BYTES = 16 << 20
+# In FP8 this kernel reads slower, by about so much, than the one that shares nothing (bench/gpu_fp8_kv.py, on
+# an H200).
+_MIN_SAVED_SHARE = 0.3
 
 
 def can_list(shape: AttentionShape, kind: AttentionKind) -> bool:
@@ -43,11 +47,17 @@ def can_list(shape: AttentionShape, kind: AttentionKind) -> bool:
     return 2 * shape.group <= _TILE_ROWS and kind.window is None
 
 
-def saves_time(shape: AttentionShape, num_rows: int, num_pages: int) -> bool:
-    """Whether leaving out so many pages of every layer makes up for writing and reading partial results."""
+def saves_time(shape: AttentionShape, num_rows: int, num_saved: int, num_pages: int) -> bool:
+    """Whether leaving out so many pages of every layer makes up for writing and reading partial results.
+
+    Args:
+        num_saved, num_pages: left out, and read otherwise.
+    """
+    if decodes_fp8(shape) and num_saved < _MIN_SAVED_SHARE * num_pages:
+        return False
     page_bytes = 2 * shape.page_size * shape.num_kv_heads * shape.head_dim * shape.kv_dtype.itemsize
     part_bytes = shape.num_q_heads * shape.head_dim * shape.dtype.itemsize
-    return num_pages * page_bytes >= _MIN_SAVED_BYTES + 4 * num_rows * part_bytes
+    return num_saved * page_bytes >= _MIN_SAVED_BYTES + 4 * num_rows * part_bytes
 
 
 class ItemBuffers:

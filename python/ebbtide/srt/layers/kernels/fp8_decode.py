@@ -25,6 +25,7 @@ from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_optio
 from ebbtide.srt.layers.kernels.paged_attention import Pages
 
 _ROWS = 16
+# The best of those that were tried (bench/gpu_fp8_kv.py, on an H200).
 _KEYS, _WARPS, _STAGES = 128, 4, 3
 _PROGRAMS_PER_SM, _MAX_SPLITS = 4, 32
 _UNALIGNED = ["kv_indptr", "kv_indices", "last_page_len"]
@@ -40,10 +41,6 @@ def attend_fp8(
     scale: float,
     window: int | None,
     soft_cap: float | None,
-    keys: int = _KEYS,
-    warps: int = _WARPS,
-    stages: int = _STAGES,
-    asm: bool | None = None,
 ) -> None:
     """Attend to everything up to each request's new token, into `out_TNH`.
 
@@ -79,10 +76,10 @@ def attend_fp8(
         CAPPED=soft_cap is not None,
         SPLITS=splits,
         BLOCK_ROWS=_ROWS,
-        BLOCK_KEYS=keys,
-        ASM=q_TNH.is_cuda if asm is None else asm,
-        num_warps=warps,
-        num_stages=stages,
+        BLOCK_KEYS=_KEYS,
+        ASM=q_TNH.is_cuda,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
         **overlap_options(q_TNH),
     )
     if splits > 1:
