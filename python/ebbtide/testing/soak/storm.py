@@ -12,14 +12,19 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from ebbtide.srt.errors import EbbtideError
+from ebbtide.srt.weight_sync.payload.kept_memory import LOOK_S
 from ebbtide.testing.soak.doors import REPLY_TIMEOUT_S, Door
 from ebbtide.testing.soak.model import SHAPE
 from ebbtide.testing.soak.tally import Tally, shared_objects
+
+if TYPE_CHECKING:
+    from ebbtide.trainer import WeightSender
 
 NUM_PROMPTS: Final = 48
 MAX_OUTPUT: Final = 96
@@ -50,6 +55,8 @@ class Soak:
         # Process ids of all that have lent tensors to the engine.
         self.senders = [os.getpid()]
         self._version = 0
+        self._kept: WeightSender | None = None
+        self._weights: list[tuple[str, Tensor]] = []
         self._prompts = [
             [self._rng.randrange(SHAPE["vocab_size"]) for _ in range(self._rng.randrange(4, 200))]
             for _ in range(NUM_PROMPTS)
@@ -71,6 +78,9 @@ class Soak:
         What a killed sender had lent is unlinked by torch's manager of shared memory, some time later.
         """
         await self._post("flush_cache", timeout_s=30.0)
+        if self._kept is not None:
+            self._kept.close()
+            await asyncio.sleep(2 * LOOK_S)  # until the engine has seen it
         until_s = time.monotonic() + 30
         while shared_objects(self.senders) and time.monotonic() < until_s:
             await asyncio.sleep(0.1)
@@ -235,18 +245,27 @@ class Soak:
         )
 
     async def _session(self) -> None:
-        """As a trainer sends it, in buckets."""
+        """As a trainer sends it, in buckets; on a GPU often from memory that stays mapped, or has moved."""
         from ebbtide.trainer import WeightSender
 
-        def send() -> None:
-            mode = self._rng.choice(["in_place", "retract"])
-            with WeightSender(self._door.target, bucket_bytes=1 << 20, pause_mode=mode) as sender:
-                sender.send(
-                    sorted(load_file(self._model / "model.safetensors").items()), self._next_version()
-                )
+        def weights() -> list[tuple[str, Tensor]]:
+            file = self._model / "model.safetensors"
+            return sorted(load_file(file, device=self._args.device).items())
 
+        def send(mode: str, *, stays: bool, moves: bool) -> None:
+            if not stays:
+                with WeightSender(self._door.target, bucket_bytes=1 << 20, pause_mode=mode) as sender:
+                    sender.send(weights(), self._next_version())
+                return
+            if self._kept is None or moves:
+                self._weights = weights()
+            if self._kept is None:
+                self._kept = WeightSender(self._door.target, bucket_bytes=1 << 20, keep_mapped=True)
+            self._kept.send(self._weights, self._next_version())
+
+        mode, chance = self._rng.choice(["in_place", "retract"]), self._rng.random()
         try:
-            await asyncio.to_thread(send)
+            await asyncio.to_thread(send, mode, stays=chance < 0.6, moves=chance < 0.2)
         except Exception as error:
             self._tally.failures += 1
             self._tally.note(f"session: {type(error).__name__}: {error}")
