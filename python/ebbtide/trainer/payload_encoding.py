@@ -25,6 +25,7 @@ Source: wire_api sections 4.1 to 4.3.
 import io
 import logging
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
@@ -103,6 +104,8 @@ class PayloadEncoder:
         self._has_explained = False
         self._unfinished: list[LentTensors] = []
         self._loans = StandingLoans(len(self._devices), self._unfinished.append)
+        # Updates may be encoded in several threads at once.
+        self._lock = threading.Lock()
 
     def serves(self, devices: Sequence[str], tp_size: int) -> bool:
         """Whether it is the one for these."""
@@ -110,7 +113,8 @@ class PayloadEncoder:
 
     def close(self) -> None:
         """Let go of memory that was lent for longer than an update. Idempotent; it may be used again."""
-        self._loans.close()
+        with self._lock:
+            self._loans.close()
 
     def encode(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False
@@ -124,7 +128,8 @@ class PayloadEncoder:
         Waits for all that was launched on their devices, on whatever stream. Raises `RequestRejected` for
         what is not a plain tensor, and when shared memory is short.
         """
-        self._let_go()
+        with self._lock:
+            self._let_go()
         tensors = list(named_tensors)
         for item in tensors:
             _check_named_tensor(item)
@@ -132,7 +137,8 @@ class PayloadEncoder:
             _finish_work(tensors)
             try:
                 if keep_mapped:
-                    return self._loans.lend(tensors)
+                    with self._lock:
+                        return self._loans.lend(tensors)
                 return lend(tensors, len(self._devices), self._unfinished.append)
             except RuntimeError as error:  # for memory that cannot be shared
                 self._explain(error)

@@ -83,9 +83,10 @@ class TestWhileNoneRuns:
 class Copies:
     """Copies that run until they are asked for a third time."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock, each_s: float) -> None:
         self.is_launching = False
         self.num_asked = 0
+        self._clock, self._each_s = clock, each_s
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -96,18 +97,21 @@ class Copies:
     def copies_done(self) -> bool:
         assert not self.is_launching
         self.num_asked += 1
+        self._clock.now_s += self._each_s
         return self.num_asked == 3
 
 
-def test_it_ends_when_its_copies_have_run(clock: Clock) -> None:
-    copies = Copies()
+@pytest.mark.parametrize(("each_s", "num_turns"), [(1e-6, 0), (1.0, 2)])
+def test_it_ends_when_its_copies_have_run(clock: Clock, each_s: float, num_turns: int) -> None:
+    """Those that are nearly there are waited for."""
+    copies = Copies(clock, each_s)
 
     def launching() -> Slices[None]:
         assert copies.is_launching
         yield 7
 
     turns = running().turns(launching(), Activity.COPYING, copies=copies)
-    assert list(turns) == [Activity.COPYING] * 2
+    assert list(turns) == [Activity.COPYING] * num_turns
 
 
 def test_work_that_is_left_is_closed(clock: Clock) -> None:

@@ -21,6 +21,9 @@ T = TypeVar("T")
 SHARE: Final = 0.8
 SHORTEST_TURN_S: Final = 0.5e-3
 LONGEST_TURN_S: Final = 10e-3
+# So long, as a part of a pass, copies are waited for that are under way: less than a pass has to spare on the
+# host, while each further turn costs a small update a whole one.
+WAIT_SHARE: Final = 0.2
 # Where no forward pass waits, a turn ends only so that the loop hears of messages and deadlines.
 IDLE_TURN_S: Final = 25e-3
 # What a device copies beside a forward pass (a copy is launched sooner than it is done), and beside none.
@@ -134,8 +137,10 @@ class Pace:
                         break
                 yield activity
         # Asked outside, where nothing more is being launched.
+        wait_until_s = time.perf_counter() + WAIT_SHARE * min(self._step_s or 0.0, LONGEST_TURN_S)
         while copies is not None and not copies.copies_done():
-            yield activity
+            if time.perf_counter() >= wait_until_s:
+                yield activity
         return num_bytes, result
 
     def _budget(self, is_held_up: bool) -> tuple[float, float]:
