@@ -155,19 +155,22 @@ def test_torchs_own_agrees_with_plain_attention(
     check_agreement("torch_native", [cached for cached, _ in shapes], steps, num_kv_heads, norms, kind, seed)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("name", ["triton"], indirect=True)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1], KINDS[-1]], ids=str)
 def test_every_backend_agrees_with_plain_attention(name: str, kind: AttentionKind) -> None:
     # Prompts beside each other, a prompt in chunks beside decoding, and decoding alone.
     norms = replace(NORMS, offset=1.0) if kind.window is not None else None
     num_kv_heads = 2 if kind.soft_cap is None else 1
-    check_agreement(name, [13, 3, 0], [[1, 7, 20], [1, 1, 1]], num_kv_heads, norms, kind, seed=1)
+    check_agreement(name, [7, 3, 0], [[1, 5, 9], [1, 1, 1]], num_kv_heads, norms, kind, seed=1)
 
 
-@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize(
+    ("name", "scale"), [("torch_native", 1.0), ("torch_native", 4.0), ("triton", 4.0)], indirect=["name"]
+)
 def test_every_backend_agrees_over_keys_and_values_in_fp8(name: str, scale: float) -> None:
     scales = KVScales(torch.tensor([1.0, 0.5, 2.0, 0.25]).view(2, 2).expand(NUM_LAYERS, 2, 2) * scale)
     options = {"dtype": FP8, "scales": scales if scale != 1.0 else None}
-    check_agreement(name, [13, 3, 0], [[1, 7, 20], [1, 1, 1]], 2, None, KINDS[-1], 1, options)
+    check_agreement(name, [7, 3, 0], [[1, 5, 9], [1, 1, 1]], 2, None, KINDS[-1], 1, options)
 
 
 @pytest.mark.parametrize("kind", [PLAIN, KINDS[-1]], ids=str)
