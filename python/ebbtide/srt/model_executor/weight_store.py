@@ -157,6 +157,9 @@ class WeightStore:
         self.arena.resume()
         num_chunks = self.arena.num_chunks if isinstance(self.arena, ChunkArena) else 0
         self.num_chunks = -self._group.smallest(-num_chunks)
+        # Most names are asked about several times with each update.
+        self._wanted: frozenset[str] = frozenset()
+        self._wanted = frozenset(name for name in self._placements if not self.ignored(name))
         self.generation = 0
         self.sums = KeptSums()
         self.places: dict[str, list[int] | None] = {}
@@ -201,7 +204,7 @@ class WeightStore:
 
     def ignored(self, name: str) -> bool:
         """Whether a checkpoint may hold this name although there is nothing to write."""
-        return self._model.ignored(name) or scale_place(name) is not None
+        return name not in self._wanted and (self._model.ignored(name) or scale_place(name) is not None)
 
     def knows(self, name: str, direct: bool = False) -> bool:
         """Whether there is a tensor of this name to write."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Final, Protocol, TypeAlias
 
 import torch
@@ -162,7 +163,7 @@ class CodedSource(DeltaSource):
         self._codes = self._values = torch.empty(0)
         self._place: _Placing | None = None
 
-    @property
+    @cached_property
     def near_bytes(self) -> int:
         touched = [
             -math.expm1(-each.num_changed * LINE_BYTES / max(1, entry.num_bytes)) * entry.num_bytes
