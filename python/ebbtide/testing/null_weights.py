@@ -13,7 +13,9 @@ from ebbtide.srt.managers.control.ports import Slices
 from ebbtide.srt.managers.control.weight_ports import Conversation, GroupJoining, IncomingWeights, Staging
 from ebbtide.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
+    PiecewiseRequest,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromIPCReqInput,
     WeightUpdateRequest,
 )
 from ebbtide.testing.null_parameters import NullParameters
@@ -113,8 +115,8 @@ class NullWeights:
         self.fail_at("open")
         return _NullIncoming(self, int(request.model_path), request.manifest or {})
 
-    def converse(self, zmq_handles: Mapping[str, str]) -> Conversation:
-        if not zmq_handles:
+    def converse(self, request: PiecewiseRequest) -> Conversation:
+        if isinstance(request, UpdateWeightsFromIPCReqInput) and not request.zmq_handles:
             raise RequestRejected("zmq_handles: there is no address for this device")
         self.fail_at("open")
         return _NullConversation(self, self.sender)

@@ -51,7 +51,6 @@ NOT_IMPLEMENTED = (
     "/skyrl/v1/load_lora_adapter",
     "/v1/completions/render",
     "/v1/chat/completions/render",
-    "/init_broadcaster",
     "/receive_weight_update",
     "/fetch_weights",
 )

@@ -66,6 +66,7 @@ from ebbtide.srt.managers.wire.weight_requests import (
     GetWeightsByNameReqInput as GetWeightsByNameReqInput,
     GetWeightsByNameReqOutput as GetWeightsByNameReqOutput,
     InitWeightsUpdateGroupReqInput as InitWeightsUpdateGroupReqInput,
+    PiecewiseRequest as PiecewiseRequest,
     ReadWeightsReqInput as ReadWeightsReqInput,
     ReadWeightsReqOutput as ReadWeightsReqOutput,
     UpdateWeightFromDiskReqInput as UpdateWeightFromDiskReqInput,

@@ -278,6 +278,44 @@ def test_prime_rl_by_folder(server: Server, checkpoints: Any, tmp_path: Path) ->
         assert own[1]["logprob"] < 0
 
 
+def test_prime_rl_by_broadcast(
+    server: Server, trainer: BroadcastingTrainer, checkpoints: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "step_13"
+    folder.mkdir()
+    (folder / "NCCL_READY").touch()
+    refused = server.post("/update_weights", {"weight_dir": str(folder)})
+    assert (refused.status_code, "/init_broadcaster" in refused.json()["message"]) == (409, True)
+    address = trainer.join("prime-rl")
+    met = {"host": "127.0.0.1", "port": address["master_port"], "rank_offset": 0, "inference_world_size": 1}
+    quantized = server.post("/init_broadcaster", {**met, "quantize_in_weight_transfer": True})
+    assert quantized.status_code == 400
+    ok(server.post("/init_broadcaster", {**met, "timeout": 60, "backend": "gloo"}))
+    trainer.hear()
+
+    def update(body: Any, *words: str) -> httpx.Response:
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(server.post("/update_weights", body)))
+        asking.start()
+        trainer.tell("state_dicts", "prime-rl", checkpoints.b / "model.safetensors", *words)
+        trainer.hear()
+        asking.join()
+        return answers[0]
+
+    before = tokens(server)
+    # What does not fit is received to its end, and the next update comes by the same group.
+    failed = update({"weight_dir": None}, "model.unknown.weight")
+    assert (failed.status_code, "model.unknown.weight" in failed.text) == (400, True), failed.text
+    assert tokens(server) == before
+    updated = ok(update({"weight_dir": str(folder)}))
+    assert (updated["status"], updated["committed"], updated["weight_version"]) == ("ok", True, "13")
+    assert updated["num_tensors"] == len(load_file(checkpoints.b / "model.safetensors"))
+    served = ok(server.post("/weight_checker", {"action": "checksum"}))["checksums"]
+    ok(server.post("/update_weights_from_disk", {"model_path": str(checkpoints.b)}))
+    again = {"action": "compare", "baseline": served}
+    assert ok(server.post("/weight_checker", again))["match"]
+
+
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 def test_published_versions_are_pulled_and_committed_as_one(
     server: Server, checkpoints: Any, tmp_path: Path, encoding: str

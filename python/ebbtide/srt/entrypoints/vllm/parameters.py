@@ -81,6 +81,19 @@ class UpdateParameters(Struct, kw_only=True):
     weight_dir: str | None = None
 
 
+class BroadcasterParameters(Struct, kw_only=True):
+    """How prime-rl's trainer is met. `backend`: our own word; "gloo" and "nccl" are groups of torch's."""
+
+    host: str
+    port: int
+    rank_offset: int
+    inference_world_size: int
+    timeout: float = 300.0
+    quantize_in_weight_transfer: bool = False
+    session_id: str | None = None
+    backend: Literal["gloo", "nccl", "raw_nccl"] = "raw_nccl"
+
+
 class FinishParameters(Struct, kw_only=True):
     weight_version: str | None = None
 

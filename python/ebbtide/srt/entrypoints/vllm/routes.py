@@ -18,6 +18,7 @@ from ebbtide.srt.entrypoints.vllm.information import VLLM_VERSION
 from ebbtide.srt.entrypoints.vllm.occupation import Body, VllmOccupation
 from ebbtide.srt.entrypoints.vllm.parameters import (
     AbortParameters,
+    BroadcasterParameters,
     CheckerParameters,
     FinishParameters,
     InitParameters,
@@ -218,6 +219,13 @@ ROUTES: Final = (
         "/shutdown_weight_transfer_engine",
         "Leave the trainer's group.",
         lambda api: api.weights.shutdown,
+    ),
+    VllmRoute(
+        "POST",
+        "/init_broadcaster",
+        "Join the group of prime-rl's trainer.",
+        lambda api: api.weights.init_broadcaster,
+        BroadcasterParameters,
     ),
     VllmRoute(
         "POST",

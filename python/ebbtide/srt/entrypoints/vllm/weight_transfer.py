@@ -9,13 +9,14 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Final, Literal
 
 from msgspec import Struct
 
 from ebbtide.srt.entrypoints.vllm.occupation import Body, Control
 from ebbtide.srt.entrypoints.vllm.parameters import (
+    BroadcasterParameters,
     CheckerParameters,
     FinishParameters,
     InitParameters,
@@ -38,11 +39,15 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
 )
+from ebbtide.srt.managers.wire.weight_requests import STATE_DICTS
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 GROUP: Final = "vllm"
 SESSION: Final = "vllm"
 PACKED_BYTES: Final = 1 << 30
+# The group of prime-rl's trainer, and what it leaves in a folder that it broadcasts instead.
+BROADCASTER: Final = "prime-rl"
+READY_FILE: Final = "NCCL_READY"
 UPDATE_INFO: Final = "body.update_info"
 
 
@@ -140,6 +145,23 @@ class VllmWeightTransfer:
         self._init_info, self._last = info, None
         return {**reply, "message": "Weight transfer initialized"}
 
+    async def init_broadcaster(self, asked: BroadcasterParameters) -> Body:
+        """Join the group of prime-rl's trainer, whose rank 0 is not counted in its world."""
+        if asked.quantize_in_weight_transfer or asked.session_id is not None:
+            name = "session_id" if asked.session_id is not None else "quantize_in_weight_transfer"
+            raise RequestRejected(f"{name}: not supported in this version", param=f"body.{name}")
+        fields = {
+            "master_address": asked.host,
+            "master_port": asked.port,
+            "rank_offset": 1 + asked.rank_offset,
+            "world_size": 1 + asked.inference_world_size,
+            "backend": asked.backend,
+            "timeout_s": asked.timeout,
+            "group_name": BROADCASTER,
+        }
+        reply: Body = await self._control(InitWeightsUpdateGroupReqInput, fields)
+        return {**reply, "status": "ok"}
+
     async def shutdown(self, asked: Nothing) -> Body:
         """Leave the group."""
         if self._state().session is not None:
@@ -160,8 +182,15 @@ class VllmWeightTransfer:
 
     async def update(self, asked: UpdateParameters) -> Body:
         """Take one part of the session; if it fails, the session is discarded, and the old weights serve."""
+        if asked.update_info is None and self._is_broadcast(asked.weight_dir):
+            return await self._update_alone(
+                UpdateWeightsFromDistributedReqInput,
+                {"group_name": BROADCASTER, "load_format": STATE_DICTS},
+                asked.weight_dir,
+            )
         if asked.weight_dir is not None:
-            return await self._update_from_folder(asked.weight_dir)
+            source = {"model_path": asked.weight_dir}
+            return await self._update_alone(UpdateWeightFromDiskReqInput, source, asked.weight_dir)
         if asked.update_info is None:
             raise RequestRejected("update_info: is needed", param="body.update_info")
         self._require_session("update")
@@ -211,19 +240,32 @@ class VllmWeightTransfer:
         message = f"{len(differing)} tensors differ."
         return {"success": True, "message": message, "match": not differing, "mismatches": differing}
 
-    async def _update_from_folder(self, folder: str) -> Body:
+    def _is_broadcast(self, folder: str | None) -> bool:
+        """Whether prime-rl's trainer broadcasts what it told a folder of: a file in it says so.
+
+        Raises:
+            RequestRejected: 409, it does, and has not been met.
+        """
+        is_met = BROADCASTER in self._state().weight_groups
+        if folder is None:
+            return is_met
+        is_ready = Path(folder, READY_FILE).exists()
+        if is_ready and not is_met:
+            raise RequestRejected("the trainer broadcasts, and has not been met: call /init_broadcaster", 409)
+        return is_ready
+
+    async def _update_alone(self, kind: type[Any], source: Body, folder: str | None) -> Body:
         """prime-rl's update: a session of its own, whose version is the number that the folder ends with."""
         if self._state().session is not None:
             raise RequestRejected("a weight update session is open: finish it first", 409)
-        step = re.search(r"\d+$", PurePath(folder).name)
+        step = re.search(r"\d+$", PurePath(folder or "").name)
         fields = {
-            "model_path": folder,
+            **source,
             "flush_cache": False,
             "pause_mode": PauseMode.IN_PLACE,
             "weight_version": None if step is None else str(int(step[0])),
         }
-        reply: Body = await self._control(UpdateWeightFromDiskReqInput, fields)
-        return {**reply, "status": "ok"}
+        return {**await self._control(kind, fields), "status": "ok"}
 
     def _checked_init(self, given: Mapping[str, Any]) -> InitInfo:
         info = checked(given, InitInfo, "body.init_info")

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from ebbtide.srt.managers.control.ports import CopyStream, Slices
 from ebbtide.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
+    PiecewiseRequest,
     RankChecksums,
     WeightPiece,
     WeightUpdateRequest,
@@ -313,7 +314,7 @@ class Weights(Protocol):
         """
         ...
 
-    def converse(self, zmq_handles: Mapping[str, str]) -> Conversation:
+    def converse(self, request: PiecewiseRequest) -> Conversation:
         """Meet the sender of this rank's device.
 
         Raises:

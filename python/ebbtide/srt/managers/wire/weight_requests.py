@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
@@ -24,6 +24,8 @@ from ebbtide.srt.weight_sync.payload.lent_tensor import LentTensor
 
 # A weight update group has this name where none is given.
 DEFAULT_GROUP = "weight_update_group"
+# The format of broadcasts that say by themselves what they are: names, dtypes and shapes are not given then.
+STATE_DICTS: Final = "state_dicts"
 
 
 class UpdateWeightsReqOutput(TotalsReply, frozen=True, kw_only=True):
@@ -161,6 +163,10 @@ class UpdateWeightsFromIPCReqInput(WeightUpdateRequest, frozen=True, kw_only=Tru
     row = _update("/update_weights_from_ipc")
 
     zmq_handles: dict[str, str]
+
+
+# These are brought piece by piece.
+PiecewiseRequest: TypeAlias = UpdateWeightsFromIPCReqInput | UpdateWeightsFromDistributedReqInput
 
 
 class WeightsUpdateGroupReqOutput(Reply, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from ebbtide.srt.managers.control.ports import Activity, DeadlinePassed, OutOfSt
 from ebbtide.srt.managers.control.weight_ports import Conversation, IncomingWeights, Weights
 from ebbtide.srt.managers.control.weights.commit_terms import check_fields
 from ebbtide.srt.managers.control.weights.session import WeightSession
-from ebbtide.srt.managers.io_struct import Refusal, UpdateWeightsFromIPCReqInput, WeightUpdateRequest
+from ebbtide.srt.managers.io_struct import PiecewiseRequest, Refusal, WeightUpdateRequest
 from ebbtide.srt.managers.wire.reply_merging import merge_refusals
 
 MAX_ERRORS: Final = 20
@@ -96,13 +96,13 @@ class Arrivals:
             incoming.abandon()
             raise
 
-    def meet(self, request: UpdateWeightsFromIPCReqInput, opened: ExitStack) -> Work[Pieces]:
+    def meet(self, request: PiecewiseRequest, opened: ExitStack) -> Work[Pieces]:
         """Every rank's sender."""
 
         def met() -> Conversation:
             check_fields(request)
             self._check(request)
-            return opened.enter_context(closing(self._weights.converse(request.zmq_handles)))
+            return opened.enter_context(closing(self._weights.converse(request)))
 
         sender = yield from self._ranks.phase(Activity.COPYING, at_once(met))
         return Pieces(sender, self._ranks, self._pace, self._wake)

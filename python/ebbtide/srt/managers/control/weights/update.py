@@ -52,6 +52,7 @@ from ebbtide.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     PauseMode,
+    PiecewiseRequest,
     SessionReport,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
@@ -62,6 +63,7 @@ from ebbtide.srt.managers.io_struct import (
     WeightSessionReqOutput,
     WeightUpdateRequest,
 )
+from ebbtide.srt.managers.wire.weight_requests import STATE_DICTS
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 logger = logging.getLogger(__name__)
@@ -138,12 +140,13 @@ class WeightUpdates:
 
     def update(self, request: WeightUpdateRequest) -> Operation:
         """One update: a session of its own, or a part of the open one."""
+        if isinstance(request, UpdateWeightsFromDistributedReqInput) and request.load_format == STATE_DICTS:
+            return self.update_from_senders(request)
         contents = Contents(announced_names(request))
         return self._noted(request, contents, self._conditions.guarded(self._update(request, contents)))
 
-    def update_from_senders(self, request: UpdateWeightsFromIPCReqInput) -> Operation:
-        """As `update`, of tensors that come piece by piece."""
-        # What was not brought any more is not known by name.
+    def update_from_senders(self, request: PiecewiseRequest) -> Operation:
+        """As `update`, of tensors that come piece by piece: what was not brought is not known by name."""
         return self._noted(request, Contents(), self._conditions.guarded(self._update_from_senders(request)))
 
     def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
@@ -245,7 +248,7 @@ class WeightUpdates:
                 yield from self._breathe(session, incoming)
                 return reply
 
-    def _update_from_senders(self, request: UpdateWeightsFromIPCReqInput) -> Operation:
+    def _update_from_senders(self, request: PiecewiseRequest) -> Operation:
         with self._turn() as has_come, ExitStack() as opened:
             pieces = yield from self._arrivals.meet(request, opened)
             terms = self._trials.terms(request, request.flush_cache)
@@ -492,6 +495,5 @@ class WeightUpdates:
 
 
 def _done(act: Callable[[], None]) -> Work[None]:
-    """This, in one turn."""
-    act()
     yield from ()
+    act()

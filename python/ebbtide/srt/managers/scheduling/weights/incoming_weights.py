@@ -27,6 +27,7 @@ from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation
 from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges
+from ebbtide.srt.weight_sync.state_dict_source import StateDictConversation
 
 T = TypeVar("T")
 
@@ -414,7 +415,9 @@ class IncomingTensors:
 class CheckedConversation:
     """A sender's pieces, checked against the model."""
 
-    def __init__(self, conversation: IpcConversation, store: WeightStore, device: Device) -> None:
+    def __init__(
+        self, conversation: IpcConversation | StateDictConversation, store: WeightStore, device: Device
+    ) -> None:
         self.poll = conversation.poll
         self.answer = conversation.answer
         self.close = conversation.close

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +15,10 @@ from ebbtide.srt.managers.control.ports import CopyStream, Slices
 from ebbtide.srt.managers.control.weight_ports import Staging
 from ebbtide.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
+    PiecewiseRequest,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightUpdateRequest,
 )
@@ -39,12 +41,13 @@ from ebbtide.srt.weight_sync.delta.folder import read_state
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import open_broadcast
 from ebbtide.srt.weight_sync.handle_source import open_handles
-from ebbtide.srt.weight_sync.ipc_source import open_conversation
+from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
 from ebbtide.srt.weight_sync.published_source import PublishedSource
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.sparse_source import open_sparse
+from ebbtide.srt.weight_sync.state_dict_source import StateDictConversation
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices
 
 T = TypeVar("T")
@@ -88,8 +91,13 @@ class EngineWeights:
         source = yield from self._source(request, loader)
         return (yield from checked(IncomingTensors(source, self._store, self._device, loader)))
 
-    def converse(self, zmq_handles: Mapping[str, str]) -> CheckedConversation:
-        conversation = open_conversation(zmq_handles, self._cuda)
+    def converse(self, request: PiecewiseRequest) -> CheckedConversation:
+        conversation: IpcConversation | StateDictConversation
+        if isinstance(request, UpdateWeightsFromIPCReqInput):
+            conversation = open_conversation(request.zmq_handles, self._cuda)
+        else:
+            group = self._groups.get(request.group_name)
+            conversation = StateDictConversation(group, self._limit_s(request))
         return CheckedConversation(conversation, self._store, self._device)
 
     def stage(self, *, in_place: bool, is_last: bool = True) -> Slices[Staging]:
@@ -141,6 +149,9 @@ class EngineWeights:
         rows: list[Any] = self._store.read(name, max_rows).tolist()
         return rows
 
+    def _limit_s(self, request: WeightUpdateRequest) -> float:
+        return self._config.update.timeout_s if request.timeout_s is None else request.timeout_s
+
     def _loader(self, request: WeightUpdateRequest) -> CustomLoader | None:
         if isinstance(request, UpdateWeightsFromTensorReqInput) and request.load_format is not None:
             return self._loaders.get(request.load_format)
@@ -179,8 +190,8 @@ class EngineWeights:
                     )
                 )
             case UpdateWeightsFromDistributedReqInput():
-                limit_s = self._config.update.timeout_s if request.timeout_s is None else request.timeout_s
-                return open_broadcast(_announced(request), self._groups.get(request.group_name), limit_s)
+                group = self._groups.get(request.group_name)
+                return open_broadcast(_announced(request), group, self._limit_s(request))
             case _:
                 raise RequestRejected(f"{type(request).__name__} is not a weight source of this engine", 501)
 
