@@ -1,5 +1,6 @@
 """Sending from this process: what becomes of the caller's tensors, and of the shared memory."""
 
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -359,7 +360,11 @@ def test_what_stays_where_it_is_is_mapped_once_until_it_goes(
     assert (len(keeper), gpu.log.count("free 4") + gpu.log.count("free 5")) == (0, 2)
     assert left_behind() == set()
     assert sent(tensors) == 2
-    encoder.close()
+    # Nobody closes it.
+    encoder = PayloadEncoder("cuda:0")
+    gc.collect()
+    keeper.drop_ended()
+    assert (len(keeper), left_behind()) == (0, set())
 
 
 def test_what_stays_and_may_be_read_still_is_lent_anew(gpu: Gpu, lend: Lend, left_behind: LeftBehind) -> None:

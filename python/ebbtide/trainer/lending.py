@@ -12,9 +12,11 @@ import functools
 import os
 import secrets
 import struct
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
@@ -119,7 +121,8 @@ class Counts:
         self._num_readers, self._num_references = num_readers, num_references
         self._descriptor = os.open(object_path(self.name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.ftruncate(self._descriptor, HEADER_BYTES + NUM_COUNTERS * _COUNTER.size)
-        self._is_open = True
+        # Also where nobody closes it: what stays lent outlives the update, and may outlive the program.
+        self._remove = weakref.finalize(self, _remove, self._descriptor, object_path(self.name), os.getpid())
         self.refill()
 
     def refill(self) -> None:
@@ -139,10 +142,13 @@ class Counts:
 
     def close(self) -> None:
         """Remove the file. Idempotent."""
-        if self._is_open:
-            self._is_open = False
-            os.close(self._descriptor)
-            object_path(self.name).unlink(missing_ok=True)
+        self._remove()
+
+
+def _remove(descriptor: int, path: Path, pid: int) -> None:
+    os.close(descriptor)
+    if os.getpid() == pid:  # and not in a process that was forked off
+        path.unlink(missing_ok=True)
 
 
 class Driver:

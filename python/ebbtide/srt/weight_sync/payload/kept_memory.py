@@ -8,15 +8,19 @@ where the memory goes, or with its own end, however that comes.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from ebbtide.srt.errors import EngineError
 from ebbtide.srt.weight_sync.payload.allowed_globals import CudaStorageRef
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, Mapping
 from ebbtide.srt.weight_sync.payload.shared_memory import object_path
+
+logger = logging.getLogger(__name__)
 
 # The buckets of one trainer, and some more: what comes after them takes the place of the oldest.
 MAX_PAYLOADS: Final = 256
@@ -114,7 +118,10 @@ class KeptMemory:
         for payload in payloads:
             while payload.mapped:
                 _, mapping = payload.mapped.popitem()
-                mapping.close()
+                try:
+                    mapping.close()
+                except EngineError as error:
+                    logger.warning("memory of a trainer that it lets go of stays mapped: %s", error)
 
 
 def is_held(counter_file: bytes) -> bool:
