@@ -320,7 +320,7 @@ GOALS: dict[str, Goal] = {
         "replay", "first token of 128 tokens, behind 30,000: times alone", "ratio", 3
     ),
     "replay.structured_64": Goal(
-        "replay", "64 requests by a regular expression: of the same without", "share", 0.95, at_least=True
+        "replay", "64 requests by a JSON schema: of the same without", "share", 0.95, at_least=True
     ),
     "replay.masks_64": Goal(
         "replay", "64 requests that ask for sampling masks: of the same without", "share", 0.99, at_least=True

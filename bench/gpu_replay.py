@@ -4,9 +4,9 @@
   longer forward passes are held up with a canary of 256 tokens than without; runs of both alternate.
 - `short_behind_long`: a prompt of 128 tokens that comes 100 ms after one of 30,000, until its first token; as
   a multiple of the same alone.
-- `structured_64`: 64 requests of 256 tokens at temperature 1 that keep to a regular expression, as a share of
-  the tokens per second of the same requests without. The tokenizer is made up: single bytes, and words of
-  noise up to the model's vocabulary.
+- `structured_64`: 64 requests of 256 tokens at temperature 1 that keep to a JSON schema, as a share of the
+  tokens per second of the same requests without. The tokenizer is made up: single bytes, and words of noise
+  up to the model's vocabulary.
 - `masks_64`: 64 requests of 256 tokens with top-p and top-k that ask for sampling masks, likewise.
 - `routes_256`: 256 streams of 512 tokens in and 128 to 383 out of Qwen3-30B-A3B that ask for routed experts,
   as a share of the tokens per second of an engine that does not record them; and the longest gap between
@@ -34,7 +34,16 @@ from ebbtide import Engine
 
 PARTS = ("canary", "short", "structured", "masks", "routes")
 MOE_MODEL = "qwen30b-a3b"
-PATTERN = "([A-Za-z0-9]{1,12}[ ,.;]){200}"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "notes": {"type": "array", "items": {"type": "string"}},
+        "score": {"type": "number"},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["notes", "score", "ok"],
+    "additionalProperties": False,
+}
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -117,23 +126,26 @@ async def canary(report: Report, requests: Requests, num_runs: int) -> None:
 
 async def short_behind_long(report: Report, requests: Requests, num_runs: int) -> None:
     long_len, delay_s = (60, 0.0) if requests.is_tiny else (30_000, 0.1)
-    alone, behind = [], []
+    alone, behind, long_s = [], [], []
     for _ in range(2 * num_runs + 1):
         started = time.perf_counter()
         await requests.call(16 if requests.is_tiny else 128, 1)
         alone.append(time.perf_counter() - started)
+        long_started = time.perf_counter()
         long = asyncio.create_task(requests.call(long_len, 1))
         await asyncio.sleep(delay_s)
         started = time.perf_counter()
         await requests.call(16 if requests.is_tiny else 128, 1)
         behind.append(time.perf_counter() - started)
         await long
+        long_s.append(time.perf_counter() - long_started)
     base = statistics.median(alone[1:])
     report.add(
         "replay.short_behind_long",
         [seconds / base for seconds in behind[1:]],
         alone_ms=[1e3 * seconds for seconds in alone],
         behind_ms=[1e3 * seconds for seconds in behind],
+        long_ms=[1e3 * seconds for seconds in long_s],
     )
 
 
@@ -148,7 +160,7 @@ async def structured(report: Report, requests: Requests, num_runs: int) -> None:
         return float(sum(answer["meta_info"]["completion_tokens"] for answer in answers) / elapsed_s)
 
     async def rate(*, asks: bool) -> float:
-        return await (tokens_per_s(regex=PATTERN) if asks else tokens_per_s(ignore_eos=True))
+        return await (tokens_per_s(json_schema=SCHEMA) if asks else tokens_per_s(ignore_eos=True))
 
     await alternate(report, "replay.structured_64", rate, num_runs)
 
