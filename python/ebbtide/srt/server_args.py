@@ -276,6 +276,14 @@ class ServerArgs(SglangArguments):
     soft_watchdog_timeout: Annotated[
         float | None, Arg("Seconds after which that is only logged (default: never).")
     ] = None
+    pause_warning_s: Annotated[
+        float,
+        Arg(
+            "Seconds without a moment in which a forward pass might have run, paused or asleep, after which "
+            "that is reported, again and again (0: never).",
+            minimum=0,
+        ),
+    ] = 1800.0
     drain_timeout_s: Annotated[
         float, Arg("Seconds that requests have to end after SIGTERM (default: none).", minimum=0)
     ] = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fixtures.scripted_engine import STATE, updated
+from fixtures.scripted_engine import NO_PAUSE, STATE, updated
 from fixtures.servers import Server, null_server
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -231,7 +231,7 @@ def test_the_names_of_other_engines(dialect: str | None, has: list[str], has_not
     meta = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens", "num_retractions"), 1)
     meta |= dict.fromkeys(("e2e_latency", "first_token_latency", "queue_time"), 1)
     metrics.note({"meta_info": {**meta, "finish_reason": {"type": "stop"}, "weight_versions": []}})
-    text = metrics.text(STATE, []).decode()
+    text = metrics.text(STATE, [], NO_PAUSE).decode()
     for line in has:
         assert line in text
     for line in has_not:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fixtures.scripted_engine import STATE
+from fixtures.scripted_engine import NO_PAUSE, STATE
 
 from ebbtide.srt.entrypoints.metrics.operations import OPERATIONS, reasons
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
@@ -33,7 +33,7 @@ def expressions() -> list[str]:
 
 @pytest.mark.parametrize("expression", expressions())
 def test_every_metric_and_label_value_of_an_expression_exists(expression: str) -> None:
-    text = Metrics("0").text(STATE, []).decode()
+    text = Metrics("0").text(STATE, [], NO_PAUSE).decode()
     families = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
     names = NAME.findall(expression)
     assert names

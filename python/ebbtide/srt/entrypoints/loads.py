@@ -20,6 +20,8 @@ _SUMMABLE = (
     "num_used_tokens",
     "max_total_num_tokens",
     "gen_throughput",
+    "parked_bytes",
+    "lent_bytes",
 )
 # This version has no speculative decoding, LoRA or disaggregation: their sections are empty.
 SECTIONS = ("core", "memory", "queues", "spec", "lora", "disagg", "all")

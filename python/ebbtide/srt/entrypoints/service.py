@@ -191,7 +191,11 @@ class EngineService:
         """Why a request would not run now; empty when it would."""
         if self.is_draining:
             return DRAINING
-        return "" if self.state.can_run else self.state.reason
+        if self.state.can_run:
+            return ""
+        pause = self.manager.pause
+        lasts = f" (for {pause.blocked_s:.0f} s: is it forgotten?)" if pause.is_forgotten else ""
+        return self.state.reason + lasts
 
     @property
     def is_down(self) -> bool:
@@ -320,11 +324,13 @@ class EngineService:
 
     async def metrics_text(self) -> bytes:
         """The body of `GET /metrics`."""
-        return self.metrics.text(self.state, await self.loads())
+        loads = await self.loads()
+        return self.metrics.text(self.state, loads, self.manager.pause)
 
     async def metric_values(self) -> dict[str, float]:
         """The same samples by name and labels."""
-        return self.metrics.values(self.state, await self.loads())
+        loads = await self.loads()
+        return self.metrics.values(self.state, loads, self.manager.pause)
 
     async def _sample(self) -> dict[str, Any]:
         """What the dashboard shows of one moment. Without a load where the schedulers do not answer."""

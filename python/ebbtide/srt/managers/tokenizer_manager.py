@@ -31,7 +31,7 @@ from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.api.request_log import RequestLog
 from ebbtide.srt.managers.api.routed_experts import RoutedForm
 from ebbtide.srt.managers.api.stream_waker import StreamWaker
-from ebbtide.srt.managers.api.wait_warning import WaitWarning
+from ebbtide.srt.managers.api.wait_warning import ForgottenPause, WaitWarning
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,
@@ -136,6 +136,9 @@ class TokenizerManager:
             num_waiting=lambda: self.num_live,
             call_later=asyncio.get_running_loop().call_later,
         )
+        self.pause = ForgottenPause(
+            config.server_args.pause_warning_s, lambda: self.state, asyncio.get_running_loop().call_later
+        )
 
     def start(self) -> None:
         """Begin to read what the engine sends. Needs a running event loop."""
@@ -160,6 +163,7 @@ class TokenizerManager:
         self._failure = message
         self._failed.set_result(None)
         self._wait_warning.cancel()
+        self.pause.cancel()
         self._control.fail(message)
         for generation in self._live.clear():
             generation.fail(EngineError(message))
@@ -446,6 +450,7 @@ class TokenizerManager:
                 self.reports[message.dp_rank] = message
                 self._state = None  # put together when it is asked for
                 self._wait_warning.note()
+                self.pause.note()
 
     def _deliver(self, output: RequestOutput, text: str | None, weight_version: str) -> None:
         ended = self._live.deliver(output, text, weight_version)

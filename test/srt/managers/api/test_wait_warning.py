@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from fixtures.scripted_engine import STATE
 
-from ebbtide.srt.managers.api.wait_warning import SILENT_S, WaitWarning
+from ebbtide.srt.managers.api.wait_warning import SILENT_S, ForgottenPause, WaitWarning
 from ebbtide.srt.managers.io_struct import PauseMode, RankReport, TagReport
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
@@ -100,6 +100,26 @@ def test_a_pause_that_ends_in_time_or_that_nobody_waits_in_is_not_mentioned(
     engine.num_live = 0
     engine.clock.advance(100)
     assert caplog.messages == []
+
+
+def test_a_pause_that_lasts_is_told_of_again_and_again_though_nobody_waits(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = engine.clock
+    pause = ForgottenPause(100, lambda: engine.state, clock.call_later, lambda: clock.now_s)
+    for changes, is_long in ((PAUSED, False), (PAUSED, True), ({}, False), (PAUSED, False)):
+        engine.turn(**changes)
+        pause.note()
+        clock.advance(60)
+        assert (pause.is_forgotten, len(caplog.messages)) == (is_long, int(is_long))
+        if is_long:
+            clock.advance(100)
+            assert pause.blocked_s == 220
+            assert caplog.messages[-1].endswith(
+                "paused(in_place). Is it forgotten? To go on: /continue_generation"
+            )
+            assert len(caplog.messages) == 2
+            caplog.clear()
 
 
 def tag(state: Any, content: Any = None) -> TagReport:

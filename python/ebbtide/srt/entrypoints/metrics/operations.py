@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from ebbtide.srt.entrypoints.metrics.collectors import WeightedHistogram
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers import io_struct
+from ebbtide.srt.managers.api.wait_warning import ForgottenPause
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest, PauseMode, Reply, StateReport
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
@@ -174,6 +175,8 @@ class ControlMetrics:
 
     def _states(self, registry: CollectorRegistry) -> None:
         self._blocked = self._gauge("not_running", "1 for each reason why no forward pass may run.", "reason")
+        self._blocked_s = self._gauge("not_running_seconds", "Since a forward pass might have run last.")
+        self._forgotten = self._gauge("pause_forgotten", "1 once that exceeds --pause-warning-s.")
         self._backup = self._gauge("backup_bytes", "Host memory that keeps what was released.", "tag")
         self._session = self._gauge("weight_session_open", "1 while a weight update session is open.")
         self._version = Info(
@@ -261,8 +264,10 @@ class ControlMetrics:
         if len({span["version"] for span in spans}) > 1:
             self._mixed.inc()
 
-    def set_state(self, state: StateReport) -> None:
+    def set_state(self, state: StateReport, pause: ForgottenPause) -> None:
         """Take over the state machines as they stand."""
+        self._blocked_s.set(pause.blocked_s)
+        self._forgotten.set(pause.is_forgotten)
         for reason, holds in reasons(state).items():
             self._blocked.labels(reason).set(holds)
         for tag in MemoryTag:

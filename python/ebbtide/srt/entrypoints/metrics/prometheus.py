@@ -12,6 +12,7 @@ from ebbtide.srt.entrypoints.metrics.aliases import Aliases
 from ebbtide.srt.entrypoints.metrics.collectors import GcPauses
 from ebbtide.srt.entrypoints.metrics.operations import PREFIX as CONTROL_PREFIX, ControlMetrics
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
+from ebbtide.srt.managers.api.wait_warning import ForgottenPause
 from ebbtide.srt.managers.io_struct import Load, StateReport
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
@@ -28,6 +29,8 @@ LOAD_GAUGES = {
     "token_usage": "Share of the KV pool that is held.",
     "gen_throughput": "Tokens per second.",
     "cache_hit_rate": "Share of prompt tokens from the prefix cache.",
+    "parked_bytes": "KV of waiting requests in host memory, on each rank.",
+    "lent_bytes": "Memory of the KV cache that a second copy of the weights has, on each rank.",
 }
 
 
@@ -79,14 +82,14 @@ class Metrics:
                 self._note(chunk["meta_info"])
             yield chunk
 
-    def text(self, state: StateReport, loads: Sequence[Load]) -> bytes:
+    def text(self, state: StateReport, loads: Sequence[Load], pause: ForgottenPause) -> bytes:
         """All of them in Prometheus' text format."""
-        self._set(state, loads)
+        self._set(state, loads, pause)
         return generate_latest(self._registry) + generate_latest(self._aliases)
 
-    def values(self, state: StateReport, loads: Sequence[Load]) -> dict[str, float]:
+    def values(self, state: StateReport, loads: Sequence[Load], pause: ForgottenPause) -> dict[str, float]:
         """The same samples, each under its name and labels as the text has them."""
-        self._set(state, loads)
+        self._set(state, loads, pause)
         return {
             _sample_key(sample.name, sample.labels): float(sample.value)
             for family in self._registry.collect()
@@ -94,9 +97,9 @@ class Metrics:
             if not sample.name.endswith("_created")
         }
 
-    def _set(self, state: StateReport, loads: Sequence[Load]) -> None:
+    def _set(self, state: StateReport, loads: Sequence[Load], pause: ForgottenPause) -> None:
         """Take over what is read rather than counted."""
-        self.control.set_state(state)
+        self.control.set_state(state, pause)
         for load in loads:
             for name, gauge in self._loads.items():
                 gauge.labels(str(load.dp_rank)).set(getattr(load, name))

@@ -1,8 +1,9 @@
-"""A word in the log when requests wait for the engine's owner: who forgets a pause hears of it."""
+"""A word in the log when requests wait for the engine's owner, and when nothing has run for very long."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Final, Protocol, TypeAlias
 
@@ -77,6 +78,74 @@ class WaitWarning:
             state.reason,
             ", ".join(_remedies(state)),
         )
+
+
+class ForgottenPause:
+    """Knows for how long nothing may have run, and says so in the log again and again when that is long.
+
+    Nobody need wait: a trainer that has died in a pause leaves an engine that looks well.
+
+    Args:
+        limit_s: how long is long; 0: never.
+        state, call_later: as those of `WaitWarning`.
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        state: Callable[[], StateReport | None],
+        call_later: CallLater,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit_s = limit_s
+        self._state = state
+        self._call_later = call_later
+        self._now = now
+        self._since_s: float | None = None
+        self._timer: Timer | None = None
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds since a forward pass might have run; 0 while one may."""
+        return 0.0 if self._since_s is None else self._now() - self._since_s
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether that is long."""
+        return 0 < self._limit_s <= self.blocked_s
+
+    def note(self) -> None:
+        """A state has been reported."""
+        state = self._state()
+        if state is None:
+            return
+        if state.can_run:
+            self._since_s = None
+            self.cancel()
+        elif self._since_s is None:
+            self._since_s = self._now()
+            self._wait()
+
+    def cancel(self) -> None:
+        """Say nothing about what goes on now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wait(self) -> None:
+        if self._limit_s > 0:
+            self._timer = self._call_later(self._limit_s, self._tell)
+
+    def _tell(self) -> None:
+        state = self._state()
+        assert state is not None, "it was there when the pause began"
+        logger.warning(
+            "nothing may run for %.0f s: %s. Is it forgotten? To go on: %s",
+            self.blocked_s,
+            state.reason,
+            ", ".join(_remedies(state)),
+        )
+        self._wait()
 
 
 def _remedies(state: StateReport) -> list[str]:

@@ -235,7 +235,9 @@ def _control_plane(
     )
     checks = WeightChecks(parts.weights.parameters, memory, inbox.ranks, pace, lambda: updates.is_under_way)
     size = KVSize(resizer, memory, lambda: requests.num_running, parts.free_bytes, inbox.ranks)
-    loads = LoadReports(meter, inbox.dp_rank, lambda: isinstance(generation.state, Paused))
+    loads = LoadReports(
+        meter, inbox.dp_rank, lambda: isinstance(generation.state, Paused), lambda: lender.lent_bytes
+    )
     return ControlPlane(
         generation,
         memory,

@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable
 
+from msgspec import structs
+
 from ebbtide.srt.managers.control.ports import HandlerTable
 from ebbtide.srt.managers.io_struct import GetLoadReqInput, GetLoadReqOutput, Load
 from ebbtide.srt.managers.scheduling.request import Req
@@ -68,6 +70,7 @@ class LoadMeter:
             max_running_requests=policy.config.max_running_requests,
             gen_throughput=0.0 if is_idle else self._throughput,
             last_gen_throughput=self._throughput,
+            parked_bytes=policy.page_store.num_bytes,
             cache_hit_rate=self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
         )
 
@@ -81,14 +84,19 @@ class LoadReports:
     """Answers `GetLoadReqInput`.
 
     Args:
+        lent_bytes: what the KV cache has lent.
         is_paused: whether generation is; running requests then count as paused.
     """
 
-    def __init__(self, meter: LoadMeter, dp_rank: int, is_paused: Callable[[], bool]) -> None:
+    def __init__(
+        self, meter: LoadMeter, dp_rank: int, is_paused: Callable[[], bool], lent_bytes: Callable[[], int]
+    ) -> None:
         self._meter = meter
+        self._lent_bytes = lent_bytes
         self._dp_rank = dp_rank
         self._is_paused = is_paused
         self.handlers: HandlerTable = {GetLoadReqInput: self.report}
 
     def report(self, request: GetLoadReqInput) -> GetLoadReqOutput:
-        return GetLoadReqOutput(loads=[self._meter.load(self._dp_rank, is_paused=self._is_paused())])
+        load = self._meter.load(self._dp_rank, is_paused=self._is_paused())
+        return GetLoadReqOutput(loads=[structs.replace(load, lent_bytes=self._lent_bytes())])

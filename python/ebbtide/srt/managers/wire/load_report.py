@@ -15,6 +15,8 @@ class Load(Struct, frozen=True, kw_only=True):
         num_total_tokens: those, and the tokens of requests that wait.
         gen_throughput: tokens per second, 0 when nothing runs; `last_gen_throughput` stays then.
         cache_hit_rate: share of all prompt tokens so far that came from the prefix cache.
+        parked_bytes: KV of waiting requests in host memory, on each rank.
+        lent_bytes: the KV cache's memory that a second copy of the weights has, on each rank.
     """
 
     dp_rank: int
@@ -28,6 +30,8 @@ class Load(Struct, frozen=True, kw_only=True):
     gen_throughput: float
     last_gen_throughput: float
     cache_hit_rate: float
+    parked_bytes: int = 0
+    lent_bytes: int = 0
 
     @property
     def num_reqs(self) -> int:

@@ -24,6 +24,9 @@ class LendableMemory(Protocol):
     """The memory of the KV cache. A `ChunkArena` is one."""
 
     @property
+    def chunk_bytes(self) -> int: ...
+
+    @property
     def is_resident(self) -> bool: ...
 
     def lend(self, chunks: Sequence[int]) -> None:
@@ -61,6 +64,11 @@ class KVLender:
         self._num_wanted = num_wanted
         self._may_retract = may_retract
         self._aside: list[int] = []
+
+    @property
+    def lent_bytes(self) -> int:
+        """What a copy has of this rank's memory, or is about to have."""
+        return 0 if self._memory is None else len(self._aside) * self._memory.chunk_bytes
 
     def set_aside(self, *, hard: bool = False) -> bool:
         """Take chunks out of the pool for a copy; returns whether they are all that it takes.
