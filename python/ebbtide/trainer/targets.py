@@ -13,6 +13,7 @@ import http.client
 import ipaddress
 import json
 import socket
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -392,7 +393,7 @@ class ServerTarget:
     ) -> Any:
         """POST these fields, or GET without any; the answer's JSON."""
         data = None if fields is None else json.dumps(fields).encode()
-        request = urllib.request.Request(self.name + path, data, self._headers)
+        request = urllib.request.Request(self.name + path, data, self._headers | _trace_headers())
         try:
             with self._opener.open(request, timeout=timeout_s) as response:
                 return json.load(response)
@@ -400,6 +401,16 @@ class ServerTarget:
             raise _as_error(error) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise AnswerLost(f"no answer from {self.name}{path}: {error}") from error
+
+
+def _trace_headers() -> dict[str, str]:
+    """The span that the trainer is in, where it traces at all: what the engine does is a part of it."""
+    headers: dict[str, str] = {}
+    if "opentelemetry.trace" in sys.modules:
+        from opentelemetry import propagate
+
+        propagate.inject(headers)
+    return headers
 
 
 def _change_fields(changes: ChangeHeader | None) -> dict[str, Any]:

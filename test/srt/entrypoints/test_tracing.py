@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fixtures.scripted_engine import updated
+from msgspec import structs
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -98,15 +99,22 @@ def test_an_output_has_the_parent_that_its_request_names_and_is_linked_to_the_up
         return Response()
 
     for version in ("1", "2"):
-        tracing.begin(f"update to {version}")(
-            EndedOperation("update", 1.0, 0.5, "done", "200", "", updated(version))
-        )
+        reply = structs.replace(updated(version), stages_ms={"decode": 200.0, "commit": 100.0})
+        tracing.begin(f"update to {version}")(EndedOperation("update", 1.0, 0.5, "done", "200", "", reply))
     app = Starlette()
-    app.add_route("/generate", endpoint)
-    app.add_middleware(TraceContext, is_traced=lambda: True)
-    TestClient(app).get("/generate", headers={"traceparent": TRACEPARENT})
+    app.add_route("/generate", endpoint, methods=["POST"])
+    app.add_middleware(TraceContext, tracing=lambda: tracing)
+    answer = TestClient(app).post("/generate", headers={"traceparent": TRACEPARENT})
     spans = by_name(exporter)
-    span = spans["generate"]
+    span, served, update = spans["generate"], spans["POST /generate"], spans["update to 2"]
+    own = served.get_span_context()
+    assert answer.headers["traceresponse"] == f"00-{TRACE_ID}-{own.span_id:016x}-01"
+    assert served.parent is not None
+    assert f"{served.parent.span_id:016x}" == TRACEPARENT.split("-")[2]
+    assert span.parent == own
+    stages = [spans["decode"], spans["commit"]]
+    assert [stage.parent for stage in stages] == [update.get_span_context()] * 2
+    assert stages[0].end_time == stages[1].start_time
     assert [link.context for link in span.links] == [spans["update to 2"].get_span_context()]
     assert f"{span.get_span_context().trace_id:032x}" == TRACE_ID
     [first] = span.events

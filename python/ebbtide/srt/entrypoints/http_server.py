@@ -91,7 +91,7 @@ def create_app(service: EngineService) -> FastAPI:
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, _answer_bug)
-    app.add_middleware(TraceContext, is_traced=lambda: service.tracing is not None)
+    app.add_middleware(TraceContext, tracing=lambda: service.tracing)
     app.add_middleware(KeyCheck, keys=lambda: Keys.of(service.config.server_args))
     return app
 

@@ -29,6 +29,7 @@ from ebbtide.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqOutput,
+    TokenizedGenerateReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsReqOutput,
@@ -38,6 +39,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.scheduling.ranks import lockstep
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.sampling_params import SamplingParams
 
 WEIGHTS = (MemoryTag.WEIGHTS,)
 SESSION = "weight-session-0"
@@ -71,6 +73,13 @@ def start_stream(replicas: Replicas, dp_rank: int) -> str:
 def assert_serve(replicas: Replicas, value: int, version: str) -> None:
     """All replicas, under this version."""
     assert (replicas.values, replicas.versions) == ([{value}] * 2, [version] * 2)
+
+
+def new_prompt(index: int) -> TokenizedGenerateReqInput:
+    """A prompt of its own."""
+    return TokenizedGenerateReqInput(
+        rid=f"r{index}", input_ids=[index], sampling_params=SamplingParams(), max_new_tokens=1, seed=0
+    )
 
 
 def refused_on(replicas: Replicas, message: str) -> str:
@@ -244,33 +253,41 @@ class TestDeadlines:
         assert replicas.answer(call, UpdateWeightsReqOutput).committed
         assert replicas.values == [{7}, {7}]
 
-    def test_no_verdict_and_it_gives_up_and_so_do_the_others(self, replicas: Replicas) -> None:
+    def test_no_verdict_and_it_serves_nothing_until_all_give_up(self, replicas: Replicas) -> None:
         call = prepared(replicas, update(7))
         self.expire(replicas, call, times=2)
+        assert not replicas[0].can_run
         replicas.read(0)
+        replicas.turn(0, count=5)
+        assert replicas[0].can_run
         refusal = replicas.answer(call, Refusal)
-        assert refusal.message.startswith("replica 0: ")
-        assert "not told in time" in refusal.message
+        assert "replica 0 was ready, and was not told in time that all were" in refusal.message
         assert replicas.values == [{0}, {0}]
         replicas.apply(update(8), UpdateWeightsReqOutput)
         assert replicas.values == [{8}, {8}]
 
-    def test_a_verdict_that_comes_too_late_is_a_failure_that_names_the_replica(
-        self, replicas: Replicas
+    def test_a_verdict_that_comes_late_finds_a_replica_that_has_served_nothing_since(
+        self, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        call = prepared(replicas, update(7))
+        rid = start_stream(replicas, 0)
+        call = prepared(replicas, update(7, pause_mode=PauseMode.IN_PLACE, flush_cache=False))
         self.expire(replicas, call, times=2)
-        # Its refusal is still on the way when the other says that it can.
+        num_tokens = len(replicas[0].outputs[rid].token_ids)
+        # What it says is still on the way when the other says that it can, and so is what it is told.
         late, replicas[0].said = replicas[0].said, []
         replicas.turn(1, count=40)
-        assert replicas[1].values == {7}
+        assert replicas.values == [{0}, {7}]
+        assert "its verdict has not come" in replicas[0].scheduler.control.reason
+        assert len(replicas[0].outputs[rid].token_ids) == num_tokens
+        # New prompts go to the other one.
+        monkeypatch.setattr("ebbtide.srt.managers.api.data_parallel_controller.LATE_S", 0.0)
+        prompts = [new_prompt(index) for index in range(4)]
+        assert {one.dp_rank for one in replicas.controller.place(prompts)} == {1}
         replicas[0].said = late
-        failure = replicas.answer(call, Refusal)
-        assert failure.status == 500
-        assert failure.message.startswith("replica 0: ")
-        assert "The replicas serve different weights now: send the update again" in failure.message
-        replicas.apply(update(8), UpdateWeightsReqOutput)
-        assert replicas.values == [{8}, {8}]
+        assert replicas.answer(call, UpdateWeightsReqOutput).committed
+        assert_serve(replicas, 7, "7")
+        assert replicas[0].outputs[rid].finish is not None
+        assert {one.dp_rank for one in replicas.controller.place(prompts)} == {0, 1}
 
     def test_a_deadline_that_one_replica_misses_is_missed_by_all(self, replicas: Replicas) -> None:
         rid = start_stream(replicas, 1)
@@ -368,5 +385,5 @@ class TestSessions:
     def test_a_version_that_is_given_in_between_is_that_of_all(self, begun: Replicas) -> None:
         call = prepared(begun, EndWeightUpdateReqInput())
         begun.call(UpdateWeightVersionReqInput(new_version="late"))
-        assert begun.answer(call, UpdateWeightsReqOutput).weight_version == "late"
+        assert begun.answer(call, UpdateWeightsReqOutput).weight_version == "7"
         assert begun.versions == ["late", "late"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import (
@@ -24,6 +24,13 @@ from ebbtide.srt.managers.wire.channel import SendEnd
 Vote: TypeAlias = Callable[[], Awaitable[str | None]]
 
 
+class _Part(NamedTuple):
+    """What is heard of a request that other engines commit too: it can be committed, and has waited long."""
+
+    prepared: asyncio.Future[None]
+    overdue: asyncio.Future[None]
+
+
 class ControlClient:
     """Sends control requests and hands each caller the reply with its id. Lives in one event loop."""
 
@@ -31,7 +38,7 @@ class ControlClient:
         self._scheduler = scheduler
         self._ids = itertools.count()
         self._waiting: dict[str, asyncio.Future[AnyReply]] = {}
-        self._prepared: dict[str, asyncio.Future[None]] = {}
+        self._parts: dict[str, _Part] = {}
         self._failure: str | None = None
 
     async def call(
@@ -71,31 +78,35 @@ class ControlClient:
 
     async def _take_part(self, call_id: str, reply: asyncio.Future[AnyReply], vote: Vote) -> None:
         """Wait until the engine can commit, or has replied without that, and tell it the verdict."""
-        prepared = self._prepared[call_id] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        part = self._parts[call_id] = _Part(loop.create_future(), loop.create_future())
         # A caller that goes away here commits nothing: nobody would hear of it.
         refusal: str | None = "whoever was to say whether to commit has gone away"
         try:
-            await asyncio.wait([reply, prepared], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([reply, part.prepared], return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
                 voting = asyncio.ensure_future(vote())
-                waiting: list[asyncio.Future[Any]] = [reply, voting]
+                waiting: list[asyncio.Future[Any]] = [reply, voting, part.overdue]
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if voting.done():
                     refusal = voting.result()
                 else:
-                    # It ended the request by itself: its time was up.
+                    # It has ended the request by itself, or its time is up.
+                    refusal = "it was ready, and was not told in time that all were"
                     voting.cancel()
         finally:
-            del self._prepared[call_id]
+            del self._parts[call_id]
             if not reply.done():
                 self._scheduler.send(Verdict(id=call_id, refusal=refusal))
 
     def resolve(self, message: ControlReply) -> None:
         """Hand a reply to its caller, if that still waits."""
         if isinstance(message.reply, Prepared):
-            prepared = self._prepared.get(message.id)
-            if prepared is not None and not prepared.done():
-                prepared.set_result(None)
+            part = self._parts.get(message.id)
+            if part is not None and not part.prepared.done():
+                part.prepared.set_result(None)
+            if part is not None and message.reply.is_overdue and not part.overdue.done():
+                part.overdue.set_result(None)
             return
         future = self._waiting.get(message.id)
         if future is not None and not future.done():

@@ -6,8 +6,11 @@ back of a control request is one reply; what a replica reports of its state is p
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -35,7 +38,9 @@ from ebbtide.srt.managers.wire.channel import AsyncReceiveEnd, SendEnd
 from ebbtide.srt.managers.wire.control_request import ControlRequest, Outcome, dealt, num_entries
 from ebbtide.srt.managers.wire.reply_merging import merge_replica_refusals, merge_replicas
 
-SHORTEST_QUEUE = "shortest_queue"
+SHORTEST_QUEUE: Final = "shortest_queue"
+# A replica that has not done so long after a verdict what it says is given no more prompts.
+LATE_S: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -48,6 +53,7 @@ class _Call:
         awaited: the replicas that have not answered.
         is_open: whether replicas wait for a verdict, or will.
         prepared: the replicas that can commit.
+        decided_s: when the verdict was sent, by the monotonic clock.
         refusal: the answer once it is decided, while what some replicas did is taken back.
         votes_above: other engines commit it too: the verdict comes from there.
     """
@@ -59,6 +65,7 @@ class _Call:
     is_open: bool
     prepared: set[int] = field(default_factory=set)
     replies: dict[int, AnyReply] = field(default_factory=dict)
+    decided_s: float = math.inf
     refusal: Refusal | None = None
     votes_above: bool = False
 
@@ -98,6 +105,7 @@ class DataParallelController:
         # The last call that was to change each subject.
         self._latest: dict[str, str] = {}
         self._has_session = [False] * len(replicas)
+        self._can_run = [True] * len(replicas)
         self._encoder = msgspec.msgpack.Encoder()
 
     def place(self, outputs: Sequence[TokenizedGenerateReqInput]) -> list[TokenizedGenerateReqInput]:
@@ -152,6 +160,7 @@ class DataParallelController:
                         messages += self._collect(message)
                     case StateReport():
                         self._has_session[message.dp_rank] = message.session is not None
+                        self._can_run[message.dp_rank] = message.can_run
                         messages.append(message)
                     case TextOutput() | TokenOutput():
                         self._note_ended(message)
@@ -165,9 +174,15 @@ class DataParallelController:
         self._inbox.close()
 
     def _choose(self, num_tokens: Sequence[int]) -> int:
-        """The replica for the next prompt. Equal queues take turns too."""
+        """The replica for the next prompt. Equal queues take turns too.
+
+        As long as others serve, it is none that cannot run, or that has not done yet what all commit.
+        """
         num_replicas = len(self._replicas)
         in_turn = [(self._next + step) % num_replicas for step in range(num_replicas)]
+        limit_s = time.monotonic() - LATE_S
+        late = {rank for call in self._calls.values() if call.decided_s < limit_s for rank in call.awaited}
+        in_turn = [rank for rank in in_turn if self._can_run[rank] and rank not in late] or in_turn
         chosen = min(in_turn, key=num_tokens.__getitem__) if self._by_queue else in_turn[0]
         self._next = (chosen + 1) % num_replicas
         return chosen
@@ -215,14 +230,19 @@ class DataParallelController:
     def _collect(self, message: ControlReply) -> list[ManagerInput]:
         """Take a replica's reply; returns the one reply when all are there."""
         call = self._calls[message.id]
+        is_overdue = False
         if isinstance(message.reply, Prepared):
             call.prepared.add(message.dp_rank)
+            is_overdue = message.reply.is_overdue
         else:
             call.awaited.discard(message.dp_rank)
             if call.refusal is None:
                 call.replies[message.dp_rank] = message.reply
         if call.is_open and self._weigh(message.id, call):
-            return [ControlReply(id=message.id, reply=Prepared())]
+            return [ControlReply(id=message.id, reply=Prepared(is_overdue=is_overdue))]
+        if call.is_open and is_overdue:
+            own = f"replica {message.dp_rank} was ready, and was not told in time that all were"
+            self._decide(message.id, call, f"nothing was committed: {own}")
         if call.awaited:
             return []
         if call.refusal is None and self._take_back(message.id, call):
@@ -246,7 +266,7 @@ class DataParallelController:
         return False
 
     def _decide(self, call_id: str, call: _Call, refusal: str | None) -> None:
-        call.is_open = False
+        call.is_open, call.decided_s = False, time.monotonic()
         for dp_rank in sorted(call.awaited):
             self._replicas[dp_rank].send(Verdict(id=call_id, refusal=refusal))
 

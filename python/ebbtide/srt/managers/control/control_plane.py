@@ -21,8 +21,8 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
-# A prepared update waits so much longer than its deadline for the verdict. All replicas have answered by
-# then, so this ends only the wait for a verdict that is never made.
+# A prepared update waits so much longer than its deadline for the verdict before nothing is served. All
+# replicas have answered by then.
 VERDICT_GRACE_S: Final = 10.0
 
 
@@ -63,7 +63,8 @@ class ControlPlane:
     @property
     def can_run(self) -> bool:
         """Whether the state machines allow forward passes."""
-        return not isinstance(self.generation.state, Paused) and self.memory.allows_forward
+        is_held = isinstance(self.generation.state, Paused) or self.operations.is_fenced
+        return not is_held and self.memory.allows_forward
 
     @property
     def allows_forward(self) -> bool:
@@ -145,4 +146,6 @@ class ControlPlane:
         missing = self.memory.content.missing
         if missing and MemoryTag.WEIGHTS not in self.memory.released:
             reasons.append(f"weights are stale: {len(missing)} parameters not written since resume")
+        if self.operations.is_fenced:
+            reasons.append("other replicas may serve an update that is ready here: its verdict has not come")
         return "; ".join(reasons)

@@ -30,6 +30,7 @@ class _Pending:
         is_joint: several replicas commit it together.
         overruled: why it is to be given up, where that leaves nobody in the middle of something.
         is_overdue: its deadline came while it was prepared.
+        is_fenced: so did the end of what it was given beyond that.
     """
 
     request: ControlRequest | None
@@ -38,6 +39,7 @@ class _Pending:
     activity: Activity = Activity.WORKING
     overruled: Overruled | None = None
     is_overdue: bool = False
+    is_fenced: bool = False
 
 
 class Operations:
@@ -61,6 +63,11 @@ class Operations:
     def stands_alone(self) -> bool:
         """Whether one of them waits for other ranks, and everything else for it."""
         return self._any(Activity.ALONE)
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether other replicas may have committed what waits for its verdict here."""
+        return any(one.is_fenced and one.activity is Activity.PREPARED for one in self._pending.values())
 
     @property
     def any_pending(self) -> bool:
@@ -121,14 +128,19 @@ class Operations:
     def expire(self, call_id: str) -> bool:
         """Its deadline has passed. Does nothing for an operation that has ended.
 
-        Returns whether it waits for a verdict, which is on its way: once more its time may pass, not twice.
+        Returns whether it waits for a verdict, which is on its way: once more its time may pass. The second
+        time nothing is served until it comes, and it is asked for.
         """
         pending = self._pending.get(call_id)
         if pending is None:
             return False
-        if pending.activity is Activity.PREPARED and not pending.is_overdue:
-            pending.is_overdue = True
-            return True
+        if pending.activity is Activity.PREPARED:
+            if not pending.is_overdue:
+                pending.is_overdue = True
+                return True
+            pending.is_fenced = True
+            self._reply(call_id, Prepared(is_overdue=True))
+            return False
         self._turn(call_id, lambda: pending.operation.throw(DeadlinePassed()))
         return False
 

@@ -2,8 +2,9 @@
 
 An update, or the end of a session, is prepared on every replica as far as its commit. Then the replica says
 `Prepared`, and from there on refuses no more. When all have said so, each is sent a `Verdict` to commit; when
-one has refused, a `Verdict` to give up. Verdicts have the same place among the control requests on every
-replica, so whatever else is asked for meanwhile finds the same state on all of them.
+one has refused, a `Verdict` to give up. A replica that is not told in time serves nothing until it is: others
+may have other weights already. Verdicts have the same place among the control requests on every replica, so
+whatever else is asked for meanwhile finds the same state on all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ class Decision(Message, frozen=True, kw_only=True):
 
 
 class Prepared(Reply, frozen=True, kw_only=True):
-    """Not a replica's last word on a control call: it can commit, and waits for the `Verdict`."""
+    """Not a replica's last word on a control call: it can commit, and waits for the `Verdict`.
+
+    `is_overdue`: it has waited so long that it serves nothing now.
+    """
+
+    is_overdue: bool = False
 
 
 class GivenUp(Refusal, frozen=True, kw_only=True):

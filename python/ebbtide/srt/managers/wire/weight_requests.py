@@ -29,7 +29,10 @@ STATE_DICTS: Final = "state_dicts"
 
 
 class UpdateWeightsReqOutput(TotalsReply, frozen=True, kw_only=True):
-    """`num_nonfinite`: tensors with NaN or Inf, of the update or of all that its session has staged."""
+    """`num_nonfinite`: tensors with NaN or Inf, of the update or of all that its session has staged.
+
+    `stages_ms`: how long each stage took on the first rank, one after the other.
+    """
 
     weight_version: Annotated[str, merge.AGREED]
     committed: Annotated[bool, merge.ALL]
@@ -42,6 +45,7 @@ class UpdateWeightsReqOutput(TotalsReply, frozen=True, kw_only=True):
     content: Annotated[Literal["valid", "stale"], merge.STALER]
     num_missing: Annotated[int, merge.LARGEST]
     num_nonfinite: Annotated[int, merge.LARGEST] = 0
+    stages_ms: Annotated[dict[str, float], merge.SAME] = field(default_factory=dict)
 
     @property
     def served_version(self) -> str:
@@ -295,7 +299,9 @@ class UpdateWeightVersionReqOutput(Reply, frozen=True, kw_only=True):
 class UpdateWeightVersionReqInput(ControlRequest, frozen=True, kw_only=True):
     """Give the weights another version; in a session it takes effect with the commit."""
 
-    row = ControlRow(UpdateWeightVersionReqOutput, "/update_weight_version")
+    row = ControlRow(
+        UpdateWeightVersionReqOutput, "/update_weight_version", deadline=update_deadline, is_joint=True
+    )
 
     new_version: str
     abort_all_requests: bool = False
@@ -369,7 +375,8 @@ class CheckWeightsReqInput(ControlRequest, frozen=True, kw_only=True):
     `skip_tensor_list`: what is in the names of parameters to leave out. The rest is accepted and ignored.
     """
 
-    row = ControlRow(CheckWeightsReqOutput, "/weights_checker", POST_OR_GET)
+    # Copies are kept, and freed, by all replicas together.
+    row = ControlRow(CheckWeightsReqOutput, "/weights_checker", POST_OR_GET, is_joint=True)
 
     action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
     skip_tensor_list: list[str] | None = None

@@ -63,6 +63,7 @@ class WeightReading:
 class WeightChecks:
     """Answers `CheckWeightsReqInput`: one answer for all ranks, and a copy on all of them or on none.
 
+    So it is with replicas: where one cannot copy, or is not as its copy, all keep the copy that they had.
     And `ReadWeightsReqInput`: pieces of what may serve.
 
     Args:
@@ -120,7 +121,9 @@ class WeightChecks:
     def _take_snapshot(self) -> Operation:
         self._require_whole()
         work = self._watched(self._parameters.snapshot())
-        self._snapshot = yield from self._ranks.phase(Activity.WORKING, work)
+        snapshot = yield from self._ranks.phase(Activity.WORKING, work)
+        yield Activity.PREPARED
+        self._snapshot = snapshot
         return CheckWeightsReqOutput(message="The parameters were copied to host memory.")
 
     def _compare(self, skipped: Sequence[str]) -> Operation:
@@ -130,6 +133,7 @@ class WeightChecks:
         self._require_whole()
         work = self._watched(_refusing(snapshot.differences(skipped)))
         yield from self._ranks.phase(Activity.WORKING, work)
+        yield Activity.PREPARED
         self._snapshot = None
         return CheckWeightsReqOutput(message="The parameters are those of the snapshot, which is freed.")
 

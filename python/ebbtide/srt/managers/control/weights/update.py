@@ -10,13 +10,14 @@ import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Final
 
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.control.line import Line
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pace import Pace, Wake
@@ -46,6 +47,7 @@ from ebbtide.srt.managers.control.weights.commit_terms import (
 )
 from ebbtide.srt.managers.control.weights.groups import GroupRequests
 from ebbtide.srt.managers.control.weights.session import WeightSession
+from ebbtide.srt.managers.control.weights.stages import Stages, timed
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     AnyReply,
@@ -116,7 +118,7 @@ class WeightUpdates:
         self._session: WeightSession | None = None
         self._why_closed = "none was begun"
         self._session_ids = (f"weight-session-{number}" for number in itertools.count())
-        self._turns: list[object] = []
+        self._line = Line()
         self._conditions = CommitConditions(generation, memory, requests)
         self._awaits_verdict = False
         self._trials = CanaryTrials(trial_pass, memory, ranks)
@@ -143,11 +145,13 @@ class WeightUpdates:
         if isinstance(request, UpdateWeightsFromDistributedReqInput) and request.load_format == STATE_DICTS:
             return self.update_from_senders(request)
         contents = Contents(announced_names(request))
-        return self._noted(request, contents, self._conditions.guarded(self._update(request, contents)))
+        operation = timed(partial(self._update, request, contents))
+        return self._noted(request, contents, self._conditions.guarded(operation))
 
     def update_from_senders(self, request: PiecewiseRequest) -> Operation:
         """As `update`, of tensors that come piece by piece: what was not brought is not known by name."""
-        return self._noted(request, Contents(), self._conditions.guarded(self._update_from_senders(request)))
+        operation = timed(partial(self._update_from_senders, request))
+        return self._noted(request, Contents(), self._conditions.guarded(operation))
 
     def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         """Open a session, behind the updates that came before."""
@@ -160,7 +164,7 @@ class WeightUpdates:
         check_fields(request)
         self._require_session()
         self._require_named(request, 409)
-        return self._conditions.guarded(self._end(request))
+        return self._conditions.guarded(timed(partial(self._end, request)))
 
     def abort(self, request: AbortWeightUpdateReqInput) -> AnyReply:
         """Discard the open session, and what is being done for it."""
@@ -170,8 +174,9 @@ class WeightUpdates:
             changed=changed, message="The session was discarded." if changed else "No session was open."
         )
 
-    def set_version(self, request: UpdateWeightVersionReqInput) -> AnyReply:
+    def set_version(self, request: UpdateWeightVersionReqInput) -> Operation:
         """Give the weights another version; in a session, from its commit on."""
+        yield Activity.PREPARED
         if self._session is not None:
             self._session.version = request.new_version
             message = f"Weight version {request.new_version} takes effect with the session."
@@ -185,7 +190,7 @@ class WeightUpdates:
     @property
     def is_under_way(self) -> bool:
         """Whether an update is, or waits, or a session is open."""
-        return self._session is not None or bool(self._turns)
+        return self._session is not None or not self._line.is_empty
 
     def expire(self, deadline_id: str) -> None:
         """The deadline of a session has passed."""
@@ -216,14 +221,16 @@ class WeightUpdates:
                 session.note_refused(str(error), contents.names)
             raise
 
-    def _update(self, request: WeightUpdateRequest, contents: Contents) -> Operation:
-        with self._turn() as has_come, ExitStack() as opened:
+    def _update(self, request: WeightUpdateRequest, contents: Contents, stages: Stages) -> Operation:
+        with self._line.turn() as has_come, ExitStack() as opened:
             incoming = yield from self._arrivals.open(request, opened, contents)
+            stages.end("decode")
             terms = self._trials.terms(request, request.flush_cache)
             if self._session is None:
                 self._conditions.check(terms)
             while not has_come():
                 yield Activity.WAITING
+            stages.end("wait")
             self._require_open_for(request)
             pending = None if self._session is None else self._session.version
             require_base(incoming.base_version, self.version, pending)
@@ -239,17 +246,19 @@ class WeightUpdates:
                 yield from session.prepare(incoming, is_all=True, nobody_waits=nobody_waits)
                 if session.overwrites_what_serves:
                     # There is no way back from the first byte on: other replicas are waited for before it.
-                    mode = yield from self._agree(session, terms)
+                    mode = yield from self._agree(session, terms, stages)
                     yield from session.write(incoming)
+                    stages.end("write")
                 else:
                     yield from session.write(incoming)
-                    mode = yield from self._agree(session, terms)
+                    mode = yield from self._agree(session, terms, stages)
                 reply = self._commit(session, terms, mode)
+                stages.end("commit")
                 yield from self._breathe(session, incoming)
                 return reply
 
-    def _update_from_senders(self, request: PiecewiseRequest) -> Operation:
-        with self._turn() as has_come, ExitStack() as opened:
+    def _update_from_senders(self, request: PiecewiseRequest, stages: Stages) -> Operation:
+        with self._line.turn() as has_come, ExitStack() as opened:
             pieces = yield from self._arrivals.meet(request, opened)
             terms = self._trials.terms(request, request.flush_cache)
             if self._session is None:
@@ -271,8 +280,9 @@ class WeightUpdates:
 
             yield from self._take(pieces, session, ready_in_place)
             with self._conditions.draining(terms):
-                mode = yield from self._agree(session, terms)
+                mode = yield from self._agree(session, terms, stages)
                 reply = self._commit(session, terms, mode)
+                stages.end("commit")
                 pieces.finish()
                 yield from self._breathe(session)
                 return reply
@@ -318,7 +328,7 @@ class WeightUpdates:
 
     def _begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         try:
-            with self._turn() as has_come:
+            with self._line.turn() as has_come:
                 while not has_come():
                     yield Activity.WAITING
                 self._refuse_second_session()
@@ -332,10 +342,11 @@ class WeightUpdates:
         self._set_deadline(deadline_id, timeout_s)
         return WeightSessionReqOutput(changed=True, message="A weight update session is open.")
 
-    def _end(self, request: EndWeightUpdateReqInput) -> Operation:
-        with self._turn() as has_come:
+    def _end(self, request: EndWeightUpdateReqInput, stages: Stages) -> Operation:
+        with self._line.turn() as has_come:
             while not has_come():
                 yield Activity.WAITING
+            stages.end("wait")
             self._require_resident()
             session = self._require_session()
             self._require_named(request, 409)
@@ -347,25 +358,30 @@ class WeightUpdates:
             if terms.canary is not None:
                 session.require_copy()
             with self._conditions.draining(terms):
-                mode = yield from self._agree(session, terms)
+                mode = yield from self._agree(session, terms, stages)
                 reply = self._commit(session, terms, mode)
+                stages.end("commit")
             self._session = None
             self._why_closed = "it was ended already"
             with closing(session):
                 yield from self._breathe(session)
             return reply
 
-    def _agree(self, session: WeightSession, terms: CommitTerms) -> Work[PauseMode | None]:
+    def _agree(self, session: WeightSession, terms: CommitTerms, stages: Stages) -> Work[PauseMode | None]:
         """Make the session whole, wait for the boundary, and for the verdict of all replicas.
 
         Returns what is to become of running requests.
         """
         yield from session.complete()
+        stages.end("stage")
         yield from self._conditions.ready(terms)
+        stages.end("drain")
         if terms.canary is not None:
             session.canary_message = yield from self._trials.run(terms.canary, session)
+            stages.end("canary")
         mode = self._conditions.mode(terms)
         yield from self._verdict()
+        stages.end("vote")
         return mode
 
     def _commit(self, session: WeightSession, terms: CommitTerms, mode: PauseMode | None) -> AnyReply:
@@ -401,8 +417,6 @@ class WeightUpdates:
         self._awaits_verdict = True
         try:
             yield Activity.PREPARED
-        except DeadlinePassed:
-            raise EngineError("it was ready, but was not told in time that all replicas were") from None
         finally:
             self._awaits_verdict = False
 
@@ -457,16 +471,6 @@ class WeightUpdates:
                 logger.warning("memory of an update is given back in one piece: %r", error)
         elif incoming is not None:
             self._operations.go_on(_done(incoming.detach()))
-
-    @contextmanager
-    def _turn(self) -> Iterator[Callable[[], bool]]:
-        """A place in the line of updates; the callable tells whether it has come to the front."""
-        place = object()
-        self._turns.append(place)
-        try:
-            yield lambda: self._turns[0] is place
-        finally:
-            self._turns.remove(place)
 
     # -------------------------------------------------------------------------------------------- effects
 
