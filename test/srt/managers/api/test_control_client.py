@@ -98,8 +98,11 @@ async def test_no_reply_in_time_is_an_engine_error_and_a_late_reply_harms_nobody
     assert (await task).message == "second"
 
 
+@pytest.mark.parametrize("is_overdue", [False, True])
 @scripted()
-async def test_what_engines_commit_together_waits_for_the_verdict(scheduler: Scheduler) -> None:
+async def test_what_engines_commit_together_waits_for_the_verdict(
+    scheduler: Scheduler, is_overdue: bool
+) -> None:
     verdict: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
     async def vote() -> str | None:
@@ -109,9 +112,13 @@ async def test_what_engines_commit_together_waits_for_the_verdict(scheduler: Sch
     scheduler.answer(0, Prepared())
     await asyncio.sleep(0)
     assert len(scheduler.calls) == 1
-    verdict.set_result("another has refused")
+    if is_overdue:
+        scheduler.answer(0, Prepared(is_overdue=True))
+    else:
+        verdict.set_result("another has refused")
     await asyncio.sleep(0.01)
-    assert scheduler.calls[1] == Verdict(id=scheduler.calls[0].id, refusal="another has refused")
+    why = "it was ready, and was not told in time that all were" if is_overdue else "another has refused"
+    assert scheduler.calls[1] == Verdict(id=scheduler.calls[0].id, refusal=why)
     scheduler.answer(0, PingReqOutput())
     assert isinstance(await task, PingReqOutput)
 

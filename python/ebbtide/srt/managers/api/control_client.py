@@ -83,10 +83,11 @@ class ControlClient:
         # A caller that goes away here commits nothing: nobody would hear of it.
         refusal: str | None = "whoever was to say whether to commit has gone away"
         try:
-            await asyncio.wait([reply, part.prepared], return_when=asyncio.FIRST_COMPLETED)
+            waiting: list[asyncio.Future[Any]] = [reply, part.prepared]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
                 voting = asyncio.ensure_future(vote())
-                waiting: list[asyncio.Future[Any]] = [reply, voting, part.overdue]
+                waiting = [reply, voting, part.overdue]
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if voting.done():
                     refusal = voting.result()

@@ -170,9 +170,8 @@ class WeightUpdates:
         """Discard the open session, and what is being done for it."""
         changed = self._session is not None
         self._abort_session("aborted by abort_weight_update")
-        return WeightSessionReqOutput(
-            changed=changed, message="The session was discarded." if changed else "No session was open."
-        )
+        message = "The session was discarded." if changed else "No session was open."
+        return WeightSessionReqOutput(changed=changed, message=message)
 
     def set_version(self, request: UpdateWeightVersionReqInput) -> Operation:
         """Give the weights another version; in a session, from its commit on."""
