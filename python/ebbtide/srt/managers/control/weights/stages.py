@@ -15,7 +15,7 @@ class Stages:
     """The stages of one operation, from its first slice to its reply; every moment belongs to one of them.
 
     decode: the payload is read and checked, on all ranks. wait: for the updates before it. stage: a place is
-    found, and what does not overwrite weights that serve is written. drain: requests end first, and a boundary
+    found, and what overwrites no weights that serve is written. drain: requests end first, and a boundary
     comes. canary: the trial pass. vote: all replicas are ready. write: what does overwrite them is written.
     commit: other weights begin to serve. release: memory is given back.
     """
