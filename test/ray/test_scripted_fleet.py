@@ -23,6 +23,7 @@ class ScriptedEngine:
     Attributes:
         dies_after: chunks of its first request; None: it lives.
         asked: every request and every call, in order.
+        named: the named arguments of calls.
         faults: what a method raises, by its name.
     """
 
@@ -37,6 +38,7 @@ class ScriptedEngine:
         self.actor = self
         self.dead = asyncio.Event()
         self.prepared: str | None = None
+        self.named: list[dict[str, Any]] = []
 
     async def async_ended(self) -> str:
         await self.dead.wait()
@@ -107,6 +109,7 @@ class ScriptedEngine:
 
         async def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
             self.asked.append((name, args))
+            self.named.append(kwargs)
             return {
                 "weight_version": self.version,
                 "per_engine_checksum": self.version,
@@ -154,6 +157,7 @@ class ScriptedFleet(RayFleet):
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedFleet]:
     monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)
     monkeypatch.setattr("ebbtide.ray.replica.DEATH_NEWS_S", 0.2)
+    monkeypatch.setattr(fleet_module, "shut_down", lambda engines: None)
     with ScriptedFleet() as fleet:
         yield fleet
 
@@ -250,6 +254,13 @@ class TestUpdates:
         reply = self.update(fleet)
         assert reply["replicas"].keys() == {"replica 0", "replica 1"}
         assert self.serving(fleet) == ["new", "new"]
+
+    def test_entries_for_all_ranks_are_dealt(self, fleet: ScriptedFleet) -> None:
+        fleet.update_weights_from_tensor([b"a", b"b"], weight_version="new")
+        sent = [
+            args[2] for engine, _ in fleet.started for method, args in engine.asked if method == "prepare"
+        ]
+        assert sent == [[[b"a"]], [[b"b"]]]
 
     def test_one_that_refuses_is_named_and_none_commits(self, fleet: ScriptedFleet) -> None:
         fleet.started[1][0].faults["prepare"] = RequestRejected("wrong shape", 400)

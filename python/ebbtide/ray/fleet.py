@@ -13,13 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Self
 
-import ray
 from ray.util.placement_group import PlacementGroup
 
 from ebbtide.ray.actor import ENGINE_METHODS
 from ebbtide.ray.batches import split_batch
 from ebbtide.ray.continuation import Continuation
-from ebbtide.ray.engine import RayEngine
+from ebbtide.ray.engine import RayEngine, shut_down
 from ebbtide.ray.errors import ActorDied
 from ebbtide.ray.joint_updates import JOINT_METHODS, JointUpdates
 from ebbtide.ray.replica import Answers, Replica, gather, replica_name
@@ -406,6 +405,8 @@ class RayFleet:
     async def _wait_for_all(self, timeout_s: float | None) -> None:
         try:
             async with asyncio.timeout(timeout_s):
+                # One may have died that nobody has heard of yet.
+                await self._ask_all("loads")
                 while len(self._living) < len(self._replicas):
                     if any(task.done() for task in self._supervisors):
                         break
@@ -501,8 +502,6 @@ def _stopping(
     def stop() -> None:
         is_ending.set()
         threads.shutdown(cancel_futures=True)
-        if ray.is_initialized():
-            with ThreadPoolExecutor(len(replicas)) as stopping:
-                list(stopping.map(lambda one: one.engine.shutdown(), replicas))
+        shut_down([one.engine for one in replicas])
 
     return stop

@@ -163,9 +163,10 @@ def start_engine(nodes: Sequence[Node], arguments: Mapping[str, Any], abandoned:
 
 
 def stop_engine(nodes: Sequence[Node]) -> None:
-    """End the processes of all nodes, and then the actors. What has died already is no error."""
+    """End the processes of all these nodes, and then the actors. What has died already is no error."""
     stopping = [node.seats[0].actor.shutdown.remote() for node in nodes]
-    ray.wait(stopping, num_returns=len(stopping), timeout=SHUTDOWN_S)
+    if stopping:
+        ray.wait(stopping, num_returns=len(stopping), timeout=SHUTDOWN_S)
     kill(_actors(nodes))
 
 
