@@ -1,7 +1,7 @@
 """Serving with a KV cache in FP8, beside one of bfloat16: a Llama-3.1-8B's shape, whole calls of the Engine.
 
-`decode_64` are 64 requests of 8,192 tokens that the prefix cache holds, with 128 tokens to come; its prefill is
-the call before, which brought these prompts. Results are written after every engine.
+`decode_64` are 64 requests of 8,192 tokens that the prefix cache holds, with 128 tokens to come; its prefill
+is the call before, which brought these prompts. Results are written after every engine.
 """
 
 from __future__ import annotations
