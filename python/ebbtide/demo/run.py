@@ -35,7 +35,7 @@ class Settings:
         num_disturbed: requests that run in the end while memory is taken from under them.
         warm_up_goal: the probability of a right answer at which the warm-up ends.
         kv_pool_bytes: size of the KV cache, which gives the memory plots something to show.
-        is_fp8: whether the engine has weights and KV cache in FP8.
+        is_fp8: whether the engine has weights and KV cache in FP8, on the CPU.
     """
 
     num_steps: int = 70
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--fp8",
         action="store_true",
-        help="weights and KV cache of the engine in FP8, on a CPU emulated: shows importance ratios",
+        help="weights and KV cache of the engine in FP8, emulated on the CPU: shows importance ratios",
     )
     options = parser.parse_args(argv)
     if options.steps < 1:
@@ -164,6 +164,7 @@ def _save(trainer: Trainer, out: Path) -> Path:
 def _start_engine(checkpoint: Path, settings: Settings, seed: int) -> Engine:
     bytes_per_token = KV_BYTES_PER_TOKEN // (4 if settings.is_fp8 else 1)
     return Engine(
+        device="cpu" if settings.is_fp8 else None,
         quantization="fp8" if settings.is_fp8 else None,
         kv_cache_dtype="fp8_e4m3" if settings.is_fp8 else "auto",
         model_path=str(checkpoint),
