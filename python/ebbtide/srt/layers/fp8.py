@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.layers.linear import Linear, linear
+from ebbtide.srt.layers.norm import RMSNorm
 
 BLOCK: Final = 128
 FP8: Final = torch.float8_e4m3fn
@@ -64,7 +65,9 @@ def are_scales(scales: Tensor) -> Tensor:
 class Fp8Linear(Linear):
     """A `Linear` whose weight has 8 bits.
 
-    On a CPU its products are those of the weight in float32, and activations keep their dtype.
+    Few tokens on a GPU are multiplied as they are, and the weight is widened as it is read; of many, each
+    group of 128 columns of a token is quantised too. On a CPU products are those of the weight in float32, and
+    activations keep their dtype.
 
     Args:
         plain: with parameters on the meta device; what it becomes has its sizes, bias and ranks.
@@ -86,12 +89,34 @@ class Fp8Linear(Linear):
         return self.weight_scale_inv
 
     def multiply(self, x_TK: Tensor, bias_O: Tensor | None) -> Tensor:
+        if x_TK.is_cuda:
+            return self._quantized_product(x_TK, None, bias_O)
         weight_OK = dequantize(self.weight, self.weight_scale_inv)
         bias_O = None if bias_O is None else bias_O.to(torch.float32)
         return linear(x_TK.to(torch.float32), weight_OK, bias_O).to(x_TK.dtype)
 
+    def multiply_normed(self, x_TK: Tensor, norm: RMSNorm, bias_O: Tensor | None) -> Tensor:
+        if x_TK.is_cuda:
+            return self._quantized_product(x_TK, norm, bias_O)
+        return self.multiply(norm(x_TK), bias_O)
+
     def multiply_onto(self, residual_TO: Tensor, x_TK: Tensor) -> None:
-        residual_TO += self.multiply(x_TK, self.bias)
+        if x_TK.is_cuda and self.bias is None:
+            self._quantized_product(x_TK, None, None, residual_TO)
+        else:
+            residual_TO += self.multiply(x_TK, self.bias)
+
+    def _quantized_product(
+        self, x_TK: Tensor, norm: RMSNorm | None, bias_O: Tensor | None, residual_TO: Tensor | None = None
+    ) -> Tensor:
+        from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens, scaled_product
+
+        normed = () if norm is None else (norm.weight, norm.eps, norm.offset)
+        values_TK, scales_TG = quantize_tokens(x_TK.contiguous(), *normed)
+        out_TO = x_TK.new_empty((len(x_TK), len(self.weight))) if residual_TO is None else residual_TO
+        is_added = residual_TO is not None
+        scaled_product(values_TK, scales_TG, self.weight, self.weight_scale_inv, out_TO, add=is_added)
+        return out_TO if bias_O is None else out_TO.add_(bias_O)
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

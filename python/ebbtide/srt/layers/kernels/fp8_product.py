@@ -97,9 +97,15 @@ def scaled_product(
     out_TO: Tensor,
     *,
     add: bool,
-    tile: tuple[int, int, int, int],
+    tile: tuple[int, int, int, int] | None = None,
 ) -> None:
-    """x Wᵀ into `out_TO`, or added to it; `tile`: tokens and rows of a program, warps, stages."""
+    """x Wᵀ into `out_TO`, or added to it.
+
+    Args:
+        x_TK, x_scales_TG: of `quantize_tokens`.
+        tile: tokens and rows of a program, warps, stages; None: what suits the number of tokens.
+    """
+    tile = tile or _tile(len(x_TK))
     (num_tokens, num_columns), num_rows = x_TK.shape, len(weight_OK)
     tokens, rows, num_warps, num_stages = tile
     grid = (triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, rows),)
@@ -119,6 +125,10 @@ def scaled_product(
         num_stages=num_stages,
         **overlap_options(x_TK),
     )
+
+
+def _tile(num_tokens: int) -> tuple[int, int, int, int]:
+    return (64, 128, 4, 4) if num_tokens < 512 else (128, 128, 8, 4)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
