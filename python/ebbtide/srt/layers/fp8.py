@@ -66,8 +66,8 @@ class Fp8Linear(Linear):
     """A `Linear` whose weight has 8 bits.
 
     Few tokens on a GPU are multiplied as they are, and the weight is widened as it is read; of many, each
-    group of 128 columns of a token is quantised too. On a CPU products are those of the weight in float32, and
-    activations keep their dtype.
+    group of 128 columns of a token is quantised too. On a CPU products are those of the weight in float32,
+    and activations keep their dtype.
 
     Args:
         plain: with parameters on the meta device; what it becomes has its sizes, bias and ranks.
