@@ -90,6 +90,21 @@ def test_blocks_are_quantised_as_the_reference_does_it(dtype: torch.dtype) -> No
     assert scales.isnan().tolist() == [[True, False, False], [False, False, False]]
 
 
+def test_experts_are_quantised_one_by_one(tmp_path: Path) -> None:
+    architecture = "Qwen3MoeForCausalLM"
+    sizes = SHAPE | {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+    folder = make_checkpoint(tmp_path, architecture, dtype="bfloat16", **sizes)
+    plain = RealRank(folder, quantization="fp8")
+    assert_same(plain.values, expected(load_file(folder / "model.safetensors")))
+    assert not plain.store.is_quantized("model.layers.0.mlp.gate.weight")
+    without = RealRank(folder, quantization="fp8", quantization_exclude=["experts"])
+    assert without.store.num_bytes > plain.store.num_bytes
+    with pytest.raises(ConfigurationError, match=r"experts.1.* are one weight with"):
+        RealRank(folder, quantization="fp8", quantization_exclude=["experts.1"])
+    as_it_is = RealRank(rewrite_in_eight_bits(folder))
+    assert as_it_is.store.checksum() == plain.store.checksum()
+
+
 def test_a_checkpoint_in_8_bits_is_what_the_engine_makes_of_its_weights(path: Path, tmp_path: Path) -> None:
     plain = RealRank(path, quantization="fp8")
     tensors = load_file(path / "model.safetensors")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.layers.linear import Linear, linear
+from ebbtide.srt.layers.moe import Experts, run_experts
 from ebbtide.srt.layers.norm import RMSNorm
 
 BLOCK: Final = 128
@@ -78,11 +79,10 @@ class Fp8Linear(Linear):
 
     def __init__(self, plain: Linear) -> None:
         super().__init__(1, 1, bias=False, dtype=FP8)
-        num_rows, num_columns = plain.weight.shape
         self.group = plain.group
         self.bias = plain.bias
-        self.weight = _meta((num_rows, num_columns), FP8)
-        self.weight_scale_inv = _meta((num_blocks(num_rows), num_blocks(num_columns)), torch.float32)
+        self.weight = _meta(tuple(plain.weight.shape), FP8)
+        self.weight_scale_inv = _meta_scales(plain.weight)
 
     @property
     def scales(self) -> Tensor | None:
@@ -117,6 +117,40 @@ class Fp8Linear(Linear):
         is_added = residual_TO is not None
         scaled_product(values_TK, scales_TG, self.weight, self.weight_scale_inv, out_TO, add=is_added)
         return out_TO if bias_O is None else out_TO.add_(bias_O)
+
+
+class Fp8Experts(Experts):
+    """`Experts` whose weights have 8 bits. Activations keep their dtype.
+
+    Args:
+        plain: with parameters on the meta device; what it becomes has its sizes, ranks and routes.
+
+    Attributes:
+        gate_up_proj_scale_inv, down_proj_scale_inv: float32, a scale for each block of all experts' rows.
+    """
+
+    def __init__(self, plain: Experts) -> None:
+        super().__init__(plain.config, 1, FP8)
+        self.group, self.layer = plain.group, plain.layer
+        self.recorder, self.given = plain.recorder, plain.given
+        self.gate_up_proj = _meta(tuple(plain.gate_up_proj.shape), FP8)
+        self.down_proj = _meta(tuple(plain.down_proj.shape), FP8)
+        self.gate_up_proj_scale_inv = _meta_scales(plain.gate_up_proj)
+        self.down_proj_scale_inv = _meta_scales(plain.down_proj)
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        return self.gate_up_proj_scale_inv, self.down_proj_scale_inv
+
+    def run(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        gate_up_RD = dequantize(self.gate_up_proj, self.gate_up_proj_scale_inv)
+        down_RI = dequantize(self.down_proj, self.down_proj_scale_inv)
+        out_TD = run_experts(x_TD.to(torch.float32), gate_up_RD, down_RI, weights_TK, experts_TK)
+        return out_TD.to(x_TD.dtype)
+
+
+def _meta_scales(weight: Tensor) -> nn.Parameter:
+    return _meta((num_blocks(weight.shape[0]), num_blocks(weight.shape[1])), torch.float32)
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

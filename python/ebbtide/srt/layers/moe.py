@@ -84,6 +84,15 @@ class Experts(nn.Module):
             torch.empty(num_experts * hidden_size, inner, dtype=dtype, device="meta"), requires_grad=False
         )
 
+    @property
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        """By which blocks of the weights are to be multiplied; None: they are as they should be."""
+        return None
+
+    def run(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """The weighted sum on a device without kernels of ours."""
+        return run_experts(x_TD, self.gate_up_proj, self.down_proj, weights_TK, experts_TK)
+
     def forward(self, x_TD: Tensor, logits_TE: Tensor) -> Tensor:
         """The weighted sum [T, D] of each token's experts, whom the router's scores choose."""
         return self.group.all_reduce_(self._part(x_TD, logits_TE, None))
@@ -98,15 +107,15 @@ class Experts(nn.Module):
     def _part(self, x_TD: Tensor, logits_TE: Tensor, residual_TD: Tensor | None) -> Tensor:
         """What this rank's columns add to the sum: in place where there is a residual."""
         top_k, renormalize = self.config.num_experts_per_token, self.config.renormalize
-        weights = (self.gate_up_proj, self.down_proj)
         if x_TD.is_cuda:
             from ebbtide.srt.layers.kernels.fused_moe import fused_experts
             from ebbtide.srt.layers.kernels.moe_routing import route as route_at_once
 
             routed = self._settle(logits_TE, *route_at_once(logits_TE, top_k, renormalize))
-            return fused_experts(x_TD, *weights, *routed, residual_TD=residual_TD)
+            weights = (self.gate_up_proj, self.down_proj)
+            return fused_experts(x_TD, *weights, *routed, residual_TD=residual_TD, scales=self.scales)
         chosen = self._settle(logits_TE, *route(logits_TE, top_k, renormalize))
-        out_TD = run_experts(x_TD, *weights, *chosen)
+        out_TD = self.run(x_TD, *chosen)
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
     def _settle(self, logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,16 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.fp8 import BLOCK, SCALES_SUFFIX, Fp8Linear, num_blocks
+from ebbtide.srt.layers.fp8 import BLOCK, SCALES_SUFFIX, Fp8Experts, Fp8Linear, num_blocks
 from ebbtide.srt.layers.linear import Linear
-from ebbtide.srt.layers.moe import MoeMLP
+from ebbtide.srt.layers.moe import Experts
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.sharding import Placement
 
 logger = logging.getLogger(__name__)
+
+# So many names are listed in a message.
+MAX_TOLD = 3
 
 
 @dataclass(frozen=True)
@@ -49,46 +52,49 @@ def quantize(
 
     Raises ConfigurationError, naming the tensor, for what cannot be cut into blocks.
     """
-    if any(isinstance(module, MoeMLP) for module in model.modules()):
-        raise ConfigurationError("quantization=fp8 is not supported for models with experts")
-    chosen = _chosen(model, placements, quantization)
-    scales = {
-        name + SCALES_SUFFIX: _scales_of(name, placements[name])
-        for names in chosen.values()
-        for name in names
-    }
-    for parameter in chosen:
-        module_name, _, _ = parameter.rpartition(".")
+    scales: dict[str, Placement] = {}
+    for module_name, names in _chosen(model, placements, quantization).items():
+        scales |= {name + SCALES_SUFFIX: _scales_of(name, placements[name]) for name in names}
         plain = model.get_submodule(module_name)
-        assert isinstance(plain, Linear), f"{module_name} is a {type(plain)}"
-        model.set_submodule(module_name, Fp8Linear(plain))
+        model.set_submodule(
+            module_name, Fp8Experts(plain) if isinstance(plain, Experts) else Fp8Linear(_linear(plain))
+        )
     logger.info("weights in 8 bits: %d of %d tensors", len(scales), len(placements))
     return scales
+
+
+def _linear(module: nn.Module) -> Linear:
+    assert isinstance(module, Linear), f"{type(module)} has no weight that is quantised"
+    return module
 
 
 def _chosen(
     model: nn.Module, placements: Mapping[str, Placement], quantization: Quantization
 ) -> dict[str, list[str]]:
-    """The parameters that are quantised, and the names of what they are fused from."""
+    """The modules that are quantised, and the names of the weights that they are fused from."""
     fused: dict[str, list[str]] = {}
     for name, placement in placements.items():
-        fused.setdefault(placement.target.parameter, []).append(name)
-    chosen = {}
-    for parameter, names in fused.items():
-        module_name, _, attribute = parameter.rpartition(".")
+        module_name, _, attribute = placement.target.parameter.rpartition(".")
         module = model.get_submodule(module_name)
-        if attribute != "weight" or not isinstance(module, Linear) or not module.is_quantizable:
-            continue
+        is_weight = isinstance(module, Linear) and module.is_quantizable and attribute == "weight"
+        if is_weight or isinstance(module, Experts):
+            fused.setdefault(module_name, []).append(name)
+    chosen = {}
+    for module_name, names in fused.items():
         excluded = [name for name in names if quantization.excludes(name.removesuffix(".weight"))]
         if not excluded:
-            chosen[parameter] = names
+            chosen[module_name] = names
         elif len(excluded) < len(names):
             others = sorted(set(names) - set(excluded))
             raise ConfigurationError(
-                f"quantization_exclude: {', '.join(sorted(excluded))} are one weight with "
-                f"{', '.join(others)} here: exclude all of them or none"
+                f"quantization_exclude: {_told(excluded)} are one weight with {_told(others)} here: exclude "
+                "all of them or none"
             )
     return chosen
+
+
+def _told(names: list[str]) -> str:
+    return ", ".join(sorted(names)[:MAX_TOLD]) + (", ..." if len(names) > MAX_TOLD else "")
 
 
 def _scales_of(name: str, placement: Placement) -> Placement:

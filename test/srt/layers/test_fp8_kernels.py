@@ -1,0 +1,145 @@
+"""Kernels for weights of 8 bits against float32 torch: in Triton's interpreter, and on a GPU if there is one.
+
+The interpreter multiplies no bfloat16, so there activations are float32; and it rounds to e4m3 in a way of
+its own, so that quantising kernels are held to the bit on a GPU alone. It is slow, and given little.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ebbtide.srt.layers.fp8 import FP8, dequantize, quantize_into
+from ebbtide.srt.layers.moe import route, run_experts
+
+ON_GPU = torch.cuda.is_available()  # noqa: TID251
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter() -> None:
+    if not ON_GPU:
+        # Triton reads this when it is imported.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    language = pytest.importorskip("triton.language")
+    if not ON_GPU and type(language.sum).__name__ != "InterpretedFunction":
+        pytest.skip("Triton was imported before TRITON_INTERPRET was set")
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape).to(DEVICE, DTYPE)
+
+
+def quantized(num_rows: int, num_columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, scales, and the weight that they stand for."""
+    weight = torch.randn(num_rows, num_columns) / num_columns**0.5
+    values, scales = (
+        torch.empty(weight.shape, dtype=FP8),
+        torch.empty(-(-num_rows // 128), num_columns // 128),
+    )
+    quantize_into(values, scales, weight)
+    return values.to(DEVICE), scales.to(DEVICE), dequantize(values, scales).to(DEVICE)
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """Up to the rounding of activations and results."""
+    distance = (actual.float() - expected.float()).norm() / expected.float().norm()
+    assert distance < (8e-3 if ON_GPU else 2e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 64] if ON_GPU else [1, 5])
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns"), [(128, 256), (256, 640), (4096, 4096)] if ON_GPU else [(128, 256)]
+)
+def test_products_of_few_tokens(num_tokens: int, num_rows: int, num_columns: int) -> None:
+    from ebbtide.srt.layers.small_batch import linear_add_, norm_gate_up, norm_linear
+
+    torch.manual_seed(0)
+    values, scales, weight = quantized(2 * num_rows, num_columns)
+    x, norm, bias = random(num_tokens, num_columns), random(num_columns), random(2 * num_rows)
+    normed = F.rms_norm(x.float(), norm.shape, norm.float(), EPS)
+
+    assert_near(norm_linear(x, norm, EPS, values, bias, scales), normed @ weight.T + bias.float())
+    gate, up = (normed @ weight.T).chunk(2, dim=1)
+    assert_near(norm_gate_up(x, norm, EPS, values, "silu", scales), F.silu(gate) * up)
+    residual = random(num_tokens, 2 * num_rows)
+    expected = residual.float() + x.float() @ weight.T
+    linear_add_(x, values, None, residual, scales)
+    assert_near(residual, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 9, 70] if ON_GPU else [3, 9])
+def test_experts(num_tokens: int) -> None:
+    from ebbtide.srt.layers.kernels.fused_moe import fused_experts
+    from ebbtide.srt.layers.kernels.moe_plan import Plan, Tile
+
+    torch.manual_seed(1)
+    gate_up, gate_up_scales, wide_gate_up = quantized(4 * 2 * 128, 384)
+    down, down_scales, wide_down = quantized(4 * 384, 128)
+    x = random(num_tokens, 384)
+    weights, experts = route(torch.randn(num_tokens, 4, device=DEVICE), 2, True)
+
+    plan = None
+    if not ON_GPU and num_tokens < 9:
+        plan = Plan(1, Tile(64, 512, 4, 1), Tile(128, 128, 4, 1))
+    scales = gate_up_scales, down_scales
+    out = fused_experts(x, gate_up, down, weights, experts.int(), plan, scales=scales)
+
+    assert_near(out, run_experts(x.float(), wide_gate_up, wide_down, weights, experts))
+
+
+@pytest.mark.parametrize("num_tokens", [37, 600] if ON_GPU else [37])
+@pytest.mark.parametrize("normed", [False, True])
+def test_products_of_many_tokens(num_tokens: int, normed: bool) -> None:
+    from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens, scaled_product
+
+    torch.manual_seed(2)
+    values, scales, weight = quantized(256, 384)
+    x, norm, residual = random(num_tokens, 384), random(384), random(num_tokens, 256)
+    x_values, x_scales = quantize_tokens(x, *((norm, EPS) if normed else ()))
+    x_wide = x_values.float().view(num_tokens, 3, 128) * x_scales[..., None]
+    given = F.rms_norm(x.float(), norm.shape, norm.float(), EPS) if normed else x.float()
+    # Three bits of mantissa: half a unit of the last place is a sixteenth; on the average it is less.
+    assert (x_wide.view(given.shape) - given).norm() / given.norm() < (0.04 if ON_GPU else 0.08)
+
+    expected = residual.float() + x_wide.view(given.shape) @ weight.T
+    scaled_product(x_values, x_scales, values, scales, residual, add=True)
+    assert_near(residual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_a_gpu_quantises_as_a_cpu_does(dtype: torch.dtype) -> None:
+    weight = (torch.randn(384, 640) * torch.logspace(-6, 2, 640)).to(dtype)
+    weight[:128, :128] = 0
+    weight[200, 200] = float("nan")
+    weight[300, 300] = float("inf")
+    found = []
+    for device in ("cpu", DEVICE):
+        values, scales = torch.empty(384, 640, dtype=FP8, device=device), torch.empty(3, 5, device=device)
+        quantize_into(values, scales, weight.to(device).t().contiguous().t())
+        found.append((values.cpu(), scales.cpu()))
+    (values, scales), (values_there, scales_there) = found
+    torch.testing.assert_close(scales_there, scales, rtol=0, atol=0, equal_nan=True)
+    good = scales.isfinite().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(values_there.view(torch.uint8)[good], values.view(torch.uint8)[good])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+def test_tokens_are_quantised_to_the_bit() -> None:
+    from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens
+
+    x = random(33, 4096) * 3
+    values, scales = quantize_tokens(x)
+    groups = x.float().cpu().view(33, 32, 128)
+    expected = groups.abs().amax(-1) / 448
+    assert torch.equal(scales.cpu(), expected)
+    expected_values = (groups / expected[..., None]).to(FP8).view(33, -1)
+    assert torch.equal(values.cpu().view(torch.uint8), expected_values.view(torch.uint8))
