@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.checkpoints import make_checkpoint
+from fixtures.eight_bits import make_exact_checkpoint
 from fixtures.gpu_device import DEVICE
 from fixtures.layouts import FOUR_RANKS_FP8, ONE_RANK, ONE_RANK_FP8, TWO_RANKS, TWO_REPLICAS, Layout
 from fixtures.references import Reference, check_greedy_spans
@@ -47,6 +49,22 @@ on_several_ranks = pytest.mark.parametrize("layout", SEVERAL_RANKS, indirect=Tru
 def layout(request: pytest.FixtureRequest) -> Layout:
     layout: Layout = request.param
     return layout
+
+
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, layout: Layout, seed: int) -> Path:
+    """Quantised, weights are those of the checkpoint bit for bit: the reference is that of any other."""
+    make = make_checkpoint if layout.quantization is None else make_exact_checkpoint
+    return make(tmp_path_factory.mktemp("model"), "Qwen3ForCausalLM", seed=seed, **DEVICE.checkpoint)
+
+
+@pytest.fixture(scope="module")
+def checkpoint_a(tmp_path_factory: pytest.TempPathFactory, layout: Layout) -> Path:
+    return checkpoint(tmp_path_factory, layout, seed=1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint_b(tmp_path_factory: pytest.TempPathFactory, layout: Layout) -> Path:
+    return checkpoint(tmp_path_factory, layout, seed=2)
 
 
 @pytest.fixture(scope="module")
