@@ -6,6 +6,7 @@ DeepSeek-V3 and Qwen3-FP8 keep them alike, and call the scales `weight_scale_inv
 Shapes: T tokens, K columns, O outputs, R rows of a weight, B and C blocks along rows and columns.
 """
 
+from types import ModuleType
 from typing import Final
 
 import torch
@@ -66,9 +67,9 @@ def are_scales(scales: Tensor) -> Tensor:
 class Fp8Linear(Linear):
     """A `Linear` whose weight has 8 bits.
 
-    Few tokens on a GPU are multiplied as they are, and the weight is widened as it is read; of many, each
-    group of 128 columns of a token is quantised too. On a CPU products are those of the weight in float32,
-    and activations keep their dtype.
+    One token on a GPU is multiplied as it is, and the weight is widened as it is read; of several, each group
+    of 128 columns of a token is quantised too. On a CPU products are those of the weight in float32, and
+    activations keep their dtype.
 
     Args:
         plain: with parameters on the meta device; what it becomes has its sizes, bias and ranks.
@@ -109,14 +110,26 @@ class Fp8Linear(Linear):
     def _quantized_product(
         self, x_TK: Tensor, norm: RMSNorm | None, bias_O: Tensor | None, residual_TO: Tensor | None = None
     ) -> Tensor:
-        from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens, scaled_product
+        from ebbtide.srt.layers.kernels.fp8_product import cublas_product, quantize_tokens, scaled_product
 
         normed = () if norm is None else (norm.weight, norm.eps, norm.offset)
         values_TK, scales_TG = quantize_tokens(x_TK.contiguous(), *normed)
-        out_TO = x_TK.new_empty((len(x_TK), len(self.weight))) if residual_TO is None else residual_TO
+        operands = (values_TK, scales_TG, self.weight, self.weight_scale_inv)
         is_added = residual_TO is not None
-        scaled_product(values_TK, scales_TG, self.weight, self.weight_scale_inv, out_TO, add=is_added)
-        return out_TO if bias_O is None else out_TO.add_(bias_O)
+        product_TO = cublas_product(*operands)
+        if product_TO is None:
+            product_TO = x_TK.new_empty((len(x_TK), len(self.weight))) if residual_TO is None else residual_TO
+            scaled_product(*operands, product_TO, add=is_added)
+        elif residual_TO is not None:
+            product_TO = residual_TO.add_(product_TO[: len(x_TK)])
+        else:
+            product_TO = product_TO[: len(x_TK)]
+        return product_TO if bias_O is None else product_TO.add_(bias_O)
+
+    def few_token_kernels(self, x_TD: Tensor) -> ModuleType | None:
+        # One token's products take as long as reading the weight: it keeps its precision. From two on cuBLAS
+        # is quicker than kernels that widen the weight.
+        return super().few_token_kernels(x_TD) if len(x_TD) == 1 else None
 
 
 class Fp8Experts(Experts):
