@@ -27,14 +27,15 @@ def quantize_tokens(
 ) -> tuple[Tensor, Tensor]:
     """x, or rms_norm(x), in e4m3, and its scales: [T', K] and [T', G], tokens side by side.
 
-    T' is T, rounded up to a multiple of 4, as cuBLAS wants it: what the rows behind T hold means nothing.
+    T' is T, rounded up to a multiple of 4, as cuBLAS wants it, and to 32 at least, which takes it no longer:
+    what the rows behind T hold means nothing.
 
     Args:
         x_TK: contiguous; K a multiple of 128.
         norm_weight_K, eps, offset: of the norm; without a weight there is none.
     """
     num_tokens, num_columns = x_TK.shape
-    padded_tokens = -(-num_tokens // 4) * 4
+    padded_tokens = max(32, -(-num_tokens // 4) * 4)
     values_TK = torch.empty((padded_tokens, num_columns), dtype=torch.float8_e4m3fn, device=x_TK.device)
     scales_GT = torch.empty((num_columns // GROUP, padded_tokens), dtype=torch.float32, device=x_TK.device)
     _quantize[(num_tokens,)](
