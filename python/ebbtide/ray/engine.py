@@ -102,7 +102,9 @@ class RayEngine:
         self._nodes: list[Node] = []
         try:
             self._nodes = take_seats(room, num_ranks, nnodes, share, runtime_env, placement_timeout_s)
-            together = {"log_level": "error", **arguments, "tp_size": tp, "dp_size": dp}
+            # Where GPUs were reserved, ranks on CPUs are not what was asked for.
+            device = {"device": "cuda"} if share.num_gpus > 0 else {}
+            together = {"log_level": "error", **device, **arguments, "tp_size": tp, "dp_size": dp}
             start_engine(self._nodes, together, abandoned or threading.Event())
         except BaseException:
             room.give_back()

@@ -22,6 +22,7 @@ from ebbtide.srt.managers.io_struct import (
     ReadWeightsReqInput,
     ReadWeightsReqOutput,
     TokenizedGenerateReqInput,
+    WeightPiece,
 )
 from ebbtide.trainer.payload_encoding import serialize_tensors
 
@@ -148,27 +149,34 @@ class JointEngine(Engine):
         by_rank: list[list[StoredParameter]] = [[] for _ in range(self.server_args.tp_size)]
         index, num_bytes, num_parameters = first_index, 0, first_index + 1
         generation: tuple[int, ...] = ()
-        while index < num_parameters and num_bytes < BUCKET_BYTES:
+        is_open = True
+        while index < num_parameters and (is_open or num_bytes < BUCKET_BYTES):
             pieces: list[list[bytes]] = [[] for _ in by_rank]
             read_bytes, is_whole = 0, False
-            reply: ReadWeightsReqOutput
+            latest: list[WeightPiece] = []
             while not is_whole:
-                request = ReadWeightsReqInput(index=index, first_byte=read_bytes, num_bytes=PIECE_BYTES)
-                answer = await self._in_loop(self._service.manager.control(request))
-                assert isinstance(answer, ReadWeightsReqOutput)
-                reply = answer
-                for mine, piece in zip(pieces, reply.pieces, strict=True):
+                latest = await self._read(index, read_bytes)
+                for mine, piece in zip(pieces, latest, strict=True):
                     mine.append(piece.data)
                 read_bytes += PIECE_BYTES
-                is_whole = all(len(piece.data) < PIECE_BYTES for piece in reply.pieces)
-            for parameters, mine, piece in zip(by_rank, pieces, reply.pieces, strict=True):
+                is_whole = all(len(piece.data) < PIECE_BYTES for piece in latest)
+            for parameters, mine, piece in zip(by_rank, pieces, latest, strict=True):
                 data = np.frombuffer(b"".join(mine), dtype=np.uint8)
                 parameters.append(StoredParameter(piece.name, piece.dtype, piece.shape, data))
                 num_bytes += len(data)
-            num_parameters = reply.pieces[0].num_parameters
-            generation = tuple(piece.generation for piece in reply.pieces)
+            num_parameters = latest[0].num_parameters
+            generation = tuple(piece.generation for piece in latest)
             index += 1
+            # Weights in 8 bits are taken together with their scales, which come next.
+            is_open = latest[0].dtype.startswith("float8")
         return WeightBucket(by_rank, index if index < num_parameters else None, generation)
+
+    async def _read(self, index: int, first_byte: int) -> list[WeightPiece]:
+        """A piece of a parameter, of every rank."""
+        request = ReadWeightsReqInput(index=index, first_byte=first_byte, num_bytes=PIECE_BYTES)
+        reply = await self._in_loop(self._service.manager.control(request))
+        assert isinstance(reply, ReadWeightsReqOutput)
+        return reply.pieces
 
     async def take_weights(self, read: Callable[[int], Awaitable[WeightBucket]], weight_version: str) -> None:
         """Serve what another engine of the same arguments serves.
