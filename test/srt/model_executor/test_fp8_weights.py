@@ -37,6 +37,7 @@ from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.quantizing import Quantization
 from ebbtide.srt.models.registry import build_model
+from ebbtide.srt.weight_sync.custom_loader import StagedModel
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 DOWN, EMBED = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
@@ -266,6 +267,19 @@ def test_sizes_that_ranks_cannot_share_by_blocks_are_refused(tmp_path: Path) -> 
         WeightStore(
             model, VirtualMemorySaver(HostVirtualMemory()), group=Half(0), quantization=Quantization()
         )
+
+
+def test_a_loader_of_ones_own_brings_values_with_their_scales(path: Path, new: dict[str, Tensor]) -> None:
+    store = RealRank(path, quantization="fp8").store
+    pairs = in_eight_bits(new)
+    with store.arena.stage() as shadow:
+        model = StagedModel(store, shadow)
+        assert model.load_weights(new.items()) == new.keys()
+        assert model.load_weights(pairs.items()) == pairs.keys()
+        with pytest.raises(ValueError, match="expected its scales with it"):
+            model.load_weights([(DOWN, pairs[DOWN])])
+        with pytest.raises(ValueError, match="finite and above zero"):
+            model.load_weights([(SCALES, -pairs[SCALES])])
 
 
 def test_unknown_names_are_refused(path: Path) -> None:

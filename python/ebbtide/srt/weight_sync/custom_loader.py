@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ebbtide.srt.errors import ConfigurationError, RequestRejected, drop_frames
+from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.model_executor.weight_store import WeightStore
 
@@ -44,17 +45,23 @@ class StagedModel:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Write whole tensors under their checkpoint names; each rank keeps its part of them.
 
-        Returns the names. Raises ValueError for a tensor that the model has no place for; those before it
-        are written.
+        Returns the names. Raises ValueError for a tensor that the model has no place for, or values of 8 bits
+        without their scales; those before it are written.
         """
-        names = set()
+        dtypes: dict[str, torch.dtype] = {}
         for name, tensor in weights:
             problem = self._store.check(name, tensor.shape, tensor.dtype)
             if problem is not None:
                 raise ValueError(f"{name}: {problem.reason}")
+            if self._store.is_scales(name) and not are_scales(tensor):
+                raise ValueError(f"{name}: expected scales that are finite and above zero")
             self._store.write(name, tensor, self._shadow)
-            names.add(name)
-        return names
+            dtypes[name] = tensor.dtype
+        for name, dtype in dtypes.items():
+            problem = self._store.check_scales(name, dtype, dtypes)
+            if problem is not None:
+                raise ValueError(f"{name}: {problem.reason}")
+        return set(dtypes)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The engine's own parameters: fused, and this rank's part of them. Write into them."""
