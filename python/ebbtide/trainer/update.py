@@ -6,11 +6,12 @@ import functools
 import itertools
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 
@@ -24,6 +25,12 @@ logger = logging.getLogger(__name__)
 # Is told the bytes and the tensors that all engines have taken so far.
 ProgressCallback = Callable[[int, int], None]
 T = TypeVar("T")
+
+# Buckets that an engine is given before it has answered the first of them: it takes one with each forward
+# pass then, and not one with every second or third.
+AT_ONCE: Final = 2
+
+_Answers: TypeAlias = list[tuple[Target, Future[Any]]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class Update:
         self._broadcaster = broadcaster
         self._open: dict[str, Target] = {}
         self._version_before: dict[str, str] = {}
-        self._futures: list[tuple[Target, Future[Any]]] = []
+        self._started: deque[_Answers] = deque()
         self._is_over = threading.Event()
 
     def stage(self, buckets: Iterable[Bucket], progress: ProgressCallback | None) -> tuple[int, int]:
@@ -78,17 +85,19 @@ class Update:
         self._start(self._begin_at)
         self._finish("begin_weight_update")
         num_tensors = num_bytes = 0
-        previous: Bucket | None = None
+        at_once = AT_ONCE if self._broadcaster is None else 1
+        on_the_way: deque[Bucket] = deque()
         for bucket in itertools.chain(buckets, (None,)):
-            if previous is not None:
-                self._finish(str(previous))
-                num_tensors += len(previous.names)
-                num_bytes += previous.num_bytes
+            while on_the_way and (bucket is None or len(on_the_way) == at_once):
+                first = on_the_way.popleft()
+                self._finish(str(first))
+                num_tensors += len(first.names)
+                num_bytes += first.num_bytes
                 if progress is not None:
                     progress(num_bytes, num_tensors)
             if bucket is not None:
                 self._start_bucket(bucket)
-            previous = bucket
+                on_the_way.append(bucket)
         return num_tensors, num_bytes
 
     def commit(self) -> list[Mapping[str, Any]]:
@@ -100,13 +109,13 @@ class Update:
         """Discard what is open; returns why, where that failed."""
         # A bucket that arrived behind the abort would find no session, and be served by itself.
         self._is_over.set()
-        wait([future for _, future in self._futures])
+        wait([future for answers in self._started for _, future in answers])
         aborts = {name: self._pool.submit(target.abort) for name, target in self._open.items()}
         outcomes = {name: abort.exception() for name, abort in aborts.items()}
         return {name: error for name, error in outcomes.items() if isinstance(error, Exception)}
 
     def _start(self, call: Callable[[Target], Any]) -> None:
-        self._futures = [(target, self._pool.submit(call, target)) for target in self._targets]
+        self._started.append([(target, self._pool.submit(call, target)) for target in self._targets])
 
     def _start_bucket(self, bucket: Bucket) -> None:
         if self._broadcaster is None:
@@ -115,13 +124,14 @@ class Update:
         # It is done in this thread, whose current GPU it may be about.
         device = self._broadcaster.device_for(bucket.tensors[0][1])
         outcomes = self._pool.submit(self._broadcast, self._broadcaster, bucket, device)
-        self._futures = [(target, outcome_at(target, outcomes)) for target in self._targets]
+        self._started.append([(target, outcome_at(target, outcomes)) for target in self._targets])
 
     def _finish(self, what: str) -> list[Any]:
-        """Wait for all targets; their results. Raises `UpdateFailed` unless all have one."""
-        wait([future for _, future in self._futures])
+        """Wait for all targets' answers to the oldest call. Raises `UpdateFailed` unless all have one."""
+        answers = self._started.popleft()
+        wait([future for _, future in answers])
         results, failures, done = [], {}, []
-        for target, future in self._futures:
+        for target, future in answers:
             try:
                 results.append(future.result())
                 done.append(target.name)
@@ -201,7 +211,7 @@ class Update:
         return found
 
     def _committed_alone(self, name: str) -> CommittedAlone:
-        del self._open[name]
+        self._open.pop(name, None)
         return CommittedAlone(
             "its session had ended, and the bucket was committed by itself: the weights that it "
             "serves are a mixture. Send them all again, with a longer session_timeout_s"

@@ -32,7 +32,7 @@ from ebbtide.trainer.targets import (
     UpdatableEngine,
     check_transport,
 )
-from ebbtide.trainer.update import CommittedAlone, ProgressCallback, Terms, Update, UpdateFailed
+from ebbtide.trainer.update import AT_ONCE, CommittedAlone, ProgressCallback, Terms, Update, UpdateFailed
 
 DEFAULT_BUCKET_BYTES: Final = 512 << 20
 
@@ -80,7 +80,8 @@ class SentWeights:
 class WeightSender:
     """Sends a trainer's weights to one engine or several. One update at a time; may be used again and again.
 
-    While a bucket is on its way the next one is gathered: two buckets' worth of tensors exist at once.
+    While two buckets are on their way the next one is gathered: three buckets' worth of tensors exist at
+    once. Of broadcasts one is on its way at a time.
 
     Args:
         target: an `Engine`; the URL of a server; a list of either, all of which get the same update; or None
@@ -203,7 +204,8 @@ class WeightSender:
         if not self._targets:
             read_rest(buckets)
             return SentWeights(wanted, 0, 0, time.perf_counter() - started, None, None)
-        with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-weights") as pool:
+        num_threads = AT_ONCE * len(self._targets)
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="ebbtide-weights") as pool:
             update = Update(self._targets, self._terms, pool, wanted, self._broadcaster)
             try:
                 num_tensors, num_bytes = update.stage(buckets, self._progress)
