@@ -52,7 +52,6 @@ NOT_IMPLEMENTED = (
     "/v1/completions/render",
     "/v1/chat/completions/render",
     "/receive_weight_update",
-    "/fetch_weights",
 )
 
 

@@ -92,8 +92,9 @@ class PublishedSource(DeltaSource):
                             self._changes[name].follow(changes)
                         else:
                             self._changes[name] = changes
-                        if name in file.metadata:
-                            self._sums[name] = delta.checksum_format, file.metadata[name]
+                        checksum = delta.checksums.get(name, file.metadata.get(name))
+                        if checksum is not None:
+                            self._sums[name] = delta.checksum_format, checksum
                         yield sizes[name]
 
     def verify(self, target: Target) -> Iterator[int]:

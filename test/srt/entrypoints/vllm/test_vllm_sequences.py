@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
-from fixtures.published_deltas import publish
+from fixtures.published_deltas import publish, publish_as_skyrl
 from fixtures.servers import Server, wait_until
 from safetensors.torch import load_file, save_file
 
@@ -276,6 +276,43 @@ def test_prime_rl_by_folder(server: Server, checkpoints: Any, tmp_path: Path) ->
         own = next(iter(of_position.items()))
         assert own[0] == str(PROMPT[position])
         assert own[1]["logprob"] < 0
+
+
+def test_skyrl_by_deltas(server: Server, checkpoints: Any, tmp_path: Path) -> None:
+    old, sync_dir = load_file(checkpoints.a / "model.safetensors"), tmp_path / "sync"
+    name = "model.layers.0.self_attn.k_proj.weight"
+    body = {"method": "fetch_weights", "kwargs": {"target_version": 1, "sync_dir": str(sync_dir)}}
+    assert server.post("/collective_rpc", body).status_code == 409
+    info = {"base_model_path": str(checkpoints.a), "local_checkpoint_dir": str(tmp_path / "local")}
+    info |= {"checkpoint_load_format": "vllm_fastsafetensors"}
+    ok(server.post("/init_weight_transfer_engine", {"init_info": info}))
+    changed = [old]
+    for version in (1, 2):
+        changed.append({**changed[-1], name: changed[-1][name] + version})
+        manifest = publish_as_skyrl(sync_dir, version, *changed[-2:])
+    for version in (1, 2):
+        asked = {"target_version": version, "sync_dir": str(sync_dir)}
+        [fetched] = ok(server.post("/collective_rpc", {**body, "kwargs": asked}))["results"]
+        assert fetched["status"] == "ok"
+        assert ok(server.post("/fetch_weights", asked))["result"][0]["target_version"] == version
+        ok(server.post("/collective_rpc", {"method": "skyrl_start_weight_update"}))
+        ok(server.post("/update_weights", {"update_info": asked}))
+        ok(server.post("/collective_rpc", {"method": "skyrl_finish_weight_update"}))
+        assert ok(server.get("/weight_info"))["weight_version"] == str(version)
+        read = ok(server.post("/get_weights_by_name", {"name": name, "truncate_size": 1000}))
+        assert torch.equal(torch.tensor(read), changed[version][name])
+    for asked, status in (
+        ({"target_version": 1, "sync_dir": str(sync_dir)}, 400),
+        ({"target_version": 3, "sync_dir": str(sync_dir)}, 400),
+        ({"target_version": 3, "uri": "gs://bucket"}, 501),
+    ):
+        assert server.post("/fetch_weights", asked).status_code == status
+    wrong = sync_dir / "delta-00000003" / "manifest.json"
+    wrong.parent.mkdir()
+    for text in ("{", manifest.read_text(), manifest.read_text().replace("xxh3", "crc")):
+        wrong.write_text(text)
+        refused = server.post("/fetch_weights", {"target_version": 3, "sync_dir": str(sync_dir)})
+        assert (refused.status_code, "manifest.json" in refused.json()["message"]) == (400, True)
 
 
 def test_prime_rl_by_broadcast(

@@ -30,6 +30,7 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
     "logits_processors": _ONLY_BIAS,
     "prompt_embeds": "prompts are texts or token ids",
     "repetition_detection": "there are stop strings, stop_token_ids and penalties",
+    "required_prefix_token_ids": "completions take token ids",
     "stop_regex": "stop takes strings",
     "thinking_token_budget": "max_tokens counts all tokens",
     "use_beam_search": "n samples are drawn",

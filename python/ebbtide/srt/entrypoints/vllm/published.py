@@ -55,3 +55,41 @@ async def pull(asked: PullParameters, serving: str) -> Body:
         "num_deltas": len(chain),
         "num_tensors": num_tensors,
     }
+
+
+class FetchInfo(Struct, kw_only=True):
+    """How SkyRL's trainer publishes deltas. What is about a whole local copy has no meaning here."""
+
+    local_checkpoint_dir: str
+    base_model_path: str | None = None
+    cloud_download_workers: int | None = None
+    checkpoint_load_format: str | None = None
+    multi_thread_safetensors_max_workers: int | None = None
+
+
+class FetchParameters(Struct, kw_only=True):
+    target_version: int
+    sync_dir: str | None = None
+    uri: str | None = None
+
+
+async def fetch(asked: FetchParameters, info: FetchInfo | None, serving: str) -> Body:
+    """As `pull`, in SkyRL's words.
+
+    Raises:
+        RequestRejected: 409, it was not said where to; 501, the folder is a cloud's.
+    """
+    if info is None:
+        raise RequestRejected("call /init_weight_transfer_engine with local_checkpoint_dir first", 409)
+    if asked.sync_dir is None or asked.uri is not None or "://" in asked.sync_dir:
+        raise RequestRejected("sync_dir: expected a folder; those of clouds are not read", 501)
+    parameters = PullParameters(
+        local_checkpoint_dir=info.local_checkpoint_dir,
+        source_dir=asked.sync_dir,
+        target_version=asked.target_version,
+    )
+    pulled = await pull(parameters, serving)
+    if int(pulled["version"]) != asked.target_version:
+        raise RequestRejected(f"target_version: {asked.target_version} is behind what serves, {serving!r}")
+    result = {"status": "ok", "target_version": asked.target_version, "stats": {}}
+    return {**pulled, "status": "ok", "result": [result]}

@@ -14,7 +14,9 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     RpcParameters,
     StartParameters,
     UpdateParameters,
+    checked,
 )
+from ebbtide.srt.entrypoints.vllm.published import FetchParameters
 from ebbtide.srt.entrypoints.vllm.weight_transfer import VllmWeightTransfer
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import (
@@ -55,6 +57,7 @@ class RemoteCalls:
             "update_weights_ipc": (self._update, ("update_info",)),
             "skyrl_sleep_for_weight_sync": (self._sleep, ("offload_kv",)),
             "skyrl_wake_for_weight_sync": (self._wake, ("tags",)),
+            "fetch_weights": (self._fetch, ("target_version", "sync_dir", "uri")),
             "reload_weights": (self._reload, ()),
             "liveness_probe": (self._probe, ()),
         }
@@ -107,6 +110,11 @@ class RemoteCalls:
 
     async def _wake(self, kwargs: Mapping[str, Any]) -> None:
         await self._control(ResumeMemoryOccupationReqInput, {"tags": kwargs.get("tags")})
+
+    async def _fetch(self, kwargs: Mapping[str, Any]) -> Body:
+        fetched = await self._weights.fetch(checked(kwargs, FetchParameters, "body.kwargs"))
+        result: Body = fetched["result"][0]
+        return result
 
     async def _reload(self, kwargs: Mapping[str, Any]) -> None:
         await self._control(UpdateWeightFromDiskReqInput, {"model_path": self._model_path()})

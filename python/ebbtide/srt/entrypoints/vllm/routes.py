@@ -33,7 +33,7 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     WorldSizeParameters,
     read_parameters,
 )
-from ebbtide.srt.entrypoints.vllm.published import PullParameters, pull
+from ebbtide.srt.entrypoints.vllm.published import FetchParameters, PullParameters, pull
 from ebbtide.srt.entrypoints.vllm.remote_calls import RemoteCalls
 from ebbtide.srt.entrypoints.vllm.weight_transfer import VllmWeightTransfer
 from ebbtide.srt.errors import RequestRejected
@@ -264,6 +264,13 @@ ROUTES: Final = (
         "Which published version an update from a folder brings.",
         lambda api: api.pull_weights,
         PullParameters,
+    ),
+    VllmRoute(
+        "POST",
+        "/fetch_weights",
+        "Which published version the next update brings, in SkyRL's words.",
+        lambda api: api.weights.fetch,
+        FetchParameters,
     ),
     VllmRoute("GET", "/weight_info", "The version of the weights.", lambda api: api.weight_info),
     VllmRoute(

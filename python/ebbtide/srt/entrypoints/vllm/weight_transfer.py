@@ -25,6 +25,7 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     UpdateParameters,
     checked,
 )
+from ebbtide.srt.entrypoints.vllm.published import FetchInfo, FetchParameters, fetch
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
@@ -118,12 +119,16 @@ class VllmWeightTransfer:
         self._num_ranks = num_ranks
         self._init_info: InitInfo | None = None
         self._last: UpdateInfo | None = None
+        self._fetch_info: FetchInfo | None = None
         # Whether the open session, if there is one, was started here; and why the last one has ended.
         self._is_started = False
         self._failure: str | None = None
 
     async def init(self, asked: InitParameters) -> Body:
         """Join the trainer's group in the place of the one before; one that lends its memory has none."""
+        if "local_checkpoint_dir" in asked.init_info:
+            self._fetch_info = checked(asked.init_info, FetchInfo, "body.init_info")
+            return {"message": "Weight transfer initialized", "changed": True}
         if not asked.init_info.keys() & set(InitInfo.__struct_fields__) - set(LendingInfo.__struct_fields__):
             checked(asked.init_info, LendingInfo, "body.init_info")
             self._init_info = None
@@ -196,7 +201,7 @@ class VllmWeightTransfer:
         self._require_session("update")
         self._require_resident()
         try:
-            reply: Body = await self._control(*self._request(asked.update_info))
+            reply: Body = await self._control(*await self._request(asked.update_info))
         except (RequestRejected, EngineError) as error:
             self._is_started, self._failure = False, str(error)
             # An engine that has failed says so by the first error.
@@ -285,7 +290,23 @@ class VllmWeightTransfer:
             )
         return info
 
-    def _request(self, given: dict[str, Any] | list[dict[str, Any]]) -> tuple[type[Any], Body]:
+    async def fetch(self, asked: FetchParameters) -> Body:
+        """Check the versions that a trainer has published; the update that follows brings them."""
+        return await fetch(asked, self._fetch_info, self._state().weight_version)
+
+    async def _fetched(self, given: Mapping[str, Any]) -> Body:
+        """The update that brings published versions, as fields."""
+        info = checked(given, FetchParameters, UPDATE_INFO)
+        if info.sync_dir is not None or info.uri is not None:
+            await self.fetch(info)
+        if self._fetch_info is None:
+            raise RequestRejected("no version was fetched: call /fetch_weights", 409)
+        return {
+            "model_path": self._fetch_info.local_checkpoint_dir,
+            "weight_version": str(info.target_version),
+        }
+
+    async def _request(self, given: dict[str, Any] | list[dict[str, Any]]) -> tuple[type[Any], Body]:
         """The update as a control request."""
         entries = given if isinstance(given, list) else [given]
         num_ranks = self._num_ranks()
@@ -295,6 +316,8 @@ class VllmWeightTransfer:
                 param=UPDATE_INFO,
             )
         common = {"flush_cache": False, "session_id": SESSION}
+        if "target_version" in entries[0]:
+            return UpdateWeightFromDiskReqInput, {**await self._fetched(entries[0]), **common}
         if any(entry.get("ipc_handles") is not None for entry in entries):
             raise RequestRejected(
                 "ipc_handles: over HTTP they come as ipc_handles_pickled", param=f"{UPDATE_INFO}.ipc_handles"

@@ -6,11 +6,12 @@ checkpoint's names, a zstd frame of what becomes of a tensor's bytes. Source: wi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -35,6 +36,7 @@ class PublishedDelta:
         encoding: "xor" or "overwrite".
         checksum_format: of the checksums in the headers of its files.
         weight_map: the file of each tensor that changes.
+        checksums: of tensors, where the index has them and not the files.
     """
 
     folder: Path
@@ -43,6 +45,7 @@ class PublishedDelta:
     encoding: str
     checksum_format: str
     weight_map: Mapping[str, str]
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,21 @@ def version_folder(source_dir: Path, version: int) -> Path:
     return source_dir / f"weight_v{version:06d}"
 
 
+def manifest_of(source_dir: Path, version: int) -> Path:
+    """What SkyRL's trainer writes last."""
+    return source_dir / f"delta-{version:08d}" / "manifest.json"
+
+
 def read_chain(source_dir: Path, base: int, target: int) -> list[PublishedDelta]:
     """The deltas that lead from one version to another, in order.
 
     Raises:
         RequestRejected: 400, one is not there, not ready, of another version, or of an unknown kind.
     """
-    return [_read_index(source_dir, version) for version in range(base + 1, target + 1)]
+    versions = range(base + 1, target + 1)
+    if any(manifest_of(source_dir, version).is_file() for version in versions):
+        return [_read_manifest(manifest_of(source_dir, version), version) for version in versions]
+    return [_read_index(source_dir, version) for version in versions]
 
 
 def write_state(local_dir: Path, state: PulledState) -> None:
@@ -186,6 +197,36 @@ def _read_index(source_dir: Path, version: int) -> PublishedDelta:
     return PublishedDelta(folder, version, version - 1, encoding, kinds[2], weight_map)
 
 
+def _read_manifest(file: Path, version: int) -> PublishedDelta:
+    """SkyRL's index. Source: wire_vllm section 5.3."""
+    if not file.is_file():
+        raise RequestRejected(f"sync_dir: version {version} is not ready: there is no {file}")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        told = int(manifest["version"]), int(manifest["base_version"])
+        records = {record["name"]: record for record in manifest["tensors"]}
+        kinds = {record.get("checksum_algorithm", "sha256") for record in records.values()}
+        checksums = {name: record.get("checksum") or record["sha256"] for name, record in records.items()}
+        weight_map = {name: record["payload_file"] for name, record in records.items()}
+        is_keyed = all(record["payload_key"] == name for name, record in records.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestRejected(f"{file} cannot be read: {error!r}") from error
+    if told != (version, version - 1):
+        raise RequestRejected(
+            f"{file}: expected version {version} of {version - 1}, got {told[0]} of {told[1]}"
+        )
+    if not is_keyed or not all(isinstance(part, str) and "/" not in part for part in weight_map.values()):
+        raise RequestRejected(
+            f"{file}: expected files of this folder, and the names of tensors as their keys"
+        )
+    if len(kinds) > 1 or not kinds <= _CHECKSUMS.keys():
+        raise RequestRejected(
+            f"{file}: expected one checksum of {', '.join(_CHECKSUMS)}, got {sorted(kinds)}"
+        )
+    kind = next(iter(kinds), "xxh3-128")
+    return PublishedDelta(file.parent, version, version - 1, "xor", kind, weight_map, checksums)
+
+
 def _library(name: str) -> Any:
     try:
         return import_module(name)
@@ -198,6 +239,7 @@ def _library(name: str) -> Any:
 _CHECKSUMS: Final[Mapping[str, Callable[[memoryview], str]]] = {
     "xxh3-128": lambda data: str(_library("xxhash").xxh3_128_hexdigest(data)),
     "blake3": lambda data: str(_library("blake3").blake3(data).hexdigest()),
+    "sha256": lambda data: hashlib.sha256(data).hexdigest(),
     "adler32": lambda data: f"{zlib.adler32(data):08x}",
 }
 
