@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.layers.fp8 import BLOCK, FP8, SCALES_SUFFIX, dequantize, quantize_into
+from ebbtide.srt.layers.fp8 import BLOCK, FP8, SCALES_SUFFIX, compile_quantizing, dequantize, quantize_into
 from ebbtide.srt.mem_cache.kv_scales import scale_place
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.chunk_pool import ChunkArena
@@ -177,6 +177,8 @@ class WeightStore:
             replace_parameter(model, name, self.arena.view(slot.offset, slot.shape, slot.dtype))
         if self.device.type == "cuda":
             compile_copies(self.device)
+            if self._scales:
+                compile_quantizing(self.device)
 
     @property
     def names(self) -> frozenset[str]:
