@@ -1,4 +1,4 @@
-"""What a scrape of the metrics costs an engine under a storm. On a CPU, with a null runner: no model computes.
+"""What a scrape of the metrics costs an engine under a storm. On a CPU, with a null runner: nothing computes.
 
 Streams run without end, and control operations come between them. Windows with `--rate` scrapes a second and
 without take turns; every text is parsed. Told are the CPU time of the API process that a scrape takes, as a

@@ -171,6 +171,9 @@ class ServerArgs(SglangArguments):
     enable_return_routed_experts: Annotated[
         bool, Arg("Record which experts each token goes through, for requests that ask for it.")
     ] = False
+    return_sampling_mask: Annotated[
+        bool, Arg("Sampling masks with every answer of /inference that does not say otherwise.")
+    ] = False
     routed_experts_format: Annotated[
         str, Arg("Of routed experts in /v1 and /inference.", choices=("npy", "packed"))
     ] = "npy"

@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from ebbtide import Engine
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.managers.api.routed_experts import encoded
+from ebbtide.srt.managers.io_struct import RoutedExperts
 
 PROMPT = [(7 * place) % 250 for place in range(45)]
 
@@ -197,6 +199,11 @@ def test_other_dialects_tell_them_in_their_own_forms(server: Server, routers: Ro
         expected = routers.rows([*PROMPT, *told["token_ids"]][:-1])[start:]
         assert rows.dtype == np.uint8
         assert (np.sort(rows, axis=-1) == expected).all()
+    [sky] = server.post("/skyrl/v1/generate", tokens).json()["choices"]
+    data, shape, dtype = sky["routed_experts"].items()
+    assert (data[0], shape, dtype) == ("data", ("shape", list(rows.shape)), ("dtype", "uint8"))
+    kept = RoutedExperts(rows[2:].tobytes(), rows[2:].shape, "uint8")
+    assert encoded(kept, "packed", 2) == packed(rows[2:]) | {"start": 2}
     again = {**tokens, "replay_routed_experts": other["routed_experts"]}
     refused = server.post("/inference/v1/generate", again)
     assert "expected at most the 45 tokens of the prompt, got 48" in refused.json()["error"]["message"]

@@ -65,10 +65,13 @@ class TokensApi:
             common.generate["continue_from"] = self._service.manager.ended.find(names) or names[0]
         # Nothing in a request asks for them: the server's flag does.
         common.generate["return_routed_experts"] = args.enable_return_routed_experts
+        if call.request.return_sampling_mask is None:
+            common.generate["return_sampling_mask"] = args.return_sampling_mask
+        form = "canonical" if request.url.path.startswith("/skyrl") else args.routed_experts_format
         starting = self._service.manager.prepare(
             common.generate,
             is_incremental=True,
-            routed_form=cast("RoutedForm", args.routed_experts_format),
+            routed_form=cast("RoutedForm", form),
         )
         if call.request.stream:
             return await answer_events(
@@ -120,8 +123,9 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         "return_prompt_token_ids": request.return_token_ids,
         "return_sampling_mask": request.return_sampling_mask,
         "routed_experts_start_len": given_params.get("routed_experts_prompt_start"),
-        "routed_dp_rank": _rank(headers.get("x-data-parallel-rank")),
+        "routed_dp_rank": _number("X-data-parallel-rank", headers),
         **{name: getattr(request, name) for name in PASSED_ON_FIELDS},
+        "priority": request.priority or _number("X-Request-Priority", headers),
     }
     options = request.stream_options
     common = OpenAICall(
@@ -141,11 +145,13 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
     return TokensCall(request, common, ignored)
 
 
-def _rank(header: str | None) -> int | None:
+def _number(name: str, headers: Mapping[str, str]) -> int | None:
+    """What a header says, if it is there."""
+    header = headers.get(name.lower())
     if header is None:
         return None
-    if not header.isdecimal():
-        raise RequestRejected(f"X-data-parallel-rank: expected a number, got {header!r}")
+    if not header.removeprefix("-").isdecimal():
+        raise RequestRejected(f"{name}: expected a number, got {header[:100]!r}")
     return int(header)
 
 

@@ -15,7 +15,8 @@ class TokensRequest(Struct, kw_only=True):
 
     `max_version_lag`, `min_weight_version`, `exact_weight_version`, `on_update`, `replay_routed_experts` and
     `continue_from` are those of `/generate`; the last one comes in the place of `token_ids`, and without
-    `sampling_params` those of the output that is continued are in force.
+    `sampling_params` those of the output that is continued are in force. `return_sampling_mask`: null is as
+    the server's flag says.
     """
 
     token_ids: list[int] = []
@@ -31,7 +32,7 @@ class TokensRequest(Struct, kw_only=True):
     min_weight_version: str | int | None = None
     exact_weight_version: str | int | None = None
     replay_routed_experts: Any = None
-    return_sampling_mask: bool = False
+    return_sampling_mask: bool | None = None
     on_update: Literal["continue", "recompute", "abort"] | None = None
     return_token_ids: bool = False
     output_mode: Literal["tokens", "text"] = "tokens"

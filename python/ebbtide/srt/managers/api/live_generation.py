@@ -231,7 +231,9 @@ class OutputState:
             meta["output_token_sampling_logprobs"] = [logprob for _, logprob in self._supports]
             meta["output_token_sampling_mask_length"] = len(self._supports)
         if self._routed_experts is not None:
-            meta["routed_experts"] = encoded(self._routed_experts, self._style.routed_form)
+            meta["routed_experts"] = encoded(
+                self._routed_experts, self._style.routed_form, request.routed_experts_start or 0
+            )
             if request.routed_experts_start:
                 meta["routed_experts_start_len"] = request.routed_experts_start
         if self.finish is not None:

@@ -20,8 +20,9 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import RoutedExperts
 
 # "int32": base64 of the numbers alone. "npy": base64 of a file of numpy's. "packed": an object with `data`
-# first, base64 of the smallest of uint8, int16 and int32 that holds them.
-RoutedForm: TypeAlias = Literal["int32", "npy", "packed"]
+# first, base64 of the numbers as they are kept, and the token that they `start` with. "canonical": such an
+# object without the latter, of the smallest of uint8, int16 and int32 that holds them.
+RoutedForm: TypeAlias = Literal["int32", "npy", "packed", "canonical"]
 
 _NPY_MAGIC: Final = b"\x93NUMPY"
 _KINDS: Final = ("uint8", "int8", "uint16", "int16", "int32", "int64")
@@ -42,8 +43,8 @@ class ExpertSlots:
     sparse_layers: Sequence[int]
 
 
-def encoded(routed: RoutedExperts, form: RoutedForm) -> Any:
-    """What an answer says of them."""
+def encoded(routed: RoutedExperts, form: RoutedForm, start: int) -> Any:
+    """What an answer says of them; they are those of the tokens from `start` on."""
     rows = routed.rows
     match form:
         case "int32":
@@ -52,10 +53,13 @@ def encoded(routed: RoutedExperts, form: RoutedForm) -> Any:
             file = io.BytesIO()
             np.save(file, rows, allow_pickle=False)
             return _base64(file.getbuffer())
+        # Readers cut `data` out by its place: it comes first.
         case "packed":
+            told = {"shape": list(routed.shape), "start": start, "dtype": routed.dtype}
+            return {"data": _base64(rows.data), **told}
+        case "canonical":
             largest = int(rows.max(initial=0))
             kind = "uint8" if largest < 256 else "int16" if largest < 1 << 15 else "int32"
-            # Readers cut `data` out by its place: it comes first.
             return {"data": _base64(rows.astype(kind).data), "shape": list(routed.shape), "dtype": kind}
 
 
