@@ -35,6 +35,7 @@ HEADLINE = {
     "default.stall_in_place_64": "update all weights under 64 streams: longest gap in a stream",
     "default.reply_in_place_64": "the same: from request to reply",
     "default.reply_idle": "the same with nothing running: from request to reply",
+    "default.kept_reply_idle": "the same out of memory that stays mapped (`keep_mapped`)",
 }
 
 Row = dict[str, Any]
