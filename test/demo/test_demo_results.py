@@ -1,5 +1,7 @@
 """What the demo promises is checked, and the report says what was found."""
 
+import base64
+import math
 import re
 from pathlib import Path
 
@@ -90,6 +92,23 @@ def test_report_is_one_file_with_everything_inside(tmp_path: Path, failure: str 
     for number in range(4):
         assert re.search(rf"<tr><td>{number}</td>", html)
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_of_fp8_says_that_it_is_emulated_and_shows_importance_ratios(tmp_path: Path):
+    found = results(0.2, 0.6, 0.95, 0.97)
+    found.is_fp8 = True
+    html = write_report(tmp_path, found).read_text(encoding="utf-8")
+    assert "FP8 (e4m3), emulated on this CPU" in html
+    assert (
+        "Importance ratios: trainer by engine"
+        in base64.b64decode(
+            re.findall(r'importance ratios by step" src="data:image/svg\+xml;base64,([^"]*)', html)[0]
+        ).decode()
+    )
+    # Of two tokens one is e^1 times, and one e^0.1 times, as likely for the trainer.
+    ratios = found.steps[0].ratios
+    assert (ratios.largest, ratios.truncated) == (pytest.approx(math.e), 0.5)
+    assert ratios.divergence == pytest.approx((math.e - 2 + math.exp(0.1) - 1.1) / 2)
 
 
 def test_report_of_a_single_step_that_was_broken_off(tmp_path: Path):

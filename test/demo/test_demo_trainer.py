@@ -1,5 +1,8 @@
 """The trainer of the demo: log-probabilities are the model's, and learning moves them as rewards say."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -44,6 +47,19 @@ def test_learning_raises_good_answers_and_lowers_bad_ones():
     good_before, bad_before = (sum(sample.logprobs) for sample in samples[:2])
     assert good > good_before
     assert bad < bad_before
+
+
+def test_a_token_weighs_as_much_as_the_engine_thought_it_too_unlikely_but_no_more_than_twice():
+    """By the size of the very first step, which the clipping does not touch."""
+    gradients = []
+    for off in (0.0, 0.5, 5.0):
+        trainer = Trainer(num_steps=1, seed=0)
+        [sample] = answered(trainer, ("59", 0.5))
+        rounded = replace(sample, logprobs=[logprob - off for logprob in sample.logprobs])
+        trainer._loss([rounded], [sample.logprobs]).backward()
+        gradients.append(trainer.model.lm_head.weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0] * math.exp(0.5))
+    torch.testing.assert_close(gradients[2], gradients[0] * 2.0)
 
 
 def test_answers_without_an_advantage_teach_nothing():
