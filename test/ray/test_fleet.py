@@ -87,7 +87,7 @@ def test_no_request_is_lost_with_its_replica(
         assert [span["version"] for span in meta["weight_versions"]] in (["1"], ["1", "2"], ["2"])
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), "its processes have gone")
 
-    fleet.wait_for_all(60)
+    fleet.wait_for_all(150)
     assert [one["num_deaths"] for one in fleet.status()] == [0, 1]
     assert len(checksums(fleet)) == 1
     assert fleet.engines[1].weight_version == "2"
@@ -115,7 +115,7 @@ def test_a_node_that_leaves_in_mid_start_is_named_and_takes_the_others_along(
     others = set(actors())
 
     def leave() -> None:
-        wait_until(lambda: len(actors()) == len(others) + 2, "both have been placed")
+        wait_until(lambda: len(actors()) == len(others) + 2, "both have been placed", 90)
         second = max(set(actors()) - others, key=lambda pid: psutil.Process(pid).create_time())
         psutil.Process(second).kill()
 
@@ -125,7 +125,7 @@ def test_a_node_that_leaves_in_mid_start_is_named_and_takes_the_others_along(
         RayEngine(model_path=str(checkpoints[0]), tp=2, nnodes=2, bundles=[{"CPU": 1}] * 2, **OPTIONS)
     leaving.join()
     wait_until(lambda: set(actors()) == others, "no actor is left")
-    assert ray.available_resources()["CPU"] == 2, "nor are its bundles"
+    wait_until(lambda: ray.available_resources()["CPU"] == 2, "nor are its bundles")
 
 
 def actors() -> list[int]:
