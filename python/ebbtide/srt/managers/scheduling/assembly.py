@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ebbtide.srt.config import EngineConfig, ScheduleConfig
 from ebbtide.srt.managers.control.control_plane import ControlPlane
@@ -37,13 +37,15 @@ from ebbtide.srt.managers.scheduling.weights.trial_pass import SchedulerTrialPas
 from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd
-from ebbtide.srt.mem_cache.kv_scales import KVScales
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.mem_cache.prefix_cache import NoPrefixCache
 from ebbtide.srt.mem_cache.radix_cache import RadixCache
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import Runner
+
+if TYPE_CHECKING:
+    from ebbtide.srt.mem_cache.kv_scales import KVScales
 
 
 @dataclass(frozen=True)

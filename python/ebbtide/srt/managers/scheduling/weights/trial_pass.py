@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
-from ebbtide.srt.mem_cache.kv_scales import KVScales
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, LogprobSpec, Runner, SampleSpec
 from ebbtide.srt.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from ebbtide.srt.mem_cache.kv_scales import KVScales
 
 
 class SchedulerTrialPass:
