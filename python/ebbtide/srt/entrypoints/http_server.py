@@ -57,6 +57,9 @@ ALL_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 BACKLOG = 2048
 # What is still being answered when the server stops has that long; a client that has not read it is left.
 STOP_TIMEOUT_S = 2
+# Longer than clients' libraries keep a connection that they do not use (httpx 5 s, aiohttp 15 s): one that is
+# closed just as a request is on its way leaves its client without an answer.
+KEEP_ALIVE_S = 75
 # A client that was refused for lack of room, or by a server that drains, is told to come back after so long.
 RETRY_AFTER_S = 1
 
@@ -280,6 +283,7 @@ async def _serve(
             log_config=None,
             log_level=config.http.log_level,
             timeout_graceful_shutdown=2 * STOP_TIMEOUT_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
     )
     deaths: list[str] = []

@@ -272,12 +272,15 @@ class Soak:
 
     async def _session_given_up(self) -> None:
         """Other weights, which must never be seen."""
-        await self._must("begin_weight_update")
+        # By its name: without the session, which a begin without an answer may have left, they would serve.
+        session_id = self._next_version()
+        await self._must("begin_weight_update", session_id=session_id)
         await self._must(
             "update_weights_from_disk",
             model_path=str(self._other),
             pause_mode="in_place",
             flush_cache=False,
+            session_id=session_id,
         )
         await self._wait()
         await self._must("abort_weight_update")
