@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.layers.activation import Activation
-from ebbtide.srt.layers.small_batch import fp8_matvec, kernels
+from ebbtide.srt.layers.small_batch import kernels
 from ebbtide.srt.layers.small_batch.tuning import (
     TOKEN_BUCKETS,
     Config,
@@ -137,22 +137,25 @@ def _matvec(
     switches: dict[str, Any],
 ) -> None:
     num_rows, num_columns = out.shape[1], x.shape[1]
-    grid = (_ceil_div(num_rows, config.block_rows),)
-    constants: dict[str, Any] = {
-        "NUM_COLUMNS": num_columns,
-        "BLOCK_ROWS": config.block_rows,
-        "BLOCK_COLUMNS": config.block_columns,
-        "FOLD_NORM": norm is not None,
-        "num_warps": config.num_warps,
-        "num_stages": 1,
+    kernels.matvec[(_ceil_div(num_rows, config.block_rows),)](
+        x,
+        norm,
+        weight,
+        scales,
+        bias,
+        out,
+        num_rows,
+        eps,
+        NUM_COLUMNS=num_columns,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_COLUMNS=config.block_columns,
+        FOLD_NORM=norm is not None,
+        EVEN=num_rows % config.block_rows == 0 and num_columns % config.block_columns == 0,
+        SCALED=scales is not None,
+        num_warps=config.num_warps,
+        num_stages=1,
         **switches,
-    }
-    if scales is not None:
-        words = weight.view(torch.int32)
-        fp8_matvec.matvec[grid](x, norm, words, scales, bias, out, num_rows, eps, **constants)
-        return
-    is_even = num_rows % config.block_rows == 0 and num_columns % config.block_columns == 0
-    kernels.matvec[grid](x, norm, weight, bias, out, num_rows, eps, EVEN=is_even, **constants)
+    )
 
 
 def _normalise(x_TK: Tensor, norm_weight_K: Tensor, eps: float, launch: dict[str, Any]) -> Tensor:

@@ -76,6 +76,7 @@ def matvec(
     x_ptr,
     norm_ptr,
     weight_ptr,
+    scale_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
@@ -89,6 +90,7 @@ def matvec(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
+    SCALED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
     """One token: each program owns some rows. Products stay per column, in float32, until the end."""
@@ -129,9 +131,16 @@ def matvec(
         if FOLD_NORM:
             squares += x * x
             x *= tl.load(norm_ptr + here, mask=here < NUM_COLUMNS, other=0.0).to(tl.float32)
+        x_up = x
+        if SCALED:
+            scales = scale_ptr + first_row // _SCALED * tl.cdiv(NUM_COLUMNS, _SCALED) + here // _SCALED
+            x *= tl.load(scales, mask=here < NUM_COLUMNS, other=0.0)
+            if GATED:
+                scales += num_rows // _SCALED * tl.cdiv(NUM_COLUMNS, _SCALED)
+                x_up *= tl.load(scales, mask=here < NUM_COLUMNS, other=0.0)
         total += _by_eights(weight.to(tl.float32) * x[None, :], BLOCK_ROWS, BLOCK_COLUMNS)
         if GATED:
-            total_up += _by_eights(weight_up.to(tl.float32) * x[None, :], BLOCK_ROWS, BLOCK_COLUMNS)
+            total_up += _by_eights(weight_up.to(tl.float32) * x_up[None, :], BLOCK_ROWS, BLOCK_COLUMNS)
     product = tl.sum(total, axis=1)
     if FOLD_NORM:
         scale = tl.rsqrt(tl.sum(squares, axis=0) / NUM_COLUMNS + eps)

@@ -102,9 +102,7 @@ def default_config(bucket: int, shape: Shape) -> Config:
     """Block sizes for any shape: enough programs for every multiprocessor, all of them resident at once."""
     if bucket == 1:
         # 128 threads read 16 bytes each of a row of 1,024; two such tiles are in flight per program.
-        # With 8 bits as many bytes are twice the columns.
-        widest = 2048 if shape.scaled else 1024
-        return MatvecConfig(4, min(widest, _block_columns(shape.num_columns, widest)), 4)
+        return MatvecConfig(4, min(1024, _block_columns(shape.num_columns, 1024)), 4)
     block_rows = 32 if bucket <= 8 and not shape.gated else 64
     num_programs = -(-shape.num_rows // block_rows)
     num_splits = 1
