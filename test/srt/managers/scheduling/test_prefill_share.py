@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 from ebbtide.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     ContinueGenerationReqOutput,
-    FlushCacheReqInput,
-    FlushCacheReqOutput,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
     PauseMode,
@@ -58,22 +56,6 @@ def test_the_next_turn_of_a_conversation_overtakes_new_ones() -> None:
     assert not any(harness.outputs[rid].token_ids for rid in others)
     harness.run_until_idle()
     assert all(harness.outputs[rid].finish is not None for rid in others)
-
-
-def test_streams_that_were_retracted_come_back_one_after_another() -> None:
-    """Each as soon as its own KV is there, while those before it go on; one pass would have room for all."""
-    schedule = default_schedule(chunked_prefill_size=160, max_running_requests=8)
-    harness = SchedulerHarness(num_pages=256, context_len=64, schedule=schedule)
-    streams = [harness.generate(range(n, n + 30), max_new_tokens=30) for n in range(0, 400, 100)]
-    harness.turn_until(lambda: all(len(harness.outputs[rid].token_ids) == 5 for rid in streams))
-    harness.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT), PauseGenerationReqOutput)
-    harness.apply(FlushCacheReqInput(), FlushCacheReqOutput)
-    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
-    harness.turn_until(lambda: len(harness.outputs[streams[-1]].token_ids) > 5)
-    lens = [len(harness.outputs[rid].token_ids) for rid in streams]
-    assert lens == [9, 8, 7, 6]
-    harness.run_until_idle()
-    assert all(len(harness.outputs[rid].token_ids) == 30 for rid in streams)
 
 
 class Counting:
