@@ -44,7 +44,9 @@ Row = dict[str, Any]
 def load(folder: Path) -> tuple[dict[str, Row], list[dict[str, Any]]]:
     """Rows by key, and the files that they are from, oldest first."""
     files = [json.loads(path.read_text()) for path in folder.glob("gpu_*.json")]
-    files = sorted((file for file in files if "rows" in file["results"]), key=lambda file: file["date"])
+    # Some benchmarks have tables of their own.
+    files = [file for file in files if isinstance(file["results"].get("rows"), dict)]
+    files = sorted(files, key=lambda file: file["date"])
     rows: dict[str, Row] = {}
     for file in files:
         for key, row in file["results"]["rows"].items():
