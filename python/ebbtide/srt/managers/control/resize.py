@@ -67,6 +67,7 @@ class Pool(Protocol):
 
 # So much memory changes hands between two forward passes while requests run: some 4 ms of the driver's time.
 PART_BYTES: Final = 10 << 30
+NOT_IN_TIME: Final = "not all ranks did their part in time. Nothing was changed"
 
 
 class KVSize:
@@ -161,6 +162,9 @@ class KVSize:
 
         try:
             yield from self._ranks.phase(Activity.ALONE, at_once(save))
+        except DeadlinePassed:
+            self._pool.discard()
+            raise RequestRejected(NOT_IN_TIME, 409) from None
         except (RequestRejected, EngineError):
             self._pool.discard()
             raise
@@ -205,6 +209,9 @@ class KVSize:
                 yield from self._breathe()
                 if self._memory.is_kv_released:
                     raise RequestRejected("kv_cache was released as it grew. Nothing was changed", 409)
+        except DeadlinePassed:
+            self._ranks.certainly(self._pool.unadd)
+            raise RequestRejected(NOT_IN_TIME, 409) from None
         except (RequestRejected, EngineError):
             self._ranks.certainly(self._pool.unadd)
             raise

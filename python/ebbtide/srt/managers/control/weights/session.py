@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.pace import Pace, Stall, is_burst
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import Activity, CopyStream, Ranks, Slices, Work
@@ -397,6 +397,14 @@ class WeightSession:
             yield from self._do(self._staging.release(), Activity.WORKING)
         elif incoming is not None:
             yield from self._do(incoming.release(), Activity.WORKING)
+
+    def detach(self, incoming: IncomingWeights) -> Work[None]:
+        """After the commit, give the sender its memory back; returns what the driver has yet to do."""
+        try:
+            return at_once(incoming.detach())
+        except (RequestRejected, EngineError) as error:
+            logger.warning("memory of an update is given back at its end: %r", error)
+            return at_once(lambda: None)
 
     def close(self) -> None:
         """Give the copy's memory back, and what is still mapped of the senders'."""

@@ -469,7 +469,7 @@ class WeightUpdates:
             except (DeadlinePassed, RequestRejected, EngineError) as error:
                 logger.warning("memory of an update is given back in one piece: %r", error)
         elif incoming is not None:
-            self._operations.go_on(_done(incoming.detach()))
+            self._operations.go_on(session.detach(incoming))
 
     # -------------------------------------------------------------------------------------------- effects
 
@@ -495,8 +495,3 @@ class WeightUpdates:
         self._operations.cancel(
             WeightUpdateRequest, RequestRejected(f"{why}: resume them, then update again")
         )
-
-
-def _done(act: Callable[[], None]) -> Work[None]:
-    yield from ()
-    act()
