@@ -106,6 +106,7 @@ class WeightMethods:
         abort_all_requests: bool = False,
         timeout_s: float | None = None,
         canary: Mapping[str, Any] | None = None,
+        session_id: str | None = None,
     ) -> dict[str, Any]:
         """Take the weights of a Hugging Face folder of the same architecture. wire_api section 3.3."""
         return await self._control(
@@ -118,6 +119,7 @@ class WeightMethods:
             abort_all_requests=abort_all_requests,
             timeout_s=timeout_s,
             canary=canary,
+            session_id=session_id,
         )
 
     async def async_update_weights_from_distributed(
