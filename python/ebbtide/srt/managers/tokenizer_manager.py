@@ -391,7 +391,7 @@ class TokenizerManager:
     def state(self) -> StateReport | None:
         """The engine's state machines as last reported; None until every replica has spoken."""
         if self._state is None and len(self.reports) == self._num_replicas:
-            self._state = merge_reports([report for _, report in sorted(self.reports.items())])
+            self._state = merge_reports([self.reports[rank] for rank in range(self._num_replicas)])
         return self._state
 
     async def control(
