@@ -410,7 +410,7 @@ def test_published_versions_are_pulled_and_committed_as_one(
     [
         ({"base_version": "000007"}, "expected version 1 of 0, got 1 of 7"),
         ({"delta_encoding": "gzip"}, "expected xor or overwrite"),
-        ({"checksum_format": "md5"}, "expected xor or overwrite, zstd, and xxh3-128, blake3, adler32"),
+        ({"checksum_format": "md5"}, "expected xor or overwrite, zstd, and "),
         ({"version": None}, "cannot be read"),
     ],
 )
