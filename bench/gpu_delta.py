@@ -2,10 +2,13 @@
 
 The trainer is this process; codes and values are lent by CUDA IPC through `Engine`, one request per update.
 
-- `kernel_*`: the device's time for the codes of all tensors, in an arena of this process: `read` finds where
-  each block stands, `sum_all` computes all checksums, `sum` those of what changes, `apply` writes.
-- `idle_*`: one update with nothing running, from the call to the reply.
-- `stall_*`: as `gpu_update_default`: 64 streams, the longest gap of each, median over them.
+- `kernel_*`: the device's time, by CUDA events, for the codes of all tensors, in an arena of this process:
+  `read` finds where each block stands, `sum_all` computes all checksums, `sum` those of what changes, `apply`
+  writes.
+- `idle_*`: one update with nothing running, from the call to the reply. The stages that the reply tells of
+  are listed beside it, and what of the time is outside of them: encoding, messages, and their threads.
+- `stall_*`: as `gpu_update_default`: 64 streams, the longest gap of each, median over them. `normal` is the
+  same without an update.
 - `bytes_*`: on the wire, per changed element.
 - `sender_*`: what the trainer takes to find and code the changes.
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,7 +28,7 @@ from typing import Any
 import torch
 from gpu_common import SHAPES, TINY, Report, checkpoint_shapes, engine_args, model_folder, parse, parser_of
 from gpu_machine import GIB, synchronize
-from gpu_update_default import Bench, repeated
+from gpu_update_default import Bench, Update, repeated
 
 from ebbtide import Engine
 from ebbtide.srt.model_executor.weight_store import Destination
@@ -85,7 +89,8 @@ class DeltaBench(Bench):
         await self._engine.async_update_weights_from_tensor(self.trainer.weights, weight_version=version)
         self.trainer.served.commit(version)
 
-    def next_update(self, share: float) -> tuple[Callable[[], Any], dict[str, Any]]:
+    def next_update(self, share: float) -> tuple[Update, dict[str, Any]]:
+        """One to be sent after those that were made before it, and what it took to make."""
         trainer = self.trainer
         trainer.train(share)
         bucket, sender_ms = trainer.changes()
@@ -93,9 +98,10 @@ class DeltaBench(Bench):
         assert header is not None
         num_changed = sum(each.num_changed for each in header.changed)
         version = trainer.version()
+        trainer.served.commit(version)
 
         async def update() -> dict[str, Any]:
-            reply = await self._engine.async_update_weights_from_tensor(
+            reply: dict[str, Any] = await self._engine.async_update_weights_from_tensor(
                 bucket.tensors,
                 load_format="sparse",
                 changed=header.changed,
@@ -104,21 +110,20 @@ class DeltaBench(Bench):
                 pause_mode="in_place",
                 flush_cache=False,
             )
-            trainer.served.commit(version)
             return reply
 
         return update, {"sender_ms": sender_ms, "bytes_each": bucket.num_bytes / num_changed}
 
     async def idle_run(self, share: float) -> dict[str, Any]:
         update, told = self.next_update(share)
-        sent = time.perf_counter()
-        reply = await update()
-        told["reply_ms"] = (time.perf_counter() - sent) * 1e3
-        return {**told, "reply": {key: reply[key] for key in ("staged", "stall_ms", "message")}}
+        synchronize(self._args.device)
+        return {**told, **_with_outside(await self.idle(update))}
 
-    async def stream_run(self, share: float) -> dict[str, Any]:
-        update, told = self.next_update(share)
-        return {**told, **await self.in_flight(NUM_STREAMS, update)}
+    async def streams(self, share: float) -> list[dict[str, Any]]:
+        """Updates amid streams. All are made before: to find what changed takes all of the device."""
+        updates = [self.next_update(share)[0] for _ in range(self._args.runs + 1)]
+        runs = await self.steady(NUM_STREAMS, {"delta": lambda: updates.pop(0)()})
+        return [_with_outside(run) for run in runs["delta"]]
 
     async def is_exact(self) -> bool:
         """Whether a full update of the same weights changes nothing."""
@@ -127,6 +132,11 @@ class DeltaBench(Bench):
         return bool(
             before == (await self._engine.async_check_weights(action="checksum"))["per_engine_checksum"]
         )
+
+
+def _with_outside(run: dict[str, Any]) -> dict[str, Any]:
+    stages_ms = run["reply"]["stages_ms"]
+    return {**run, "parts_ms": {**stages_ms, "outside": run["reply_ms"] - sum(stages_ms.values())}}
 
 
 def measure_kernels(report: Report, args: argparse.Namespace, trainer: Trainer) -> None:
@@ -182,26 +192,33 @@ def unchanged(named: tuple[str, torch.Tensor]) -> Patch:
 
 
 def timed(act: Callable[[], Any]) -> tuple[float, Any]:
-    """Milliseconds until the device is done with it."""
+    """Milliseconds of the device's, from the first of what it launches to its end."""
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    began = time.perf_counter()
+    began.record()
     result = act()
+    ended.record()
     torch.cuda.synchronize()
-    return (time.perf_counter() - began) * 1e3, result
+    return began.elapsed_time(ended), result
 
 
 async def measure(report: Report, bench: DeltaBench, args: argparse.Namespace) -> None:
     await bench.send_whole()
-    normal = await repeated(args.runs, lambda: bench.in_flight(NUM_STREAMS, None))
-    report.add("delta.normal", [run["stall_ms"] for run in normal], all_runs=normal)
-    await bench.stream_run(SHARES["1"])
+    normal = await bench.steady(NUM_STREAMS, {})
+    report.add("delta.normal", [run["stall_ms"] for run in normal["normal"]], all_runs=normal["normal"])
     for percent, share in SHARES.items():
         idle = await repeated(args.runs, lambda share=share: bench.idle_run(share))
-        streams = [await bench.stream_run(share) for _ in range(args.runs)]
+        streams = await bench.streams(share)
         report.add(f"delta.idle_{percent}", [run["reply_ms"] for run in idle], all_runs=idle)
         report.add(f"delta.stall_{percent}", [run["stall_ms"] for run in streams], all_runs=streams)
         report.add(f"delta.bytes_{percent}", [run["bytes_each"] for run in idle])
         report.add(f"delta.sender_{percent}", [run["sender_ms"] for run in idle])
+        for label, runs in (("idle", idle), ("64 streams", streams)):
+            parts = [
+                f"{name} {statistics.median(run['parts_ms'][name] for run in runs):.2f}"
+                for name in runs[0]["parts_ms"]
+            ]
+            print(f"  {percent} % changed, {label}: {', '.join(parts)} ms", flush=True)
     if not await bench.is_exact():
         raise RuntimeError("the weights are not bit for bit those of the full update")
 

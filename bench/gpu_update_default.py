@@ -81,7 +81,7 @@ RESIZE_BYTES = 30 * 10**9
 PARK_BYTES = 24 * GIB
 
 # What is kept of replies.
-TOLD = ("staged", "stall_ms", "duration_ms", "num_tensors", "num_bytes", "message")
+TOLD = ("staged", "stall_ms", "duration_ms", "stages_ms", "num_tensors", "num_bytes", "message")
 
 Update = Callable[[], Awaitable[dict[str, Any]]]
 
