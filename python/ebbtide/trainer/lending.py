@@ -23,9 +23,9 @@ from typing import Final, Self
 import torch
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.allowed_globals import DRIVER_HANDLE_BYTES, NUM_COUNTERS
 from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, object_path
 from ebbtide.srt.weight_sync.payload.tensor_list import DeviceStorage, SharedTensor, encode_tensors
+from ebbtide.srt.weight_sync.payload.tensor_refs import DRIVER_HANDLE_BYTES, NUM_COUNTERS
 
 _COUNTER: Final = struct.Struct("=q")
 # CU_POINTER_ATTRIBUTE_CONTEXT

@@ -37,7 +37,7 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
-from ebbtide.srt.weight_sync.source import TensorHeader
+from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 
 
 class Fault(Exception):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.model_executor.loader import Checkpoint
-from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
+from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
+from ebbtide.srt.weight_sync.source import WeightSource
 
 
 def open_checkpoint(model_path: str, load_format: str | None, *, architecture: str) -> WeightSource:

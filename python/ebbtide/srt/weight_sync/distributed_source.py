@@ -16,8 +16,9 @@ from ebbtide.srt.weight_sync.broadcast.packing import packed_slices
 from ebbtide.srt.weight_sync.broadcast.receive_plan import packed_plan, receive_plan
 from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, Layout, WeightGroup
 from ebbtide.srt.weight_sync.delta.patch import Patch
-from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
-from ebbtide.srt.weight_sync.source import NamedTensor, TensorHeader, WeightSource
+from ebbtide.srt.weight_sync.payload.bucket import tensors_in, without_padding
+from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
+from ebbtide.srt.weight_sync.source import NamedTensor, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import (
     MAX_ELEMENTS,
     DeltaSource,
@@ -97,11 +98,10 @@ class BroadcastSource(WeightSource):
         if self._chunks is None:
             names = [entry.name for entry in self.entries]
             return zip(names, self._tensors, strict=True)
-        buckets = [
-            FlattenedTensorBucket(flattened_tensor=flat, metadata=_positions(self.entries[chunk]))
+        return itertools.chain.from_iterable(
+            tensors_in(flat, without_padding(self.entries[chunk]))
             for chunk, flat in zip(self._chunks, self._tensors, strict=True)
-        ]
-        return itertools.chain.from_iterable(bucket.iterate() for bucket in buckets)
+        )
 
     def close(self) -> None:
         super().close()
@@ -124,7 +124,7 @@ class BroadcastSource(WeightSource):
         if destinations is None:
             return self._group.receive(layout, timeout_s)
         if chunks is not None:
-            listed = [_positions(self.entries[chunk]) for chunk in chunks]
+            listed = [without_padding(self.entries[chunk]) for chunk in chunks]
             return self._group.receive_by(
                 lambda _: packed_plan(listed, _cut(destinations(), chunks), device), timeout_s
             )
@@ -252,14 +252,3 @@ def _dtype(name: str, spelled: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise RequestRejected(f"dtypes: {name[:200]}: unknown dtype {spelled[:200]!r}")
     return dtype
-
-
-def _positions(entries: Sequence[TensorHeader]) -> list[FlattenedTensorMetadata]:
-    """Where each tensor lies in the bucket: one behind the other, without padding."""
-    positions, start = [], 0
-    for entry in entries:
-        end = start + entry.num_bytes
-        shape = torch.Size(entry.shape)
-        positions.append(FlattenedTensorMetadata(entry.name, shape, entry.dtype, start, end, entry.num_bytes))
-        start = end
-    return positions

@@ -6,17 +6,12 @@ one buffer that holds all tensors of a request and is filled anew for the next. 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from typing import Final
-
-from torch import Tensor, uint8
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.ipc_source import views_of
 from ebbtide.srt.weight_sync.payload.allowed_globals import (
-    TensorRef,
-    dtype_named,
     kind_of,
     lent_tensor,
     offered_tensor,
@@ -25,7 +20,8 @@ from ebbtide.srt.weight_sync.payload.allowed_globals import (
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.lent_tensor import LentTensor
 from ebbtide.srt.weight_sync.payload.pickle_reader import Global, read_by_slices
-from ebbtide.srt.weight_sync.source import BorrowedMemory, NamedTensor, TensorHeader, WeightSource
+from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader, TensorRef, dtype_named
+from ebbtide.srt.weight_sync.source import BorrowedMemory, WeightSource, borrowed_source, packed_source
 
 IPC_HANDLES: Final = "ipc_handles"
 
@@ -85,13 +81,7 @@ def _open_each(
                 f"{header.name[:200]}: told of as {header.dtype} of {list(header.shape)}, its handle is of "
                 f"{ref.dtype} of {list(ref.shape)}"
             )
-    for ref in refs:
-        memory.want(ref)
-
-    def read() -> Iterable[NamedTensor]:
-        return ((header.name, memory.tensor(ref)) for header, ref in zip(headers, refs, strict=True))
-
-    return WeightSource(headers, read, memory=memory)
+    return borrowed_source([(header.name, ref) for header, ref in zip(headers, refs, strict=True)], memory)
 
 
 def _open_buffer(
@@ -116,14 +106,7 @@ def _open_buffer(
     num_bytes = ref.shape[0] * ref.dtype.itemsize
     if start > num_bytes:
         raise RequestRejected(f"tensor_sizes: {start} bytes are not within the buffer of {num_bytes}")
-    memory.want(ref)
-
-    def read() -> Iterable[NamedTensor]:
-        buffer = memory.tensor(ref)
-        assert isinstance(buffer, Tensor), "handles are of device memory"
-        return views_of(buffer.view(uint8), places)
-
-    return WeightSource(headers, read, memory=memory)
+    return packed_source(ref, places, memory)
 
 
 def _own(by_device: object, where: str, memory: BorrowedMemory, cuda: CudaIpc) -> TensorRef:

@@ -7,7 +7,7 @@ again. Each rank has a sender of its own. Source: wire_api section 4.5.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -15,20 +15,19 @@ import zmq
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.allowed_globals import (
-    CudaStorageRef,
     SenderFailure,
     kind_of,
-    natural,
     offered_tensor,
     record_fields,
     resolve_offer,
     tensor_dtype,
-    tensor_shape,
     text,
 )
+from ebbtide.srt.weight_sync.payload.bucket import tensors_in
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.pickle_reader import read_pickle
-from ebbtide.srt.weight_sync.source import BorrowedMemory, TensorHeader, WeightSource
+from ebbtide.srt.weight_sync.payload.tensor_refs import CudaStorageRef, TensorHeader, natural, tensor_shape
+from ebbtide.srt.weight_sync.source import BorrowedMemory, WeightSource
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 # How long a last answer is kept for a sender that does not take it.
@@ -168,11 +167,8 @@ class IpcConversation:
         buffer = self._buffer
         assert buffer is not None
         places = [_place(item, buffer.numel()) for item in listed]
-
-        def read() -> Iterable[tuple[str, torch.Tensor]]:
-            return views_of(buffer, places)
-
-        return WeightSource([header for header, _ in places], read, is_on_device=True)
+        headers = [header for header, _ in places]
+        return WeightSource(headers, lambda: tensors_in(buffer, places), is_on_device=True)
 
     def _close_buffer(self) -> None:
         self._bucket = None
@@ -225,14 +221,3 @@ def _place(item: object, num_bytes: int) -> tuple[TensorHeader, int]:
             f"{where}: bytes {offset} to {offset + header.num_bytes} are not within the buffer of {num_bytes}"
         )
     return header, offset
-
-
-def views_of(
-    buffer: torch.Tensor, places: Iterable[tuple[TensorHeader, int]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a buffer of bytes, each with where it begins."""
-    for header, offset in places:
-        piece = buffer[offset : offset + header.num_bytes]
-        if piece.storage_offset() % header.dtype.itemsize:
-            piece = piece.clone()
-        yield header.name, piece.view(header.dtype).reshape(header.shape)

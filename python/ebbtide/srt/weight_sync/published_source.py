@@ -24,7 +24,7 @@ from ebbtide.srt.weight_sync.delta.folder import (
 )
 from ebbtide.srt.weight_sync.delta.patch import Operation, Patch
 from ebbtide.srt.weight_sync.delta.state_sum import BITS
-from ebbtide.srt.weight_sync.source import TensorHeader
+from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges, PlacedPatches, Target, places_of
 
 # A name → shape and dtype of the parameter; None for one that the model does not have.

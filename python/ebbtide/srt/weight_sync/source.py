@@ -5,9 +5,7 @@ Where they lie in memory of the sender's, that is opened, read, and given back o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -15,15 +13,17 @@ import torch
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.stored_tensor import StoredTensor
-from ebbtide.srt.weight_sync.payload.allowed_globals import (
-    AnyStorageRef,
-    CudaStorageRef,
-    StorageRef,
-    TensorRef,
-)
+from ebbtide.srt.weight_sync.payload.bucket import Places, tensors_in
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaBlocks, CudaIpc
 from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory, KeptPayload
 from ebbtide.srt.weight_sync.payload.shared_memory import SharedBlocks
+from ebbtide.srt.weight_sync.payload.tensor_refs import (
+    AnyStorageRef,
+    CudaStorageRef,
+    StorageRef,
+    TensorHeader,
+    TensorRef,
+)
 
 ONE_RANK: Final = ParallelConfig()
 
@@ -132,19 +132,6 @@ class BorrowedMemory:
             keeper.give_back(payload)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
-    """Name, shape and dtype of a tensor that is about to arrive: enough to accept or refuse it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class WeightSource:
     """A set of named tensors on their way into the engine.
 
@@ -247,3 +234,27 @@ class WeightSource:
         self._read = None
         if self._memory is not None:
             self._memory.close()
+
+
+def borrowed_source(
+    refs: Sequence[tuple[str, TensorRef]], memory: BorrowedMemory, *, direct: bool = False
+) -> WeightSource:
+    """The source of tensors that lie in a sender's memory, by name.
+
+    Raises:
+        RequestRejected: 400, some of it is not there, or out of reach.
+    """
+    for _, ref in refs:
+        memory.want(ref)
+    headers = [TensorHeader(name, ref.shape, ref.dtype) for name, ref in refs]
+    # One by one, so that no tensor outlives the memory that it views.
+    return WeightSource(
+        headers, lambda: ((name, memory.tensor(ref)) for name, ref in refs), direct=direct, memory=memory
+    )
+
+
+def packed_source(flat: TensorRef, places: Places, memory: BorrowedMemory) -> WeightSource:
+    """As `borrowed_source`, of tensors that lie in a flat one: see `tensors_in`."""
+    memory.want(flat)
+    headers = [header for header, _ in places]
+    return WeightSource(headers, lambda: tensors_in(memory.tensor(flat), places), memory=memory)

@@ -21,7 +21,8 @@ from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES, decode_positions
 from ebbtide.srt.weight_sync.delta.patch import Patch, Place
 from ebbtide.srt.weight_sync.delta.state_sum import BITS
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
-from ebbtide.srt.weight_sync.source import ONE_RANK, TensorHeader, WeightSource
+from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
+from ebbtide.srt.weight_sync.source import ONE_RANK, WeightSource
 from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, is_safetensors, open_by_slices
 
 CODES: Final = "codes"

@@ -15,16 +15,10 @@ from torch import Tensor
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, Layout, WeightGroup
-from ebbtide.srt.weight_sync.payload.allowed_globals import (
-    dtype_named,
-    kind_of,
-    natural,
-    resolve_global,
-    tensor_shape,
-    text,
-)
+from ebbtide.srt.weight_sync.payload.allowed_globals import kind_of, resolve_global, text
 from ebbtide.srt.weight_sync.payload.pickle_reader import read_pickle
-from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
+from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader, dtype_named, natural, tensor_shape
+from ebbtide.srt.weight_sync.source import WeightSource
 
 MAX_STATE_DICTS: Final = 1 << 16
 MAX_PICKLE_BYTES: Final = 64 << 20

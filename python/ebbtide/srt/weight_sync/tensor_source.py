@@ -2,7 +2,7 @@
 
 import base64
 import binascii
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeGuard
@@ -13,20 +13,14 @@ from safetensors import SafetensorError
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.stored_tensor import StoredTensor
 from ebbtide.srt.weight_sync.payload.allowed_globals import (
-    AnyStorageRef,
-    TensorRef,
     kind_of,
-    natural,
     record_fields,
     recording,
     tensor_dtype,
-    tensor_shape,
     text,
 )
 from ebbtide.srt.weight_sync.payload.bucket import (
-    FlattenedTensorBucket,
     FlattenedTensorMetadata,
     check_bucket,
 )
@@ -34,7 +28,20 @@ from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
 from ebbtide.srt.weight_sync.payload.pickle_reader import Budget, Record, finish, read_by_slices
 from ebbtide.srt.weight_sync.payload.tensor_list import MAGIC_STAYS, MAGICS, decode_tensors
-from ebbtide.srt.weight_sync.source import ONE_RANK, BorrowedMemory, NamedTensor, TensorHeader, WeightSource
+from ebbtide.srt.weight_sync.payload.tensor_refs import (
+    AnyStorageRef,
+    TensorHeader,
+    TensorRef,
+    natural,
+    tensor_shape,
+)
+from ebbtide.srt.weight_sync.source import (
+    ONE_RANK,
+    BorrowedMemory,
+    WeightSource,
+    borrowed_source,
+    packed_source,
+)
 
 _STARTS: Final = (b"\x80", *MAGICS)
 _METADATA_FIELDS: Final = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
@@ -248,14 +255,7 @@ def _entry_of(
 def _open_named(decoded: object, memory: BorrowedMemory, *, direct: bool = False) -> WeightSource:
     if not isinstance(decoded, list):
         raise RequestRejected(f"the payload: expected a list of (name, tensor), got {kind_of(decoded)}")
-    refs = [_named_ref(item) for item in decoded]
-    for _, ref in refs:
-        memory.want(ref)
-    headers = [TensorHeader(name, ref.shape, ref.dtype) for name, ref in refs]
-    # One by one, so that no tensor outlives the memory that it views.
-    return WeightSource(
-        headers, lambda: ((name, memory.tensor(ref)) for name, ref in refs), direct=direct, memory=memory
-    )
+    return borrowed_source([_named_ref(item) for item in decoded], memory, direct=direct)
 
 
 def _open_direct(decoded: object, memory: BorrowedMemory) -> WeightSource:
@@ -281,24 +281,7 @@ def _open_bucket(decoded: object, memory: BorrowedMemory) -> WeightSource:
         raise RequestRejected(f"metadata: expected a list, got {kind_of(listed)}")
     metadata = [as_metadata(item) for item in listed]
     check_bucket(flat_ref.dtype, flat_ref.shape, flat_ref.stride, metadata)
-    memory.want(flat_ref)
-    headers = [TensorHeader(item.name, tuple(item.shape), item.dtype) for item in metadata]
-
-    def read() -> Iterable[NamedTensor]:
-        flat = memory.tensor(flat_ref)
-        if isinstance(flat, StoredTensor):
-            return _stored_pieces(flat, metadata)
-        return FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata).iterate()
-
-    return WeightSource(headers, read, memory=memory)
-
-
-def _stored_pieces(
-    flat: StoredTensor, metadata: Iterable[FlattenedTensorMetadata]
-) -> Iterator[tuple[str, StoredTensor]]:
-    for item in metadata:
-        start = flat.offset + item.start_idx
-        yield item.name, StoredTensor.contiguous(flat.storage, start, tuple(item.shape), item.dtype)
+    return packed_source(flat_ref, [item.place for item in metadata], memory)
 
 
 def is_safetensors(entry: bytes | str) -> bool:

@@ -19,9 +19,9 @@ from fixtures.gpu_memory import OFFSET_BYTES, UUID, Call, Counters, Gpu
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.payload.allowed_globals import CudaStorageRef
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload.cuda_memory import TorchCudaIpc
+from ebbtide.srt.weight_sync.payload.tensor_refs import CudaStorageRef
 from ebbtide.srt.weight_sync.source import ONE_RANK, WeightSource
 from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.allowed_globals import AnyStorageRef, CudaStorageRef, StorageRef
 from ebbtide.srt.weight_sync.payload.tensor_list import (
     MAGIC,
     DeviceStorage,
@@ -17,6 +16,7 @@ from ebbtide.srt.weight_sync.payload.tensor_list import (
     SharedTensor,
     encode_tensors,
 )
+from ebbtide.srt.weight_sync.payload.tensor_refs import AnyStorageRef, CudaStorageRef, StorageRef
 from ebbtide.srt.weight_sync.tensor_source import decode_payload
 
 HOST = HostStorage(b"/tmp/torch-shm-dir-aB3/manager.sock", b"/torch_12_34_5", 96)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.weight_sync.broadcast.transfers import Transfer
 from ebbtide.srt.weight_sync.broadcast.weight_group import Layout
-from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+from ebbtide.srt.weight_sync.payload.bucket import Places, tensors_in
 
 # So much of what cannot be received where it belongs is on its way at a time.
 IN_FLIGHT_BYTES: Final = 1 << 30
@@ -70,33 +70,35 @@ def receive_plan(
 
 
 def packed_plan(
-    chunks: Sequence[Sequence[FlattenedTensorMetadata]],
+    chunks: Sequence[Places],
     destinations: Sequence[Sequence[Destination | None]],
     device: torch.device,
 ) -> Iterator[Transfer]:
     """As `receive_plan`, of chunks that hold tensors one behind the other: all received beside."""
-    sizes = [chunk[-1].end_idx for chunk in chunks]
+    sizes = [_end_of(chunk) for chunk in chunks]
     return _packed_transfers(chunks, destinations, _Buffers(sizes, device))
 
 
 def _packed_transfers(
-    chunks: Sequence[Sequence[FlattenedTensorMetadata]],
+    chunks: Sequence[Places],
     destinations: Sequence[Sequence[Destination | None]],
     buffers: _Buffers,
 ) -> Iterator[Transfer]:
     for chunk, places in zip(chunks, destinations, strict=True):
-        num_bytes = chunk[-1].end_idx
+        num_bytes = _end_of(chunk)
         room = buffers.take((num_bytes,), torch.uint8, num_bytes)
         yield Transfer(room, deliver=partial(_deliver_chunk, chunk, places, room), round=buffers.round)
 
 
-def _deliver_chunk(
-    chunk: Sequence[FlattenedTensorMetadata], places: Sequence[Destination | None], received: Tensor
-) -> None:
-    bucket = FlattenedTensorBucket(flattened_tensor=received, metadata=chunk)
-    for (_, tensor), place in zip(bucket.iterate(), places, strict=True):
-        if place is not None:
-            _deliver(place, tensor)
+def _deliver_chunk(chunk: Places, destinations: Sequence[Destination | None], received: Tensor) -> None:
+    for (_, tensor), destination in zip(tensors_in(received, chunk), destinations, strict=True):
+        if destination is not None:
+            destination.write(tensor)
+
+
+def _end_of(chunk: Places) -> int:
+    header, start = chunk[-1]
+    return start + header.num_bytes
 
 
 def _transfers(
@@ -112,12 +114,8 @@ def _transfers(
             yield Transfer(destination.region, is_in_place=True, round=buffers.round)
             continue
         room = buffers.take(shape, dtype, num_bytes)
-        deliver = None if destination is None else partial(_deliver, destination, room)
+        deliver = None if destination is None else partial(destination.write, room)
         yield Transfer(room, deliver=deliver, round=buffers.round)
-
-
-def _deliver(destination: Destination, received: Tensor) -> None:
-    destination.write(received)
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -3,75 +3,30 @@
 Source: wire_api sections 4.2 to 4.4.
 """
 
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.pickle_reader import Global, Record
+from ebbtide.srt.weight_sync.payload.tensor_refs import (
+    DTYPES,
+    AnyStorageRef,
+    StorageRef,
+    TensorRef,
+    device_storage,
+    host_storage,
+    is_count,
+    is_device,
+    sizes,
+    tensor_within,
+)
 
-MAX_DIMENSIONS: Final = 64
-_MAX_INT: Final = 2**63 - 1
-_HANDLE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
-# torch has named these files with two numbers and with three.
-_COUNTER_FILE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+(?:_[0-9]+)?")
-NUM_COUNTERS: Final = 10_000
-_EVENT_BYTES: Final = 64
 # These are arguments of rebuild_cuda_tensor.
 _DEVICE_SLOT: Final = 6
-# A handle of the driver, bare or behind two bytes that say so; or a longer list of an expandable segment.
-DRIVER_HANDLE_BYTES: Final = 64
-_HANDLE_KINDS: Final = (b"c", b"e")
-_MANAGER: Final = re.compile(rb"/(?:[^/\0]+/)*torch-shm-dir-[A-Za-z0-9]+/manager\.sock")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StorageRef:
-    """A block of shared memory on this host; each instance is one reference that the sender has counted."""
-
-    manager: bytes
-    handle: bytes
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CudaStorageRef:
-    """Device memory of another process on this host; each instance is one reference that the sender counts.
-
-    Attributes:
-        device: index as this process counts devices, or UUID.
-        handle: what torch opens the allocation by.
-        offset_bytes: where the storage begins in the allocation.
-        counter_file, counter_index: where the sender counts the reference.
-        event: after it the sender's writes are done; None if they are done already.
-    """
-
-    device: int | str
-    handle: bytes
-    num_bytes: int
-    offset_bytes: int
-    counter_file: bytes
-    counter_index: int
-    event: bytes | None
-
-
-AnyStorageRef: TypeAlias = StorageRef | CudaStorageRef
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorRef:
-    """A tensor that was checked to lie within its storage. `storage` None: it has no elements."""
-
-    storage: AnyStorageRef | None
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,12 +45,6 @@ def kind_of(value: object) -> str:
     return "a tensor" if isinstance(value, TensorRef) else type(value).__name__
 
 
-def natural(value: object, where: str) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_INT:
-        raise RequestRejected(f"{where}: expected an integer from 0 to 2^63-1")
-    return value
-
-
 def text(value: object, where: str) -> str:
     if type(value) is not str:
         raise RequestRejected(f"{where}: expected a string, got {kind_of(value)}")
@@ -106,20 +55,6 @@ def tensor_dtype(value: object, where: str) -> torch.dtype:
     if not isinstance(value, torch.dtype):
         raise RequestRejected(f"{where}: expected a torch.dtype, got {kind_of(value)}")
     return value
-
-
-def sizes(value: object, where: str) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or len(value) > MAX_DIMENSIONS:
-        raise RequestRejected(f"{where}: expected a tuple of at most {MAX_DIMENSIONS} integers")
-    return tuple(natural(item, where) for item in value)
-
-
-def tensor_shape(value: object, where: str) -> tuple[int, ...]:
-    shape = sizes(value, where)
-    # Also where a size of 0 makes the tensor empty: torch multiplies the others.
-    if math.prod(max(size, 1) for size in shape) > _MAX_INT:
-        raise RequestRejected(f"{where}: the sizes multiply to more than 2^63-1")
-    return shape
 
 
 def record_fields(value: object, kind: str, expected: Sequence[str]) -> dict[str, Any]:
@@ -171,15 +106,6 @@ def _storage_filename(arguments: tuple[object, ...]) -> StorageRef:
     return host_storage(where, manager, handle, num_bytes)
 
 
-def host_storage(where: str, manager: object, handle: object, num_bytes: object) -> StorageRef:
-    """A checked reference to shared memory."""
-    if not isinstance(manager, bytes) or not _MANAGER.fullmatch(manager) or b"/../" in manager:
-        raise RequestRejected(f"{where}: manager: expected the path of a torch-shm-dir-*/manager.sock")
-    if not isinstance(handle, bytes) or not _HANDLE.fullmatch(handle):
-        raise RequestRejected(f"{where}: handle: expected the form /torch_<pid>_<n>_<n>")
-    return StorageRef(manager, handle, natural(num_bytes, f"{where}: size"))
-
-
 def _storage_empty(arguments: tuple[object, ...]) -> None:
     _expect(arguments, 1, "rebuild_storage_empty")
     _expect_symbol(arguments[0], _UNTYPED, "rebuild_storage_empty: class")
@@ -210,41 +136,6 @@ def _tensor(arguments: tuple[object, ...]) -> TensorRef:
     return tensor_within(where, storage.storage, storage.dtype, offset, shape, stride)
 
 
-def tensor_within(
-    where: str,
-    storage: AnyStorageRef | None,
-    dtype: torch.dtype,
-    offset: object,
-    shape: object,
-    stride: object,
-) -> TensorRef:
-    """A reference to a tensor, checked to lie within its storage."""
-    ref = TensorRef(
-        storage,
-        dtype,
-        natural(offset, f"{where}: offset"),
-        tensor_shape(shape, f"{where}: shape"),
-        sizes(stride, f"{where}: stride"),
-    )
-    _check_bounds(ref, where)
-    return ref
-
-
-def _check_bounds(ref: TensorRef, where: str) -> None:
-    if len(ref.shape) != len(ref.stride):
-        raise RequestRejected(f"{where}: {len(ref.shape)} sizes but {len(ref.stride)} strides")
-    available = ref.storage.num_bytes if ref.storage is not None else 0
-    itemsize = ref.dtype.itemsize
-    num_elements = math.prod(ref.shape)
-    last = ref.offset + sum((size - 1) * step for size, step in zip(ref.shape, ref.stride, strict=True))
-    end = last + 1 if num_elements else ref.offset
-    if end * itemsize > available:
-        raise RequestRejected(f"{where}: the tensor reaches beyond its storage of {available} bytes")
-    # A copy of an expanded view can be larger than any memory; what is sent must exist.
-    if num_elements * itemsize > available:
-        raise RequestRejected(f"{where}: the tensor repeats elements: send tensor.contiguous()")
-
-
 def _storage_fd(name: str, arguments: tuple[object, ...]) -> None:
     raise RequestRejected(
         f"{name}: tensors shared as file descriptors can be opened by related processes only: call "
@@ -252,21 +143,12 @@ def _storage_fd(name: str, arguments: tuple[object, ...]) -> None:
     )
 
 
-def _is_device(value: object) -> bool:
-    is_uuid = type(value) is str and re.fullmatch(r"[0-9a-fA-F-]{36}", value) is not None
-    return _is_count(value) or is_uuid
-
-
 def _is_bytes(value: object) -> bool:
     return value is None or isinstance(value, bytes)
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _is_sizes(value: object) -> bool:
-    return isinstance(value, tuple) and all(_is_count(item) for item in value)
+    return isinstance(value, tuple) and all(is_count(item) for item in value)
 
 
 # Slot by slot as in wire_api section 4.2.
@@ -274,16 +156,16 @@ _CUDA_SLOTS: Final[tuple[tuple[str, Callable[[object], bool]], ...]] = (
     ("tensor class", lambda value: isinstance(value, Global) and value.name in _TENSOR_CLASSES),
     ("size", _is_sizes),
     ("stride", _is_sizes),
-    ("offset", _is_count),
+    ("offset", is_count),
     ("storage class", lambda value: isinstance(value, Global) and value.name in _TYPED),
     ("dtype", lambda value: isinstance(value, torch.dtype)),
-    ("device index or UUID", _is_device),
+    ("device index or UUID", is_device),
     ("memory handle", _is_bytes),
-    ("storage size", _is_count),
-    ("storage offset", _is_count),
+    ("storage size", is_count),
+    ("storage offset", is_count),
     ("requires_grad", lambda value: type(value) is bool),
     ("reference counter file", _is_bytes),
-    ("reference counter index", lambda value: value is None or _is_count(value)),
+    ("reference counter index", lambda value: value is None or is_count(value)),
     ("event handle", _is_bytes),
     ("event sync flag", lambda value: value is None or type(value) is bool),
 )
@@ -297,52 +179,6 @@ def _cuda_tensor(name: str, arguments: tuple[object, ...]) -> TensorRef:
     _, shape, stride, offset, _, dtype = arguments[:6]
     storage = device_storage(name, *arguments[6:10], *arguments[11:])
     return tensor_within(name, storage, tensor_dtype(dtype, f"{name}: dtype"), offset, shape, stride)
-
-
-def device_storage(
-    name: str,
-    device: object,
-    handle: object,
-    num_bytes: object,
-    offset_bytes: object,
-    counter_file: object,
-    counter_index: object,
-    event: object,
-    must_wait: object,
-) -> CudaStorageRef | None:
-    """A checked reference to device memory; None where there is no memory."""
-    size = natural(num_bytes, f"{name}: storage size")
-    if handle is None or size == 0:
-        return None
-    if not _is_memory_handle(handle):
-        raise RequestRejected(f"{name}: memory handle: not one that torch makes")
-    if not isinstance(counter_file, bytes) or not _COUNTER_FILE.fullmatch(counter_file):
-        raise RequestRejected(f"{name}: reference counter file: expected the form /torch_<pid>_<n>")
-    if type(counter_index) is not int or counter_index >= NUM_COUNTERS:
-        raise RequestRejected(f"{name}: reference counter index: expected 0 to {NUM_COUNTERS - 1}")
-    if must_wait and (not isinstance(event, bytes) or len(event) != _EVENT_BYTES):
-        raise RequestRejected(f"{name}: event handle: expected {_EVENT_BYTES} bytes")
-    if not isinstance(device, int | str) or not _is_device(device):
-        raise RequestRejected(f"{name}: device: expected an index or a UUID")
-    assert isinstance(handle, bytes)
-    return CudaStorageRef(
-        device,
-        handle,
-        size,
-        natural(offset_bytes, f"{name}: storage offset"),
-        counter_file,
-        counter_index,
-        event if must_wait and isinstance(event, bytes) else None,
-    )
-
-
-def _is_memory_handle(handle: object) -> bool:
-    if not isinstance(handle, bytes):
-        return False
-    if len(handle) == DRIVER_HANDLE_BYTES:
-        return True
-    kind = handle[1:2]
-    return kind in _HANDLE_KINDS and (kind == b"e" or len(handle) == 2 + DRIVER_HANDLE_BYTES)
 
 
 def _named(name: str, call: Callable[[str, tuple[object, ...]], object]) -> Global:
@@ -422,29 +258,13 @@ def lent_tensor(value: object, device: int) -> TensorRef:
     return _cuda_tensor("rebuild_cuda_tensor", tuple(given))
 
 
-# Those that torch can copy: not the quantized ones, nor those narrower than a byte.
-_FLOATING: Final = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
-_NARROW: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-_INTEGER: Final = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "bool")
-_DTYPES: Final[Mapping[str, torch.dtype]] = {
-    name: getattr(torch, name) for name in (*_FLOATING, *_NARROW, *_INTEGER)
-}
-
-
-def dtype_named(name: str, where: str) -> torch.dtype:
-    """The dtype of this name, if payloads may use it."""
-    if name not in _DTYPES:
-        raise RequestRejected(f"{where}: dtype: expected one of {', '.join(_DTYPES)}, got {name[:40]!r}")
-    return _DTYPES[name]
-
-
 def resolve_global(module: str, name: str) -> object:
     """What a global of a payload stands for; raises `RequestRejected` with its name if it is not accepted."""
     found = _GLOBALS.get((module, name))
     if found is not None:
         return found
-    if module == "torch" and name in _DTYPES:
-        return _DTYPES[name]
+    if module == "torch" and name in DTYPES:
+        return DTYPES[name]
     if name in _RECORDS:
         return Global(f"{module[:200]}.{name}", is_record=True)
     if (module, name) == ("multiprocessing.resource_sharer", "DupFd"):

@@ -3,14 +3,48 @@
 All positions are bytes, and nothing is padded. Source: wire_api section 4.1.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeAlias, TypeVar
 
 import torch
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.stored_tensor import StoredTensor
+from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
+
+AnyTensor = TypeVar("AnyTensor", torch.Tensor, torch.Tensor | StoredTensor)
+
+
+# Tensors in a run of bytes, each with the byte at which it begins.
+Places: TypeAlias = Sequence[tuple[TensorHeader, int]]
+
+
+def without_padding(headers: Sequence[TensorHeader]) -> Places:
+    """The places of tensors that lie one behind the other."""
+    starts = itertools.accumulate((header.num_bytes for header in headers), initial=0)
+    return list(zip(headers, starts, strict=False))
+
+
+def tensors_in(flat: AnyTensor, places: Places) -> Iterator[tuple[str, AnyTensor]]:
+    """The tensors in a run of bytes: views of it, or copies, one at a time, where alignment asks for them.
+
+    Args:
+        flat: 1-D and contiguous, of any dtype; every place lies within it.
+    """
+    if isinstance(flat, StoredTensor):
+        for header, start in places:
+            first = flat.offset + start
+            yield header.name, StoredTensor.contiguous(flat.storage, first, header.shape, header.dtype)
+        return
+    run = flat.view(torch.uint8)
+    for header, start in places:
+        piece = run[start : start + header.num_bytes]
+        if piece.storage_offset() % header.dtype.itemsize:
+            piece = piece.clone()
+        yield header.name, piece.view(header.dtype).reshape(header.shape)
 
 
 @dataclass(frozen=True)
@@ -23,6 +57,11 @@ class FlattenedTensorMetadata:
     start_idx: int
     end_idx: int
     numel: int
+
+    @property
+    def place(self) -> tuple[TensorHeader, int]:
+        """The same as one of `Places`."""
+        return TensorHeader(self.name, tuple(self.shape), self.dtype), self.start_idx
 
 
 class FlattenedTensorBucket:
@@ -50,7 +89,7 @@ class FlattenedTensorBucket:
             if flattened_tensor is not None or metadata is not None:
                 raise ValueError("give named_tensors, or flattened_tensor and metadata, not both")
             listed = list(named_tensors)
-            self.metadata = _index(listed)
+            self.metadata = _index([TensorHeader(name, tuple(one.shape), one.dtype) for name, one in listed])
             self.flattened_tensor = _flatten(listed, self.metadata)
         elif flattened_tensor is not None and metadata is not None:
             self.metadata = list(metadata)
@@ -67,13 +106,13 @@ class FlattenedTensorBucket:
         device: torch.device | str = "cpu",
     ) -> Self:
         """Room for tensors that are still to be received, with their index; what it holds is undefined."""
-        metadata, end = [], 0
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-            kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.removeprefix("torch."))
-            start, end = end, end + math.prod(shape) * kind.itemsize
-            entry = FlattenedTensorMetadata(name, torch.Size(shape), kind, start, end, end - start)
-            metadata.append(entry)
-        return cls(flattened_tensor=torch.empty(end, dtype=torch.uint8, device=device), metadata=metadata)
+        kinds = (
+            one if isinstance(one, torch.dtype) else getattr(torch, one.removeprefix("torch."))
+            for one in dtypes
+        )
+        listed = zip(names, map(tuple, shapes), kinds, strict=True)
+        metadata = _index([TensorHeader(*one) for one in listed])
+        return cls(flattened_tensor=_room(metadata, device), metadata=metadata)
 
     def get_flattened_tensor(self) -> torch.Tensor:
         """The bytes: 1-D uint8."""
@@ -85,15 +124,7 @@ class FlattenedTensorBucket:
 
     def reconstruct_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """The (name, tensor) pairs; views of the bytes where alignment allows it, copies elsewhere."""
-        return list(self.iterate())
-
-    def iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `reconstruct_tensors`, one by one, so that only one misaligned tensor is copied at a time."""
-        for entry in self.metadata:
-            piece = self.flattened_tensor[entry.start_idx : entry.end_idx]
-            if piece.storage_offset() % entry.dtype.itemsize:
-                piece = piece.clone()
-            yield entry.name, piece.view(entry.dtype).reshape(entry.shape)
+        return list(tensors_in(self.flattened_tensor, [entry.place for entry in self.metadata]))
 
 
 def pack_buckets(
@@ -118,21 +149,25 @@ def pack_buckets(
         yield FlattenedTensorBucket(pending)
 
 
-def _index(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> list[FlattenedTensorMetadata]:
-    metadata, start = [], 0
-    for name, tensor in named_tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        end = start + num_bytes
-        metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, num_bytes))
-        start = end
-    return metadata
+def _index(headers: Sequence[TensorHeader]) -> list[FlattenedTensorMetadata]:
+    return [
+        FlattenedTensorMetadata(
+            one.name, torch.Size(one.shape), one.dtype, start, start + one.num_bytes, one.num_bytes
+        )
+        for one, start in without_padding(headers)
+    ]
+
+
+def _room(metadata: Sequence[FlattenedTensorMetadata], device: torch.device | str) -> torch.Tensor:
+    num_bytes = metadata[-1].end_idx if metadata else 0
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _flatten(
     named_tensors: Sequence[tuple[str, torch.Tensor]], metadata: Sequence[FlattenedTensorMetadata]
 ) -> torch.Tensor:
     device = named_tensors[0][1].device if named_tensors else torch.device("cpu")
-    flat = torch.empty(metadata[-1].end_idx if metadata else 0, dtype=torch.uint8, device=device)
+    flat = _room(metadata, device)
     for (_, tensor), entry in zip(named_tensors, metadata, strict=True):
         flat[entry.start_idx : entry.end_idx] = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return flat

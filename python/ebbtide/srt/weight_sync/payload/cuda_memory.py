@@ -20,12 +20,8 @@ from typing import Any, Final, Protocol, Self
 import torch
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.weight_sync.payload.allowed_globals import (
-    DRIVER_HANDLE_BYTES,
-    NUM_COUNTERS,
-    CudaStorageRef,
-)
 from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, KEEP_ALIVE, object_path
+from ebbtide.srt.weight_sync.payload.tensor_refs import DRIVER_HANDLE_BYTES, NUM_COUNTERS, CudaStorageRef
 
 _COUNTER: Final = struct.Struct("=q")
 

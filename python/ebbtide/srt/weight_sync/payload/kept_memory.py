@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from ebbtide.srt.errors import EngineError
-from ebbtide.srt.weight_sync.payload.allowed_globals import CudaStorageRef
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, Mapping
 from ebbtide.srt.weight_sync.payload.shared_memory import object_path
+from ebbtide.srt.weight_sync.payload.tensor_refs import CudaStorageRef
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Final
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.stored_tensor import read_exactly
-from ebbtide.srt.weight_sync.payload.allowed_globals import StorageRef
+from ebbtide.srt.weight_sync.payload.tensor_refs import StorageRef
 
 HEADER_BYTES: Final = 64
 SHARED_MEMORY: Final = Path("/dev/shm")

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.allowed_globals import (
+from ebbtide.srt.weight_sync.payload.tensor_refs import (
     AnyStorageRef,
     TensorRef,
     device_storage,

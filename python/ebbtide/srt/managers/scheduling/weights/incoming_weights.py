@@ -25,7 +25,8 @@ from ebbtide.srt.weight_sync.delta.state_sum import as_hex
 from ebbtide.srt.weight_sync.delta.target import StoreTarget
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation
-from ebbtide.srt.weight_sync.source import TensorHeader, WeightSource
+from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
+from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges
 from ebbtide.srt.weight_sync.state_dict_source import StateDictConversation
 
