@@ -25,14 +25,12 @@ from ebbtide.srt.layers.attention.flashinfer_compile import compile_kernels
 from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
     DecodeKernel,
-    DevicePages,
-    HostLens,
-    PagedKernel,
     PrefillKernel,
     Workspace,
     partial_bytes,
     prefill_kernel,
 )
+from ebbtide.srt.layers.attention.paged_kernel import DevicePages, HostLens, PagedKernel
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS
 from ebbtide.srt.layers.kernels.fp8_decode import attend_fp8
 from ebbtide.srt.layers.kernels.fp8_pages import widen_pages

@@ -29,15 +29,13 @@ from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.kernel_cache import add_scripts_to_path
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
-    DevicePages,
-    HostLens,
-    PagedKernel,
     Workspace,
     decode_kernel,
     module_specs,
     partial_bytes,
     prefill_kernel,
 )
+from ebbtide.srt.layers.attention.paged_kernel import DevicePages, HostLens, PagedKernel
 from ebbtide.srt.layers.heads import Rope
 from ebbtide.srt.memory_saver.tags import MemoryTag
 

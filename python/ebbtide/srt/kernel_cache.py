@@ -9,9 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 _PRECOMPILED = "flashinfer_jit_cache"
+# Threads that load modules take turns.
+_LOADING = Lock()
 
 
 def flashinfer_problem() -> str | None:
@@ -75,17 +78,18 @@ def compiled_as_they_are() -> Iterator[None]:
     """
     from flashinfer.jit.core import JitSpec
 
-    build: Any = JitSpec.build
+    with _LOADING:
+        build: Any = JitSpec.build
 
-    def build_what_is_missing(spec: Any, *args: Any, **options: Any) -> None:
-        if not spec.is_compiled:
-            build(spec, *args, **options)
+        def build_what_is_missing(spec: Any, *args: Any, **options: Any) -> None:
+            if not spec.is_compiled:
+                build(spec, *args, **options)
 
-    JitSpec.build = build_what_is_missing
-    try:
-        yield
-    finally:
-        JitSpec.build = build
+        JitSpec.build = build_what_is_missing
+        try:
+            yield
+        finally:
+            JitSpec.build = build
 
 
 def flashinfer_cache_dir() -> Path:

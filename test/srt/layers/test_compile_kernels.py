@@ -1,9 +1,10 @@
-"""Compiling ahead of time, with stand-ins for FlashInfer's modules: what is said when a compiler fails."""
+"""Compiling ahead of time and beside serving, with stand-ins for FlashInfer's modules."""
 
 from __future__ import annotations
 
 import os
-from threading import Barrier
+from threading import Barrier, Event
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.attention import flashinfer_compile
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
+from ebbtide.srt.layers.attention.paged_kernel import UntilCompiled
 
 SHAPE = AttentionShape(4, 2, 64, 16, torch.bfloat16, torch.bfloat16, (AttentionKind(0.125),))
 
@@ -44,9 +46,12 @@ class Spec:
 def compile_with(monkeypatch: pytest.MonkeyPatch, log: list[str], **specs: Spec) -> None:
     """Compile these modules; each step goes to the log."""
     monkeypatch.setenv("PATH", os.environ["PATH"])  # which compiling changes
-    monkeypatch.setattr(flashinfer_compile, "module_specs", lambda shape, device: specs)
+    monkeypatch.setattr(flashinfer_compile, "module_specs", lambda shape, device, whole: specs)
     flashinfer_compile.compile_kernels(
-        SHAPE, torch.device("cpu"), lambda name, number, total: log.append(f"{name} {number}/{total}")
+        SHAPE,
+        torch.device("cpu"),
+        lambda name, number, total: log.append(f"{name} {number}/{total}"),
+        whole=True,
     )
 
 
@@ -84,3 +89,39 @@ def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) 
         compile_with(
             monkeypatch, log, decode=Spec(log, FileNotFoundError(2, "No such file or directory", "ninja"))
         )
+
+
+class Kernel:
+    """Says who planned and who ran."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+
+    def plan(self, lens: Any, *, captured: bool, whole: bool = False) -> str:
+        return f"{self._name}'s plan"
+
+    def run(self, plan: Any, *tensors: Any) -> None:
+        self._log.append(f"{self._name} ran {plan}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_kernel_that_compiles_beside_serving_takes_over_from_the_next_plan_on(
+    fails: bool,
+) -> None:
+    log: list[str] = []
+    may_end = Event()
+
+    def compile_and_make() -> Kernel:
+        may_end.wait(30)
+        if fails:
+            raise RuntimeError("no such compiler")
+        return Kernel("second", log)
+
+    kernel: Any = UntilCompiled(Kernel("first", log), compile_and_make)
+    planned_before = kernel.plan(None, captured=False)
+    may_end.set()
+    kernel.wait()
+    for plan in (planned_before, kernel.plan(None, captured=False)):
+        kernel.run(plan, *[None] * 5)
+    now = "first" if fails else "second"
+    assert log == ["first ran first's plan", f"{now} ran {now}'s plan"]

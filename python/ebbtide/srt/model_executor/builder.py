@@ -100,7 +100,7 @@ def build_model_runner(
     quantization = _quantization(model_config, torch_device)
     # The compilers of attention are processes of their own, beside which everything else goes on.
     with ThreadPoolExecutor(1) as beside:
-        compiled = beside.submit(make_attention.compile, shape, torch_device, progress)
+        compiled = beside.submit(make_attention.compile, shape, torch_device, progress, whole=rehearses)
         try:
             weight_store = WeightStore(model, arenas, layout.chunk_bytes, group, quantization)
         except OutOfDeviceMemory as error:

@@ -223,8 +223,11 @@ class AttentionBackend(ABC):
         """Why it does not serve this shape here, and what would help; None if it does."""
 
     @classmethod
-    def compile(cls, shape: AttentionShape, device: torch.device, progress: Progress) -> None:
+    def compile(cls, shape: AttentionShape, device: torch.device, progress: Progress, *, whole: bool) -> None:
         """Compile, before any memory is taken, what would otherwise be compiled at first use.
+
+        Args:
+            whole: false: what can be done without at first may be compiled later, beside forward passes.
 
         Raises ConfigurationError where a compiler fails.
         """

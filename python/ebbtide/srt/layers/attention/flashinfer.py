@@ -32,10 +32,6 @@ from ebbtide.srt.layers.attention.base import (
 from ebbtide.srt.layers.attention.flashinfer_compile import compile_kernels
 from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel, can_list, saves_time
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
-    DevicePages,
-    HostLens,
-    PagedKernel,
-    PlannedAttention,
     Workspace,
     decode_kernel,
     on_cuda_cores,
@@ -48,6 +44,12 @@ from ebbtide.srt.layers.attention.fp8_kernels import (
     Fp8PrefillKernel,
     WidePages,
     decodes_fp8,
+)
+from ebbtide.srt.layers.attention.paged_kernel import (
+    DevicePages,
+    HostLens,
+    PagedKernel,
+    PlannedAttention,
 )
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns, runs_of_neighbours
 from ebbtide.srt.layers.heads import HeadNorms, Rope
@@ -140,8 +142,8 @@ class FlashInferAttention(AttentionBackend):
         return fp8_problem(shape, device) or flashinfer_problem()
 
     @classmethod
-    def compile(cls, shape: AttentionShape, device: torch.device, progress: Progress) -> None:
-        compile_kernels(shape, device, progress)
+    def compile(cls, shape: AttentionShape, device: torch.device, progress: Progress, *, whole: bool) -> None:
+        compile_kernels(shape, device, progress, whole=whole)
 
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention], shape: AttentionShape) -> None:
         # FlashInfer compiles what is not in its cache.

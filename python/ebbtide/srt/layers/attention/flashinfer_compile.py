@@ -19,7 +19,7 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import module_specs
 _MAX_LINES, _MAX_LINE_CHARS = 20, 300
 
 
-def compile_kernels(shape: AttentionShape, device: torch.device, progress: Progress) -> None:
+def compile_kernels(shape: AttentionShape, device: torch.device, progress: Progress, *, whole: bool) -> None:
     """Compile the attention kernels of a model that are not in the cache yet, all modules at once.
 
     Args:
@@ -27,6 +27,7 @@ def compile_kernels(shape: AttentionShape, device: torch.device, progress: Progr
         device: the GPU to compile for.
         progress: called when it begins and after each module, e.g. with ("compiling attention", 1, 2).
             Where everything is in the cache it is not called.
+        whole: false: what a start waits for; see `module_specs`.
 
     Raises:
         ConfigurationError: FlashInfer's compiler fails; the message ends with the last of its output.
@@ -34,7 +35,7 @@ def compile_kernels(shape: AttentionShape, device: torch.device, progress: Progr
     add_scripts_to_path()
     missing = {
         use: spec
-        for use, spec in module_specs(shape, device).items()
+        for use, spec in module_specs(shape, device, whole=whole).items()
         if not (spec.is_aot or spec.is_compiled)
     }
     if not missing:

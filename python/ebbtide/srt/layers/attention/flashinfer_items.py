@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
-from ebbtide.srt.layers.attention.flashinfer_kernels import DevicePages, TileModule
+from ebbtide.srt.layers.attention.flashinfer_kernels import TileModule
 from ebbtide.srt.layers.attention.fp8_kernels import decodes_fp8
+from ebbtide.srt.layers.attention.paged_kernel import DevicePages
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.attention.work_items import WorkItems, cut, piece_pages
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors

@@ -10,14 +10,15 @@ Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ebbtide.srt.kernel_cache import compiled_as_they_are
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
+from ebbtide.srt.layers.attention.paged_kernel import DevicePages, HostLens, PagedKernel, UntilCompiled
 from ebbtide.srt.layers.kernels.launch import can_overlap, num_multiprocessors
 
 # Plans of FlashInfer's Hopper prefill list every block: at most 4,096 of each head, 28 bytes each.
@@ -27,55 +28,7 @@ _SPARE_BYTES = 1 << 20
 _THREADS_PER_SM, _DECODE_THREADS = 2048, 128
 _NO_WINDOW, _NO_SOFT_CAP = -1, 0.0  # as FlashInfer says it
 _ROPE_SCALE, _ROPE_THETA = 1.0, 1e4  # of a rotation inside the kernels, which is off
-
-
-@dataclass(frozen=True, slots=True)
-class HostLens:
-    """Lengths on the host, int32 tensors: what plans are made of."""
-
-    q_indptr_R1: Tensor
-    kv_indptr_R1: Tensor
-    lens_R: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePages:
-    """Which pages each request attends to, int32 tensors on the device.
-
-    Attributes:
-        q_indptr_R1: first new token of each request.
-        kv_indptr_R1: first of its page ids in `kv_indices`.
-        kv_indices: page ids.
-        last_page_len_R: tokens of its last page.
-    """
-
-    q_indptr_R1: Tensor
-    kv_indptr_R1: Tensor
-    kv_indices: Tensor
-    last_page_len_R: Tensor
-
-
-class PlannedAttention(Protocol):
-    """Attends to pages by a plan."""
-
-    def run(
-        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
-    ) -> None:
-        """Attend, into `out_TNH`."""
-        ...
-
-
-class PagedKernel(PlannedAttention, Protocol):
-    """One way to attend to pages, with its plans."""
-
-    def plan(self, lens: HostLens, *, captured: bool, whole: bool = False) -> Any:
-        """Plan a step and enqueue the plan's copy.
-
-        Args:
-            captured: `run` is part of a CUDA graph, which later plans of as many requests serve too.
-            whole: no request is cut, where the kernel can do that.
-        """
-        ...
+_FIRST_BACKEND = "fa2"  # its kernels compile in 20 s, where those for Hopper take a minute and more
 
 
 class Workspace:
@@ -295,13 +248,29 @@ def on_cuda_cores(shape: AttentionShape) -> bool:
 
 
 def prefill_kernel(shape: AttentionShape, kind: AttentionKind, workspace: Workspace) -> PagedKernel:
-    """What suits everything else; not to be captured."""
+    """What suits everything else; not to be captured. Until it is compiled, fa2's kernel is what serves."""
     backend = _prefill_backend(shape, workspace.partial.device)
-    return PrefillKernel(shape, kind, workspace, causal=True, backend=backend)
+    spec = _prefill_spec(shape, kind, backend)
+
+    def make(name: str) -> PagedKernel:
+        return PrefillKernel(shape, kind, workspace, causal=True, backend=name)
+
+    def compile_and_make() -> PagedKernel:
+        spec.build(verbose=False)
+        return make(backend)
+
+    if backend == _FIRST_BACKEND or spec.is_compiled:
+        return make(backend)
+    return UntilCompiled(make(_FIRST_BACKEND), compile_and_make)
 
 
-def module_specs(shape: AttentionShape, device: torch.device) -> dict[str, Any]:
-    """What FlashInfer compiles for this shape: use → its `JitSpec`."""
+def module_specs(shape: AttentionShape, device: torch.device, *, whole: bool = True) -> dict[str, Any]:
+    """What FlashInfer compiles for this shape: use → its `JitSpec`.
+
+    Args:
+        whole: false: what a start waits for. Kernels for prompts that are not compiled yet have others in
+            their place, which take a third of the time to compile.
+    """
     from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
     specs = {}
@@ -316,9 +285,18 @@ def module_specs(shape: AttentionShape, device: torch.device) -> dict[str, Any]:
         else:
             specs[f"decode attention{variant}"] = tiles
         # For prompts pages in FP8 are read back.
-        key, backend = _module_key(wide(shape), kind), _prefill_backend(wide(shape), device)
-        specs[f"prefill attention{variant}"] = gen_batch_prefill_module(backend, *key, False)
+        prefill = _prefill_spec(wide(shape), kind, _prefill_backend(wide(shape), device))
+        if not (whole or prefill.is_compiled):
+            prefill = _prefill_spec(wide(shape), kind, _FIRST_BACKEND)
+        if all(spec.name != prefill.name for spec in specs.values()):
+            specs[f"prefill attention{variant}"] = prefill
     return specs
+
+
+def _prefill_spec(shape: AttentionShape, kind: AttentionKind, backend: str) -> Any:
+    from flashinfer.jit import gen_batch_prefill_module
+
+    return gen_batch_prefill_module(backend, *_module_key(shape, kind), False)
 
 
 def wide(shape: AttentionShape) -> AttentionShape:
@@ -341,8 +319,8 @@ def partial_bytes(shape: AttentionShape, device: torch.device) -> int:
     num_sms = num_multiprocessors(device)
     row_bytes = 4 * (shape.head_dim + 1)
     blocks = 2 * num_sms // shape.num_kv_heads + 1
-    # The kernels for Hopper divide the work without partial results.
-    prefill_rows = blocks * _LARGEST_TILE if _prefill_backend(shape, device) == "fa2" else 0
+    # The kernels for Hopper divide the work without partial results, but fa2's may serve before them.
+    prefill_rows = blocks * _LARGEST_TILE
     decode_rows = num_sms * (_THREADS_PER_SM // _DECODE_THREADS) // shape.num_kv_heads
     # The grid of a graph: FlashInfer's upper bound of tiles, or as many blocks as run at once.
     tile = next((rows for rows in (16, 64) if shape.group <= rows), _LARGEST_TILE)

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
-    DevicePages,
-    HostLens,
-    PagedKernel,
     PrefillKernel,
     Workspace,
     prefill_kernel,
     wide,
 )
+from ebbtide.srt.layers.attention.paged_kernel import DevicePages, HostLens, PagedKernel
 from ebbtide.srt.mem_cache.kv_scales import FP8
 
 # Tokens that a step with prompts reads back at most: 256 MiB for eight heads of 128. Where there are more,

@@ -1,0 +1,107 @@
+"""What attends to pages by a plan, and how one such kernel takes over from another.
+
+Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S page_size.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any, Protocol
+
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HostLens:
+    """Lengths on the host, int32 tensors: what plans are made of."""
+
+    q_indptr_R1: Tensor
+    kv_indptr_R1: Tensor
+    lens_R: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePages:
+    """Which pages each request attends to, int32 tensors on the device.
+
+    Attributes:
+        q_indptr_R1: first new token of each request.
+        kv_indptr_R1: first of its page ids in `kv_indices`.
+        kv_indices: page ids.
+        last_page_len_R: tokens of its last page.
+    """
+
+    q_indptr_R1: Tensor
+    kv_indptr_R1: Tensor
+    kv_indices: Tensor
+    last_page_len_R: Tensor
+
+
+class PlannedAttention(Protocol):
+    """Attends to pages by a plan."""
+
+    def run(
+        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+    ) -> None:
+        """Attend, into `out_TNH`."""
+        ...
+
+
+class PagedKernel(PlannedAttention, Protocol):
+    """One way to attend to pages, with its plans."""
+
+    def plan(self, lens: HostLens, *, captured: bool, whole: bool = False) -> Any:
+        """Plan a step and enqueue the plan's copy.
+
+        Args:
+            captured: `run` is part of a CUDA graph, which later plans of as many requests serve too.
+            whole: no request is cut, where the kernel can do that.
+        """
+        ...
+
+
+class UntilCompiled:
+    """A kernel that serves at once, until the one that is to serve is compiled: a start need not wait for it.
+
+    The other one is made in a thread of its own, beside forward passes, and serves from the next plan on: its
+    results differ by roundings. Where that fails the first one goes on, and the log says why.
+
+    Args:
+        at_first: what serves now.
+        make: compiles and makes the other one; takes a minute.
+    """
+
+    def __init__(self, at_first: PagedKernel, make: Callable[[], PagedKernel]) -> None:
+        self._kernel = at_first
+        # A process that ends meanwhile does not wait for compilers: they go on, for the next one.
+        self._thread = Thread(target=self._take_over, args=(make,), name="compiling", daemon=True)
+        self._thread.start()
+
+    def plan(self, lens: HostLens, *, captured: bool, whole: bool = False) -> tuple[PagedKernel, Any]:
+        kernel = self._kernel
+        return kernel, kernel.plan(lens, captured=captured, whole=whole)
+
+    def run(
+        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+    ) -> None:
+        kernel, planned = plan
+        kernel.run(planned, pages, q_TNH, k_PSKH, v_PSKH, out_TNH)
+
+    def wait(self) -> None:
+        """Until the other one serves, or has failed."""
+        self._thread.join()
+
+    def _take_over(self, make: Callable[[], PagedKernel]) -> None:
+        started = time.monotonic()
+        try:
+            self._kernel = make()
+        except Exception as error:
+            logger.warning("the slower attention goes on serving prompts: %s", str(error)[-500:])
+        else:
+            logger.info("attention of prompts: compiled beside serving: s=%.1f", time.monotonic() - started)
