@@ -331,6 +331,9 @@ GOALS: dict[str, Goal] = {
     "peak_memory.saved": Goal(
         "peak_memory", "multi-stage below one-stage while weights update", "GB", None, True
     ),
+    "start.cold": Goal(
+        "start", "start to first token, no kernel compiled, 16 cores", "s", 60, sglang="122-143"
+    ),
     "start.first_token": Goal(
         "start", "start to first token, kernels cached", "s", 20, sglang="17-73", vllm="38"
     ),

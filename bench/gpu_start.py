@@ -6,6 +6,10 @@ at which they came, are the phases.
 
 The limit is what no Python engine on this machine goes below: a process that imports torch and transformers
 and makes a CUDA context, measured in the same run.
+
+`--cold`: starts with an empty folder for kernels each, where Python's modules are cached. The last one is
+watched until what compiles beside serving is there; when which of FlashInfer's files was compiled is in the
+JSON.
 """
 
 from __future__ import annotations
@@ -14,43 +18,100 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
-from gpu_common import Report, engine_args, model_folder, parse, parser_of, running_server
+from gpu_common import Report, Server, engine_args, model_folder, parse, parser_of, running_server
 
 MODEL = "llama8b"
 FLOOR = "import torch, transformers; torch.zeros(1, device='{device}').add_(1).item()"
 
 
-def start_once(arguments: dict[str, Any]) -> dict[str, Any]:
-    """One server until its first token."""
+COMPILED_BESIDE = "compiled beside serving"
+COMPILED_BESIDE_S = 150.0
+
+
+class Log:
+    """A server's log by line, with the seconds at which they came."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.lines: list[tuple[float, str]] = []
+
+    def read(self) -> float:
+        """Note what is new; returns the seconds since the start. Raises RuntimeError where it has ended."""
+        now_s = time.perf_counter() - self._server.started
+        new = self._server.log.splitlines()[len(self.lines) :]
+        self.lines += [(round(now_s, 2), line[:300]) for line in new]
+        if self._server.process.poll() is not None:
+            raise RuntimeError(f"the server ended: {self._server.log[-2000:]}")
+        return now_s
+
+    def wait_for(self, text: str, seconds: float) -> float | None:
+        """When a line with this came; None: it did not."""
+        end_s = self.read() + seconds
+        while self.read() < end_s:
+            for at_s, line in self.lines:
+                if text in line:
+                    return at_s
+            time.sleep(0.1)
+        return None
+
+
+def start_once(arguments: dict[str, Any], *, until: str | None = None) -> dict[str, Any]:
+    """One server until its first token, or until its log has a line with this."""
     with running_server(arguments) as server:
-        phases: list[tuple[float, str]] = []
-        num_seen = 0
-        while True:
-            now_s = time.perf_counter() - server.started
-            lines = server.log.splitlines()
-            phases += [(round(now_s, 2), line[:300]) for line in lines[num_seen:]]
-            num_seen = len(lines)
-            if server.process.poll() is not None:
-                raise RuntimeError(f"the server ended: {server.log[-2000:]}")
-            if now_s > 400:
-                raise RuntimeError(f"not up after {now_s:.0f} s: {server.log[-2000:]}")
+        log = Log(server)
+        while (now_s := log.read()) < 400:
             try:
                 if httpx.get(server.url + "/health", timeout=5).status_code == 200:
                     break
             except httpx.TransportError:
                 pass
             time.sleep(0.02)
+        else:
+            raise RuntimeError(f"not up after {now_s:.0f} s: {server.log[-2000:]}")
         ready_s = time.perf_counter() - server.started
-        body = {"input_ids": list(range(1, 17)), "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}}
-        response = httpx.post(server.url + "/generate", json=body, timeout=300)
-        response.raise_for_status()
+        first_ms = ask(server)
         first_token_s = time.perf_counter() - server.started
-        return {"first_token_s": first_token_s, "ready_s": ready_s, "log": phases}
+        result: dict[str, Any] = {"first_token_s": first_token_s, "ready_s": ready_s, "log": log.lines}
+        if until is not None:
+            result |= {"until_s": log.wait_for(until, COMPILED_BESIDE_S), "request_ms": [first_ms]}
+            result["request_ms"] += [ask(server) for _ in range(3)]
+        return result
+
+
+def ask(server: Server) -> float:
+    """Milliseconds of a request of one token."""
+    body = {"input_ids": list(range(1, 17)), "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}}
+    begun = time.perf_counter()
+    response = httpx.post(server.url + "/generate", json=body, timeout=300)
+    response.raise_for_status()
+    return (time.perf_counter() - begun) * 1e3
+
+
+def start_cold(arguments: dict[str, Any], *, watched: bool) -> dict[str, Any]:
+    """One start with no kernel compiled."""
+    with tempfile.TemporaryDirectory(prefix="eb-kernels-") as folder:
+        cold = arguments | {"kernel_cache_dir": folder}
+        run = start_once(cold, until=COMPILED_BESIDE if watched else None)
+        run["flashinfer"] = compiled_files(Path(folder))
+        return run
+
+
+def compiled_files(folder: Path) -> dict[str, list[tuple[str, float, float]]]:
+    """Module → its files, and the seconds from and to which each was compiled, from ninja's start on."""
+    found = {}
+    for log in sorted(folder.glob("**/.ninja_log")):
+        rows = [line.split("\t") for line in log.read_text().splitlines() if not line.startswith("#")]
+        found[log.parent.name] = [
+            (Path(row[3]).name, int(row[0]) / 1e3, int(row[1]) / 1e3) for row in rows if len(row) > 3
+        ]
+    return found
 
 
 def floor_s(device: str) -> float:
@@ -59,16 +120,41 @@ def floor_s(device: str) -> float:
     return time.perf_counter() - started
 
 
+def measure_cold(report: Report, runs: int, arguments: dict[str, Any]) -> None:
+    is_gpu = arguments["device"] == "cuda"
+    with report.attempt("start.cold"):
+        all_runs = [start_cold(arguments, watched=run == runs - 1 and is_gpu) for run in range(runs)]
+        report.add("start.cold", [run["first_token_s"] for run in all_runs], all_runs=all_runs)
+        for seconds, line in all_runs[-1]["log"]:
+            print(f"  {seconds:6.2f} s  {line[:110]}")
+        print(
+            f"  compiled beside serving: {all_runs[-1].get('until_s')} s; {all_runs[-1].get('request_ms')} ms"
+        )
+        for module, files in all_runs[-1]["flashinfer"].items():
+            for name, begun_s, ended_s in files:
+                print(f"  {begun_s:6.1f} {ended_s:6.1f}  {module[:40]} {name[:60]}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shape", default=MODEL)
+    parser.add_argument("--cold", action="store_true", help="with no kernel compiled")
     # Where it is set, every start compiles every module.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     args: argparse.Namespace = parse(parser, argv)
     report = Report("gpu_start", args)
-    with report.attempt("start.first_token"), model_folder(args, args.shape) as (_, folder):
+    with model_folder(args, args.shape) as (_, folder):
         sizes = {"max_total_tokens": 4096 if args.tiny else 220_000}
         arguments = engine_args(args, folder, **sizes)
+        if args.cold:
+            measure_cold(report, args.runs, arguments)
+        else:
+            measure_cached(report, args, arguments)
+    report.finish()
+
+
+def measure_cached(report: Report, args: argparse.Namespace, arguments: dict[str, Any]) -> None:
+    with report.attempt("start.first_token"):
         report.facts["filling_the_caches"] = start_once(arguments)
         runs = [start_once(arguments) for _ in range(args.runs)]
         floors = [floor_s(args.device) for _ in range(2)]
@@ -83,7 +169,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         for seconds, line in runs[-1]["log"]:
             print(f"  {seconds:6.2f} s  {line[:110]}")
-    report.finish()
 
 
 if __name__ == "__main__":

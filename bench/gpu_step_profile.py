@@ -1,7 +1,9 @@
 """Where a step's time goes: the kernels of a replayed graph, or of a prefill, from torch's profiler.
 
-A few layers of a model's shape stand for all. Of each kernel: all its launches of a step together, how
-many there are, and one.
+A few layers of a model's shape stand for all. Steps are launched ahead of the device, as the engine does it.
+Kernels overlap: of each that time counts in which the device works at it and at none that began earlier, and
+nothing is left between kernels and gaps. Of each kernel: all its launches of a step together, how many there
+are, and one.
 
     python bench/gpu_step_profile.py --model llama8b --layers 8 --batch 32 256 512 --prefill 8x1024
 """
@@ -31,15 +33,19 @@ from ebbtide.srt.sampling_params import SamplingParams
 NUM_STEPS = 4
 
 
-def plan_of(driver: RunnerDriver, size: int, context_len: int, num_new: int = 1) -> BatchPlan:
-    """A step of so many new tokens for each of `size` requests; rows have pages of their own."""
+def plan_of(
+    driver: RunnerDriver, size: int, context_len: int, num_new: int = 1
+) -> tuple[BatchPlan, list[int]]:
+    """A step of so many new tokens for each of `size` requests, and the pages, which no two of them share."""
     rows = [driver.runner.page_table.allocate_row() for _ in range(size)]
+    held: list[int] = []
     for row in rows:
         pages = driver.allocator.allocate(-(-(context_len + num_new + 64) // driver.page_size))
         assert pages is not None
         driver.runner.page_table.write(row, 0, pages)
+        held += pages
     params = SamplingParams(temperature=1.0)
-    return BatchPlan(
+    plan = BatchPlan(
         input_ids_T=np.arange(size * num_new, dtype=np.int64) % 1000 + 7,
         page_rows_R=np.array(rows, dtype=np.int32),
         starts_R=np.full(size, context_len, dtype=np.int32),
@@ -48,6 +54,7 @@ def plan_of(driver: RunnerDriver, size: int, context_len: int, num_new: int = 1)
         num_outputs_R=np.full(size, 5, dtype=np.int64),
         specs=[SampleSpec(params, seed, frozenset(), [1, 2], [3], LogprobSpec()) for seed in range(size)],
     )
+    return plan, held
 
 
 def step_ms(driver: RunnerDriver, plan: BatchPlan) -> float:
@@ -59,29 +66,38 @@ def step_ms(driver: RunnerDriver, plan: BatchPlan) -> float:
     return (time.perf_counter() - started) * 100
 
 
-def kernels(driver: RunnerDriver, plan: BatchPlan) -> dict[str, list[float]]:
-    """Microseconds of every launch, by name."""
+def kernels(driver: RunnerDriver, plan: BatchPlan) -> tuple[dict[str, list[float]], float]:
+    """Microseconds of every launch, by name, and of the gaps between them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(NUM_STEPS):
-            driver.runner.launch(plan).wait()
+        steps = [driver.runner.launch(plan) for _ in range(NUM_STEPS)]
+        steps[-1].wait()
         torch.cuda.synchronize()
     found: dict[str, list[float]] = defaultdict(list)
-    for event in profile.events():
-        found[event.name].append(float(event.device_time_total))
-    return found
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in profile.events())
+    done_us = spans[0][0]
+    gaps_us = 0.0
+    for begun_us, ended_us, name in spans:
+        gaps_us += max(0.0, begun_us - done_us)
+        found[name].append(max(0.0, ended_us - max(begun_us, done_us)))
+        done_us = max(done_us, ended_us)
+    return found, gaps_us
 
 
-def show(driver: RunnerDriver, what: str, plan: BatchPlan) -> None:
+def show(driver: RunnerDriver, what: str, size: int, *plan_sizes: int, max_rows: int) -> None:
+    plan, pages = plan_of(driver, size, *plan_sizes)
     print(f"== {what}: step {step_ms(driver, plan):.3f} ms")
-    rows = sorted(kernels(driver, plan).items(), key=lambda row: -sum(row[1]))
-    total = sum(sum(times) for _, times in rows) / NUM_STEPS
-    print(f"   kernels {total / 1e3:.3f} ms")
-    for name, times in rows[:16]:
-        per_step = sum(times) / NUM_STEPS
-        count = len(times) / NUM_STEPS
-        print(
-            f"   {per_step:9.1f} us/step {count:5.1f}x {per_step / count:8.2f} us  {name[:100]}", flush=True
-        )
+    if max_rows:
+        found, gaps_us = kernels(driver, plan)
+        rows = sorted(found.items(), key=lambda row: -sum(row[1]))
+        total = sum(sum(times) for _, times in rows) / NUM_STEPS
+        print(f"   kernels {total / 1e3:.3f} ms, gaps {gaps_us / NUM_STEPS / 1e3:.3f} ms")
+        for name, times in rows[:max_rows]:
+            per_step, count = sum(times) / NUM_STEPS, len(times) / NUM_STEPS
+            each = f"{count:5.1f}x {per_step / count:8.2f} us"
+            print(f"   {per_step:9.1f} us/step {each}  {name[:100]}", flush=True)
+    driver.allocator.free(pages)
+    for row in plan.page_rows_R.tolist():
+        driver.runner.page_table.free_row(row)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -93,19 +109,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[256], help="requests of decode steps")
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--prefill", nargs="*", default=[], metavar="REQUESTSxTOKENS")
+    parser.add_argument(
+        "--kernels", type=int, default=16, help="how many are shown; 0: the step's time alone"
+    )
     args = parser.parse_args(argv)
     shape = replace(
         SHAPES[args.model],
         config=SHAPES[args.model].config | {"num_hidden_layers": args.layers},
     )
     prompts = [(int(size), int(length)) for size, length in (given.split("x") for given in args.prefill)]
-    tokens = sum(args.batch) * (args.context + 80) + sum(n * (length + 80) for n, length in prompts) + 4096
+    sizes = [size * (args.context + 80) for size in args.batch] + [n * (length + 80) for n, length in prompts]
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         driver = RunnerDriver(
             shape.write(Path(folder)),
-            max_total_tokens=tokens,
+            max_total_tokens=max(sizes) + 4096,
             cuda_graph_bs=args.batch,
-            max_running_requests=sum(args.batch) + sum(size for size, _ in prompts),
+            max_running_requests=max([*args.batch, *(size for size, _ in prompts)]),
             chunked_prefill_size=max([8192, *(size * length for size, length in prompts)]),
             load_format="dummy",
             skip_tokenizer_init=True,
@@ -113,10 +132,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         for size in args.batch:
             what = f"{args.model} x{args.layers} layers, batch {size}"
-            show(driver, what, plan_of(driver, size, args.context))
+            show(driver, what, size, args.context, max_rows=args.kernels)
         for size, length in prompts:
             what = f"{args.model} x{args.layers} layers, prompts {size} x {length}"
-            show(driver, what, plan_of(driver, size, 0, length))
+            show(driver, what, size, 0, length, max_rows=args.kernels)
 
 
 if __name__ == "__main__":
