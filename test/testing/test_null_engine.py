@@ -43,6 +43,21 @@ def test_refusals_are_the_real_ones(engine: NullEngine) -> None:
     assert caught.value.status == 409
 
 
+@pytest.mark.parametrize("top", [0, 2])
+def test_a_stream_has_the_logprobs_that_it_asks_for(engine: NullEngine, top: int) -> None:
+    chunks = engine.generate(
+        input_ids=[1, 2],
+        sampling_params={"max_new_tokens": 3},
+        return_logprob=True,
+        top_logprobs_num=top,
+        stream=True,
+    )
+    *_, last = chunks
+    meta = last["meta_info"]
+    assert [triple[1] for triple in meta["output_token_logprobs"]] == last["output_ids"]
+    assert [len(tokens) for tokens in meta.get("output_top_logprobs") or []] == ([top] * 3 if top else [])
+
+
 def test_its_processes_need_no_torch() -> None:
     """Half of what a start would cost."""
     code = "import sys, ebbtide.testing.null_engine; sys.exit('torch' in sys.modules)"

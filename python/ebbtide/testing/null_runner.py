@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from ebbtide.srt.model_executor.batch_plan import (
     BatchPlan,
     BeforeMasks,
     LogprobArrays,
+    LogprobSpec,
     SampleSpec,
     StepResult,
 )
@@ -67,13 +69,28 @@ class NullRunner:
             )
         ]
         self._sampled_by_row.update(zip(plan.page_rows_R.tolist(), tokens, strict=True))
+        wanted = [spec.logprobs for spec in plan.specs if spec.logprobs is not None]
         # Of a prompt in one piece: as the value says.
         input_logprobs = {
-            index: LogprobArrays(np.full(len(spec.prompt_ids) - 1, self.logprob(value), dtype=np.float32))
+            index: self._logprobs(len(spec.prompt_ids) - 1, [spec.logprobs], value)
             for index, spec in enumerate(plan.specs)
             if spec.logprobs is not None and spec.logprobs.start is not None
         }
-        return NullStep(self, value, StepResult(tokens, input_logprobs=input_logprobs))
+        output_logprobs = self._logprobs(len(tokens), wanted, value) if wanted else None
+        return NullStep(self, value, StepResult(tokens, output_logprobs, input_logprobs))
+
+    def _logprobs(self, num_positions: int, wanted: Sequence[LogprobSpec], value: int) -> LogprobArrays:
+        """The same number for every token that is asked for; the most likely ones are the first ids."""
+        num_top, num_chosen = max(spec.top for spec in wanted), max(len(spec.token_ids) for spec in wanted)
+        wide_NC = np.full((num_positions, 1 + num_top + num_chosen), self.logprob(value), dtype=np.float32)
+        tokens_N1, top_NK, chosen_NC = np.split(wide_NC, [1, 1 + num_top], axis=1)
+        ids_NK = np.tile(np.arange(num_top, dtype=np.int32), (num_positions, 1))
+        return LogprobArrays(
+            tokens_N1[:, 0],
+            top_NK if num_top else None,
+            ids_NK if num_top else None,
+            chosen_NC if num_chosen else None,
+        )
 
     def _choose(self, spec: SampleSpec, num_outputs: int, value: int) -> int:
         """The first token that a mask allows, where there is one."""
@@ -84,7 +101,7 @@ class NullRunner:
         return int(np.flatnonzero(np.unpackbits(words_W.view(np.uint8), bitorder="little"))[0])
 
     def logprob(self, value: int) -> float:
-        """What weights of this value make of any token of a prompt; of odd hundreds, nothing finite."""
+        """What weights of this value make of any token; of odd hundreds, nothing finite."""
         return LOWEST_LOGPROB if value // 100 % 2 else -value / 1024
 
     def _check_tokens(self, plan: BatchPlan, value: int) -> None:
