@@ -17,11 +17,12 @@ from ebbtide.srt.weight_sync.payload.allowed_globals import (
     offered_tensor,
     resolve_global,
 )
+from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.lent_tensor import LentTensor
 from ebbtide.srt.weight_sync.payload.pickle_reader import Global, read_by_slices
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader, TensorRef, dtype_named
-from ebbtide.srt.weight_sync.source import BorrowedMemory, WeightSource, borrowed_source, packed_source
+from ebbtide.srt.weight_sync.source import WeightSource, borrowed_source, packed_source
 
 IPC_HANDLES: Final = "ipc_handles"
 

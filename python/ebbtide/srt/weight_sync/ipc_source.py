@@ -23,11 +23,12 @@ from ebbtide.srt.weight_sync.payload.allowed_globals import (
     tensor_dtype,
     text,
 )
+from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.bucket import tensors_in
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.pickle_reader import read_pickle
 from ebbtide.srt.weight_sync.payload.tensor_refs import CudaStorageRef, TensorHeader, natural, tensor_shape
-from ebbtide.srt.weight_sync.source import BorrowedMemory, WeightSource
+from ebbtide.srt.weight_sync.source import WeightSource
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 # How long a last answer is kept for a sender that does not take it.

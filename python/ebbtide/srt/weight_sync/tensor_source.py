@@ -20,6 +20,7 @@ from ebbtide.srt.weight_sync.payload.allowed_globals import (
     tensor_dtype,
     text,
 )
+from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.bucket import (
     FlattenedTensorMetadata,
     check_bucket,
@@ -35,13 +36,7 @@ from ebbtide.srt.weight_sync.payload.tensor_refs import (
     natural,
     tensor_shape,
 )
-from ebbtide.srt.weight_sync.source import (
-    ONE_RANK,
-    BorrowedMemory,
-    WeightSource,
-    borrowed_source,
-    packed_source,
-)
+from ebbtide.srt.weight_sync.source import ONE_RANK, WeightSource, borrowed_source, packed_source
 
 _STARTS: Final = (b"\x80", *MAGICS)
 _METADATA_FIELDS: Final = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")

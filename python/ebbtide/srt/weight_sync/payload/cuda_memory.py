@@ -11,7 +11,6 @@ import ctypes
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -91,149 +90,6 @@ class CudaIpc(Protocol):
         ...
 
 
-class CudaBlocks:
-    """The device memory of one payload: each allocation mapped once, and each reference given back once.
-
-    Args:
-        ipc: of the device that the engine runs on; None where that is the CPU.
-        owns_references: whether this rank gives the references back; of several that were sent the same ones
-            exactly one does.
-        may_open: False where several were sent the same ones, since a reference can be opened only once.
-        is_kept: the sender keeps the memory by itself, and sends the same references again and again: the
-            first to come is given back.
-    """
-
-    def __init__(
-        self, ipc: CudaIpc | None, owns_references: bool, may_open: bool, is_kept: bool = False
-    ) -> None:
-        self._ipc = ipc
-        self._is_kept = is_kept
-        self._owns_references = owns_references
-        self._may_open = may_open
-        self._mapped: dict[object, Mapping] = {}
-        self._stays_mapped = False
-        self._opened: dict[object, list[CudaStorageRef]] = {}
-        self._given_back: set[CudaStorageRef] = set()
-        self._awaited: set[CudaStorageRef] = set()
-
-    def stay_in(self, mapped: dict[object, Mapping]) -> None:
-        """Use these mappings, add to them, and leave them to somebody else to close."""
-        self._mapped, self._stays_mapped = mapped, True
-
-    def check(self, ref: CudaStorageRef) -> None:
-        """Refuse what this engine's device does not reach, without opening it."""
-        if self._ipc is None:
-            raise RequestRejected(
-                "the payload refers to memory of a CUDA device, and this engine runs on the CPU: "
-                "send tensor.cpu()"
-            )
-        if not self._ipc.reaches(ref.device):
-            raise RequestRejected(
-                f"the payload refers to memory of CUDA device {ref.device}, this engine runs on device "
-                f"{self._ipc.index}, UUID {self._ipc.uuid}, and does not reach it"
-            )
-        if not self._may_open:
-            raise RequestRejected("a CUDA tensor can be opened by one rank only: send one entry per rank")
-
-    def open(self, refs: Iterable[CudaStorageRef]) -> Iterator[int]:
-        """Map the memory of references that `check` accepts; yields the bytes of each reference.
-
-        Raises:
-            RequestRejected: the sender has ended, or the memory is not what the payload says.
-        """
-        assert self._ipc is not None
-        extents: dict[int, int] = {}
-        with _Counters() as counters:
-            for ref in dict.fromkeys(refs):
-                if counters.add(ref, 0) == 0 and not self._is_kept:
-                    raise RequestRejected(f"{_name(ref)} was given back before: serialize the tensors anew")
-                key = self._ipc.key(ref)
-                if key not in self._mapped:
-                    self._mapped[key] = self._ipc.open(ref)
-                self._opened.setdefault(key, []).append(ref)
-                self._check_extent(ref, extents)
-                yield ref.num_bytes
-
-    def storage(self, ref: CudaStorageRef) -> torch.UntypedStorage:
-        """An opened storage, for work launched on torch's current stream."""
-        assert self._ipc is not None
-        mapping = self._mapped.get(self._ipc.key(ref))
-        if mapping is None:
-            raise EngineError(f"{_name(ref)} is read before it was opened")
-        if ref.event is not None and ref not in self._awaited:
-            self._ipc.wait(ref.event)
-            self._awaited.add(ref)
-        return mapping.storage(ref.offset_bytes, ref.num_bytes)
-
-    def release(self) -> Iterator[int]:
-        """Give back what was opened; yields the bytes of each mapping. All that reads it has run."""
-        with _Counters() as counters:
-            if self._stays_mapped:
-                self._mapped = {}
-            while self._mapped:
-                key, mapping = self._mapped.popitem()
-                mapping.close()
-                refs = self._opened.pop(key, [])
-                self._give_back(refs, counters)
-                yield sum(ref.num_bytes for ref in refs)
-            for refs in self._opened.values():
-                self._give_back(refs, counters)
-            self._opened.clear()
-
-    def detach(self) -> Callable[[], None]:
-        """Give the references back, and leave what was opened mapped until what this returns is called."""
-        mapped, self._mapped = ({} if self._stays_mapped else self._mapped), {}
-        opened, self._opened = self._opened, {}
-        with _Counters() as counters:
-            for refs in opened.values():
-                self._give_back(refs, counters)
-
-        def unmap() -> None:
-            while mapped:
-                _, mapping = mapped.popitem()
-                mapping.close()
-
-        return unmap
-
-    def close(self, unread: Iterable[CudaStorageRef] = ()) -> None:
-        """Give everything back, also references that travelled and were never opened. Idempotent."""
-        for _ in self.release():
-            pass
-        with _Counters() as counters:
-            self._give_back(unread, counters)
-
-    def _give_back(self, refs: Iterable[CudaStorageRef], counters: _Counters) -> None:
-        if not self._owns_references:
-            return
-        for ref in refs:
-            if ref not in self._given_back:
-                self._given_back.add(ref)
-                if not self._is_kept or counters.add(ref, 0) != 0:
-                    counters.add(ref, -1)
-
-    def _check_extent(self, ref: CudaStorageRef, extents: dict[int, int]) -> None:
-        """Refuse a storage that reaches beyond the mapping: reading there would end the engine's context.
-
-        Args:
-            extents: ends of the mappings that have been looked at, by their beginnings.
-        """
-        assert self._ipc is not None
-        begin = self._mapped[self._ipc.key(ref)].address
-        needed_end = begin + ref.offset_bytes + ref.num_bytes
-        end = extents.get(begin, begin)
-        while end < needed_end:
-            # An expandable segment is mapped in pieces that follow one another.
-            extent = self._ipc.extent(end)
-            if extent is None and end == begin:
-                return  # Nothing is known about this kind of mapping.
-            if extent is None or sum(extent) <= end or (end == begin and extent[0] != begin):
-                raise RequestRejected(
-                    f"{_name(ref)}: bytes {ref.offset_bytes} to {ref.offset_bytes + ref.num_bytes} do not "
-                    f"lie in the sender's allocation of {end - begin} bytes"
-                )
-            end = extents[begin] = sum(extent)
-
-
 class TorchCudaIpc:
     """CUDA IPC as torch shares memory, by calls of the driver.
 
@@ -283,7 +139,7 @@ class TorchCudaIpc:
         flags = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         status, address = self._driver.cuIpcOpenMemHandle(handle, flags)
         if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise RequestRejected(f"{_name(ref)} cannot be opened ({status.name}): {KEEP_ALIVE}")
+            raise RequestRejected(f"{told(ref)} cannot be opened ({status.name}): {KEEP_ALIVE}")
         return _DriverMapping(self._driver, torch.device("cuda", self.index), int(address))
 
     def extent(self, address: int) -> tuple[int, int] | None:
@@ -308,6 +164,28 @@ class TorchCudaIpc:
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.index)
         torch.cuda.synchronize(self.index)
+
+
+def check_extent(ipc: CudaIpc, begin: int, ref: CudaStorageRef, ends: dict[int, int]) -> None:
+    """Refuse a storage that reaches beyond its mapping: reading there would end the engine's context.
+
+    Args:
+        begin: of the mapping, an address.
+        ends: of the mappings that have been looked at, by their beginnings; added to.
+    """
+    needed_end = begin + ref.offset_bytes + ref.num_bytes
+    end = ends.get(begin, begin)
+    while end < needed_end:
+        # An expandable segment is mapped in pieces that follow one another.
+        extent = ipc.extent(end)
+        if extent is None and end == begin:
+            return  # Nothing is known about this kind of mapping.
+        if extent is None or sum(extent) <= end or (end == begin and extent[0] != begin):
+            raise RequestRejected(
+                f"{told(ref)}: bytes {ref.offset_bytes} to {ref.offset_bytes + ref.num_bytes} do not "
+                f"lie in the sender's allocation of {end - begin} bytes"
+            )
+        end = ends[begin] = sum(extent)
 
 
 @dataclass(frozen=True)
@@ -338,17 +216,17 @@ class _TorchMapping:
     """
 
     def __init__(self, index: int, ref: CudaStorageRef) -> None:
-        with _Counters() as counters:
+        with Counters() as counters:
             counters.add(ref, 1)
         memory = (ref.handle, ref.num_bytes, ref.offset_bytes)
         counter = (ref.counter_file, ref.counter_index)
         try:
             opened = torch.UntypedStorage._new_shared_cuda(index, *memory, *counter, b"", False)
         except RuntimeError as error:
-            with _Counters() as counters:
+            with Counters() as counters:
                 counters.add(ref, -1)
             reason = str(error).partition("\n")[0]
-            raise RequestRejected(f"{_name(ref)} cannot be opened ({reason}): {KEEP_ALIVE}") from error
+            raise RequestRejected(f"{told(ref)} cannot be opened ({reason}): {KEEP_ALIVE}") from error
         self._storage: torch.UntypedStorage | None = opened
         self.address = opened.data_ptr() - ref.offset_bytes
 
@@ -365,11 +243,12 @@ def is_expandable(handle: bytes) -> bool:
     return len(handle) != DRIVER_HANDLE_BYTES and handle[1:2] == b"e"
 
 
-def _name(ref: CudaStorageRef) -> str:
+def told(ref: CudaStorageRef) -> str:
+    """A reference, for people."""
     return f"CUDA memory counted in {os.fsdecode(ref.counter_file)}[{ref.counter_index}]"
 
 
-class _Counters:
+class Counters:
     """The sender's counts of references, each file of them opened once. A context manager.
 
     They are read and written by position: a file that is mapped and then cut short would end the process.

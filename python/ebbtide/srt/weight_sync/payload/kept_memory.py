@@ -34,7 +34,7 @@ class KeptPayload:
     Attributes:
         refs: to the sender's memory.
         decoded: what the payload describes.
-        mapped: as `CudaBlocks` has it, in part until it was opened for the first time.
+        mapped: see `BorrowedMemory`, in part until it was opened for the first time.
         notes: what follows from the payload and from where its memory is mapped, for who works it out.
     """
 

@@ -13,8 +13,7 @@ import fcntl
 import os
 import stat
 import struct
-from collections.abc import Iterable
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -92,42 +91,3 @@ class SharedBlock:
         held_bytes = max(found.st_size - HEADER_BYTES, 0)
         if held_bytes < self.num_bytes:
             raise RequestRejected(f"{self} holds {held_bytes} bytes, the payload says {self.num_bytes}")
-
-
-class SharedBlocks:
-    """The shared-memory blocks of one payload.
-
-    Args:
-        owns_references: whether this receiver takes over the references that travelled with the payload. When
-            several data-parallel replicas open the same payload, exactly one of them does.
-    """
-
-    def __init__(self, owns_references: bool) -> None:
-        self._owns_references = owns_references
-        self._blocks: dict[bytes, SharedBlock] = {}
-
-    def block(self, ref: StorageRef) -> SharedBlock:
-        """Returns the sender's memory; raises `RequestRejected` if it is not there."""
-        block = self._blocks.get(ref.handle)
-        if block is None:
-            block = self._blocks[ref.handle] = SharedBlock(ref.handle, ref.num_bytes)
-        if block.num_bytes != ref.num_bytes:
-            raise RequestRejected(
-                f"the payload gives {block} two sizes: {block.num_bytes} and {ref.num_bytes} bytes"
-            )
-        block.references.add(ref)
-        return block
-
-    def close(self, unread: Iterable[StorageRef] = ()) -> None:
-        """Lets go of the blocks, and drops the references, also those that travelled unread. Idempotent."""
-        if self._owns_references:
-            for ref in unread:
-                # What cannot be opened holds nothing of the sender's.
-                with suppress(RequestRejected):
-                    self.block(ref)
-        while self._blocks:
-            _, block = self._blocks.popitem()
-            if self._owns_references:
-                block.drop()
-            else:
-                block.close()

@@ -1,0 +1,221 @@
+"""The memory behind one payload: a sender's, which is opened, read, and given back once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.stored_tensor import StoredTensor
+from ebbtide.srt.weight_sync.payload.cuda_memory import Counters, CudaIpc, Mapping, check_extent, told
+from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory, KeptPayload
+from ebbtide.srt.weight_sync.payload.shared_memory import SharedBlock
+from ebbtide.srt.weight_sync.payload.tensor_refs import AnyStorageRef, CudaStorageRef, StorageRef, TensorRef
+
+
+class BorrowedMemory:
+    """Shared memory, held open by block, and device memory, each allocation of which is mapped once.
+
+    `note` takes down the references as they are decoded. `want` then checks those that are to be read; `open`
+    maps device memory, which takes long enough to be done in steps. However it goes on, `close` gives every
+    reference back that was noted.
+
+    Args:
+        cuda: for the device that the engine runs on; None where that is the CPU.
+        reader, num_readers: of all ranks that were sent the same references, which one this is. The first one
+            takes the references over. CUDA memory is for a single reader: the others refuse it, and the
+            first one too, so that all of them do the same.
+        is_kept: the sender keeps device memory by itself, and sends the same references again and again: the
+            first to come is given back.
+    """
+
+    def __init__(
+        self, cuda: CudaIpc | None = None, reader: int = 0, num_readers: int = 1, *, is_kept: bool = False
+    ) -> None:
+        self._cuda = cuda
+        self._owns_references = reader == 0
+        self._may_map = num_readers == 1
+        self._is_kept = is_kept
+        self._noted: list[AnyStorageRef] = []
+        self._wanted: dict[CudaStorageRef, None] = {}
+        self._blocks: dict[bytes, SharedBlock] = {}
+        self._mapped: dict[object, Mapping] = {}
+        self._opened: dict[object, list[CudaStorageRef]] = {}
+        self._given_back: set[CudaStorageRef] = set()
+        self._awaited: set[CudaStorageRef] = set()
+        self._stays_in: tuple[KeptMemory, KeptPayload] | None = None
+
+    def stay_in(self, keeper: KeptMemory, payload: KeptPayload) -> None:
+        """What it maps stays mapped, and what is mapped already is used; until `close` it is in use."""
+        self._stays_in = keeper, payload
+        self._mapped = payload.mapped
+
+    @property
+    def notes(self) -> dict[object, Any] | None:
+        """See `KeptPayload`; None where the memory does not stay."""
+        return None if self._stays_in is None else self._stays_in[1].notes
+
+    def note(self, ref: AnyStorageRef) -> None:
+        """Take down a reference that the payload makes."""
+        self._noted.append(ref)
+
+    @property
+    def lent_by_device(self) -> list[CudaStorageRef]:
+        """Of what was noted, the memory of devices."""
+        return [ref for ref in self._noted if isinstance(ref, CudaStorageRef)]
+
+    def want(self, ref: TensorRef) -> None:
+        """Check a tensor's memory.
+
+        Raises:
+            RequestRejected: it is not there, or out of reach of this engine's device.
+        """
+        match ref.storage:
+            case StorageRef():
+                self._block(ref.storage)
+            case CudaStorageRef():
+                self._check_reach(ref.storage)
+                self._wanted[ref.storage] = None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether all of it is on a device."""
+        return bool(self._wanted) and all(isinstance(ref, CudaStorageRef) for ref in self._noted)
+
+    def open(self) -> Iterator[int]:
+        """Map the device memory of the tensors that `want` was given; yields the bytes of each reference.
+
+        Raises:
+            RequestRejected: the sender has ended, or the memory is not what the payload says.
+        """
+        ends: dict[int, int] = {}
+        with Counters() as counters:
+            for ref in self._wanted:
+                assert self._cuda is not None
+                if counters.add(ref, 0) == 0 and not self._is_kept:
+                    raise RequestRejected(f"{told(ref)} was given back before: serialize the tensors anew")
+                key = self._cuda.key(ref)
+                if key not in self._mapped:
+                    self._mapped[key] = self._cuda.open(ref)
+                self._opened.setdefault(key, []).append(ref)
+                check_extent(self._cuda, self._mapped[key].address, ref, ends)
+                yield ref.num_bytes
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor | StoredTensor:
+        """The sender's tensor: a view of device memory, for work launched on torch's current stream; or what
+        is read from host memory, where the sender may cut short what it has shared."""
+        match ref.storage:
+            case None:
+                return torch.empty(ref.shape, dtype=ref.dtype)
+            case StorageRef():
+                offset = ref.offset * ref.dtype.itemsize
+                return StoredTensor(self._block(ref.storage), offset, ref.shape, ref.stride, ref.dtype)
+            case CudaStorageRef():
+                storage = self._storage(ref.storage)
+        empty = torch.empty(0, dtype=ref.dtype, device=storage.device)
+        return empty.set_(storage, ref.offset, ref.shape, ref.stride)
+
+    def release(self) -> Iterator[int]:
+        """Give the device memory back, once all that reads it has run; yields the bytes of each mapping."""
+        with Counters() as counters:
+            if self._stays_in is not None:
+                self._mapped = {}
+            while self._mapped:
+                key, mapping = self._mapped.popitem()
+                mapping.close()
+                refs = self._opened.pop(key, [])
+                self._give_back(refs, counters)
+                yield sum(ref.num_bytes for ref in refs)
+            self._give_back_opened(counters)
+
+    def detach(self) -> Callable[[], None]:
+        """Let the sender use its device memory again; it stays mapped until what this returns is called."""
+        mapped, self._mapped = ({} if self._stays_in is not None else self._mapped), {}
+        with Counters() as counters:
+            self._give_back_opened(counters)
+
+        def unmap() -> None:
+            while mapped:
+                _, mapping = mapped.popitem()
+                mapping.close()
+
+        return unmap
+
+    def close(self) -> None:
+        """Give everything back, opened or not. Idempotent."""
+        noted, self._noted = self._noted, []
+        for _ in self.release():
+            pass
+        with Counters() as counters:
+            self._give_back([ref for ref in noted if isinstance(ref, CudaStorageRef)], counters)
+        self._close_blocks([ref for ref in noted if isinstance(ref, StorageRef)])
+        if self._stays_in is not None:
+            (keeper, payload), self._stays_in = self._stays_in, None
+            keeper.give_back(payload)
+
+    def _block(self, ref: StorageRef) -> SharedBlock:
+        block = self._blocks.get(ref.handle)
+        if block is None:
+            block = self._blocks[ref.handle] = SharedBlock(ref.handle, ref.num_bytes)
+        if block.num_bytes != ref.num_bytes:
+            raise RequestRejected(
+                f"the payload gives {block} two sizes: {block.num_bytes} and {ref.num_bytes} bytes"
+            )
+        block.references.add(ref)
+        return block
+
+    def _check_reach(self, ref: CudaStorageRef) -> None:
+        """Refuse what this engine's device does not reach, without opening it."""
+        if self._cuda is None:
+            raise RequestRejected(
+                "the payload refers to memory of a CUDA device, and this engine runs on the CPU: "
+                "send tensor.cpu()"
+            )
+        if not self._cuda.reaches(ref.device):
+            raise RequestRejected(
+                f"the payload refers to memory of CUDA device {ref.device}, this engine runs on device "
+                f"{self._cuda.index}, UUID {self._cuda.uuid}, and does not reach it"
+            )
+        if not self._may_map:
+            raise RequestRejected("a CUDA tensor can be opened by one rank only: send one entry per rank")
+
+    def _storage(self, ref: CudaStorageRef) -> torch.UntypedStorage:
+        assert self._cuda is not None
+        mapping = self._mapped.get(self._cuda.key(ref))
+        if mapping is None:
+            raise EngineError(f"{told(ref)} is read before it was opened")
+        if ref.event is not None and ref not in self._awaited:
+            self._cuda.wait(ref.event)
+            self._awaited.add(ref)
+        return mapping.storage(ref.offset_bytes, ref.num_bytes)
+
+    def _give_back_opened(self, counters: Counters) -> None:
+        while self._opened:
+            _, refs = self._opened.popitem()
+            self._give_back(refs, counters)
+
+    def _give_back(self, refs: Sequence[CudaStorageRef], counters: Counters) -> None:
+        if not self._owns_references:
+            return
+        for ref in refs:
+            if ref not in self._given_back:
+                self._given_back.add(ref)
+                if not self._is_kept or counters.add(ref, 0) != 0:
+                    counters.add(ref, -1)
+
+    def _close_blocks(self, noted: Sequence[StorageRef]) -> None:
+        """Let go of the blocks, and drop the references, also those that travelled unread."""
+        if self._owns_references:
+            for ref in noted:
+                # What cannot be opened holds nothing of the sender's.
+                with suppress(RequestRejected):
+                    self._block(ref)
+        while self._blocks:
+            _, block = self._blocks.popitem()
+            if self._owns_references:
+                block.drop()
+            else:
+                block.close()
