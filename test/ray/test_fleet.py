@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from fixtures.references import Reference
 from fixtures.servers import wait_until
 from safetensors.torch import load_file
 
-from ebbtide.ray import RayEngine, RayFleet
+from ebbtide.ray import RayEngine, RayFleet, launch
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 48, "ignore_eos": True}
 PROMPTS = [[3, 1, 4, 1, 5], list(range(40)), [200], [7] * 20]
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_total_tokens": 4096, "skip_tokenizer_init": True}
+TWO_NODES: dict[str, Any] = {**OPTIONS, "tp": 2, "nnodes": 2, "bundles": [{"CPU": 1}] * 2}
 
 
 @pytest.fixture(scope="module")
@@ -109,33 +111,40 @@ def test_what_has_no_room_says_what_it_needs(cluster: None, options: dict[str, A
         RayEngine(model_path="unread", device="cpu", **options)
 
 
-def test_a_node_that_leaves_in_mid_start_is_named_and_takes_the_others_along(
-    fleet: RayFleet, checkpoints: tuple[Path, Path]
+def test_an_engine_on_two_nodes_takes_tensors_and_ends_with_either(
+    fleet: RayFleet, checkpoints: tuple[Path, Path], references: tuple[Reference, Reference]
 ) -> None:
-    others = set(actors())
+    with RayEngine(model_path=str(checkpoints[0]), **TWO_NODES) as engine:
+        engine.update_weights_from_tensor(list(load_file(checkpoints[1] / "model.safetensors").items()))
+        before = engine.check_weights()["per_engine_checksum"]
+        # As a new replica takes those of a living one.
+        asyncio.run(engine.ask("take_weights", engine.actor, "again"))
+        assert engine.check_weights()["per_engine_checksum"] == before
+        assert engine.weight_version == "again"
+        whole = engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+        assert references[1].accepts(PROMPTS[0], whole["output_ids"])
+        second = engine._nodes[1].seats[0]
+        psutil.Process(second.facts.pid).kill()
+        assert re.fullmatch(r"node 1, bundle \d.*has died: .*", asyncio.run(engine.async_ended()))
 
-    def leave() -> None:
-        wait_until(lambda: len(actors()) == len(others) + 2, "both have been placed", 90)
-        second = max(set(actors()) - others, key=lambda pid: psutil.Process(pid).create_time())
-        psutil.Process(second).kill()
 
-    leaving = threading.Thread(target=leave)
-    leaving.start()
-    with pytest.raises(EngineError, match=r"bundle \d.*has died: The actor is dead"):
-        RayEngine(model_path=str(checkpoints[0]), tp=2, nnodes=2, bundles=[{"CPU": 1}] * 2, **OPTIONS)
-    leaving.join()
-    wait_until(lambda: set(actors()) == others, "no actor is left")
+def test_a_node_that_leaves_in_mid_start_is_named_and_takes_the_others_along(
+    fleet: RayFleet, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seats: list[launch.Seat] = []
+    wait_for_all = launch._wait_for_all
+
+    def leave(starting: dict[Any, launch.Node], abandoned: threading.Event) -> None:
+        seats.extend(node.seats[0] for node in starting.values())
+        ray.kill(seats[1].actor)
+        wait_for_all(starting, abandoned)
+
+    monkeypatch.setattr(launch, "_wait_for_all", leave)
+    with pytest.raises(EngineError, match=r"node 1, bundle \d.*has died: The actor is dead"):
+        RayEngine(model_path=str(checkpoints[0]), **TWO_NODES)
+    assert len(seats) == 2
+    wait_until(lambda: not any(psutil.pid_exists(seat.facts.pid) for seat in seats), "no actor is left")
     wait_until(lambda: ray.available_resources().get("CPU") == 2, "nor are its bundles")
-
-
-def actors() -> list[int]:
-    """The processes of this cluster that hold a part of an engine."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if process.name().startswith("ray::EngineActo"):
-                found.append(process.pid)
-    return found
 
 
 def processes_of(engine: RayEngine) -> list[psutil.Process]:

@@ -11,8 +11,13 @@ import torch
 
 from ebbtide.ray import joint_engine
 from ebbtide.ray.joint_engine import JointEngine, WeightBucket
+from ebbtide.ray.node_loans import NodeLender, NodeLoans
+from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import WeightPiece
+from ebbtide.srt.stored_tensor import whole
+from ebbtide.srt.weight_sync.payload.pickle_reader import finish
+from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 
 PARAMETERS = {
     "embedding": torch.arange(10.0),
@@ -79,3 +84,54 @@ def test_weights_that_change_meanwhile_are_not_taken(monkeypatch: pytest.MonkeyP
     with pytest.raises(RequestRejected, match="changed while they were read"):
         asyncio.run(taker.take_weights(read, "7"))
     assert taker.told[-1] == "abort"
+
+
+class FarNode:
+    """An actor in this process. `lent`: to which ranks it has lent what."""
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        lender = NodeLender()
+        self.lent: list[list[int]] = []
+        self.lend, self.take_back = SimpleNamespace(remote=self._lend), SimpleNamespace(remote=self._back)
+        self._lender, self._fault = lender, fault
+
+    def _lend(self, loan: str, tensors: Any, takers: list[int]) -> Any:
+        def lend() -> list[bytes]:
+            if self._fault is not None:
+                raise self._fault
+            self.lent.append(takers)
+            return self._lender.lend(loan, tensors, takers)
+
+        return lend
+
+    def _back(self, loan: str) -> None:
+        self._lender.take_back(loan)
+        self.lent.clear()
+
+
+class TestNodes:
+    @pytest.fixture(autouse=True)
+    def _no_cluster(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ebbtide.ray.node_loans.ray.get", lambda answer: answer())
+
+    def test_ranks_of_each_node_open_what_their_own_actor_lends(self) -> None:
+        """Three replicas of two ranks on two nodes: the second replica lies on both."""
+        far = FarNode()
+        loans = NodeLoans(NodeLender(), [far], num_ranks=6, tp_size=2)
+        parts = [[("p", torch.full((3,), float(tp_rank)))] for tp_rank in range(2)]
+        with loans.encode_each(parts) as payload:
+            assert far.lent == [[1, 0, 1]]
+            for rank in range(6):
+                place = ParallelConfig(tp_size=2, dp_size=3, tp_rank=rank % 2, dp_rank=rank // 2)
+                source = open_tensor_payload(payload.entries, None, place=place)
+                finish(source.open())
+                assert [whole(tensor).tolist() for _, tensor in source] == [[rank % 2] * 3]
+                source.close()
+        assert far.lent == []
+
+    def test_one_that_cannot_lend_has_all_take_back(self) -> None:
+        willing = FarNode()
+        loans = NodeLoans(NodeLender(), [FarNode(RequestRejected("no room")), willing], 3, 3)
+        with pytest.raises(RequestRejected, match="no room"):
+            loans.encode([("p", torch.ones(1))])
+        assert willing.lent == []

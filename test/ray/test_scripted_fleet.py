@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
@@ -241,6 +242,31 @@ def test_equal_prompts_of_a_batch_stay_together(fleet: ScriptedFleet) -> None:
     assert [len(one["output_ids"]) for one in answers] == [1, 2, 3, 4]
     with pytest.raises(RequestRejected, match="rid: a list must have one entry per prompt, got 1 for 2"):
         fleet.generate(input_ids=[[1], [2]], rid=["a"])
+
+
+def test_the_rid_of_a_batch_aborts_each_of_its_requests_wherever_it_is(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    answer = ScriptedEngine.stream_behind
+
+    async def hold(engine: ScriptedEngine, *request: Any) -> AsyncGenerator[dict[str, Any], None]:
+        has_begun.set()
+        await asyncio.to_thread(may_go_on.wait)
+        async for chunk in answer(engine, *request):
+            yield chunk
+
+    monkeypatch.setattr(ScriptedEngine, "stream_behind", hold)
+    batch = threading.Thread(target=lambda: fleet.generate(input_ids=[[1], [2]], rid="b"))
+    batch.start()
+    has_begun.wait()
+    fleet.abort_request("b")
+    may_go_on.set()
+    batch.join()
+    fleet.abort_request(["b", "c"])
+    for engine, _ in fleet.started:
+        aborted = [args for method, args in engine.asked if method == "async_abort_request"]
+        assert aborted == [(["b_0", "b_1"], False), (["b", "c"], False)]
 
 
 class TestUpdates:

@@ -10,7 +10,8 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -24,6 +25,9 @@ from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.entrypoints.launch.placement import ReservedPorts
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from ebbtide.ray.node_loans import NamedTensors, NodeLender
 
 # What the actors of an engine answer to, without the prefix of the coroutines: `actor.generate.remote(...)`.
 ENGINE_METHODS = sorted(
@@ -60,6 +64,7 @@ class EngineActor:
         self._engine: JointEngine | None = None
         self._node: NodeProcesses | None = None
         self._reserved: ReservedPorts | None = None
+        self._lender: NodeLender | None = None
 
     async def facts(self) -> SeatFacts:
         """Where this is."""
@@ -73,11 +78,14 @@ class EngineActor:
         self._reserved = ReservedPorts(host, 1)
         return f"[{host}]:{self._reserved.ports[0]}" if ":" in host else f"{host}:{self._reserved.ports[0]}"
 
-    async def start(self, arguments: Mapping[str, Any], gpu_ids: Sequence[str]) -> None:
+    async def start(
+        self, arguments: Mapping[str, Any], gpu_ids: Sequence[str], others: Sequence[Any]
+    ) -> None:
         """Start the processes of this node; returns when they are ready.
 
         Args:
             gpu_ids: of all seats of this node, in the order of their ranks.
+            others: the actors that hold the processes of the other nodes, in order; for node 0.
 
         Raises:
             ConfigurationError, EngineError: as `Engine`.
@@ -86,13 +94,13 @@ class EngineActor:
             # The ranks see the GPUs of their whole node, as their copies between GPUs need it.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
         if arguments["node_rank"] == 0:
-            self._engine = await asyncio.to_thread(lambda: JointEngine(**arguments))
+            self._engine = await asyncio.to_thread(partial(JointEngine, others, **arguments))
         else:
-            await asyncio.to_thread(self._lend, ServerArgs(**arguments))
+            await asyncio.to_thread(self._join, ServerArgs(**arguments))
         if self._reserved is not None:
             self._reserved.close()
 
-    def _lend(self, server_args: ServerArgs) -> None:
+    def _join(self, server_args: ServerArgs) -> None:
         """What `launch_server` does on a node that lends its ranks."""
         self._node = NodeProcesses(resolve(server_args))
         self._node.wait_ready()
@@ -145,6 +153,21 @@ class EngineActor:
             await self._running.take_weights(peer.read_weights.remote, weight_version)
         except RayError as error:
             raise translated(error, "the replica that gives its weights") from None
+
+    async def lend(
+        self, loan: str, tensors: Mapping[int, NamedTensors], takers: Sequence[int]
+    ) -> list[bytes]:
+        """Put tensors where the ranks of this node find them; see `NodeLender.lend`."""
+        if self._lender is None:
+            from ebbtide.ray.node_loans import NodeLender
+
+            self._lender = NodeLender()
+        return await asyncio.to_thread(self._lender.lend, loan, tensors, takers)
+
+    async def take_back(self, loan: str) -> None:
+        """End a loan; see `NodeLender.take_back`."""
+        if self._lender is not None:
+            self._lender.take_back(loan)
 
     async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[dict[str, Any], None]:
         """`generate` as a stream of chunks."""

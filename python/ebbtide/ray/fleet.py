@@ -19,9 +19,9 @@ from ebbtide.ray.actor import ENGINE_METHODS
 from ebbtide.ray.batches import split_batch
 from ebbtide.ray.continuation import Continuation
 from ebbtide.ray.engine import RayEngine, shut_down
-from ebbtide.ray.errors import ActorDied
 from ebbtide.ray.joint_updates import JOINT_METHODS, JointUpdates
 from ebbtide.ray.replica import Answers, Replica, gather, replica_name
+from ebbtide.ray.succession import bring_up_to_date
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking, refuse_in_event_loop
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError, RequestRejected
 
@@ -48,7 +48,7 @@ class RayFleet:
         num_replicas: how many.
         placement_group: of all replicas; None: each makes its own, by `bundles` or by what its ranks need.
         bundle_indices: those of each replica; None: equal runs of the group's.
-        tp, dp, bundles, gpus_per_rank, …: of each replica, see `RayEngine`. A replica lies on one node.
+        tp, dp, nnodes, bundles, gpus_per_rank, …: of each replica, see `RayEngine`.
         **arguments: fields of `ServerArgs`.
 
     Raises:
@@ -66,10 +66,8 @@ class RayFleet:
     ) -> None:
         if num_replicas < 1:
             raise ConfigurationError(f"num_replicas: expected 1 or more, got {num_replicas}")
-        if arguments.get("nnodes", 1) not in (None, 1):
-            raise ConfigurationError("nnodes: a replica of a fleet lies on one node")
         self._is_incremental = incremental_streaming_output
-        self._arguments = {**arguments, "nnodes": 1, "incremental_streaming_output": True}
+        self._arguments = {**arguments, "incremental_streaming_output": True}
         self._places = _places(placement_group, bundle_indices, num_replicas)
         # Starts are abandoned when it is set, and none begins any more.
         self._is_ending = threading.Event()
@@ -84,6 +82,8 @@ class RayFleet:
         self._replicas = [Replica(slot, 0, engine) for slot, engine in enumerate(engines)]
         self._updates = JointUpdates(lambda: self._living, num_replicas)
         self._failure = ""
+        # The rids of batches that were posted with a single one.
+        self._batches: dict[str, list[str]] = {}
         self._changes = asyncio.Event()
         self._supervisors: list[asyncio.Task[None]] = []
         self._deaths: dict[int, str] = {}
@@ -136,11 +136,17 @@ class RayFleet:
                 raise RequestRejected("a stream through a fleet is of one output: ask for each by itself")
             chunks = self._relay({**singles[0], "stream": True}, on_death, None)
             return self._runner.stream(chunks, lambda: asyncio.ensure_future(chunks.aclose()))
-        answers = await self._runner.run(self._generate_all(singles, on_death))
+        batch = fields.get("rid") if is_list and isinstance(fields.get("rid"), str) else None
+        answers = await self._runner.run(self._generate_all(singles, on_death, batch))
         flat = [one for answer in answers for one in (answer if isinstance(answer, list) else [answer])]
         return flat if is_list else flat[0]
 
-    async def _generate_all(self, singles: Sequence[Mapping[str, Any]], on_death: str) -> list[Any]:
+    async def _generate_all(
+        self, singles: Sequence[Mapping[str, Any]], on_death: str, batch: str | None
+    ) -> list[Any]:
+        """Answers in the order of the prompts. `batch`: the rid that stands for all of them."""
+        if batch is not None:
+            self._batches[batch] = [single["rid"] for single in singles]
         tasks: list[asyncio.Task[Any]] = []
         before: Any = None
         replica: Replica | None = None
@@ -157,6 +163,8 @@ class RayFleet:
         try:
             return await asyncio.gather(*tasks)
         finally:
+            if batch is not None:
+                self._batches.pop(batch, None)
             for task in tasks:
                 task.cancel()
 
@@ -278,7 +286,7 @@ class RayFleet:
         engine = await loop.run_in_executor(self._threads, self._start_engine, dead.slot, from_peer)
         replica = Replica(dead.slot, dead.life + 1, engine)
         try:
-            while from_peer and not await self._bring_up_to_date(replica):
+            while from_peer and not await self._admit(replica):
                 await asyncio.sleep(LOOK_S)
         except BaseException:
             await asyncio.to_thread(engine.kill)
@@ -288,49 +296,14 @@ class RayFleet:
         logger.warning("%s serves again", replica.name)
         self._note_change()
 
-    async def _bring_up_to_date(self, replica: Replica) -> bool:
-        """Give a new replica the weights of a living one, and bring it into the same state.
-
-        Returns whether that was possible; it may be a moment later.
-
-        Raises:
-            EngineError: the new replica has died, or holds other weights in spite of it all.
-        """
+    async def _admit(self, replica: Replica) -> bool:
+        """Let a new replica serve, once it is as those that live; returns whether that was possible."""
         async with self._updates.lock:
-            if not self._living:
-                raise EngineError("no replica is left to take the weights from")
-            peer = min(self._living, key=lambda one: one.num_live)
-            try:
-                state = await peer.ask("server_info")
-                weights = state["state"]["tags"]["weights"]
-                if state["weight_update"]["session_open"] or weights["state"] != "resident":
-                    return False
-                if weights.get("content", "valid") != "valid":
-                    return False
-                version = (await peer.ask("model_info"))["weight_version"]
-                await replica.call("take_weights", peer.engine.actor, version)
-                mine, theirs = await asyncio.gather(replica.ask("check_weights"), peer.ask("check_weights"))
-                await self._imitate(replica, state["state"])
-            except ActorDied:
-                if peer.engine is not replica.engine and await _lives(replica):
-                    return False
-                raise
-            except RequestRejected as error:
-                logger.warning("%s waits for the weights of %s: %s", replica.name, peer.name, error)
-                return False
-            if mine["per_engine_checksum"] != theirs["per_engine_checksum"]:
-                raise EngineError(f"{replica.name} holds other weights than {peer.name} after taking them")
-            # From here on it serves, and takes part in every update.
-            self._replicas[replica.slot] = replica
-            return True
-
-    async def _imitate(self, replica: Replica, state: Mapping[str, Any]) -> None:
-        """Pause and release what the others have paused and released."""
-        released = [tag for tag, report in state["tags"].items() if report["state"] == "released"]
-        if released:
-            await replica.ask("release_memory_occupation", released)
-        if state["generation"]["state"] == "paused":
-            await replica.ask("pause_generation", state["generation"]["mode"])
+            is_ready = await bring_up_to_date(replica, self._living)
+            if is_ready:
+                # From here on it serves, and takes part in every update.
+                self._replicas[replica.slot] = replica
+            return is_ready
 
     def _start_engine(self, slot: int, changes: Mapping[str, Any]) -> RayEngine:
         arguments = {**self._arguments, **self._places[slot], **changes, "name": replica_name(slot)}
@@ -345,6 +318,14 @@ class RayFleet:
         self._changes = asyncio.Event()
 
     # ---------------------------------------------------------------------------------------------- control
+
+    async def async_abort_request(self, rid: str | list[str] = "", abort_all: bool = False) -> Any:
+        """As `Engine.async_abort_request`, wherever the requests are."""
+        return await self._runner.run(self._abort([rid] if isinstance(rid, str) else rid, abort_all))
+
+    async def _abort(self, rids: Sequence[str], abort_all: bool) -> Any:
+        alone = [one for rid in rids for one in self._batches.get(rid, [rid])]
+        return await self._control("abort_request", (alone, abort_all), {})
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """The control methods of `Engine`, on all replicas."""
@@ -453,15 +434,8 @@ class RayFleet:
         self.shutdown()
 
     generate = blocking(async_generate)
+    abort_request = blocking(async_abort_request)
     wait_for_all = blocking(async_wait_for_all)
-
-
-async def _lives(replica: Replica) -> bool:
-    try:
-        await replica.ask("model_info")
-    except EngineError:
-        return False
-    return True
 
 
 def _places(

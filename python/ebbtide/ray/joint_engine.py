@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ebbtide.ray.continuation import OutputSoFar
@@ -24,7 +23,12 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     WeightPiece,
 )
-from ebbtide.trainer.payload_encoding import serialize_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from ebbtide.ray.node_loans import NodeLoans
+    from ebbtide.trainer.payload_encoding import PayloadEncoder
 
 # So much is read between two forward passes, and so much travels at once (or one parameter, if that is more).
 PIECE_BYTES: Final = 32 << 20
@@ -44,6 +48,8 @@ class StoredParameter:
     data: NDArray[np.uint8]
 
     def tensor(self) -> torch.Tensor:
+        import torch  # an engine that is never given weights does without it
+
         # A copy: what comes out of Ray's store may not be written, and torch insists that it may.
         flat = torch.frombuffer(bytearray(self.data), dtype=getattr(torch, self.dtype))
         return flat.view(self.shape)
@@ -73,10 +79,15 @@ class _Ballot:
 
 
 class JointEngine(Engine):
-    """As `Engine`."""
+    """As `Engine`.
 
-    def __init__(self, **arguments: Any) -> None:
+    Args:
+        others: the actors of its other nodes, in order.
+    """
+
+    def __init__(self, others: Sequence[Any] = (), **arguments: Any) -> None:
         self._ballots: dict[str, _Ballot] = {}
+        self._others = others
         super().__init__(**arguments)
 
     async def prepare(
@@ -203,12 +214,21 @@ class JointEngine(Engine):
             raise
 
     async def _stage(self, bucket: WeightBucket) -> None:
-        with ExitStack() as shared:
-            entries: list[bytes] = []
-            for parameters in bucket.by_rank:
-                pairs = [(parameter.name, parameter.tensor()) for parameter in parameters]
-                entries += shared.enter_context(serialize_tensors(pairs)).entries
-            await self.async_update_weights_from_tensor(entries, load_format="direct")
+        by_rank = [[(one.name, one.tensor()) for one in parameters] for parameters in bucket.by_rank]
+        with await asyncio.to_thread(self._loans.encode_each, by_rank) as payload:
+            await self.async_update_weights_from_tensor(payload.entries, load_format="direct")
+
+    @cached_property
+    def _encoder(self) -> PayloadEncoder:
+        # Ranks of another machine open neither what is shared with this one nor what lies on its GPUs.
+        return self._loans if self._others else super()._encoder
+
+    @cached_property
+    def _loans(self) -> NodeLoans:
+        from ebbtide.ray.node_loans import NodeLender, NodeLoans
+
+        args = self.server_args
+        return NodeLoans(NodeLender(), self._others, args.tp_size * args.dp_size, args.tp_size)
 
     async def _control(self, kind: type[Any], **fields: Any) -> dict[str, Any]:
         body: dict[str, Any] = await self._in_loop(self._service.control(kind, fields, _vote.get()))

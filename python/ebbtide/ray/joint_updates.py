@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import ray
-import torch
 
 from ebbtide.ray.replica import Answers, Replica, dealt, gather
 from ebbtide.srt.errors import EngineError
@@ -139,4 +138,4 @@ def _shared(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
 
 
 def _on_host(tensor: Any) -> Any:
-    return tensor.detach().cpu() if isinstance(tensor, torch.Tensor) else tensor
+    return tensor.detach().cpu() if hasattr(tensor, "detach") else tensor

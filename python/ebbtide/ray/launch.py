@@ -149,9 +149,12 @@ def start_engine(nodes: Sequence[Node], arguments: Mapping[str, Any], abandoned:
     try:
         if len(nodes) > 1:
             together["dist_init_addr"] = ray.get(nodes[0].seats[0].actor.reserve_address.remote())
+        first, *others = [node.seats[0].actor for node in nodes]
         starting = {
-            node.seats[0].actor.start.remote({**together, "node_rank": node.rank}, node.gpu_ids): node
-            for node in nodes
+            actor.start.remote(
+                {**together, "node_rank": node.rank}, node.gpu_ids, others if actor is first else []
+            ): node
+            for actor, node in zip([first, *others], nodes, strict=True)
         }
         _wait_for_all(starting, abandoned)
     except RayError as error:

@@ -230,7 +230,8 @@ class Engine(WeightMethods):
         self._finalizer()
         # The second of two calls at once waits here for the first.
         self._service.shutdown()
-        self._encoder.close()
+        if "_encoder" in vars(self):  # made at the first update of tensors
+            self._encoder.close()
 
     async def async_shutdown(self) -> None:
         """As `shutdown`."""

@@ -1,0 +1,152 @@
+"""New weights for the ranks of several nodes: each node's ranks open what lies in the memory of their own.
+
+The actor of every node copies the tensors into its machine's shared memory, and says by which entries they
+are found there. Together the entries are those of an update: one for each rank, in order.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import ray
+import torch
+from ray.exceptions import RayError
+
+from ebbtide.ray.errors import translated
+from ebbtide.trainer.lending import Payload
+from ebbtide.trainer.payload_encoding import PayloadEncoder, SharedTensors, serialize_tensors
+
+NamedTensors: TypeAlias = list[tuple[str, torch.Tensor]]
+
+
+class NodeLender:
+    """What an actor has lent to the ranks of its node."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, list[SharedTensors]] = {}
+        self._lock = threading.Lock()
+
+    def lend(self, loan: str, tensors: Mapping[int, NamedTensors], takers: Sequence[int]) -> list[bytes]:
+        """Copy tensors into shared memory, until `take_back`.
+
+        Args:
+            loan: its name.
+            tensors: by a key of the caller's.
+            takers: the key of what each rank of this node takes.
+
+        Returns:
+            An entry for each of them.
+
+        Raises:
+            RequestRejected: shared memory is short, or they are no plain tensors; nothing is lent.
+        """
+        shared: dict[int, SharedTensors] = {}
+        try:
+            for key in dict.fromkeys(takers):
+                shared[key] = serialize_tensors(tensors[key], takers.count(key))
+        except BaseException:
+            _close(shared.values())
+            raise
+        with self._lock:
+            self._open[loan] = list(shared.values())
+        entries = {key: iter(one.entries) for key, one in shared.items()}
+        return [next(entries[key]) for key in takers]
+
+    def take_back(self, loan: str) -> None:
+        """The update has been answered. Idempotent."""
+        with self._lock:
+            shared = self._open.pop(loan, [])
+        _close(shared)
+
+
+class NodeLoans(PayloadEncoder):
+    """Makes the payloads of an engine whose ranks are on several nodes.
+
+    Args:
+        own: lends on node 0, in this process.
+        others: the actors of the other nodes, in order.
+        num_ranks: of all nodes, which have equally many.
+        tp_size: ranks of a replica.
+    """
+
+    def __init__(self, own: NodeLender, others: Sequence[Any], num_ranks: int, tp_size: int) -> None:
+        super().__init__(["cpu"] * num_ranks, tp_size)
+        self._own = own
+        self._others = list(others)
+        per_node = num_ranks // (1 + len(others))
+        self._ranks = [range(first, first + per_node) for first in range(0, num_ranks, per_node)]
+        self._replica_size = tp_size
+
+    def encode(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False
+    ) -> Payload:
+        """As `PayloadEncoder.encode`: the same for all. It always goes by way of the host."""
+        tensors = [(name, _on_host(tensor)) for name, tensor in named_tensors]
+        return self._lend({0: tensors}, lambda rank: 0)
+
+    def encode_each(self, by_tp_rank: Sequence[NamedTensors]) -> Payload:
+        """A payload in which each rank takes its own, as all replicas do."""
+        return self._lend(dict(enumerate(by_tp_rank)), lambda rank: rank % self._replica_size)
+
+    def _lend(self, tensors: Mapping[int, NamedTensors], key_of: Callable[[int], int]) -> Payload:
+        """Blocks until all nodes have lent; if one fails, none does any more."""
+        loan = uuid.uuid4().hex
+        takers = [[key_of(rank) for rank in ranks] for ranks in self._ranks]
+        lending: list[Callable[[], list[bytes]]] = []
+        for node, (actor, keys) in enumerate(zip(self._others, takers[1:], strict=True), 1):
+            own = {key: tensors[key] for key in dict.fromkeys(keys)}
+            lending.append(partial(_answer, actor.lend.remote(loan, own, keys), node))
+        entries: list[bytes] = []
+        failures: list[Exception] = []
+        lending.insert(0, partial(self._own.lend, loan, tensors, takers[0]))
+        for lend in lending:
+            try:
+                entries += lend()
+            except Exception as error:
+                # The others are waited for: what they lend later nobody would take back.
+                failures.append(error)
+        payload = _Loan(entries, partial(self._take_back, loan))
+        if failures:
+            payload.close()
+            raise failures[0]
+        return payload
+
+    def _take_back(self, loan: str) -> None:
+        self._own.take_back(loan)
+        for actor in self._others:
+            # One that has died has nothing any more.
+            actor.take_back.remote(loan)
+
+
+class _Loan(Payload):
+    """Entries for all ranks, and what lets go of the memory behind them."""
+
+    def __init__(self, entries: Sequence[bytes], take_back: partial[None]) -> None:
+        super().__init__(entries)
+        self._take_back: partial[None] | None = take_back
+
+    def close(self) -> None:
+        take_back, self._take_back = self._take_back, None
+        if take_back is not None:
+            take_back()
+
+
+def _answer(answer: Any, node: int) -> list[bytes]:
+    try:
+        entries: list[bytes] = ray.get(answer)
+    except RayError as error:
+        raise translated(error, f"the actor of node {node}") from None
+    return entries
+
+
+def _on_host(tensor: Any) -> Any:
+    return tensor.detach().cpu() if isinstance(tensor, torch.Tensor) else tensor
+
+
+def _close(shared: Iterable[SharedTensors]) -> None:
+    for one in shared:
+        one.close()
