@@ -13,6 +13,7 @@ from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, raising_signals
 from ebbtide.srt.errors import ConfigurationError, EbbtideError
 from ebbtide.srt.server_args import ServerArgs
+from ebbtide.srt.without_torch import torch_hidden
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m ebbtide.launch_server") -> int:
@@ -29,6 +30,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m ebbtide.launc
     try:
         with raising_signals(), EarlyProcesses(args) as early:
             # Seconds of imports: not for a usage error, and beside those of the ranks.
+            with torch_hidden(args.trust_remote_code):
+                import transformers  # noqa: F401
             from ebbtide.srt.entrypoints.http_server import launch_server
 
             launch_server(args, early)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ebbtide.srt import config
 from ebbtide.srt.config import EngineConfig, ParallelConfig, resolve
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import ServerArgs
@@ -286,9 +287,7 @@ def test_ranks_reach_their_slice(folder: Path) -> None:
 
 
 def test_the_gpus_of_all_ranks_of_a_node_must_be_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
-    )
+    monkeypatch.setattr(config, "sees_cuda", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert resolved(folder, tp_size=2, dp_size=2).runtime.device == "cuda:0"
     assert resolved(folder, tp_size=2, base_gpu_id=1, gpu_id_step=2).runtime.device == "cuda:1"
@@ -311,9 +310,7 @@ def test_the_gpus_of_all_ranks_of_a_node_must_be_there(folder: Path, monkeypatch
 def test_graphs_cover_what_may_run_and_lie_close_together(
     arguments: dict[str, Any], largest: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
-    )
+    monkeypatch.setattr(config, "sees_cuda", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
 
     sizes = resolved(folder, **arguments).runtime.cuda_graph_bs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -176,3 +177,15 @@ def _warn_without_effect(args: ServerArgs) -> None:
             logger.warning("%s has no effect in Ebbtide", argument.flag)
     if args.schedule_policy not in OWN_SCHEDULE_POLICIES:
         logger.warning("--schedule-policy %s is fcfs in Ebbtide: order of arrival", args.schedule_policy)
+
+
+def sees_cuda() -> bool:
+    """Whether torch sees a CUDA device; not asked without a driver, and without starting a CUDA context."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type == "cuda"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ebbtide.srt import hf_folder
-from ebbtide.srt.argument_checks import check_arguments, settled
+from ebbtide.srt.argument_checks import check_arguments, sees_cuda, settled
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import OWN_SCHEDULE_POLICIES, ServerArgs, bare_host
 
@@ -330,13 +330,10 @@ def _dtype_name(given: str) -> str:
 
 
 def _resolve_device(args: ServerArgs) -> str:
-    """The device's name; cuda only where torch sees one, which is asked without starting a CUDA context."""
+    """The device's name; cuda only where torch sees one."""
     if args.device == "cpu":
         return "cpu"
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    has_cuda = accelerator is not None and accelerator.type == "cuda"
+    has_cuda = sees_cuda()
     if args.device == "cuda" and not has_cuda:
         raise ConfigurationError("device=cuda: torch sees no CUDA device; see `ebbtide doctor`")
     return f"cuda:{args.base_gpu_id}" if has_cuda else "cpu"

@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +180,13 @@ def test_the_model_and_the_server_are_described(server: Server, checkpoints: Any
     assert "ranks" not in described["state"]
     [replica] = described["internal_states"]
     assert replica["memory_usage"]["weight"] * 2**30 == state["tags"]["weights"]["resident_bytes"]
+
+
+def test_only_the_scheduler_has_torch(server: Server) -> None:
+    """It is most of the start of what computes nothing. Where there is a driver, a server asks torch."""
+    pids = {"server": server.process.pid, **server.children()}
+    having = {name for name, pid in pids.items() if "libtorch" in Path(f"/proc/{pid}/maps").read_text()}
+    assert having - ({"server"} if Path("/dev/nvidiactl").exists() else set()) == {"scheduler"}
 
 
 def test_health_and_the_root_have_empty_bodies(server: Server) -> None:

@@ -8,23 +8,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fixtures.servers import ENVIRONMENT, is_alive, wait_until
 
-from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.entrypoints.launch import launcher
 from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.memory_saver import torch_memory_saver_adapter
 from ebbtide.srt.server_args import ServerArgs
+from ebbtide.testing.null_engine import null_config
 
-RUNTIME = SimpleNamespace(random_seed=0)
-ARGS = ServerArgs(model_path="none", log_level="critical")
-CONFIG: Any = SimpleNamespace(runtime=RUNTIME, parallel=ParallelConfig(), server_args=ARGS)
+CONFIG = null_config(ServerArgs(model_path="none", log_level="critical", device="cpu"))
 TEST_FOLDER = Path(__file__).parents[1]
 
 
@@ -134,7 +131,7 @@ def test_torch_memory_saver_is_preloaded_where_it_is_asked_for(
     monkeypatch.setattr(torch_memory_saver_adapter, "preload_environment", lambda: library)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setenv("EBBTIDE_TMS_HOOK_MODE", mode)
-    config: Any = SimpleNamespace(**vars(CONFIG), memory=SimpleNamespace(backend=backend))
+    config = replace(CONFIG, memory=replace(CONFIG.memory, backend=backend))
     started = EngineProcesses(config, targets(scheduler="report_size", detokenizer="report_nothing"))
     try:
         started.wait_ready()
@@ -178,15 +175,11 @@ def test_a_temporary_folder_too_deep_for_sockets_is_refused(
 # No guard against a second import of `__main__`: starting a process by multiprocessing would run it again.
 SCRIPT = """
 import threading
-from types import SimpleNamespace
-from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
 from ebbtide.srt.server_args import ServerArgs
+from ebbtide.testing.null_engine import null_config
 
-args = ServerArgs(model_path="none", log_level="critical")
-config = SimpleNamespace(
-    runtime=SimpleNamespace(random_seed=0), parallel=ParallelConfig(), server_args=args
-)
+config = null_config(ServerArgs(model_path="none", log_level="critical", device="cpu"))
 processes = EngineProcesses(config, {"scheduler": "fixtures.scripted_processes:report_size"})
 processes.wait_ready()
 print(processes.pids["scheduler"], flush=True)

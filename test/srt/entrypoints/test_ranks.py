@@ -14,31 +14,18 @@ from typing import Any
 import pytest
 from fixtures.servers import free_port, is_alive, wait_until
 
-from ebbtide.srt.config import EngineConfig, ModelConfig, ParallelConfig, resolve_for
+from ebbtide.srt.config import EngineConfig, ParallelConfig
 from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses, NodeProcesses
 from ebbtide.srt.entrypoints.launch.node_link import meet
 from ebbtide.srt.entrypoints.launch.placement import Node, local_ranks, num_ports, place_replicas
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver
 from ebbtide.srt.server_args import ServerArgs
-
-# No process of these tests looks into it.
-MODEL = ModelConfig(
-    **dict.fromkeys(("path", "tokenizer_path", "tokenizer_mode", "architecture", "model_type"), "null"),
-    **dict.fromkeys(("dtype", "load_format", "served_model_name", "weight_version"), "null"),
-    **dict.fromkeys(("context_len", "vocab_size", "num_layers", "num_kv_heads"), 1),
-    num_heads=1,
-    head_dim=1,
-    trust_remote_code=False,
-    architectures=[],
-    hf_config=None,  # type: ignore[arg-type]
-    eos_token_ids=frozenset(),
-    skip_tokenizer_init=True,
-)
+from ebbtide.testing.null_engine import null_config
 
 
 def config_of(**arguments: Any) -> EngineConfig:
-    return resolve_for(ServerArgs("null", log_level="critical", device="cpu", **arguments), MODEL)
+    return null_config(ServerArgs("null", log_level="critical", device="cpu", **arguments))
 
 
 def target(function: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer, StopTrimmer
 from ebbtide.srt.managers.text.tokenizer import Tokenizer, load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
+from ebbtide.srt.without_torch import torch_hidden
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import EngineConfig
@@ -88,7 +89,8 @@ class DetokenizerManager:
 def run_detokenizer_process(config: EngineConfig, addresses: ChannelAddresses, ready: Connection) -> None:
     """Run until the process ends. Says over `ready` whether the start succeeded: a dict with `status`."""
     try:
-        tokenizer = load_tokenizer(config.model, config.server_args.revision)
+        with torch_hidden(config.model.trust_remote_code):
+            tokenizer = load_tokenizer(config.model, config.server_args.revision)
     except ConfigurationError as error:
         ready.send({"status": "failed", "message": str(error)})
         return
