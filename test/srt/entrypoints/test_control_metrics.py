@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from fixtures.scripted_engine import NO_PAUSE, STATE, updated
 from fixtures.servers import Server, null_server
@@ -16,7 +17,7 @@ from ebbtide.srt.entrypoints.metrics.collectors import GcPauses
 from ebbtide.srt.entrypoints.metrics.operations import ControlMetrics
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.io_struct import Reply, UpdateWeightVersionReqOutput
+from ebbtide.srt.managers.io_struct import Load, Reply, UpdateWeightVersionReqOutput
 from ebbtide.testing.null_engine import NullEngine
 
 # A null engine's tags; see `ebbtide.testing.NullDevice`.
@@ -24,6 +25,9 @@ KV_BYTES, WEIGHT_BYTES = 5000, 2000
 # It goes on until it is aborted.
 LONG = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 500_000}, "stream": True}
 
+LOAD = msgspec.convert(
+    dict.fromkeys(Load.__struct_fields__, 0) | {"max_total_num_tokens": 64}, Load, strict=False
+)
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -217,21 +221,26 @@ def test_pauses_for_garbage_collection_are_counted_while_they_are_watched() -> N
                 'vllm:rl_weight_update_operation_duration_seconds_bucket{le="600.0",operation="finish"} 0.0',
                 'vllm:rl_weight_update_operations_in_flight{operation="start"} 0.0',
                 'vllm:sleep_mode_operation_duration_seconds_count{operation="wake"} 0.0',
-                "vllm:generation_tokens_total ",
+                'vllm:generation_tokens_total{engine="0",model_name="tiny"} 3.0',
+                'vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 1.0',
+                'vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"} 1.0',
+                'vllm:inter_token_latency_seconds_sum{engine="0",model_name="tiny"} 2.0',
+                'vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="awake"} 1.0',
+                'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="4"} 1.0',
             ],
             ["sglang:", 'vllm:rl_weight_update_operation_duration_seconds_bucket{le="0.005"'],
         ),
     ],
 )
 def test_the_names_of_other_engines(dialect: str | None, has: list[str], has_not: list[str]) -> None:
-    metrics = Metrics("0", dialect)
+    metrics = Metrics("0", dialect, model_name="tiny", page_size=16)
     for operation in ("update_weights_from_tensor", "update_weights_from_disk"):
         ended = asyncio.sleep(0, updated("1"))
         asyncio.run(metrics.control.observed(operation, ended))
-    meta = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens", "num_retractions"), 1)
-    meta |= dict.fromkeys(("e2e_latency", "first_token_latency", "queue_time"), 1)
+    meta = dict.fromkeys(("prompt_tokens", "cached_tokens", "num_retractions", "queue_time"), 1)
+    meta |= {"completion_tokens": 3, "first_token_latency": 1, "e2e_latency": 3}
     metrics.note({"meta_info": {**meta, "finish_reason": {"type": "stop"}, "weight_versions": []}})
-    text = metrics.text(STATE, [], NO_PAUSE).decode()
+    text = metrics.text(STATE, [LOAD], NO_PAUSE).decode()
     for line in has:
         assert line in text
     for line in has_not:

@@ -81,7 +81,12 @@ class EngineService:
         self._failure: str | None = None
         self._manager: TokenizerManager | None = None
         self._drain = Drain()
-        self.metrics = Metrics(config.model.weight_version, config.server_args.metrics_aliases)
+        self.metrics = Metrics(
+            config.model.weight_version,
+            config.server_args.metrics_aliases,
+            model_name=config.model.served_model_name,
+            page_size=config.cache.page_size,
+        )
         self.timeline = Timeline(self._sample)
         self.metrics.control.observers.append(self.timeline)
         self.tracing = open_tracing(config.server_args)

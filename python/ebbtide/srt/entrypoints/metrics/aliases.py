@@ -23,18 +23,25 @@ SGLANG: Final = {
     "ebbtide:num_requests": "sglang:num_requests",
     "ebbtide:e2e_request_latency_seconds": "sglang:e2e_request_latency_seconds",
     "ebbtide:time_to_first_token_seconds": "sglang:time_to_first_token_seconds",
+    "ebbtide:inter_token_latency_seconds": "sglang:inter_token_latency_seconds",
     "ebbtide:queue_time_seconds": "sglang:queue_time_seconds",
 }
-VLLM: Final = {
-    "ebbtide:num_running_reqs": "vllm:num_requests_running",
-    "ebbtide:num_waiting_reqs": "vllm:num_requests_waiting",
-    "ebbtide:token_usage": "vllm:kv_cache_usage_perc",
-    "ebbtide:prompt_tokens": "vllm:prompt_tokens",
-    "ebbtide:generation_tokens": "vllm:generation_tokens",
-    "ebbtide:e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
-    "ebbtide:time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-    "ebbtide:queue_time_seconds": "vllm:request_queue_time_seconds",
+VLLM: Final[Mapping[str, tuple[str, ...]]] = {
+    "ebbtide:num_running_reqs": ("vllm:num_requests_running",),
+    "ebbtide:num_waiting_reqs": ("vllm:num_requests_waiting",),
+    "ebbtide:token_usage": ("vllm:kv_cache_usage_perc",),
+    "ebbtide:prompt_tokens": ("vllm:prompt_tokens", "vllm:prefix_cache_queries"),
+    "ebbtide:cached_tokens": ("vllm:prefix_cache_hits",),
+    "ebbtide:generation_tokens": ("vllm:generation_tokens",),
+    "ebbtide:num_requests": ("vllm:request_success",),
+    "ebbtide:num_retractions": ("vllm:num_preemptions",),
+    "ebbtide:e2e_request_latency_seconds": ("vllm:e2e_request_latency_seconds",),
+    "ebbtide:time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
+    "ebbtide:inter_token_latency_seconds": ("vllm:inter_token_latency_seconds",),
+    "ebbtide:queue_time_seconds": ("vllm:request_queue_time_seconds",),
 }
+# Ours → theirs.
+VLLM_LABELS: Final = {"dp_rank": "engine", "finish_reason": "finished_reason"}
 DURATION: Final = "ebbtide_control_operation_duration_seconds"
 IN_PROGRESS: Final = "ebbtide_control_operations_in_progress"
 # What vLLM calls our operations, by the family that counts them. Source: wire_vllm section 1.
@@ -51,31 +58,80 @@ VLLM_OPERATIONS: Final = {
     },
     "sleep_mode": {"release_memory_occupation": "sleep", "resume_memory_occupation": "wake"},
 }
+SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")
 VLLM_BUCKETS: Final = frozenset(
     ("0.01", "0.1", "1.0", "10.0", "30.0", "60.0", "120.0", "300.0", "600.0", "+Inf")
 )
 
 
-class Aliases(Collector):
-    """Families of a registry under other names.
+class SglangAliases(Collector):
+    """Families of a registry under SGLang's names."""
 
-    Args:
-        dialect: sglang or vllm.
-    """
-
-    def __init__(self, registry: CollectorRegistry, dialect: str) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._is_vllm = dialect == "vllm"
 
     def collect(self) -> Iterator[Metric]:
-        names = VLLM if self._is_vllm else SGLANG
         for family in self._registry.collect():
-            if family.name in names:
-                yield _renamed(family, names[family.name], family.samples)
-            elif self._is_vllm and family.name in (DURATION, IN_PROGRESS):
+            if family.name in SGLANG:
+                yield _renamed(family, SGLANG[family.name], family.samples)
+
+
+class VllmAliases(Collector):
+    """Families of a registry under vLLM's names, and what only its engines tell of.
+
+    Args:
+        model_name: the label of every sample; what is counted over all replicas is told as of engine 0.
+        page_size: tokens of a page, vLLM's block.
+
+    Attributes:
+        sleep_state: one of `SLEEP_STATES`.
+        num_tokens: of each replica's KV pool.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, page_size: int) -> None:
+        self._registry = registry
+        self._model = {"model_name": model_name}
+        self._page_size = page_size
+        self.sleep_state = SLEEP_STATES[0]
+        self.num_tokens: Mapping[int, int] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            for name in VLLM.get(family.name, ()):
+                samples = (sample._replace(labels=self._labels(sample.labels)) for sample in family.samples)
+                yield _renamed(family, name, samples)
+            if family.name in (DURATION, IN_PROGRESS):
                 suffix = "operation_duration_seconds" if family.name == DURATION else "operations_in_flight"
                 for group, operations in VLLM_OPERATIONS.items():
                     yield _renamed(family, f"vllm:{group}_{suffix}", _by_operation(family, operations))
+        states = {state: {"engine": "0", "sleep_state": state} for state in SLEEP_STATES}
+        yield _gauge(
+            "vllm:engine_sleep_state",
+            "1 for the state that holds.",
+            [({**labels, **self._model}, state == self.sleep_state) for state, labels in states.items()],
+        )
+        blocks = {rank: str(count // self._page_size) for rank, count in self.num_tokens.items()}
+        yield _gauge(
+            "vllm:cache_config_info",
+            "Pages of each replica's KV pool, and the tokens of a page.",
+            [
+                (
+                    {"engine": str(rank), "num_gpu_blocks": count, "block_size": str(self._page_size)},
+                    True,
+                )
+                for rank, count in blocks.items()
+            ],
+        )
+
+    def _labels(self, labels: Mapping[str, str]) -> dict[str, str]:
+        named = {VLLM_LABELS.get(name, name): value for name, value in labels.items()}
+        return {"engine": "0", **named, **self._model}
+
+
+def _gauge(name: str, text: str, rows: Iterable[tuple[dict[str, str], bool]]) -> Metric:
+    metric = Metric(name, text, "gauge")
+    metric.samples = [Sample(name, labels, float(value)) for labels, value in rows]
+    return metric
 
 
 def _renamed(family: Metric, name: str, samples: Iterable[Sample]) -> Metric:

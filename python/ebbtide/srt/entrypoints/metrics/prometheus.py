@@ -8,8 +8,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from ebbtide.srt.entrypoints.metrics.aliases import Aliases
-from ebbtide.srt.entrypoints.metrics.collectors import GcPauses
+from ebbtide.srt.entrypoints.metrics.aliases import SLEEP_STATES, SglangAliases, VllmAliases
+from ebbtide.srt.entrypoints.metrics.collectors import GcPauses, WeightedHistogram
 from ebbtide.srt.entrypoints.metrics.operations import PREFIX as CONTROL_PREFIX, ControlMetrics
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
 from ebbtide.srt.managers.api.wait_warning import ForgottenPause
@@ -19,6 +19,8 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 PREFIX = "ebbtide:"
 # Seconds: from the first token of a short prompt to a long rollout.
 LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
+# Seconds: from a small model's token to one that waited for an update.
+GAP_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5, 10)
 # Fields of `Load`, one value per replica.
 LOAD_GAUGES = {
     "num_running_reqs": "Requests that the next forward pass may contain.",
@@ -40,6 +42,7 @@ class Metrics:
     Args:
         version: that of the weights at the start.
         aliases: whose names the text also has them under: sglang or vllm.
+        model_name, page_size: what vLLM's tell beside.
 
     Attributes:
         content_type: of the text.
@@ -49,7 +52,9 @@ class Metrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, version: str, aliases: str | None = None) -> None:
+    def __init__(
+        self, version: str, aliases: str | None = None, *, model_name: str = "", page_size: int = 1
+    ) -> None:
         self._registry = CollectorRegistry()
         self.control = ControlMetrics(self._registry, version)
         self.gc_pauses = GcPauses(CONTROL_PREFIX + "gc_pause_seconds")
@@ -61,13 +66,23 @@ class Metrics:
         self._retractions = self._counter("num_retractions", "Times that an output gave up its KV.")
         self._e2e_s = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.")
         self._first_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self._inter_token_s = WeightedHistogram(
+            PREFIX + "inter_token_latency_seconds",
+            "Between two tokens of an output: the mean of each output, counted for each of its gaps.",
+            GAP_BUCKETS_S,
+        )
+        self._registry.register(self._inter_token_s)
         self._queue_s = self._histogram("queue_time_seconds", "From arrival to the first forward pass.")
         self._loads = {name: self._gauge(name, text, "dp_rank") for name, text in LOAD_GAUGES.items()}
         self._can_run = self._gauge("can_run", "1 if a forward pass may run now.")
         self._stale = self._gauge("weights_stale", "1 if parameters have not been written since a resume.")
         self._aliases = CollectorRegistry()
-        if aliases is not None:
-            self._aliases.register(Aliases(self._registry, aliases))
+        self._vllm: VllmAliases | None = None
+        if aliases == "vllm":
+            self._vllm = VllmAliases(self._registry, model_name, page_size)
+            self._aliases.register(self._vllm)
+        elif aliases == "sglang":
+            self._aliases.register(SglangAliases(self._registry))
         self._resident = self._gauge("resident_bytes", "Device memory by tag, all ranks.", "tag")
 
     def note(self, result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -108,6 +123,9 @@ class Metrics:
         for tag in MemoryTag:
             num_bytes = sum(rank.tags[tag].resident_bytes for rank in state.ranks)
             self._resident.labels(tag.value).set(num_bytes)
+        if self._vllm is not None:
+            self._vllm.sleep_state = _sleep_state(state)
+            self._vllm.num_tokens = {load.dp_rank: load.max_total_num_tokens for load in loads}
 
     def _note(self, meta: Mapping[str, Any]) -> None:
         self._requests.labels(meta["finish_reason"]["type"]).inc()
@@ -117,6 +135,10 @@ class Metrics:
         self._retractions.inc(meta["num_retractions"])
         self._e2e_s.observe(meta["e2e_latency"])
         self._first_s.observe(meta["first_token_latency"])
+        if num_gaps := max(0, meta["completion_tokens"] - 1):
+            self._inter_token_s.observe(
+                (meta["e2e_latency"] - meta["first_token_latency"]) / num_gaps, num_gaps
+            )
         self._queue_s.observe(meta["queue_time"])
         self.control.note_spans(meta["weight_versions"])
         for observer in self.control.observers:
@@ -130,6 +152,14 @@ class Metrics:
 
     def _histogram(self, name: str, help_text: str) -> Histogram:
         return Histogram(PREFIX + name, help_text, registry=self._registry, buckets=LATENCY_BUCKETS_S)
+
+
+def _sleep_state(state: StateReport) -> str:
+    """As vLLM calls it: by its weights."""
+    reports = [rank.tags[MemoryTag.WEIGHTS] for rank in state.ranks]
+    if all(report.state == "resident" for report in reports):
+        return SLEEP_STATES[0]
+    return SLEEP_STATES[1] if all(report.backup_bytes for report in reports) else SLEEP_STATES[2]
 
 
 def _sample_key(name: str, labels: Mapping[str, str]) -> str:
