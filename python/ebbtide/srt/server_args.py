@@ -219,6 +219,25 @@ class ServerArgs(SglangArguments):
             choices=("scaled", "raw_logprobs", "processed_logprobs"),
         ),
     ] = "scaled"
+    max_logprobs: Annotated[
+        int,
+        Arg(
+            "How many logprobs per token /v1 and /inference tell at most; -1: any number.",
+            minimum=0,
+            also=-1,
+        ),
+    ] = 20
+    return_tokens_as_token_ids: Annotated[
+        bool, Arg('Logprobs of /v1 name tokens as "token_id:5", unless a request says otherwise.')
+    ] = False
+    paused_requests: Annotated[
+        str,
+        Arg(
+            "Whether requests that come while generation is paused by abort or wait have to wait, or are "
+            "answered with 503.",
+            choices=("queue", "reject"),
+        ),
+    ] = "queue"
     tool_call_parser: Annotated[
         str | None,
         Arg("How the model writes calls of tools (default: they stay text).", choices=TOOL_CALL_PARSERS),

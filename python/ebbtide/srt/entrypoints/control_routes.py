@@ -52,6 +52,7 @@ NOT_IMPLEMENTED = (
     "/v1/completions/render",
     "/v1/chat/completions/render",
     "/receive_weight_update",
+    *(f"/nemo-rl/refit/{step}" for step in ("prepare", "s3-manifest", "flush", "zmq-flush")),
 )
 
 

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
 from ebbtide.srt.entrypoints.auth import KeyCheck, Keys
@@ -69,7 +69,9 @@ RETRY_AFTER_S = 1
 
 def create_app(service: EngineService) -> FastAPI:
     """The application over an engine whose service is open by the time of the first request."""
-    app = FastAPI(title="Ebbtide", redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+    app = FastAPI(
+        title="Ebbtide", redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False
+    )
     # FastAPI's own document would know nothing of the messages.
     app.openapi = functools.cache(openapi_document)  # type: ignore[method-assign]
     endpoints = _Endpoints(service)
@@ -96,7 +98,20 @@ def create_app(service: EngineService) -> FastAPI:
     app.add_exception_handler(Exception, _answer_bug)
     app.add_middleware(TraceContext, tracing=lambda: service.tracing)
     app.add_middleware(KeyCheck, keys=lambda: Keys.of(service.config.server_args))
+    app.add_middleware(OneSpelling)
     return app
+
+
+class OneSpelling:
+    """A path with a slash at its end is the path without it: a redirected request may lose its body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self._app(scope, receive, send)
 
 
 class _Endpoints:
@@ -190,7 +205,10 @@ async def _healthy(check: Awaitable[None]) -> Response:
 
 
 async def _not_implemented(request: Request) -> Response:
-    return error_answer(f"{request.url.path} is not in this version", 501)
+    path = request.url.path
+    # A field that NeMo-RL reads of every answer of its own routes.
+    fields = {"ok": False} if path.startswith("/nemo-rl/") else {}
+    return error_answer(f"{path} is not in this version", 501, **fields)
 
 
 async def _answer_rejection(request: Request, error: Exception) -> Response:

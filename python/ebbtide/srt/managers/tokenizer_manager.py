@@ -189,12 +189,13 @@ class TokenizerManager:
             is_incremental: whether the chunks of a stream hold only what is new; None: as the server's do.
 
         Raises:
-            RequestRejected: 400; nothing runs. 503: no more requests are taken.
+            RequestRejected: 400; nothing runs. 503: no requests are taken, or none while it is paused.
             EngineError: the engine is gone.
         """
         self._check_alive()
         if self._refusal is not None:
             raise RequestRejected(self._refusal, 503)
+        self._check_taken()
         draft = self._normalizer.draft(given, render)
         self._live.claim(draft.all_rids, draft.groups)
         try:
@@ -414,6 +415,12 @@ class TokenizerManager:
         # The schedulers did not know yet what was being tokenized.
         self._abort(unsent, message)
         return _with_more_aborted(reply, len(unsent))
+
+    def _check_taken(self) -> None:
+        paused = None if self.state is None else self.state.paused
+        rejects = self._config.server_args.paused_requests == "reject"
+        if rejects and paused in (PauseMode.ABORT, PauseMode.WAIT):
+            raise RequestRejected("Generation is paused. Please retry after it resumes.", 503)
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -21,7 +21,7 @@ from ebbtide.srt.entrypoints.openai.chat_template import (
     read_chat_template,
     recommended_sampling,
 )
-from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call
+from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call, within_limits
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput
@@ -232,7 +232,7 @@ def test_what_cannot_be_kept_is_refused_by_name(kinds: list[str], fields: dict[s
         ("completion", {"prompt": ["a", [1]]}, "got a mixture"),
         ("completion", {"suffix": "x"}, "suffix: not supported"),
         ("completion", {"best_of": 2}, "best_of: expected null or n"),
-        ("completion", {"logprobs": -1}, "logprobs: expected a number of tokens from 0"),
+        ("completion", {"logprobs": -2}, "logprobs: expected a number of tokens from 0"),
         ("chat", {"messages": []}, "messages: at least one is needed"),
         ("chat", {"messages": None}, "messages: at least one is needed"),
         ("chat", {"messages": [{"content": "a"}]}, "missing required field `role`"),
@@ -323,7 +323,24 @@ def test_an_echo_is_the_prompt_as_it_was_sent_or_cut() -> None:
         output = {"text": "!", "output_ids": [3], "meta_info": meta([3], finish=ended)}
         answer = write_answer(CompletionWriter(call), call, {**output, "prompt_token_ids": ids})
         assert answer.choices[0].text == f"{text}!"
-        assert answer.choices[0].prompt_token_ids is msgspec.UNSET
+        assert answer.choices[0].prompt_token_ids is None
+
+
+@pytest.mark.parametrize("max_logprobs", [20, -1])
+def test_so_many_logprobs_are_told_at_most(max_logprobs: int) -> None:
+    for name, count in (("logprobs", 20), ("prompt_logprobs", 7)):
+        call = within_limits(call_of("completion", **{name: count}), max_logprobs, 100)
+        assert call.generate["top_logprobs_num"] == count
+    for name in ("logprobs", "prompt_logprobs"):
+        for count, told in ((21, 21), (-1, 100)):
+            call = call_of("completion", **{name: count})
+            if max_logprobs == 20:
+                with pytest.raises(RequestRejected, match=f"^{name}: expected at most 20 .* got {count}$"):
+                    within_limits(call, max_logprobs, 100)
+            else:
+                limited = within_limits(call, max_logprobs, 100)
+                assert limited.generate["top_logprobs_num"] == told
+                assert told in (limited.num_logprobs, limited.num_prompt_logprobs)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -159,6 +159,20 @@ def test_a_refused_sleep_leaves_generation_running() -> None:
         assert not client.get("/is_paused")["is_paused"]
 
 
+def test_a_server_may_turn_requests_away_while_it_is_paused() -> None:
+    with NullEngine(paused_requests="reject") as engine:
+        client = Client(engine)
+        for mode in ("abort", "wait"):
+            client.post(f"/pause?mode={mode}")
+            refused = client.post("/inference/v1/generate", PROMPT, status=503)["error"]
+            assert (refused["type"], refused["code"]) == ("ServiceUnavailableError", 503)
+            client.post("/resume")
+        client.post("/pause?mode=keep")
+        waiting = start(client, max_new_tokens=2)
+        client.post("/resume")
+        assert len(waiting.result(60)["output_ids"]) == 2  # type: ignore[call-arg]
+
+
 def test_requests_are_aborted_by_the_ids_that_they_were_posted_or_answered_with(client: Client) -> None:
     client.post("/pause?mode=keep&clear_cache=false")
     names = ["one", "two", "three", "four"]
@@ -201,7 +215,13 @@ def test_what_servers_are_asked_for(client: Client) -> None:
     assert "tp_size" in info
     assert client.post("/reset_mm_cache")["success"]
     assert client.post("/start_draft_weight_update", status=409)["error"]["type"] == "ConflictError"
-    assert client.post("/v1/load_lora_adapter", {"lora_name": "a"}, status=501)["error"]["code"] == 501
+    for path in ("/v1/load_lora_adapter", "/nemo-rl/refit/flush"):
+        assert client.post(path, {"lora_name": "a"}, status=501)["error"]["code"] == 501
+    assert client.post("/nemo-rl/refit/flush", status=501)["ok"] is False
+    assert client.get("/v1/models/")["object"] == "list"
+    assert client.post("/generate/", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})[
+        "output_ids"
+    ]
 
 
 class TestUpdates:

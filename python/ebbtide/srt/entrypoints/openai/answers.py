@@ -188,18 +188,18 @@ class CompletionWriter:
         self._offsets: dict[int, int] = {}
 
     def answer(self, pieces: Sequence[Piece], usage: Usage) -> Completion:
-        choices = [self._choice(piece) for piece in pieces]
+        choices = [self._choice(piece, absent=None) for piece in pieces]
         return Completion(**_head(self._call), choices=choices, usage=usage, metadata=pieces[0].metadata)
 
     def chunk(self, piece: Piece) -> Completion:
-        choices = [self._choice(piece)]
+        choices = [self._choice(piece, absent=UNSET)]
         usage = _usage_of_chunk(self._call)
         return Completion(**_head(self._call), choices=choices, usage=usage, metadata=piece.metadata)
 
     def last_chunk(self, usage: Usage) -> Completion:
         return Completion(**_head(self._call), choices=[], usage=usage)
 
-    def _choice(self, piece: Piece) -> CompletionChoice:
+    def _choice(self, piece: Piece, absent: UnsetType | None) -> CompletionChoice:
         call = self._call
         text = piece.text
         if call.echo is not None and piece.is_first:
@@ -213,10 +213,10 @@ class CompletionWriter:
             matched_stop=piece.matched_stop,
             stop_reason=stop_reason(call, piece),
             prompt_logprobs=_prompt_logprobs(call, piece),
-            token_ids=piece.token_ids if call.return_token_ids else UNSET,
-            prompt_token_ids=_prompt_token_ids(call, piece),
-            weight_versions=_weight_versions(call, piece),
-            routed_experts=piece.meta.get("routed_experts", UNSET),
+            token_ids=piece.token_ids if call.return_token_ids else absent,
+            prompt_token_ids=_prompt_token_ids(call, piece, absent),
+            weight_versions=_weight_versions(call, piece, absent),
+            routed_experts=piece.meta.get("routed_experts", absent),
             sampling_mask=piece.meta.get("output_token_sampling_mask", UNSET),
         )
 
@@ -272,9 +272,11 @@ def token_text(triple: Triple) -> str:
     return triple[2] if triple[2] is not None else f"token_id:{triple[1]}"
 
 
-def _prompt_token_ids(call: OpenAICall, piece: Piece) -> list[int] | UnsetType:
+def _prompt_token_ids(
+    call: OpenAICall, piece: Piece, absent: UnsetType | None = UNSET
+) -> list[int] | UnsetType | None:
     if not (call.return_prompt_token_ids and piece.is_first) or piece.prompt_token_ids is None:
-        return UNSET
+        return absent
     return piece.prompt_token_ids
 
 
@@ -289,9 +291,11 @@ def stop_reason(call: OpenAICall, piece: Piece) -> int | str | None:
     return matched if isinstance(matched, str) or matched in call.stop_token_ids else None
 
 
-def _weight_versions(call: OpenAICall, piece: Piece) -> list[VersionSpan] | UnsetType:
+def _weight_versions(
+    call: OpenAICall, piece: Piece, absent: UnsetType | None = UNSET
+) -> list[VersionSpan] | UnsetType | None:
     metadata = piece.metadata if call.return_weight_versions else UNSET
-    return UNSET if isinstance(metadata, UnsetType) else metadata.weight_versions
+    return absent if isinstance(metadata, UnsetType) else metadata.weight_versions
 
 
 # ----------------------------------------------------------------------------------------------------- chat
@@ -313,14 +317,13 @@ class ChatWriter:
         metadata = pieces[0].metadata
         assert not isinstance(metadata, UnsetType), "an answer that is not streamed has ended"
         choices = [self._choice(piece) for piece in pieces]
-        prompt_ids = _prompt_token_ids(self._call, pieces[0])
         return ChatCompletion(
             **_head(self._call),
             choices=choices,
             usage=usage,
             metadata=metadata,
             prompt_logprobs=_prompt_logprobs(self._call, pieces[0]),
-            prompt_token_ids=None if prompt_ids is UNSET else prompt_ids,
+            prompt_token_ids=_prompt_token_ids(self._call, pieces[0], None),
         )
 
     def chunk(self, piece: Piece) -> ChatCompletionChunk:
@@ -364,10 +367,10 @@ class ChatWriter:
             matched_stop=piece.matched_stop,
             stop_reason=stop_reason(call, piece),
             response_token_ids=piece.token_ids if call.return_token_ids else UNSET,
-            token_ids=piece.token_ids if call.return_token_ids else UNSET,
+            token_ids=piece.token_ids if call.return_token_ids else None,
             prompt_token_ids=_prompt_token_ids(call, piece),
-            weight_versions=_weight_versions(call, piece),
-            routed_experts=piece.meta.get("routed_experts", UNSET),
+            weight_versions=_weight_versions(call, piece, None),
+            routed_experts=piece.meta.get("routed_experts"),
             sampling_mask=piece.meta.get("output_token_sampling_mask", UNSET),
             meta_info=dict(piece.meta) if self._return_meta_info else UNSET,
         )

@@ -204,7 +204,10 @@ class CompletionLogprobs(Struct, kw_only=True):
 
 
 class CompletionChoice(Struct, kw_only=True):
-    """A sample; in a stream, what is new about it."""
+    """A sample; in a stream, what is new about it.
+
+    What was not asked for is null in a whole answer, where clients index it, and left out of streams.
+    """
 
     index: int
     text: str
@@ -212,10 +215,10 @@ class CompletionChoice(Struct, kw_only=True):
     finish_reason: FinishReasonName | None = None
     matched_stop: int | str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | None = None
-    weight_versions: list[VersionSpan] | UnsetType = UNSET
+    weight_versions: list[VersionSpan] | UnsetType | None = UNSET
     routed_experts: Any = UNSET
     sampling_mask: list[list[int]] | UnsetType = UNSET
 
@@ -276,6 +279,8 @@ class AssistantMessage(Struct, kw_only=True):
 
 
 class ChatChoice(Struct, kw_only=True):
+    """What was not asked for is null where clients of vLLM's index it."""
+
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
@@ -283,9 +288,9 @@ class ChatChoice(Struct, kw_only=True):
     matched_stop: int | str | None = None
     stop_reason: int | str | None = None
     response_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    weight_versions: list[VersionSpan] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    weight_versions: list[VersionSpan] | UnsetType | None = UNSET
     routed_experts: Any = UNSET
     sampling_mask: list[list[int]] | UnsetType = UNSET
     meta_info: dict[str, Any] | UnsetType = UNSET
@@ -302,7 +307,7 @@ class ChatCompletion(Struct, kw_only=True):
     usage: Usage
     metadata: VersionMetadata
     prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | UnsetType | None = None
 
 
 class ChatDelta(Struct, kw_only=True):
@@ -321,8 +326,8 @@ class ChatChunkChoice(Struct, kw_only=True):
     stop_reason: int | str | None = None
     response_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    weight_versions: list[VersionSpan] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    weight_versions: list[VersionSpan] | UnsetType | None = UNSET
     routed_experts: Any = UNSET
     sampling_mask: list[list[int]] | UnsetType = UNSET
 

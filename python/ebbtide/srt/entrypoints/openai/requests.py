@@ -6,7 +6,7 @@ import functools
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
@@ -197,6 +197,31 @@ def _call(
     )
 
 
+def within_limits(call: OpenAICall, max_logprobs: int, vocab_size: int) -> OpenAICall:
+    """The call with -1 logprobs, which are all, in numbers.
+
+    Args:
+        max_logprobs: -1: any number may be asked for.
+
+    Raises:
+        RequestRejected: 400, it asks for more.
+    """
+    counts = {}
+    for name, number in (("logprobs", call.num_logprobs), ("prompt_logprobs", call.num_prompt_logprobs)):
+        counts[name] = vocab_size if number == -1 else number
+        if max_logprobs >= 0 and (counts[name] or 0) > max_logprobs:
+            raise RequestRejected(
+                f"{name}: expected at most {max_logprobs} (--max-logprobs), got {number}",
+                param=f"body.{name}",
+            )
+    return replace(
+        call,
+        num_logprobs=counts["logprobs"],
+        num_prompt_logprobs=counts["prompt_logprobs"],
+        generate={**call.generate, "top_logprobs_num": max(count or 0 for count in counts.values())},
+    )
+
+
 def _refuse_other_grammar(params: Fields) -> None:
     given = next((kind for kind in GRAMMAR_KINDS if params.get(kind)), None)
     if given is not None:
@@ -209,8 +234,8 @@ def _logprob_fields(request: OpenAIRequest, num_logprobs: int | None, *, with_pr
     if request.logprob_token_ids and num_logprobs is None:
         raise RequestRejected("logprob_token_ids: needs logprobs")
     for name, number in (("logprobs", num_logprobs), ("prompt_logprobs", num_prompt)):
-        if number is not None and number < 0:
-            raise RequestRejected(f"{name}: expected a number of tokens from 0, got {number}")
+        if number is not None and number < -1:
+            raise RequestRejected(f"{name}: expected a number of tokens from 0, or -1 for all, got {number}")
     if num_prompt is not None and request.stream:
         raise RequestRejected("prompt_logprobs: not in a stream")
     is_wanted = num_logprobs is not None or num_prompt is not None

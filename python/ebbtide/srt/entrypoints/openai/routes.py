@@ -24,7 +24,7 @@ from ebbtide.srt.entrypoints.openai.chat_template import (
     recommended_sampling,
 )
 from ebbtide.srt.entrypoints.openai.protocol import ModelCard, ModelList
-from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call
+from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call, within_limits
 from ebbtide.srt.entrypoints.openai.tokenization import Tokenization
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.entrypoints.request_body import read_fields
@@ -62,13 +62,14 @@ class OpenAIApi:
         return Json(card) if wanted == card.id else error_answer(f"there is no model {wanted!r}", 404)
 
     async def _completions(self, request: Request) -> Response:
-        fields = await _fields_of(request)
-        call = completion_call(fields, self._model_name, self._template)
+        fields = await self._fields_of(request)
+        call = self._within_limits(completion_call(fields, self._model_name, self._template))
         return await self._answer(request, call, CompletionWriter(call))
 
     async def _chat_completions(self, request: Request) -> Response:
-        fields = await _fields_of(request)
+        fields = await self._fields_of(request)
         call = chat_call(fields, self._model_name, self._template, self._recommended, self._parsers)
+        call = self._within_limits(call)
         wants_meta = fields.get("return_meta_info") is True
         return await self._answer(
             request, call, ChatWriter(call, return_meta_info=wants_meta), wants_meta=wants_meta
@@ -99,6 +100,18 @@ class OpenAIApi:
         result = await answer_whole(request.receive, starting)
         self._service.metrics.note(result)
         return Json(write_answer(writer, call, result))
+
+    async def _fields_of(self, request: Request) -> dict[str, Any]:
+        """The body; the request's id may be in the header too, and the server says how tokens are named."""
+        fields = await read_fields(request.stream())
+        if self._service.config.server_args.return_tokens_as_token_ids:
+            fields.setdefault("return_tokens_as_token_ids", True)
+        header = request.headers.get("x-request-id")
+        return fields if header is None else {**fields, "request_id": header}
+
+    def _within_limits(self, call: OpenAICall) -> OpenAICall:
+        max_logprobs = self._service.config.server_args.max_logprobs
+        return within_limits(call, max_logprobs, self._service.manager.limits.vocab_size)
 
     def _card(self) -> ModelCard:
         model = self._service.config.model
@@ -134,10 +147,3 @@ class OpenAIApi:
     @functools.cached_property
     def _recommended(self) -> Mapping[str, Any]:
         return recommended_sampling(self._service.config.model.path)
-
-
-async def _fields_of(request: Request) -> dict[str, Any]:
-    """The body; the request's id may be in the header too."""
-    fields = await read_fields(request.stream())
-    header = request.headers.get("x-request-id")
-    return fields if header is None else {**fields, "request_id": header}

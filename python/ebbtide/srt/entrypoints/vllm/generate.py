@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import msgspec
@@ -17,7 +17,7 @@ from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_who
 from ebbtide.srt.entrypoints.openai.answers import Piece, known, stop_reason, write_answer, write_chunks
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, Triple, prompt_logprobs
 from ebbtide.srt.entrypoints.openai.protocol import Usage
-from ebbtide.srt.entrypoints.openai.requests import OpenAICall
+from ebbtide.srt.entrypoints.openai.requests import OpenAICall, within_limits
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.occupation import meant_by
@@ -59,7 +59,9 @@ class TokensApi:
     async def generate(self, request: Request) -> Response:
         fields = await read_fields(request.stream())
         call = tokens_call(fields, request.headers, self._service.config.model.served_model_name)
-        writer, common, args = _Writer(call), call.common, self._service.config.server_args
+        args = self._service.config.server_args
+        common = within_limits(call.common, args.max_logprobs, self._service.manager.limits.vocab_size)
+        writer = _Writer(replace(call, common=common))
         if call.request.continue_from is not None:
             names = meant_by(call.request.continue_from)
             common.generate["continue_from"] = self._service.manager.ended.find(names) or names[0]

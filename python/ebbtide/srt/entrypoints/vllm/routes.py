@@ -76,10 +76,11 @@ class VllmApi:
         self._tokens = TokensApi(service)
 
     def routes(self) -> list[tuple[str, str, Endpoint]]:
-        """Method, path and endpoint of each; every path also with a slash at its end."""
-        routes = [(route.method, route.path, _endpoint(route, self)) for route in ROUTES]
-        routes += [("POST", path, _refusing(self._tokens.generate)) for path in GENERATE_PATHS]
-        return [(method, path + end, endpoint) for method, path, endpoint in routes for end in ("", "/")]
+        """Method, path and endpoint of each."""
+        return [
+            *((route.method, route.path, _endpoint(route, self)) for route in ROUTES),
+            *(("POST", path, _refusing(self._tokens.generate)) for path in GENERATE_PATHS),
+        ]
 
     async def _control(self, kind: type[Any], fields: Mapping[str, Any]) -> Any:
         return await self._service.control(kind, fields)

@@ -75,9 +75,9 @@ def count_of(given: Mapping[str, Any], name: str) -> int | None:
     value = given.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
         raise RequestRejected(
-            f"{name}: expected null or a number of tokens from 0, got {value!r}",
+            f"{name}: expected null or a number of tokens from 0, or -1 for all, got {value!r}",
             param=f"body.sampling_params.{name}",
         )
     return value
