@@ -12,12 +12,12 @@ from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.allowed_globals import kind_of
 from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
-from ebbtide.srt.weight_sync.payload.pickle_reader import Record
+from ebbtide.srt.weight_sync.payload.pickle_reader import Record, finish
 from ebbtide.srt.weight_sync.payload.tensor_refs import AnyStorageRef, CudaStorageRef, TensorRef
 from ebbtide.srt.weight_sync.tensor_source import (
-    as_local_serialized,
     as_metadata,
-    decode_payload,
+    decode_by_slices,
+    local_values,
     raw_payload,
 )
 from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
@@ -32,7 +32,7 @@ def deserialize(data: bytes | str) -> Any:
     refs: list[AnyStorageRef] = []
     memory = BorrowedMemory()
     try:
-        described = decode_payload(raw_payload(data), refs.append)
+        described = finish(decode_by_slices(raw_payload(data), refs.append))
         memory = BorrowedMemory(_ipc_of(refs))
         # All that can be refused is, before the first tensor is made.
         _rebuild(described, memory.want)
@@ -67,7 +67,7 @@ def _rebuild(value: object, tensor: Callable[[TensorRef], object]) -> Any:
 
 def _record(value: Record) -> object:
     if value.name.endswith(".LocalSerializedTensor"):
-        return LocalSerializedTensor(values=as_local_serialized(value).values)
+        return LocalSerializedTensor(values=list(local_values(value)))
     return FlattenedTensorMetadata(**vars(as_metadata(value)))
 
 

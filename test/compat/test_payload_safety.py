@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from fixtures.payloads import open_payload
 from hypothesis import HealthCheck, given, settings, strategies as st
 from sglang.srt.model_executor.model_runner import LocalSerializedTensor
 from sglang.srt.utils import MultiprocessingSerializer
@@ -20,7 +21,6 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 
 MIB = 1 << 20
 # What Python does when something is run, and nothing that reading a payload may do.
@@ -135,7 +135,7 @@ def peak_bytes() -> int:
 
 
 def read(payload: bytes, load_format: str | None) -> None:
-    source = open_tensor_payload([base64.b64encode(payload).decode()], load_format)
+    source = open_payload([base64.b64encode(payload).decode()], load_format)
     try:
         for _ in source.open():
             pass

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from fixtures.compat import COMPAT_ENVIRONMENT, output_of
+from fixtures.payloads import open_payload
 from fixtures.trainer_process import sample_tensors
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.source import ONE_RANK
-from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 
 # A trainer that answers each line, a kind of payload, with that payload.
 TRAINER = """
@@ -129,7 +129,7 @@ def globals_of(payload: str) -> set[str]:
 def check_arrives(
     payload: str, load_format: str | None, add: int = 0, place: ParallelConfig = ONE_RANK
 ) -> None:
-    source = open_tensor_payload([payload] * place.tp_size, load_format, place=place)
+    source = open_payload([payload] * place.tp_size, load_format, place=place)
     received = {name: whole(tensor).clone() for name, tensor in source}
     source.close()
     assert list(received) == [name for name, _ in sample_tensors()]
@@ -226,7 +226,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from ebbtide.srt.weight_sync.source import ONE_RANK
-from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
+from ebbtide.srt.weight_sync.payload.pickle_reader import finish
+from ebbtide.srt.weight_sync.tensor_source import open_by_slices
 from sglang.srt.weight_sync.utils import update_weights
 
 class Engine:
@@ -236,7 +237,7 @@ class Engine:
         for rank in range(2):
             entries = request.serialized_named_tensors
             place = replace(ONE_RANK, tp_rank=rank, tp_size=2)
-            source = open_tensor_payload(entries, request.load_format, place=place)
+            source = finish(open_by_slices(entries, request.load_format, place=place))
             seen.append({name: tensor.read().tolist() for name, tensor in source})
             source.close()
         return seen

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from fixtures.gpu_memory import UUID, Gpu
+from fixtures.payloads import open_payload
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
@@ -17,7 +18,6 @@ from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
 from ebbtide.srt.weight_sync.source import ONE_RANK
-from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 from ebbtide.trainer import lending, standing_loans
 from ebbtide.trainer.lending import LentTensors
 from ebbtide.trainer.payload_encoding import (
@@ -59,7 +59,7 @@ def received(
     gpu: Gpu | None = None,
     keeper: KeptMemory | None = None,
 ) -> dict[str, torch.Tensor]:
-    source = open_tensor_payload(entries, load_format, place=place, cuda=gpu, keeper=keeper)
+    source = open_payload(entries, load_format, place=place, cuda=gpu, keeper=keeper)
     for _ in source.open():
         pass
     tensors = {name: whole(tensor).clone() for name, tensor in source}
@@ -176,7 +176,7 @@ def test_more_than_shared_memory_holds_is_refused_before_it_is_touched(left_behi
 
 def test_a_block_that_was_removed_under_its_receiver_is_read_and_let_go(left_behind: LeftBehind) -> None:
     with serialize_tensors([("w", torch.arange(4))]) as shared:
-        source = open_tensor_payload([shared.payload], None)
+        source = open_payload([shared.payload], None)
         [path] = left_behind()
         path.unlink()
         [(_, tensor)] = source
@@ -203,7 +203,7 @@ def test_ranks_that_close_at_the_same_time_drop_each_its_own_reference(left_behi
     block = torch.arange(4)
     entries = [serialize([(str(index), block) for index in range(50)]) for _ in range(num_ranks)]
     places = [ParallelConfig(tp_rank=rank, tp_size=num_ranks) for rank in range(num_ranks)]
-    sources = [open_tensor_payload(entries, None, place=place) for place in places]
+    sources = [open_payload(entries, None, place=place) for place in places]
     threads = [threading.Thread(target=source.close) for source in sources]
     for thread in threads:
         thread.start()

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.payloads import open_payload
+from fixtures.trainer_process import LocalSerializedTensor
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.multiprocessing import reductions
 from torch.storage import TypedStorage, UntypedStorage
@@ -24,7 +26,6 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorMetadata
-from ebbtide.srt.weight_sync.tensor_source import LocalSerializedTensor, open_tensor_payload
 from ebbtide.trainer.payload_encoding import serialize
 
 
@@ -48,7 +49,7 @@ def pickle_global(module: str, name: str) -> bytes:
 def refusal(payload: bytes, load_format: str | None = None) -> str:
     """The message with which a replica that leaves the sender's references alone refuses a payload."""
     with pytest.raises(RequestRejected) as refused:
-        open_tensor_payload([payload], load_format, place=SECOND_REPLICA)
+        open_payload([payload], load_format, place=SECOND_REPLICA)
     assert refused.value.status == 400
     return refused.value.message
 
@@ -188,7 +189,7 @@ def reference(block: Block, **changes: Any) -> bytes:
 
 def peek(payload: bytes) -> torch.Tensor:
     """Reads the tensor as a replica that leaves the sender's references alone."""
-    source = open_tensor_payload([payload], None, place=SECOND_REPLICA)
+    source = open_payload([payload], None, place=SECOND_REPLICA)
     [(_, tensor)] = source
     read = whole(tensor)
     source.close()
@@ -265,7 +266,7 @@ def test_a_block_that_is_cut_short_after_it_was_looked_at_is_refused(size: int) 
     file.write_bytes(bytes(64 + 48))
     try:
         hand_made = Block(UntypedStorage(0), NOBODY, b"/" + file.name.encode(), 48)
-        source = open_tensor_payload([reference(hand_made)], None)
+        source = open_payload([reference(hand_made)], None)
         os.truncate(file, size)
         [(_, tensor)] = source
         with pytest.raises(RequestRejected, match=rf"{file.name} was cut short"):
@@ -431,7 +432,7 @@ def test_a_bucket_of_floats_is_refused(block: Block) -> None:
 )
 def test_envelopes_that_hold_no_pickle_are_refused(entry: bytes | str, message: str) -> None:
     with pytest.raises(RequestRejected, match=message):
-        open_tensor_payload([entry], None)
+        open_payload([entry], None)
 
 
 # Mutations of what is valid: refused, or decoded into tensors that can be read; nothing else ever happens.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from fixtures.payloads import open_payload
 from fixtures.trainer_process import TrainerProcess, sample_tensors
 
 from ebbtide.srt.config import ParallelConfig
@@ -15,7 +16,7 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 from ebbtide.srt.weight_sync.source import WeightSource
-from ebbtide.srt.weight_sync.tensor_source import open_by_slices, open_tensor_payload
+from ebbtide.srt.weight_sync.tensor_source import open_by_slices
 
 LeftBehind = Callable[[], set[Path]]
 
@@ -61,7 +62,7 @@ def test_what_a_trainer_sends_arrives(
     entry: bytes | str = trainer.send(kind)
     if as_bytes:
         entry = base64.b64decode(entry)
-    source = open_tensor_payload([entry], load_format)
+    source = open_payload([entry], load_format)
     assert source.direct is (load_format == "direct")
     assert source.near_bytes is None, "it lies in host memory"
     assert_holds(source, sample_tensors())
@@ -72,7 +73,7 @@ def test_each_rank_opens_its_own_of_locally_serialized_tensors(
 ) -> None:
     entry = trainer.send("two_ranks")
     for rank in (0, 1):
-        source = open_tensor_payload([entry, entry], None, place=ParallelConfig(tp_rank=rank, tp_size=2))
+        source = open_payload([entry, entry], None, place=ParallelConfig(tp_rank=rank, tp_size=2))
         assert_holds(source, [(name, tensor.detach() + rank) for name, tensor in sample_tensors()])
     trainer.drop()
     assert left_behind() == set()
@@ -81,12 +82,12 @@ def test_each_rank_opens_its_own_of_locally_serialized_tensors(
 def test_a_rank_that_was_sent_nothing_is_told(trainer: TrainerProcess) -> None:
     entry = trainer.send("two_ranks")
     with pytest.raises(RequestRejected, match=r"2 ranks.*this is rank 2"):
-        open_tensor_payload([entry] * 3, None, place=ParallelConfig(tp_rank=2, tp_size=3))
+        open_payload([entry] * 3, None, place=ParallelConfig(tp_rank=2, tp_size=3))
 
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket", "direct", "safetensors"])
 def test_no_entries_write_nothing(load_format: str | None) -> None:
-    assert_holds(open_tensor_payload([], load_format), [])
+    assert_holds(open_payload([], load_format), [])
 
 
 @pytest.mark.parametrize("sender_drops_it_first", [False, True])
@@ -95,7 +96,7 @@ def test_shared_memory_is_gone_once_both_sides_have_dropped_it(
 ) -> None:
     entry = trainer.send("named")
     assert left_behind() != set()
-    source = open_tensor_payload([entry], None)
+    source = open_payload([entry], None)
     if sender_drops_it_first:
         trainer.drop()
     assert_holds(source, sample_tensors())
@@ -108,17 +109,17 @@ def test_replicas_share_an_entry_and_drop_it_once(trainer: TrainerProcess, left_
     # The replica that drops the reference closes first: the others must still find the memory.
     for dp_rank in range(3):
         place = ParallelConfig(dp_rank=dp_rank, dp_size=3)
-        assert_holds(open_tensor_payload([entry], None, place=place), sample_tensors())
+        assert_holds(open_payload([entry], None, place=place), sample_tensors())
     trainer.drop()
     assert left_behind() == set()
 
 
 def test_a_payload_whose_tensors_are_gone_is_refused(trainer: TrainerProcess) -> None:
     entry = trainer.send("named")
-    open_tensor_payload([entry], None).close()
+    open_payload([entry], None).close()
     trainer.drop()
     with pytest.raises(RequestRejected, match="until the update is answered"):
-        open_tensor_payload([entry], None)
+        open_payload([entry], None)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_memory_that_its_sender_cuts_short_is_a_refusal(
     trainer: TrainerProcess, left_behind: LeftBehind, kind: str, load_format: str | None
 ) -> None:
     """Where it is mapped, the process ends here: nothing catches SIGBUS."""
-    source = open_tensor_payload([trainer.send(kind)], load_format)
+    source = open_payload([trainer.send(kind)], load_format)
     for block in left_behind():
         os.truncate(block, 68)  # More would end the trainer, which counts references in the first page.
     with pytest.raises(RequestRejected, match="was cut short") as refusal:
@@ -144,7 +145,7 @@ def test_a_payload_that_is_refused_unread_leaves_nothing_behind(
 ) -> None:
     payload = base64.b64decode(trainer.send("bucket"))
     with pytest.raises(RequestRejected):
-        open_tensor_payload([payload[: len(payload) - cut_bytes]], None)
+        open_payload([payload[: len(payload) - cut_bytes]], None)
     assert left_behind() != set()
     trainer.drop()
     assert left_behind() == set()
@@ -152,7 +153,7 @@ def test_a_payload_that_is_refused_unread_leaves_nothing_behind(
 
 def test_file_descriptors_are_refused_with_the_advice(trainer: TrainerProcess) -> None:
     with pytest.raises(RequestRejected, match=r'set_sharing_strategy\("file_system"\)'):
-        open_tensor_payload([trainer.send("file_descriptor")], None)
+        open_payload([trainer.send("file_descriptor")], None)
 
 
 def safetensors_image() -> tuple[bytes, list[tuple[str, torch.Tensor]]]:
@@ -168,7 +169,7 @@ def test_one_safetensors_image_serves_all_ranks(as_bytes: bool) -> None:
     entry = image if as_bytes else base64.b64encode(image).decode()
     for tp_rank in (0, 1):
         place = ParallelConfig(tp_rank=tp_rank, tp_size=2, dp_rank=1, dp_size=3)
-        source = open_tensor_payload([entry], "safetensors", place=place)
+        source = open_payload([entry], "safetensors", place=place)
         assert_holds(source, expected)
     assert {name for name, _ in expected} == {name for name, _ in sample_tensors()}
 
@@ -183,7 +184,7 @@ def test_a_damaged_safetensors_image_is_refused(damage: str) -> None:
         "dtype": image.replace(b'"F64"', b'"Q64"'),
     }[damage]
     with pytest.raises(RequestRejected, match="not a safetensors image"):
-        open_tensor_payload([damaged], "safetensors")
+        open_payload([damaged], "safetensors")
 
 
 def test_ranks_find_their_entry_by_index() -> None:
@@ -194,8 +195,8 @@ def test_ranks_find_their_entry_by_index() -> None:
     for dp_rank in range(2):
         for tp_rank in range(3):
             place = ParallelConfig(tp_rank=tp_rank, tp_size=3, dp_rank=dp_rank, dp_size=2)
-            [(_, own)] = open_tensor_payload(entries, "safetensors", place=place)
-            [(_, replicated)] = open_tensor_payload(entries[:3], "safetensors", place=place)
+            [(_, own)] = open_payload(entries, "safetensors", place=place)
+            [(_, replicated)] = open_payload(entries[:3], "safetensors", place=place)
             assert whole(own).item() == dp_rank * 3 + tp_rank
             assert whole(replicated).item() == tp_rank
 
@@ -206,7 +207,7 @@ def test_ranks_find_their_entry_by_index() -> None:
 )
 def test_another_number_of_entries_is_refused(num_entries: int, load_format: str | None) -> None:
     with pytest.raises(RequestRejected, match=rf"expected 4 .* or 2 .* entries, got {num_entries}"):
-        open_tensor_payload(["AAAA"] * num_entries, load_format, place=ParallelConfig(tp_size=2, dp_size=2))
+        open_payload(["AAAA"] * num_entries, load_format, place=ParallelConfig(tp_size=2, dp_size=2))
 
 
 @pytest.mark.parametrize(
@@ -219,12 +220,12 @@ def test_another_number_of_entries_is_refused(num_entries: int, load_format: str
 )
 def test_other_load_formats_are_refused_with_the_valid_ones(load_format: str, message: str) -> None:
     with pytest.raises(RequestRejected, match=message) as refusal:
-        open_tensor_payload([], load_format)
+        open_payload([], load_format)
     assert refusal.value.status == 400
 
 
 def test_a_closed_source_says_so() -> None:
-    source = open_tensor_payload([safetensors_image()[0]], "safetensors")
+    source = open_payload([safetensors_image()[0]], "safetensors")
     source.close()
     source.close()
     with pytest.raises(EngineError, match="closed"):

@@ -4,7 +4,6 @@ import base64
 import binascii
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final, TypeGuard
 
 import safetensors.torch
@@ -42,13 +41,6 @@ _STARTS: Final = (b"\x80", *MAGICS)
 _METADATA_FIELDS: Final = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
 
 
-@dataclass(frozen=True)
-class LocalSerializedTensor:
-    """One tensor for each tensor-parallel rank: `values[tp_rank]` is the raw pickle of that rank's."""
-
-    values: list[bytes]
-
-
 def raw_payload(entry: bytes | str) -> bytes:
     """Returns the pickle inside an entry: base64 text, or (bytes that begin 0x80) the pickle itself.
 
@@ -79,21 +71,21 @@ def raw_base64(entry: bytes | str) -> bytes:
         raise RequestRejected(f"the payload is not base64: {error}") from error
 
 
-def decode_payload(data: bytes, note: Callable[[AnyStorageRef], None]) -> object:
-    """Returns what a payload's pickle describes: plain values, `TensorRef`s, and records by class name.
-
-    `note` is told of every reference to the sender's memory as it is read, so that those of a payload that
-    is refused half-way can be given back. `LocalSerializedTensor` and `FlattenedTensorMetadata` arrive as
-    `Record`s and are checked by `as_metadata` and `as_local_serialized`. Raises `RequestRejected`, which
-    names the global, for anything outside wire_api section 4.4.
-    """
-    return finish(decode_by_slices(data, note, Budget()))
-
-
 def decode_by_slices(
-    data: bytes, note: Callable[[AnyStorageRef], None], budget: Budget
+    data: bytes, note: Callable[[AnyStorageRef], None], budget: Budget | None = None
 ) -> Generator[int, None, object]:
-    """As `decode_payload`, yielding the bytes of each slice: hundreds of tensors take long."""
+    """Decodes what a payload describes: plain values, `TensorRef`s, and records by class name.
+
+    Yields the bytes of each slice: hundreds of tensors take long. `LocalSerializedTensor` and
+    `FlattenedTensorMetadata` arrive as `Record`s and are checked by `as_metadata` and `local_values`.
+
+    Args:
+        note: is told of every reference to the sender's memory as it is read, so that those of a payload that
+            is refused half-way can be given back.
+
+    Raises:
+        RequestRejected: 400, for anything outside wire_api section 4.4. It names the global.
+    """
     if data.startswith(MAGICS):
         return (yield from decode_tensors(data, note))
     return (yield from read_by_slices(data, recording(note), budget))
@@ -113,36 +105,12 @@ def as_metadata(value: object) -> FlattenedTensorMetadata:
     )
 
 
-def as_local_serialized(value: Record) -> LocalSerializedTensor:
-    """Checks a `LocalSerializedTensor` record: one field, a list of pickles as bytes."""
-    fields = record_fields(value, "LocalSerializedTensor", ("values",))
-    values = fields["values"]
+def local_values(value: Record) -> Sequence[bytes]:
+    """The pickles of a `LocalSerializedTensor`, one tensor's for each tensor-parallel rank."""
+    values = record_fields(value, "LocalSerializedTensor", ("values",))["values"]
     if not isinstance(values, list | tuple) or not all(isinstance(item, bytes) for item in values):
         raise RequestRejected("LocalSerializedTensor.values: expected a list of bytes, one per rank")
-    return LocalSerializedTensor(values=list(values))
-
-
-def open_tensor_payload(
-    entries: Sequence[bytes | str],
-    load_format: str | None,
-    *,
-    place: ParallelConfig = ONE_RANK,
-    cuda: CudaIpc | None = None,
-    keeper: KeptMemory | None = None,
-) -> WeightSource:
-    """Opens this rank's part of `serialized_named_tensors`.
-
-    Args:
-        entries: base64 text, or raw bytes (a pickle, or a safetensors image). Empty: nothing to write.
-        load_format: None, `flattened_bucket`, `direct` or `safetensors`.
-        place: which of the engine's ranks this is.
-        cuda: opens tensors on the device that this rank runs on; None where that is the CPU.
-        keeper: of the payloads whose memory stays mapped; None: of all it is unmapped again.
-
-    Raises `RequestRejected` (400) for anything that is wrong with the payload; nothing has been written then,
-    and every reference that was decoded has been given back, whether it was opened or not.
-    """
-    return finish(open_by_slices(entries, load_format, place=place, cuda=cuda, keeper=keeper))
+    return values
 
 
 def open_by_slices(
@@ -153,9 +121,19 @@ def open_by_slices(
     cuda: CudaIpc | None = None,
     keeper: KeptMemory | None = None,
 ) -> Generator[int, None, WeightSource]:
-    """As `open_tensor_payload`, yielding the bytes of each slice that it has decoded.
+    """Opens this rank's part of `serialized_named_tensors`; yields the bytes of each slice just decoded.
 
-    Ended early, it gives every reference of the payload back.
+    Args:
+        entries: base64 text, or raw bytes (a pickle, or a safetensors image). Empty: nothing to write.
+        load_format: None, `flattened_bucket`, `direct` or `safetensors`.
+        place: which of the engine's ranks this is.
+        cuda: opens tensors on the device that this rank runs on; None where that is the CPU.
+        keeper: of the payloads whose memory stays mapped; None: of all it is unmapped again.
+
+    Raises:
+        RequestRejected: 400, for anything that is wrong with the payload. Nothing has been written then, and
+            every reference that was decoded has been given back, opened or not; so it is where this is ended
+            early.
     """
     if load_format not in _OPENERS and load_format != SAFETENSORS:
         raise _refuse_format(load_format)
@@ -216,7 +194,7 @@ def _decode_all(pickled: bytes, tp_rank: int, memory: BorrowedMemory) -> Generat
         return decoded
     for index, item in enumerate(decoded):
         if _is_pair(item) and isinstance(item[1], Record):
-            values = as_local_serialized(item[1]).values
+            values = local_values(item[1])
             if tp_rank >= len(values):
                 raise RequestRejected(
                     f"{item[0][:200]}: {len(values)} ranks' tensors were sent, this is rank {tp_rank}"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.gpu_memory import OFFSET_BYTES, UUID, Call, Counters, Gpu
+from fixtures.payloads import open_payload as opened
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -23,13 +24,12 @@ from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload.cuda_memory import TorchCudaIpc
 from ebbtide.srt.weight_sync.payload.tensor_refs import CudaStorageRef
 from ebbtide.srt.weight_sync.source import ONE_RANK, WeightSource
-from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 
 
 def open_payload(
     gpu: Gpu | None, value: object, load_format: str | None = None, place: ParallelConfig = ONE_RANK
 ) -> WeightSource:
-    return open_tensor_payload([pickle.dumps(value, 4)], load_format, cuda=gpu, place=place)
+    return opened([pickle.dumps(value, 4)], load_format, cuda=gpu, place=place)
 
 
 def run(steps: Iterator[None]) -> None:
@@ -131,7 +131,7 @@ def test_a_payload_that_is_refused_half_way_is_given_back(gpu: Gpu, counters: Co
             counters.add(index, 1)
     whole = pickle.dumps(good, 4)
     with pytest.raises(RequestRejected, match="broken pickle"):
-        open_tensor_payload([whole[:-10]], None, cuda=gpu)
+        opened([whole[:-10]], None, cuda=gpu)
     assert counters.values[0] == 0
     assert gpu.log == []
 

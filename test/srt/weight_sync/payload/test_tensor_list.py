@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 from ebbtide.srt.weight_sync.payload.tensor_list import (
     MAGIC,
     DeviceStorage,
@@ -17,7 +18,7 @@ from ebbtide.srt.weight_sync.payload.tensor_list import (
     encode_tensors,
 )
 from ebbtide.srt.weight_sync.payload.tensor_refs import AnyStorageRef, CudaStorageRef, StorageRef
-from ebbtide.srt.weight_sync.tensor_source import decode_payload
+from ebbtide.srt.weight_sync.tensor_source import decode_by_slices
 
 HOST = HostStorage(b"/tmp/torch-shm-dir-aB3/manager.sock", b"/torch_12_34_5", 96)
 DEVICE = DeviceStorage(
@@ -29,7 +30,7 @@ HEAD = SharedTensor("head", "bfloat16", (8,), (1,), 0, 1)
 
 def decoded(data: bytes) -> tuple[dict[str, Any], list[AnyStorageRef]]:
     noted: list[AnyStorageRef] = []
-    tensors = decode_payload(data, noted.append)
+    tensors = finish(decode_by_slices(data, noted.append))
     assert isinstance(tensors, list)
     return dict(tensors), noted
 
@@ -70,7 +71,7 @@ def test_what_is_wrong_is_refused_and_every_reference_was_noted(
     )
     noted: list[AnyStorageRef] = []
     with pytest.raises(RequestRejected, match=problem):
-        decode_payload(data, noted.append)
+        finish(decode_by_slices(data, noted.append))
     if "Expected" not in problem:
         assert sum(isinstance(ref, CudaStorageRef) for ref in noted) == 1
 
@@ -78,4 +79,4 @@ def test_what_is_wrong_is_refused_and_every_reference_was_noted(
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x90\x90\x90", msgspec.msgpack.encode({"a": 1})])
 def test_what_is_no_list_of_tensors_is_refused(data: bytes) -> None:
     with pytest.raises(RequestRejected, match="the payload: "):
-        decode_payload(MAGIC + data, [].append)
+        finish(decode_by_slices(MAGIC + data, [].append))

@@ -1,11 +1,17 @@
-"""On what terms an update is committed, and what these ask of the engine's state."""
+"""On what terms an update is committed, and what these ask of the engine's state.
+
+One may be a canary: a forward pass of the new weights ahead of the commit, held against what the trainer
+expects of them. Source: control_semantics section 2.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Final
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
@@ -16,9 +22,13 @@ from ebbtide.srt.managers.control.ports import (
     Operation,
     OutOfStep,
     Overruled,
+    Ranks,
     Requests,
+    Work,
 )
 from ebbtide.srt.managers.control.weight_content import Valid
+from ebbtide.srt.managers.control.weight_ports import TrialPass
+from ebbtide.srt.managers.control.weights.session import WeightSession
 from ebbtide.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     Canary,
@@ -32,6 +42,8 @@ from ebbtide.srt.managers.io_struct import (
 logger = logging.getLogger(__name__)
 
 CAUSE = "a weight update"
+# What stands for a logprob that is no number, and for one of −∞.
+LOWEST: Final = -3.4028234663852886e38
 
 
 @dataclass(frozen=True)
@@ -181,3 +193,95 @@ class CommitConditions:
     def _waits(self, terms: CommitTerms) -> bool:
         """Whether running requests get to their end first. They cannot where no forward pass can run."""
         return self.mode(terms) is PauseMode.WAIT and self._memory.allows_forward
+
+
+class CanaryTrials:
+    """Tries staged weights out: exchanges them with the live ones for one forward pass.
+
+    Args:
+        trial_pass: runs the forward pass.
+    """
+
+    def __init__(self, trial_pass: TrialPass, memory: MemoryOccupation, ranks: Ranks) -> None:
+        self._pass = trial_pass
+        self._memory = memory
+        self._ranks = ranks
+
+    def terms(self, request: WeightUpdateRequest | EndWeightUpdateReqInput, flush_cache: bool) -> CommitTerms:
+        """On what terms a request would have its session committed.
+
+        Raises:
+            RequestRejected: 400, its canary can never be tried.
+        """
+        if request.canary is not None:
+            self._check(request.canary)
+        return CommitTerms(mode_of(request), flush_cache, version_of(request), request.canary)
+
+    def _check(self, canary: Canary) -> None:
+        ids, logprobs, limits = canary.input_ids, canary.logprobs, self._pass
+        if not 2 <= len(ids) <= limits.max_tokens:
+            raise RequestRejected(
+                f"canary.input_ids: expected 2 to {limits.max_tokens} tokens, got {len(ids)}"
+            )
+        bad = next((token_id for token_id in ids if not 0 <= token_id < limits.vocab_size), None)
+        if bad is not None:
+            raise RequestRejected(
+                f"canary.input_ids: {bad} is not in the vocabulary of {limits.vocab_size} ids"
+            )
+        if logprobs is not None and not _is_per_token(logprobs, len(ids)):
+            raise RequestRejected(
+                f"canary.logprobs: expected {len(ids) - 1} finite numbers, of the second token and those "
+                f"behind it (or as many as tokens, the first null), got {len(logprobs)} entries"
+            )
+        if not (math.isfinite(canary.atol) and canary.atol >= 0):
+            raise RequestRejected(f"canary.atol: expected a finite number from 0, got {canary.atol}")
+
+    def run(self, canary: Canary, session: WeightSession) -> Work[str]:
+        """Exchange the weights, run the pass, and exchange them back; says how it went.
+
+        Raises:
+            RequestRejected: 400, a rank found something else than was expected.
+        """
+        if self._memory.is_kv_released:
+            raise RequestRejected("canary: its forward pass needs kv_cache: resume_memory_occupation first")
+        trial = session.trial(lambda: self._pass.logprobs(canary.input_ids))
+        logprobs, by_rank = yield from self._ranks.survey(Activity.ALONE, trial, lambda found: found)
+        misses = [_miss(canary, found) for found in by_rank]
+        if any(misses):
+            told = "; ".join(f"rank {rank}: {miss}" for rank, miss in enumerate(misses) if miss)
+            raise RequestRejected(
+                f"the canary was missed, the old weights serve: {told}",
+                canary={"logprobs": [None, *logprobs], "misses": [miss or None for miss in misses]},
+            )
+        if canary.logprobs is None:
+            return f"The canary's {len(logprobs)} logprobs are finite."
+        largest = max(abs(own - other) for own, other in zip(logprobs, _expected(canary), strict=True))
+        return f"The canary's logprobs differ by at most {largest:.3g}."
+
+
+def _is_per_token(logprobs: Sequence[float | None], num_tokens: int) -> bool:
+    given = logprobs[1:] if len(logprobs) == num_tokens and logprobs[0] is None else logprobs
+    return len(given) == num_tokens - 1 and all(one is not None and math.isfinite(one) for one in given)
+
+
+def _expected(canary: Canary) -> list[float]:
+    return [one for one in canary.logprobs or () if one is not None]
+
+
+def _miss(canary: Canary, found: Sequence[float]) -> str:
+    """What is wrong with a rank's logprobs; empty if nothing is."""
+    bad = [index for index, logprob in enumerate(found, 1) if not LOWEST < logprob < 1]
+    if bad:
+        return f"{len(bad)} of {len(found)} logprobs are not finite, the first that of token {bad[0]}"
+    if canary.logprobs is None:
+        return ""
+    differences = [abs(own - other) for own, other in zip(found, _expected(canary), strict=True)]
+    largest = max(differences)
+    if largest <= canary.atol:
+        return ""
+    worst = differences.index(largest)
+    num_out = sum(difference > canary.atol for difference in differences)
+    return (
+        f"{num_out} of {len(found)} logprobs differ by more than atol={canary.atol:g}; at token {worst + 1} "
+        f"{found[worst]:.4f} instead of {_expected(canary)[worst]:.4f}"
+    )

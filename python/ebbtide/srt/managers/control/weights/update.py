@@ -17,9 +17,8 @@ from typing import Final
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control.line import Line
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.operations import Operations
+from ebbtide.srt.managers.control.operations import Line, Operations, Stages, timed
 from ebbtide.srt.managers.control.pace import Pace, Wake
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import (
@@ -33,10 +32,10 @@ from ebbtide.srt.managers.control.ports import (
 )
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, TrialPass, Weights
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces
-from ebbtide.srt.managers.control.weights.canary import CanaryTrials
 from ebbtide.srt.managers.control.weights.checks import WeightReading
 from ebbtide.srt.managers.control.weights.commit_terms import (
     CAUSE,
+    CanaryTrials,
     CommitConditions,
     CommitTerms,
     announced_names,
@@ -47,7 +46,6 @@ from ebbtide.srt.managers.control.weights.commit_terms import (
 )
 from ebbtide.srt.managers.control.weights.groups import GroupRequests
 from ebbtide.srt.managers.control.weights.session import WeightSession
-from ebbtide.srt.managers.control.weights.stages import Stages, timed
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     AnyReply,
