@@ -12,8 +12,8 @@ INSTALLED := $(VENV)/.installed
 SOURCES := python compat test bench examples
 # All, or some: make tests TESTS=test/srt/test_config.py
 TESTS := test
-# Much of a test's time is waiting for an engine: two at a time take half as long, on two cores too.
-WORKERS ?= 2
+# Much of a test's time is waiting for an engine: three at a time keep two cores busy.
+WORKERS ?= 3
 # How many sequences `make fuzz` tries; the gate tries 400 of them, which takes a minute on one core.
 FUZZ_SEQUENCES ?= 50000
 # How long `make soak` goes on, and further arguments, e.g. SOAK_OPTIONS="--device cuda --streams 64"

@@ -20,7 +20,7 @@ import tiny_rl
 POLL_S = 0.1
 # So long that the pause comes in their middle.
 NUM_LONG = 8
-LONG_TOKENS = 900
+LONG_TOKENS = 400
 
 
 class RemoteEngine:

@@ -18,7 +18,7 @@ from served_engine import ServedEngine, started_server
 
 NUM_LONG = 8
 # Long enough that none has ended when the update comes.
-LONG = {**tiny_rl.SAMPLING, "max_new_tokens": 900}
+LONG = {**tiny_rl.SAMPLING, "max_new_tokens": 400}
 
 
 def roll_out(engine: ServedEngine, seed: int, params: dict[str, Any]) -> dict[str, Any]:

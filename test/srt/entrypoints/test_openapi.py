@@ -18,7 +18,7 @@ from ebbtide.srt.entrypoints.openapi import openapi_document
 
 DOCUMENT = openapi_document()
 # Beside the boundary cases of every field, of which there are thousands.
-NUM_EXAMPLES = 6
+NUM_EXAMPLES = 3
 
 
 @pytest.fixture(scope="module")
