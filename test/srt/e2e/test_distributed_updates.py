@@ -103,35 +103,6 @@ def first_half(announced: dict[str, Any]) -> dict[str, Any]:
     return {field: values[:num_tensors] for field, values in announced.items()}
 
 
-@pytest.mark.parametrize(("command", "load_format"), [("async", None), ("bucket", "flattened_bucket")])
-def test_new_weights_serve_and_old_ones_come_back(
-    engine: Engine,
-    lasting_trainer: BroadcastingTrainer,
-    checkpoint_a: Path,
-    checkpoint_b: Path,
-    reference_a: Reference,
-    reference_b: Reference,
-    command: str,
-    load_format: str | None,
-) -> None:
-    reply = join(engine, lasting_trainer)
-    assert (reply["changed"], reply["replaced"]) == (True, False)
-    for version, folder, reference in (("b", checkpoint_b, reference_b), ("a2", checkpoint_a, reference_a)):
-        lasting_trainer.tell(command, "g", folder / WEIGHTS)
-        reply = engine.update_weights_from_distributed(
-            **announcement(folder / WEIGHTS), group_name="g", load_format=load_format, weight_version=version
-        )
-        lasting_trainer.hear()
-        weights = load_file(folder / WEIGHTS).values()
-        assert (reply["committed"], reply["staged"], reply["content"]) == (True, True, "valid")
-        assert reply["num_tensors"] == len(weights)
-        whole_bytes = engine.server_args.dp_size * sum(tensor.nbytes for tensor in weights)
-        # Some tensors are whole on every rank.
-        assert whole_bytes <= reply["num_bytes"] < 1.1 * whole_bytes
-        assert reply["weight_version"] == engine.weight_version == version
-        assert_serves(engine, folder, reference)
-
-
 def test_requests_run_on_while_a_group_and_its_broadcasts_are_awaited(
     engine: Engine, trainer: BroadcastingTrainer, checkpoint_b: Path, reference_b: Reference
 ) -> None:

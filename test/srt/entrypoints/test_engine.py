@@ -62,15 +62,6 @@ def test_a_prompt_ids_and_parameters_in_any_form_give_the_same(engine: EngineCla
     assert [one["output_ids"] for one in samples] == [ids] * 3
 
 
-def test_a_stream_is_an_iterator_of_chunks(engine: EngineClass) -> None:
-    whole = engine.generate("tide", GREEDY)
-    chunks = list(engine.generate("tide", GREEDY, stream=True))
-    assert chunks[-1]["output_ids"] == whole["output_ids"]
-    assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 8}
-    with pytest.raises(RequestRejected):
-        engine.generate("", stream=True)
-
-
 def test_a_stream_left_early_is_aborted(engine: EngineClass) -> None:
     chunks = engine.generate("tide", ENDLESS, stream=True)
     next(chunks)

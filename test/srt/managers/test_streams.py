@@ -1,6 +1,5 @@
 """Streams of a request, told by a scripted scheduler: what each chunk holds."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -108,15 +107,3 @@ async def test_a_batch_streams_with_the_index_of_each_output(engine: Engine) -> 
     await engine.send(RequestOutput("r_0", [0], finish=LENGTH), RequestOutput("r_1", [2], finish=LENGTH))
     chunks = {chunk["index"]: chunk["output_ids"] async for chunk in stream}
     assert chunks == {0: [0], 1: [1, 2]}
-
-
-@scripted()
-async def test_generate_serves_streams_and_whole_answers_alike(engine: Engine) -> None:
-    async def collect(fields: dict[str, Any]) -> list[Any]:
-        return [chunk async for chunk in engine.manager.generate(fields)]
-
-    for stream in (False, True):
-        task = asyncio.create_task(collect({"input_ids": [5], "rid": "r", "stream": stream}))
-        await asyncio.sleep(0)
-        await engine.send(RequestOutput("r", [1], finish=LENGTH))
-        assert [chunk["output_ids"] for chunk in await task] == [[1]]

@@ -250,10 +250,10 @@ async def test_a_timeout_aborts_and_keeps_the_tokens_so_far(engine: Engine) -> N
 
 @scripted()
 async def test_a_request_that_ends_in_time_is_not_aborted(engine: Engine) -> None:
-    fields = {"input_ids": [5], "rid": "r", "timeout_s": 0.02}
+    fields = {"input_ids": [5], "rid": "r", "timeout_s": 0.3}
     await answer(engine, fields, RequestOutput("r", [1], finish=LENGTH))
     await engine.received()
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.4)
     assert engine.nothing_sent()
 
 
@@ -298,17 +298,6 @@ async def test_an_abort_by_rid_reaches_every_output_of_its_batch(engine: Engine)
 
 
 # ------------------------------------------------------------------------------------- control and failure
-
-
-@scripted()
-async def test_control_replies_and_state_reports(engine: Engine) -> None:
-    task = asyncio.create_task(engine.manager.control(PingReqInput()))
-    (call,) = await engine.received()
-    await engine.send_message(STATE)
-    assert not task.done()
-    await engine.send_message(ControlReply(id=call.id, reply=PingReqOutput()))
-    assert await task == PingReqOutput()
-    assert engine.manager.state == STATE
 
 
 @scripted()

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import GEMMA2, GEMMA3, LLAMA3_ROPE, edit_config, make_checkpoint
+from fixtures.checkpoints import GEMMA2, GEMMA3, LLAMA3_ROPE, make_checkpoint
 from fixtures.logprobs import PositionLogprobs
 from fixtures.model_runs import Run, RunnerDriver
 from fixtures.references import Reference
 
 from ebbtide.srt.model_executor import model_runner
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, LogprobSpec
-from ebbtide.srt.sampling_params import SamplingParams
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
@@ -116,18 +115,6 @@ def test_with_keys_and_values_in_fp8_it_is_transformers_with_rounded_ones(qwen3:
     assert tokens(run.prompt_logprobs + run.logprobs) == pytest.approx(predicted, abs=reference.tie)
     exact = expected_logprobs(Reference(qwen3), run)
     assert tokens(run.prompt_logprobs + run.logprobs) != pytest.approx(exact, abs=reference.tie)
-
-
-def test_head_dim_is_derived_and_old_rope_fields_are_read(tmp_path: Path) -> None:
-    scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
-    expected = Reference(make(tmp_path, "llama-rope-llama3")).greedy(PROMPT, 12)
-    edit_config(tmp_path, head_dim=None, rope_parameters=None, rope_theta=10000.0, rope_scaling=scaling)
-    driver = RunnerDriver(tmp_path)
-    run = driver.start(PROMPT)
-
-    driver.generate([run], 12)
-
-    assert run.output_ids == expected
 
 
 @pytest.mark.parametrize("name", ["qwen3-windows", "gemma2", "gemma3"])
@@ -257,21 +244,6 @@ def test_logprobs_only_for_those_who_ask(qwen3: Path) -> None:
     assert [len(run.prompt_logprobs) for run in (silent, asking, scoring)] == [0, 0, 30 - 3]
     assert list(result.input_logprobs) == [2]
     assert asking.logprobs[0].top == [(asking.logprobs[0].token, result.token_ids[1])]
-
-
-def test_sampled_output_does_not_depend_on_the_batch(qwen3: Path) -> None:
-    params = SamplingParams(temperature=0.8, top_p=0.95)
-    by_itself = []
-    for seed, prompt in enumerate(OTHER_PROMPTS):
-        driver = RunnerDriver(qwen3)
-        run = driver.start(prompt, params, seed=seed)
-        driver.generate([run], 10)
-        by_itself.append(run.output_ids)
-    driver = RunnerDriver(qwen3)
-    runs = [driver.start(prompt, params, seed=seed) for seed, prompt in enumerate(OTHER_PROMPTS)]
-    driver.generate([driver.start(PROMPT, SamplingParams(top_k=3), seed=9), *runs], 10)
-
-    assert [run.output_ids for run in runs] == by_itself
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3 with bfloat16 KV"])

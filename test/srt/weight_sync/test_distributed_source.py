@@ -175,17 +175,6 @@ def three_ranks(trainer: BroadcastingTrainer) -> list[Memberships]:
     return ranks
 
 
-def test_every_rank_receives_all_of_it(trainer: BroadcastingTrainer, tensors: Path) -> None:
-    ranks = three_ranks(trainer)
-    for command, load_format in (("plain", None), ("bucket", "flattened_bucket")):
-        sources = [source_of(groups, tensors, load_format) for groups in ranks]
-        assert not any(source.arrived() for source in sources)
-        trainer.tell(command, "g", tensors)
-        for source in sources:
-            assert_holds(source, tensors)
-        trainer.hear()
-
-
 def test_no_rank_stays_where_the_trainer_or_one_of_them_is_gone(
     mortal_trainer: BroadcastingTrainer, tensors: Path
 ) -> None:
@@ -276,25 +265,6 @@ def test_a_group_of_the_same_name_replaces_the_first(
     assert join(groups, trainer) is True
     with pytest.raises(RequestRejected, match="another group of that name"):
         wait_for(late.arrived)
-    trainer.tell("plain", "g", tensors)
-    assert_holds(source_of(groups, tensors), tensors)
-    trainer.hear()
-
-
-def test_a_trainer_that_ends_half_way(
-    trainer: BroadcastingTrainer, mortal_trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
-) -> None:
-    join(groups, mortal_trainer)
-    source = source_of(groups, tensors)
-    mortal_trainer.tell("half", "g", tensors)
-    assert source.arrived() is False
-    mortal_trainer.hear()
-    mortal_trainer.kill()
-    with pytest.raises(RequestRejected, match="nothing of the update is served: the group 'g' was left"):
-        wait_for(source.arrived)
-    source.close()
-    assert groups.names == []
-    join(groups, trainer)
     trainer.tell("plain", "g", tensors)
     assert_holds(source_of(groups, tensors), tensors)
     trainer.hear()

@@ -147,18 +147,6 @@ def test_filters_keep_what_the_host_keeps(filters: dict[str, Any], is_coarse: bo
     assert logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_rows_do_not_depend_on_their_company() -> None:
-    params = [GREEDY, *(SamplingParams(**filters) for filters in FILTERS[-2:])]
-    scores = logits(len(params), seed=3)
-    noise = [-1.0, *uniforms(range(2), [5] * 2).tolist()]
-
-    together = chosen_by_kernels(scores, params, noise)
-
-    for row in range(len(params)):
-        alone = chosen_by_kernels(scores[row : row + 1], params[row : row + 1], noise[row : row + 1])
-        assert [column[0] for column in alone] == [column[row] for column in together]
-
-
 @pytest.mark.parametrize(
     ("broken", "is_whole"), [(math.nan, False), (math.inf, False), (-math.inf, False), (-math.inf, True)]
 )
@@ -318,24 +306,6 @@ class TestOnAGpu:
         assert sum(ours != theirs for ours, theirs in zip(tokens, expected, strict=True)) <= 2
         gathered = scores.float().log_softmax(-1)[torch.arange(num_rows), tokens]
         assert logprobs == pytest.approx(gathered.tolist(), abs=1e-3)
-
-    def test_draws_follow_the_distribution(self) -> None:
-        num_draws, num_groups = 40_000, 16
-        row = logits(1, self.VOCAB, seed=2)[0].to(DEVICE)
-        probs = row.double().softmax(-1)
-        group_of = torch.arange(self.VOCAB, device=DEVICE) % num_groups
-        counts = torch.zeros(num_groups, dtype=torch.float64, device=DEVICE)
-        step = 1000
-        chooser = KernelChooser([SamplingParams()] * step, self.VOCAB, DEVICE)
-        rows = row.bfloat16().expand(step, -1).contiguous()
-        probs = rows[0].double().softmax(-1)
-        for position in range(num_draws // step):
-            tokens = chooser.choose(rows, uniforms(range(step), [position] * step)).tokens_S
-            counts += torch.bincount(group_of[tokens], minlength=num_groups)
-
-        expected = num_draws * torch.zeros_like(counts).index_add_(0, group_of, probs)
-        # Upper 1e-4 quantile of chi-square with 15 degrees of freedom.
-        assert ((counts - expected) ** 2 / expected).sum() < 44.3
 
     def test_launching_never_waits_for_the_device(self) -> None:
         sampler = Sampler(self.VOCAB, DEVICE)

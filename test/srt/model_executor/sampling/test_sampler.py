@@ -287,18 +287,6 @@ def test_penalties_follow_requests_as_the_batch_changes() -> None:
             one.output_ids.append(result.token_ids[index])
 
 
-def test_stop_ids_are_masked_until_the_minimum_and_then_allowed() -> None:
-    scores = torch.zeros(1, VOCAB)
-    scores[0, 5] = 50.0
-    each = spec(stop_ids=[5], min_new_tokens=3)
-    sampler = new_sampler()
-    for _ in range(4):
-        each.output_ids += step(sampler, scores, [each]).token_ids
-
-    assert 5 not in each.output_ids[:3]
-    assert each.output_ids[3] == 5
-
-
 def test_a_request_chooses_among_its_allowed_ids_and_no_other_does() -> None:
     scores = torch.zeros(3, VOCAB)
     scores[:, 5] = 50.0
@@ -318,14 +306,6 @@ def test_a_request_chooses_among_its_allowed_ids_and_no_other_does() -> None:
     wanted = LogprobSpec(token_ids=(2, 5), top=0)
     entry = only_logprobs(scores[:1], spec(allowed_token_ids=[2, 7], logprobs=wanted))[0]
     assert entry.chosen == [pytest.approx(math.log(0.5)), LOWEST]
-
-
-def test_a_masked_token_has_the_lowest_logprob() -> None:
-    wanted = LogprobSpec(token_ids=(5,), top=VOCAB)
-    entry = only_logprobs(logits(1), spec(stop_ids=[5], min_new_tokens=1, logprobs=wanted))[0]
-
-    assert entry.chosen == [LOWEST]
-    assert entry.top[-1] == (LOWEST, 5)
 
 
 def test_each_request_gets_its_own_number_of_top_and_chosen_tokens() -> None:

@@ -24,13 +24,6 @@ def adding(value: int, **fields: Any) -> UpdateWeightFromDiskReqInput:
     return updating(value, needs_copy=True, **fields)
 
 
-def test_it_finds_the_weights_that_serve(harness: Harness) -> None:
-    harness.do(adding(2))
-    assert harness.values == [7, 7, 7, 7]
-    harness.do(adding(3))
-    assert harness.values == [10, 10, 10, 10]
-
-
 def test_in_a_session_it_finds_what_was_staged(harness: Harness) -> None:
     harness.begin()
     harness.update(20, 0)

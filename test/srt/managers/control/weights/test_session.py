@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fixtures.control import PROMPT, Harness, updating
+from fixtures.control import Harness, updating
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import (
@@ -37,21 +37,6 @@ def test_buckets_serve_together_at_the_end(harness: Harness) -> None:
     assert (harness.values, harness.now.session) == ([7] * 4, None)
     harness.assert_end(rid, length=60)
     assert harness.versions(rid) == ["default", "7"]
-
-
-def test_requests_in_flight_survive_the_order_of_miles(harness: Harness) -> None:
-    rids = [harness.generate(PROMPT, seed=seed, max_new_tokens=30) for seed in range(6)]
-    harness.turn(6)
-    harness.pause(PauseMode.RETRACT)
-    assert harness.flush().fully_flushed
-    harness.begin()
-    late = harness.generate(PROMPT, max_new_tokens=3)
-    harness.update(7, 0, 1)
-    harness.update(7, 2, 3)
-    assert harness.end(weight_version=7).weight_version == "7"
-    harness.proceed()
-    harness.assert_end(*rids, length=30)
-    assert harness.versions(late) == ["7"]
 
 
 @pytest.mark.parametrize(

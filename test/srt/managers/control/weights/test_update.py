@@ -78,19 +78,6 @@ def test_offenders_are_listed_and_released_weights_say_what_to_do(harness: Harne
     assert (refusal.status, "resume" in refusal.message) == (400, True)
 
 
-@pytest.mark.parametrize("fail_after", [0, 1, 3])
-def test_a_failure_half_way_leaves_the_old_weights_and_the_next_update_works(
-    harness: Harness, fail_after: int
-) -> None:
-    harness.update(5, weight_version="5")
-    refusal = harness.refuse(updating(9, weight_version="9", fail_after=fail_after))
-    assert refusal.status == 400
-    assert "the old weights serve" in refusal.message
-    assert harness.values == [5] * 4
-    assert (harness.now.weight_version, harness.now.can_run) == ("5", True)
-    assert harness.update(9, weight_version="9").success
-
-
 def test_without_room_for_a_copy_a_failure_leaves_no_mixture_serving(harness: Harness) -> None:
     harness.weights.num_staged = 0
     assert harness.update(5).staged is False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fixtures.control import IN_PLACE, Harness, updating
+from fixtures.control import Harness, updating
 
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.io_struct import (
@@ -100,13 +100,6 @@ def test_requests_run_on_while_pieces_come_and_are_waited_for_before_the_commit(
     harness.say(SECOND, None)
     assert harness.reply(harness.settle(call)).committed
     assert harness.versions(running) == harness.versions(late) == ["default"]
-
-
-def test_under_live_requests_tokens_split_into_versions(harness: Senders) -> None:
-    rid = harness.begin_request(max_new_tokens=100)
-    harness.brought(FIRST, SECOND, None, weight_version="8", **IN_PLACE)
-    harness.assert_end(rid, length=100)
-    assert harness.versions(rid) == ["default", "8"]
 
 
 @pytest.mark.parametrize(
