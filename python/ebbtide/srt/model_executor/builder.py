@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,20 +20,14 @@ from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionShape, Progress, kinds_of
 from ebbtide.srt.layers.attention.registry import choose_backend
 from ebbtide.srt.layers.kernels.launch import card, has_fp8
-from ebbtide.srt.mem_cache.kv_layout import (
-    CUDA_MIN_RUN_BYTES,
-    MIN_CHUNK_PAGES,
-    KVLayout,
-    cuda_chunk_bytes,
-)
 from ebbtide.srt.mem_cache.kv_pool import KVPool
-from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.saver import ArenaSource, MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
 from ebbtide.srt.model_executor.kv_scales import build_kv_scales
+from ebbtide.srt.model_executor.kv_sizing import DTYPES, KV_DTYPES, build_kv_pool, kv_layout
 from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.model_executor.rehearsal import rehearse
@@ -50,13 +44,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CPU_KV_FRACTION = 0.1
 CUDA_GRAPH_CHUNK_BYTES = 16 << 20
 PROGRESS_INTERVAL_S = 10.0
 # FlashInfer is imported and looks for its kernels in less.
 COMPILING_AFTER_S = 6.0
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_DTYPES = DTYPES | {"fp8_e4m3": FP8}
 
 
 def build_model_runner(
@@ -81,97 +72,143 @@ def build_model_runner(
 
     Raises ConfigurationError for a model, a checkpoint, a dtype or a size that does not do.
     """
-    started = time.monotonic()
     group = SoloGroup() if group is None else group
     progress = LoggedProgress() if progress is None else progress
-    whole_model, model_config = model_config, of_rank(model_config, group)
-    dtype, torch_device = DTYPES[model_config.dtype], torch.device(device.name)
-    is_cuda = torch_device.type == "cuda"
+    slices = _Slices(of_rank(model_config, group), cache_config, schedule_config, runtime_config)
+    torch_device = torch.device(device.name)
     # A page has the same id on all ranks, so they must have the same chunks.
+    is_cuda = torch_device.type == "cuda"
     device_bytes = group.smallest(device.memory_info().total_bytes) if is_cuda else None
-    layout = kv_layout(model_config, cache_config, saver, device_bytes)
+    layout = kv_layout(slices.model, cache_config, saver, device_bytes)
     pool = saver.chunk_pool(layout.chunk_bytes)
     arenas: ArenaSource = saver if pool is None else pool
-    model = build_model(model_config.architecture, model_config.hf_config, dtype, torch_device)
-    if model_config.fp32_lm_head:
-        model.use_float32_logits()
-    shape = attention_shape(model, model_config, cache_config)
+    model = _model(slices.model, torch_device)
+    shape = attention_shape(model, slices.model, cache_config)
     make_attention = _attention_backend(runtime_config.attention_backend, shape, torch_device)
-    quantization = _quantization(model_config, torch_device)
     # The compilers of attention are processes of their own, beside which everything else goes on.
     with ThreadPoolExecutor(1) as beside:
         compiled = beside.submit(make_attention.compile, shape, torch_device, progress, whole=rehearses)
-        try:
-            weight_store = WeightStore(model, arenas, layout.chunk_bytes, group, quantization)
-        except OutOfDeviceMemory as error:
-            raise ConfigurationError(f"the weights do not fit: {error}") from error
-        load_weights(weight_store, model_config.path, model_config.load_format)
-        logger.info("weights loaded: bytes=%d s=%.1f", weight_store.num_bytes, time.monotonic() - started)
+        weight_store = _weights(model, slices.model, arenas, layout.chunk_bytes, group, torch_device)
         # What is not over by then compiles for most of a minute, in which other kernels may as well.
         if is_cuda and (rehearses or wait([compiled], COMPILING_AFTER_S).not_done):
-            _rehearse(model, model_config, schedule_config, runtime_config, shape, torch_device, progress)
+            _rehearse(model, slices, shape, torch_device, progress)
         compiled.result()
     device.trim()  # What loading took is no reason for a smaller pool.
-    free_bytes = device.free_bytes() // runtime_config.ranks_per_device
     kv_pool = build_kv_pool(
         layout,
-        model_config,
+        slices.model,
         cache_config,
         schedule_config,
         arenas,
         group,
-        free_bytes=free_bytes,
+        free_bytes=device.free_bytes() // runtime_config.ranks_per_device,
         weight_bytes=weight_store.arena.resident_bytes,
-        scales=build_kv_scales(whole_model, cache_config, group, torch_device),
-    )
-    logger.info(
-        "KV pool: pages=%d page_size=%d bytes=%d of %d that were free",
-        kv_pool.num_pages,
-        kv_pool.page_size,
-        kv_pool.arena.num_bytes,
-        free_bytes,
+        scales=build_kv_scales(model_config, cache_config, group, torch_device),
     )
     _log_staging(kv_pool, weight_store, can_lend=pool is not None)
-    page_table = PageTable(
-        schedule_config.max_running_requests, -(-model_config.context_len // cache_config.page_size)
-    )
     attention = make_attention(kv_pool, model.attention_layers, shape)
-    next_tokens = torch.zeros(
-        schedule_config.max_running_requests + 1, dtype=torch.int64, device=torch_device
-    )
+    return _ready(model, weight_store, kv_pool, attention, slices, device, saver)
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """The configuration of what is built; the model's with the heads of this rank."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    schedule: ScheduleConfig
+    runtime: RuntimeConfig
+
+    @property
+    def longest_pass(self) -> int:
+        """The tokens of prompts that a pass may compute."""
+        return self.schedule.chunked_prefill_size or self.schedule.max_prefill_tokens
+
+
+def _model(config: ModelConfig, device: torch.device) -> CausalLM:
+    model = build_model(config.architecture, config.hf_config, DTYPES[config.dtype], device)
+    if config.fp32_lm_head:
+        model.use_float32_logits()
+    return model
+
+
+def _weights(
+    model: CausalLM,
+    config: ModelConfig,
+    arenas: ArenaSource,
+    chunk_bytes: int,
+    group: ParallelGroup,
+    device: torch.device,
+) -> WeightStore:
+    """The model's weights, read from its folder."""
+    started = time.monotonic()
+    quantization = _quantization(config, device)
+    try:
+        weight_store = WeightStore(model, arenas, chunk_bytes, group, quantization)
+    except OutOfDeviceMemory as error:
+        raise ConfigurationError(f"the weights do not fit: {error}") from error
+    load_weights(weight_store, config.path, config.load_format)
+    logger.info("weights loaded: bytes=%d s=%.1f", weight_store.num_bytes, time.monotonic() - started)
+    return weight_store
+
+
+def _ready(
+    model: CausalLM,
+    weight_store: WeightStore,
+    kv_pool: KVPool,
+    attention: AttentionBackend,
+    slices: _Slices,
+    device: Device,
+    saver: MemorySaver,
+) -> ModelRunner:
+    """The runner, with its kernels warm and its decode steps captured."""
+    torch_device, num_rows = torch.device(device.name), slices.schedule.max_running_requests
+    next_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=torch_device)
     runner = ModelRunner(
         model,
         weight_store,
         kv_pool,
-        page_table,
+        PageTable(num_rows, -(-slices.model.context_len // slices.cache.page_size)),
         attention,
-        model_config.vocab_size,
+        slices.model.vocab_size,
         torch_device,
         next_tokens,
-        logprobs_mode=runtime_config.logprobs_mode,
+        logprobs_mode=slices.runtime.logprobs_mode,
     )
+    _keep_routes(runner, slices, torch_device)
+    if torch_device.type == "cuda":
+        warm_up(runner, slices.longest_pass, DTYPES[slices.model.dtype])
+        batch_sizes = slices.runtime.cuda_graph_bs
+        if batch_sizes and attention.captures:
+            runner.graphs = capture_graphs(runner, attention, saver, batch_sizes, next_tokens)
+        _log_left(device, slices.cache)
+    if kv_pool.scales is not None:
+        kv_pool.scales.begin()  # Not earlier: what ran so far was of nobody's request.
+    return runner
+
+
+def _keep_routes(runner: ModelRunner, slices: _Slices, device: torch.device) -> None:
+    """Connect what tells tokens their experts, and what records them, with a model that has some."""
+    model, schedule = runner.model, slices.schedule
     if isinstance(model, MoeCausalLM):
         runner.given_routes = model.given_routes
-    if runtime_config.records_routes:
-        if not isinstance(model, MoeCausalLM):
-            raise ConfigurationError(
-                f"enable_return_routed_experts: {model_config.architecture} has no experts"
-            )
-        # Without chunks the last prompt of a pass comes whole, however little room is left.
-        whole = schedule_config.max_prefill_tokens + model_config.context_len
-        max_tokens = schedule_config.chunked_prefill_size or whole
-        runner.recorder = model.record_routes(max_tokens + schedule_config.max_running_requests, torch_device)
-    if is_cuda:
-        warm_up(runner, schedule_config.chunked_prefill_size or schedule_config.max_prefill_tokens, dtype)
-        if runtime_config.cuda_graph_bs and attention.captures:
-            runner.graphs = capture_graphs(
-                runner, attention, saver, runtime_config.cuda_graph_bs, next_tokens
-            )
-        _log_left(device, cache_config)
-    if kv_pool.scales is not None:
-        # Not earlier: what ran so far was of nobody's request.
-        kv_pool.scales.begin()
-    return runner
+    if not slices.runtime.records_routes:
+        return
+    if not isinstance(model, MoeCausalLM):
+        raise ConfigurationError(f"enable_return_routed_experts: {slices.model.architecture} has no experts")
+    # Without chunks the last prompt of a pass comes whole, however little room is left.
+    whole = schedule.max_prefill_tokens + slices.model.context_len
+    max_tokens = schedule.chunked_prefill_size or whole
+    runner.recorder = model.record_routes(max_tokens + schedule.max_running_requests, device)
+
+
+def _rehearse(
+    model: CausalLM, slices: _Slices, shape: AttentionShape, device: torch.device, progress: Progress
+) -> None:
+    """Have the kernels of the passes compiled that `warm_up` and the graphs run one after the other."""
+    sampler = Sampler(slices.model.vocab_size, device)
+    lens = _warm_up_lens(slices.longest_pass, slices.model.context_len)
+    rehearse(model, sampler, shape, slices.runtime.cuda_graph_bs, lens, device, progress)
 
 
 def expert_slots(model: CausalLM) -> dict[str, Any] | None:
@@ -281,22 +318,6 @@ class LoggedProgress:
             logger.info("%s (%d/%d)", what, number, total)
 
 
-def _rehearse(
-    model: CausalLM,
-    model_config: ModelConfig,
-    schedule_config: ScheduleConfig,
-    runtime_config: RuntimeConfig,
-    shape: AttentionShape,
-    device: torch.device,
-    progress: Progress,
-) -> None:
-    """Have the kernels of the passes compiled that `warm_up` and the graphs run one after the other."""
-    sampler = Sampler(model_config.vocab_size, device)
-    longest = schedule_config.chunked_prefill_size or schedule_config.max_prefill_tokens
-    lens = _warm_up_lens(longest, model_config.context_len)
-    rehearse(model, sampler, shape, runtime_config.cuda_graph_bs, lens, device, progress)
-
-
 def _warm_up_lens(num_tokens: int, longest: int) -> list[int]:
     return sorted({1, min(16, longest), min(num_tokens, longest)})
 
@@ -351,113 +372,3 @@ def capture_graphs(
             f"no room for CUDA graphs of up to {batch_sizes[-1]} requests: {str(error).splitlines()[0]}; "
             "lower cuda_graph_max_bs or mem_fraction_static"
         ) from error
-
-
-def kv_layout(
-    model_config: ModelConfig, cache_config: CacheConfig, saver: MemorySaver, device_bytes: int | None
-) -> KVLayout:
-    """What this rank stores of each token, and where. `model_config` has the heads of this rank.
-
-    Args:
-        device_bytes: memory of the GPU; None for the CPU.
-    """
-    layout = KVLayout(
-        num_layers=model_config.num_layers,
-        page_size=cache_config.page_size,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=KV_DTYPES[cache_config.dtype],
-        granularity=saver.granularity,
-        min_chunk_pages=MIN_CHUNK_PAGES,
-    )
-    if device_bytes is None:
-        return layout
-    num_tokens = cache_config.max_total_tokens
-    pool_bytes = num_tokens // layout.page_size * layout.page_bytes if num_tokens is not None else None
-    chunk_bytes = cuda_chunk_bytes(device_bytes, pool_bytes)
-    run_bytes = CUDA_MIN_RUN_BYTES
-    if pool_bytes is not None:  # Where the pool is small, more chunks are worth more than long runs.
-        run_bytes = min(run_bytes, chunk_bytes // layout.num_planes)
-    return replace(layout, min_chunk_bytes=chunk_bytes, min_run_bytes=run_bytes)
-
-
-def build_kv_pool(
-    layout: KVLayout,
-    model_config: ModelConfig,
-    cache_config: CacheConfig,
-    schedule_config: ScheduleConfig,
-    arenas: ArenaSource,
-    group: ParallelGroup,
-    *,
-    free_bytes: int,
-    weight_bytes: int,
-    scales: KVScales | None = None,
-) -> KVPool:
-    """A resident pool of as many pages as `choose_num_pages` says on the rank with least room."""
-    num_pages = choose_num_pages(
-        layout,
-        free_bytes=free_bytes,
-        weight_bytes=weight_bytes,
-        max_total_tokens=cache_config.max_total_tokens,
-        mem_fraction_static=cache_config.mem_fraction_static,
-        max_running_requests=schedule_config.max_running_requests,
-        context_len=model_config.context_len,
-    )
-    num_pages = group.smallest(num_pages)
-    try:
-        arena = arenas.arena(MemoryTag.KV_CACHE, layout.arena_bytes(num_pages), layout.chunk_bytes)
-        arena.resume()
-    except OutOfDeviceMemory as error:
-        raise ConfigurationError(f"the KV pool does not fit: {error}; lower max_total_tokens") from error
-    return KVPool(arena, layout, num_pages, scales)
-
-
-def choose_num_pages(
-    layout: KVLayout,
-    *,
-    free_bytes: int,
-    weight_bytes: int,
-    max_total_tokens: int | None,
-    mem_fraction_static: float | None,
-    max_running_requests: int,
-    context_len: int,
-) -> int:
-    """How many pages the KV pool gets.
-
-    `max_total_tokens` is taken as it is, in whole pages. Without it, weights and pool together get
-    `mem_fraction_static` of the memory that was free before the weights were loaded; where that is null
-    too, the pool gets a tenth of what is free now. Sized by memory, the pool consists of whole chunks, and is
-    never larger than `max_running_requests` full contexts can fill.
-
-    Args:
-        free_bytes: this rank's share of what is free now, with the weights loaded.
-        weight_bytes: what they take.
-
-    Raises ConfigurationError, with the bytes, where not one chunk fits.
-    """
-    page_size, chunk_bytes = layout.page_size, layout.chunk_bytes
-    if max_total_tokens is not None:
-        num_pages = max_total_tokens // page_size
-        if num_pages < 1:
-            raise ConfigurationError(
-                f"max_total_tokens {max_total_tokens} is less than one page of {page_size} tokens"
-            )
-        if layout.arena_bytes(num_pages) > free_bytes:
-            raise ConfigurationError(
-                f"max_total_tokens {max_total_tokens} needs {layout.arena_bytes(num_pages)} bytes, "
-                f"{free_bytes} are free"
-            )
-        return num_pages
-    if mem_fraction_static is not None:
-        budget_bytes = int((free_bytes + weight_bytes) * mem_fraction_static) - weight_bytes
-    else:
-        budget_bytes = int(free_bytes * CPU_KV_FRACTION)
-    num_chunks = min(budget_bytes, free_bytes) // chunk_bytes
-    if num_chunks < 1:
-        raise ConfigurationError(
-            f"the KV pool may take {max(0, budget_bytes)} bytes ({free_bytes} are free beside {weight_bytes} "
-            f"of weights), but one chunk of {layout.chunk_pages} pages of {page_size} tokens needs "
-            f"{chunk_bytes}; set mem_fraction_static higher or page_size lower"
-        )
-    num_useful = max_running_requests * -(-context_len // page_size)
-    return min(num_chunks * layout.chunk_pages, num_useful)

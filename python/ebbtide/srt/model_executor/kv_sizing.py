@@ -1,0 +1,145 @@
+"""How the KV of a rank is laid out, and how much of it there is room for."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from ebbtide.srt.config import CacheConfig, ModelConfig, ScheduleConfig
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
+from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
+from ebbtide.srt.mem_cache.kv_layout import (
+    CUDA_MIN_RUN_BYTES,
+    MIN_CHUNK_PAGES,
+    KVLayout,
+    cuda_chunk_bytes,
+)
+from ebbtide.srt.mem_cache.kv_pool import KVPool
+from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
+from ebbtide.srt.memory_saver.saver import ArenaSource, MemorySaver
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_FRACTION = 0.1
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = DTYPES | {"fp8_e4m3": FP8}
+
+
+def kv_layout(
+    model_config: ModelConfig, cache_config: CacheConfig, saver: MemorySaver, device_bytes: int | None
+) -> KVLayout:
+    """What this rank stores of each token, and where. `model_config` has the heads of this rank.
+
+    Args:
+        device_bytes: memory of the GPU; None for the CPU.
+    """
+    layout = KVLayout(
+        num_layers=model_config.num_layers,
+        page_size=cache_config.page_size,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=KV_DTYPES[cache_config.dtype],
+        granularity=saver.granularity,
+        min_chunk_pages=MIN_CHUNK_PAGES,
+    )
+    if device_bytes is None:
+        return layout
+    num_tokens = cache_config.max_total_tokens
+    pool_bytes = num_tokens // layout.page_size * layout.page_bytes if num_tokens is not None else None
+    chunk_bytes = cuda_chunk_bytes(device_bytes, pool_bytes)
+    run_bytes = CUDA_MIN_RUN_BYTES
+    if pool_bytes is not None:  # Where the pool is small, more chunks are worth more than long runs.
+        run_bytes = min(run_bytes, chunk_bytes // layout.num_planes)
+    return replace(layout, min_chunk_bytes=chunk_bytes, min_run_bytes=run_bytes)
+
+
+def build_kv_pool(
+    layout: KVLayout,
+    model_config: ModelConfig,
+    cache_config: CacheConfig,
+    schedule_config: ScheduleConfig,
+    arenas: ArenaSource,
+    group: ParallelGroup,
+    *,
+    free_bytes: int,
+    weight_bytes: int,
+    scales: KVScales | None = None,
+) -> KVPool:
+    """A resident pool of as many pages as `choose_num_pages` says on the rank with least room."""
+    num_pages = choose_num_pages(
+        layout,
+        free_bytes=free_bytes,
+        weight_bytes=weight_bytes,
+        max_total_tokens=cache_config.max_total_tokens,
+        mem_fraction_static=cache_config.mem_fraction_static,
+        max_running_requests=schedule_config.max_running_requests,
+        context_len=model_config.context_len,
+    )
+    num_pages = group.smallest(num_pages)
+    try:
+        arena = arenas.arena(MemoryTag.KV_CACHE, layout.arena_bytes(num_pages), layout.chunk_bytes)
+        arena.resume()
+    except OutOfDeviceMemory as error:
+        raise ConfigurationError(f"the KV pool does not fit: {error}; lower max_total_tokens") from error
+    logger.info(
+        "KV pool: pages=%d page_size=%d bytes=%d of %d that were free",
+        num_pages,
+        layout.page_size,
+        arena.num_bytes,
+        free_bytes,
+    )
+    return KVPool(arena, layout, num_pages, scales)
+
+
+def choose_num_pages(
+    layout: KVLayout,
+    *,
+    free_bytes: int,
+    weight_bytes: int,
+    max_total_tokens: int | None,
+    mem_fraction_static: float | None,
+    max_running_requests: int,
+    context_len: int,
+) -> int:
+    """How many pages the KV pool gets.
+
+    `max_total_tokens` is taken as it is, in whole pages. Without it, weights and pool together get
+    `mem_fraction_static` of the memory that was free before the weights were loaded; where that is null
+    too, the pool gets a tenth of what is free now. Sized by memory, the pool consists of whole chunks, and is
+    never larger than `max_running_requests` full contexts can fill.
+
+    Args:
+        free_bytes: this rank's share of what is free now, with the weights loaded.
+        weight_bytes: what they take.
+
+    Raises ConfigurationError, with the bytes, where not one chunk fits.
+    """
+    page_size, chunk_bytes = layout.page_size, layout.chunk_bytes
+    if max_total_tokens is not None:
+        num_pages = max_total_tokens // page_size
+        if num_pages < 1:
+            raise ConfigurationError(
+                f"max_total_tokens {max_total_tokens} is less than one page of {page_size} tokens"
+            )
+        if layout.arena_bytes(num_pages) > free_bytes:
+            raise ConfigurationError(
+                f"max_total_tokens {max_total_tokens} needs {layout.arena_bytes(num_pages)} bytes, "
+                f"{free_bytes} are free"
+            )
+        return num_pages
+    if mem_fraction_static is not None:
+        budget_bytes = int((free_bytes + weight_bytes) * mem_fraction_static) - weight_bytes
+    else:
+        budget_bytes = int(free_bytes * CPU_KV_FRACTION)
+    num_chunks = min(budget_bytes, free_bytes) // chunk_bytes
+    if num_chunks < 1:
+        raise ConfigurationError(
+            f"the KV pool may take {max(0, budget_bytes)} bytes ({free_bytes} are free beside {weight_bytes} "
+            f"of weights), but one chunk of {layout.chunk_pages} pages of {page_size} tokens needs "
+            f"{chunk_bytes}; set mem_fraction_static higher or page_size lower"
+        )
+    num_useful = max_running_requests * -(-context_len // page_size)
+    return min(num_chunks * layout.chunk_pages, num_useful)
