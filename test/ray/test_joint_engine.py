@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.payloads import open_payload
 
 from ebbtide.ray import joint_engine
 from ebbtide.ray.joint_engine import JointEngine, WeightBucket
@@ -16,8 +17,6 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import WeightPiece
 from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.payload.pickle_reader import finish
-from ebbtide.srt.weight_sync.tensor_source import open_tensor_payload
 
 PARAMETERS = {
     "embedding": torch.arange(10.0),
@@ -123,8 +122,7 @@ class TestNodes:
             assert far.lent == [[1, 0, 1]]
             for rank in range(6):
                 place = ParallelConfig(tp_size=2, dp_size=3, tp_rank=rank % 2, dp_rank=rank // 2)
-                source = open_tensor_payload(payload.entries, None, place=place)
-                finish(source.open())
+                source = open_payload(payload.entries, None, place=place)
                 assert [whole(tensor).tolist() for _, tensor in source] == [[rank % 2] * 3]
                 source.close()
         assert far.lent == []
