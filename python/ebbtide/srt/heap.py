@@ -1,6 +1,7 @@
 """Python's garbage collector and what a process holds for good."""
 
 import gc
+import time
 
 
 def freeze_heap() -> None:
@@ -11,3 +12,25 @@ def freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+class GcClock:
+    """How long the collector has stopped this process since `start`.
+
+    Attributes:
+        paused_s: in seconds, all pauses together.
+    """
+
+    def __init__(self) -> None:
+        self.paused_s = 0.0
+        self._began_s = 0.0
+
+    def start(self) -> None:
+        """Count from here on, to the end of the process."""
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began_s = time.perf_counter()
+        else:
+            self.paused_s += time.perf_counter() - self._began_s

@@ -6,9 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import pytest
-from fixtures.scripted_engine import NO_PAUSE, STATE, updated
+from fixtures.scripted_engine import NO_PAUSE, STATE, replica_load, updated
 from fixtures.servers import Server, null_server
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,7 +16,7 @@ from ebbtide.srt.entrypoints.metrics.collectors import GcPauses
 from ebbtide.srt.entrypoints.metrics.operations import ControlMetrics
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.io_struct import Load, Reply, UpdateWeightVersionReqOutput
+from ebbtide.srt.managers.io_struct import Reply, StallCounts, UpdateWeightVersionReqOutput
 from ebbtide.testing.null_engine import NullEngine
 
 # A null engine's tags; see `ebbtide.testing.NullDevice`.
@@ -25,9 +24,7 @@ KV_BYTES, WEIGHT_BYTES = 5000, 2000
 # It goes on until it is aborted.
 LONG = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 500_000}, "stream": True}
 
-LOAD = msgspec.convert(
-    dict.fromkeys(Load.__struct_fields__, 0) | {"max_total_num_tokens": 64}, Load, strict=False
-)
+LOAD = replica_load(0, max_total_num_tokens=64)
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -64,6 +61,10 @@ def test_each_operation_is_counted_by_its_outcome_and_effect(server: Server) -> 
         assert server.post("/transition", {"steps": steps}).is_success
         metas = (json.loads(event)["meta_info"] for event in events if event != "[DONE]")
         next(meta for meta in metas if len(meta["weight_versions"]) == 2)
+        running = scraped(server)
+        assert running("kv_tokens", dp_rank="0", commits="0") > 2
+        assert running("kv_tokens", dp_rank="0", commits="1") == 0, "it gave up what the old weights computed"
+        assert running("recomputed_tokens_total", dp_rank="0", cause="pause") >= 2
         assert server.post("/abort_request", {"abort_all": True, "report": True}).json()["num_aborted"] == 1
         *_, last = metas
     after = scraped(server)
@@ -79,6 +80,10 @@ def test_each_operation_is_counted_by_its_outcome_and_effect(server: Server) -> 
     assert after("control_operation_duration_seconds_count", operation="update_weights_from_disk") == 2
     assert after("control_operations_in_progress", operation="update_weights_from_disk") == 0
     assert after("weight_update_stall_seconds_sum", operation="update_weights_from_disk") == stall_ms / 1e3
+    assert 0 < after("control_operation_stall_seconds_sum", operation="update_weights_from_disk") < 60
+    assert after("control_operation_stall_seconds_count", operation="update_weights_from_disk") == 1
+    assert after("recomputed_tokens_total", dp_rank="0", cause="release") == 0
+    assert after("scheduler_gc_pause_seconds_total", dp_rank="0") is not None
     assert after("weight_commits_total") == 1
     assert after("released_bytes_total", tag="kv_cache") == KV_BYTES
     assert after("resumed_bytes_total", tag="kv_cache") == KV_BYTES
@@ -174,6 +179,27 @@ def test_the_lag_of_a_token_is_in_commits_since_its_version() -> None:
     assert up_to == [10, 13, 13, 18]
     assert observed.value("output_token_lag_commits_sum") == 5 * 3 + 3 * 1
     assert observed.value("mixed_version_outputs_total") == 1
+
+
+def test_what_replicas_have_counted_rises_and_kv_is_told_by_its_lag() -> None:
+    observed = Observed()
+    for version in ("1", "2", "3", "4"):
+        observed.end("update_weights_from_disk", updated(version))
+    kv = {"0": 1, "1": 2, "3": 4, "4": 8}
+    stalls = {"pause_generation": StallCounts(counts=[1] + [0] * 13 + [2], sum_s=80.0)}
+    for total in (5, 7):
+        loads = [
+            replica_load(rank, kv_tokens=kv, stalls=stalls, recomputed_tokens={"update": total})
+            for rank in range(2)
+        ]
+        observed.metrics.set_loads(loads)
+    by_lag = [observed.value("kv_tokens", dp_rank="1", commits=lag) for lag in ("0", "1", "2", "3 or more")]
+    assert by_lag == [8, 4, 0, 3]
+    assert observed.value("recomputed_tokens_total", dp_rank="1", cause="update") == 7
+    name, labels = "control_operation_stall_seconds", {"operation": "pause_generation"}
+    bounds = [observed.value(f"{name}_bucket", **labels, le=bound) for bound in ("0.001", "30.0", "+Inf")]
+    assert bounds == [2, 2, 6]
+    assert observed.value(f"{name}_sum", **labels) == 160
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,12 @@ from ebbtide.srt.managers.wire.generation import (
     TokenOutput as TokenOutput,
     VersionContract as VersionContract,
 )
-from ebbtide.srt.managers.wire.load_report import Load as Load
+from ebbtide.srt.managers.wire.load_report import (
+    STALL_BOUNDS_S as STALL_BOUNDS_S,
+    Load as Load,
+    RetractCause as RetractCause,
+    StallCounts as StallCounts,
+)
 from ebbtide.srt.managers.wire.logprobs import LogprobColumns as LogprobColumns, LogprobList as LogprobList
 from ebbtide.srt.managers.wire.message import (
     Message as Message,

@@ -9,8 +9,11 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Final
 
+from prometheus_client import Counter
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+
+from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, Load
 
 # Seconds: a young generation takes microseconds, a full collection of a large heap seconds.
 GC_BUCKETS_S: Final = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
@@ -22,12 +25,13 @@ class BucketCounts:
 
     Args:
         bounds: the largest value of each bucket, ascending; one more bucket has what is larger.
+        counts: of values so far, without their sum.
     """
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: Sequence[float], counts: Sequence[int] | None = None) -> None:
         self.sum = 0.0
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
+        self._counts = [0] * (len(bounds) + 1) if counts is None else list(counts)
 
     def add(self, value: float, count: int = 1) -> None:
         """Count a value, as often as `count` says."""
@@ -53,6 +57,43 @@ class WeightedHistogram(Collector):
     def collect(self) -> Iterable[HistogramMetricFamily]:
         buckets = self._counts.cumulative()
         yield HistogramMetricFamily(self._name, self._help_text, buckets=buckets, sum_value=self._counts.sum)
+
+
+class OperationStalls(Collector):
+    """For how long control requests kept forward passes from running, as the replicas last said."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loads: Sequence[Load] = ()
+
+    def set(self, loads: Sequence[Load]) -> None:
+        """Take over what replicas have counted since their start."""
+        self._loads = loads
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        help_text = "The longest time for which a control operation kept a replica from forward passes."
+        family = HistogramMetricFamily(self._name, help_text, labels=["operation"])
+        for operation in sorted({name for load in self._loads for name in load.stalls}):
+            stalls = [load.stalls[operation] for load in self._loads if operation in load.stalls]
+            counts = BucketCounts(
+                STALL_BOUNDS_S, [sum(column) for column in zip(*(one.counts for one in stalls), strict=True)]
+            )
+            family.add_metric([operation], counts.cumulative(), sum(one.sum_s for one in stalls))
+        yield family
+
+
+class RisingTotals:
+    """Counters of what others count: they say the total, and a restart of theirs is none of ours."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._last: dict[tuple[str, ...], float] = {}
+
+    def set(self, total: float, *labels: str) -> None:
+        """Bring the counter up to a total."""
+        rise = total - self._last.get(labels, 0.0)
+        self._last[labels] = total
+        self._counter.labels(*labels).inc(max(0.0, rise))
 
 
 class GcPauses(Collector):

@@ -14,11 +14,20 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from ebbtide.srt.entrypoints.metrics.collectors import WeightedHistogram
+from ebbtide.srt.entrypoints.metrics.collectors import OperationStalls, RisingTotals, WeightedHistogram
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers import io_struct
 from ebbtide.srt.managers.api.wait_warning import ForgottenPause
-from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest, PauseMode, Reply, StateReport
+from ebbtide.srt.managers.io_struct import (
+    CONTROL_REQUESTS,
+    STALL_BOUNDS_S,
+    ControlRequest,
+    Load,
+    PauseMode,
+    Reply,
+    RetractCause,
+    StateReport,
+)
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 T = TypeVar("T")
@@ -27,8 +36,8 @@ T = TypeVar("T")
 PREFIX: Final = "ebbtide_"
 # Seconds: from a pause to an update that waits for its deadline.
 DURATION_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# Seconds for which forward passes are held up.
-STALL_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+# By how many commits ago the weights served that computed KV. The last stands for all before it, too.
+KV_LAGS: Final = ("0", "1", "2", "3 or more")
 LAG_BUCKETS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 # So many commits back the versions are known: a rollout lives through a few.
 MAX_VERSIONS: Final = 4096
@@ -127,6 +136,7 @@ class ControlMetrics:
             LAG_BUCKETS,
         )
         registry.register(self._lag)
+        self._replicas(registry)
         self._mixed = self._counter("mixed_version_outputs", "Outputs that several versions sampled.")
 
     def _operations(self, registry: CollectorRegistry) -> None:
@@ -156,7 +166,7 @@ class ControlMetrics:
             "For how long a commit held forward passes up.",
             ["operation"],
             registry=registry,
-            buckets=STALL_BUCKETS_S,
+            buckets=STALL_BOUNDS_S,
         )
         self._update_bytes = self._counter(
             "weight_update_bytes", "Bytes that updates wrote.", "operation", "placement"
@@ -181,6 +191,19 @@ class ControlMetrics:
         self._session = self._gauge("weight_session_open", "1 while a weight update session is open.")
         self._version = Info(
             PREFIX + "weight_version", "The version of the weights that serve.", registry=registry
+        )
+
+    def _replicas(self, registry: CollectorRegistry) -> None:
+        self._stalls = OperationStalls(PREFIX + "control_operation_stall_seconds")
+        registry.register(self._stalls)
+        self._recomputed = RisingTotals(
+            self._counter("recomputed_tokens", "Tokens prefilled once more.", "dp_rank", "cause")
+        )
+        self._gc_s = RisingTotals(
+            self._counter("scheduler_gc_pause_seconds", "Pauses of a replica's loop for it.", "dp_rank")
+        )
+        self._kv_tokens = self._gauge(
+            "kv_tokens", "Running requests' KV, by commits since its weights.", "dp_rank", "commits"
         )
 
     # ------------------------------------------------------------------------------------------- operations
@@ -274,6 +297,20 @@ class ControlMetrics:
             self._backup.labels(tag.value).set(sum(rank.tags[tag].backup_bytes for rank in state.ranks))
         self._session.set(state.session is not None)
         self._version.info({"version": state.weight_version})
+
+    def set_loads(self, loads: Sequence[Load]) -> None:
+        """Take over what each replica has to do, and has counted."""
+        self._stalls.set(loads)
+        for load in loads:
+            rank = str(load.dp_rank)
+            self._gc_s.set(load.gc_pause_s, rank)
+            for cause in RetractCause:
+                self._recomputed.set(load.recomputed_tokens.get(cause, 0), rank, cause)
+            by_lag = dict.fromkeys(KV_LAGS, 0)
+            for version, num_tokens in load.kv_tokens.items():
+                by_lag[KV_LAGS[min(self._version_lag.of(version), len(KV_LAGS) - 1)]] += num_tokens
+            for lag, num_tokens in by_lag.items():
+                self._kv_tokens.labels(rank, lag).set(num_tokens)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, help_text, labels, registry=self._registry)

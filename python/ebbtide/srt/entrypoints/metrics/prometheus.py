@@ -31,6 +31,7 @@ LOAD_GAUGES = {
     "token_usage": "Share of the KV pool that is held.",
     "gen_throughput": "Tokens per second.",
     "cache_hit_rate": "Share of prompt tokens from the prefix cache.",
+    "num_parked_reqs": "Requests that wait with their KV in host memory.",
     "parked_bytes": "KV of waiting requests in host memory, on each rank.",
     "lent_bytes": "Memory of the KV cache that a second copy of the weights has, on each rank.",
 }
@@ -115,6 +116,7 @@ class Metrics:
     def _set(self, state: StateReport, loads: Sequence[Load], pause: ForgottenPause) -> None:
         """Take over what is read rather than counted."""
         self.control.set_state(state, pause)
+        self.control.set_loads(loads)
         for load in loads:
             for name, gauge in self._loads.items():
                 gauge.labels(str(load.dp_rank)).set(getattr(load, name))

@@ -10,6 +10,7 @@ from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Operations, refusal
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import HandlerTable, Operation, OutOfStep, Ranks
+from ebbtide.srt.managers.control.stalls import LongestStall
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
@@ -84,15 +85,17 @@ class ControlPlane:
             self._start(call)
 
     def _start(self, call: ControlCall) -> None:
-        request = call.request
+        request, stall = call.request, LongestStall()
+        outcome: AnyReply | Operation
         try:
-            outcome = self.handlers[type(request)](request)
+            with stall.measure():
+                outcome = self.handlers[type(request)](request)
         except OutOfStep:
             raise
         except Exception as error:
-            self._reply(call.id, refusal(request, error))
-            return
+            outcome = refusal(request, error)
         if not isinstance(outcome, Generator):
+            self.operations.stalls.note(request, stall)
             self._reply(call.id, outcome)
             return
         self.operations.start(call.id, request, outcome, is_joint=call.is_joint)

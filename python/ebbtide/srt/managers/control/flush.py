@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control.ports import Activity, DeadlinePassed, HandlerTable, Operation, Requests
-from ebbtide.srt.managers.io_struct import AnyReply, FlushCacheReqInput, FlushCacheReqOutput
+from ebbtide.srt.managers.control.ports import (
+    Activity,
+    DeadlinePassed,
+    HandlerTable,
+    Operation,
+    Requests,
+)
+from ebbtide.srt.managers.io_struct import AnyReply, FlushCacheReqInput, FlushCacheReqOutput, RetractCause
 
 
 class CacheFlush:
@@ -18,7 +24,7 @@ class CacheFlush:
         if not request.timeout_s >= 0:
             raise RequestRejected(f"timeout_s: expected 0 or more seconds, got {request.timeout_s}")
         if request.retract_running:
-            self._requests.retract_all()
+            self._requests.retract_all(RetractCause.FLUSH)
         if self._requests.num_running == 0 or request.timeout_s == 0:
             return self._flushed(self._requests.flush_cache())
         return self._flush_when_idle()

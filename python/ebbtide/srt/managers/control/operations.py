@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -21,6 +21,7 @@ from ebbtide.srt.managers.control.ports import (
     Overruled,
     Work,
 )
+from ebbtide.srt.managers.control.stalls import LongestStall, StallTally
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
     ControlRequest,
@@ -42,6 +43,7 @@ class _Pending:
         overruled: why it is to be given up, where that leaves nobody in the middle of something.
         is_overdue: its deadline came while it was prepared.
         is_fenced: so did the end of what it was given beyond that.
+        stall: for how long it has kept forward passes from running.
     """
 
     request: ControlRequest | None
@@ -51,6 +53,7 @@ class _Pending:
     overruled: Overruled | None = None
     is_overdue: bool = False
     is_fenced: bool = False
+    stall: LongestStall = field(default_factory=LongestStall)
 
 
 class Operations:
@@ -58,9 +61,13 @@ class Operations:
 
     Args:
         reply: sends the one reply of the request with this id; ahead of it, `Prepared` if it is joint.
+
+    Attributes:
+        stalls: of the requests that have ended, those that took one turn among them.
     """
 
     def __init__(self, reply: Callable[[str, AnyReply], None]) -> None:
+        self.stalls = StallTally()
         self._reply = reply
         self._pending: dict[str, _Pending] = {}
         self._numbers = itertools.count()
@@ -168,20 +175,27 @@ class Operations:
         """Take a turn, and what follows it at once. Without `settle` no forward pass is under way."""
         pending = self._pending[call_id]
         try:
-            pending.activity = self._to_boundary(turn(), pending.operation, settle)
-            if pending.overruled and pending.activity in (Activity.DRAINING, Activity.PREPARED):
-                pending.activity = pending.operation.throw(pending.overruled)
-            elif pending.activity is Activity.PREPARED:
-                if pending.is_joint:
-                    self._reply(call_id, Prepared())
-                else:
-                    pending.activity = self._to_boundary(next(pending.operation), pending.operation, settle)
+            with pending.stall.measure():
+                self._take_turn(call_id, pending, turn, settle)
+            pending.stall.stand(is_alone=pending.activity is Activity.ALONE)
         except StopIteration as end:
             self._end(call_id, end.value)
         except OutOfStep:
             raise
         except Exception as error:
             self._end(call_id, refusal(pending.request, error))
+
+    def _take_turn(
+        self, call_id: str, pending: _Pending, turn: Callable[[], Activity], settle: Callable[[], None]
+    ) -> None:
+        pending.activity = self._to_boundary(turn(), pending.operation, settle)
+        if pending.overruled and pending.activity in (Activity.DRAINING, Activity.PREPARED):
+            pending.activity = pending.operation.throw(pending.overruled)
+        elif pending.activity is Activity.PREPARED:
+            if pending.is_joint:
+                self._reply(call_id, Prepared())
+            else:
+                pending.activity = self._to_boundary(next(pending.operation), pending.operation, settle)
 
     def _to_boundary(
         self, activity: Activity, operation: Operation | Work[None], settle: Callable[[], None]
@@ -195,7 +209,9 @@ class Operations:
         return any(pending.activity in kinds for pending in self._pending.values())
 
     def _end(self, call_id: str, reply: AnyReply | None) -> None:
-        del self._pending[call_id]
+        ended = self._pending.pop(call_id)
+        if ended.request is not None:
+            self.stalls.note(ended.request, ended.stall)
         if reply is not None:
             self._reply(call_id, reply)
 

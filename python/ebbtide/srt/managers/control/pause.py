@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.operations import Operations
-from ebbtide.srt.managers.control.ports import Activity, DeadlinePassed, HandlerTable, Operation, Requests
+from ebbtide.srt.managers.control.ports import (
+    Activity,
+    DeadlinePassed,
+    HandlerTable,
+    Operation,
+    Requests,
+)
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AbortReqOutput,
@@ -18,9 +24,15 @@ from ebbtide.srt.managers.io_struct import (
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
     PauseMode,
+    RetractCause,
 )
 
 ESCALATION = list(PauseMode)
+# What an aborted request is told.
+_ABORTED = {
+    RetractCause.PAUSE: "Aborted by pause_generation",
+    RetractCause.UPDATE: "Aborted by a weight update",
+}
 
 
 @dataclass(frozen=True)
@@ -90,13 +102,13 @@ class Generation:
             changed=num_aborted > 0, num_aborted=num_aborted, message=f"Aborted {num_aborted} requests."
         )
 
-    def stop_requests(self, mode: PauseMode, cause: str = "pause_generation") -> tuple[int, int]:
+    def stop_requests(self, mode: PauseMode, cause: RetractCause = RetractCause.PAUSE) -> tuple[int, int]:
         """What a pause in this mode does with live requests; returns how many were retracted and aborted."""
         match mode:
             case PauseMode.RETRACT:
-                return self._requests.retract_all(), 0
+                return self._requests.retract_all(cause), 0
             case PauseMode.ABORT:
-                return 0, self._requests.abort_all(f"Aborted by {cause}")
+                return 0, self._requests.abort_all(_ABORTED[cause])
             case _:
                 return 0, 0
 

@@ -12,6 +12,7 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     AnyReply,
+    RetractCause,
 )
 from ebbtide.srt.managers.wire.agreement import Decision
 
@@ -182,7 +183,7 @@ class Requests(Protocol):
     @property
     def num_queued(self) -> int: ...
 
-    def retract_all(self) -> int:
+    def retract_all(self, cause: RetractCause) -> int:
         """Running requests give up their KV and go back to the head of the queue; returns how many."""
         ...
 

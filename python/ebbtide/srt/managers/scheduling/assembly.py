@@ -107,6 +107,7 @@ class RankParts:
         kv_memory: the KV pool's, where chunks of it can be lent and given up.
         kv_scales: of a KV pool in FP8.
         num_weight_chunks: chunks that such a copy takes, on the rank where it takes most.
+        gc_pause_s: for which Python's garbage collector has stopped this process so far.
     """
 
     runner: Runner
@@ -123,6 +124,7 @@ class RankParts:
     kv_memory: KVMemory | None = None
     num_weight_chunks: int = 0
     kv_scales: KVScales | None = None
+    gc_pause_s: Callable[[], float] = lambda: 0.0
 
 
 def assemble_scheduler(
@@ -238,7 +240,12 @@ def _control_plane(
     checks = WeightChecks(parts.weights.parameters, memory, inbox.ranks, pace, lambda: updates.is_under_way)
     size = KVSize(resizer, memory, lambda: requests.num_running, parts.free_bytes, inbox.ranks)
     loads = LoadReports(
-        meter, inbox.dp_rank, lambda: isinstance(generation.state, Paused), lambda: lender.lent_bytes
+        meter,
+        inbox.dp_rank,
+        is_paused=lambda: isinstance(generation.state, Paused),
+        lent_bytes=lambda: lender.lent_bytes,
+        stalls=operations.stalls,
+        gc_pause_s=parts.gc_pause_s,
     )
     return ControlPlane(
         generation,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from ebbtide.srt.managers.control.ports import ParkingPlan
-from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason
+from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason, RetractCause
 from ebbtide.srt.managers.scheduling.kv.versions import Commit
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.request import Req
@@ -61,8 +61,8 @@ class LiveRequests:
     def num_queued(self) -> int:
         return len(self._policy.queued)
 
-    def retract_all(self) -> int:
-        return self._policy.retract_all()
+    def retract_all(self, cause: RetractCause) -> int:
+        return self._policy.retract_all(cause)
 
     def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
         return self._policy.plan_parking(max_pages, with_cache=with_cache)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from msgspec import structs
 
 from ebbtide.srt.managers.control.ports import HandlerTable
+from ebbtide.srt.managers.control.stalls import StallTally
 from ebbtide.srt.managers.io_struct import GetLoadReqInput, GetLoadReqOutput, Load
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
@@ -71,8 +73,18 @@ class LoadMeter:
             gen_throughput=0.0 if is_idle else self._throughput,
             last_gen_throughput=self._throughput,
             parked_bytes=policy.page_store.num_bytes,
+            num_parked_reqs=sum(req.parked is not None for req in policy.queued),
+            recomputed_tokens={cause.value: count for cause, count in policy.pages.recomputed.items()},
+            kv_tokens=self._kv_tokens(),
             cache_hit_rate=self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
         )
+
+    def _kv_tokens(self) -> dict[str, int]:
+        tokens: Counter[str] = Counter()
+        for req in self._policy.running:
+            for version, num_tokens in self._policy.pages.versions_of(req):
+                tokens[version] += num_tokens
+        return dict(tokens)
 
     def _end_stretch(self, now: float) -> None:
         if self._num_tokens and now > self._stretch_start_s:
@@ -86,12 +98,22 @@ class LoadReports:
     Args:
         lent_bytes: what the KV cache has lent.
         is_paused: whether generation is; running requests then count as paused.
+        stalls: of control requests.
+        gc_pause_s: for which the garbage collector has stopped this process.
     """
 
     def __init__(
-        self, meter: LoadMeter, dp_rank: int, is_paused: Callable[[], bool], lent_bytes: Callable[[], int]
+        self,
+        meter: LoadMeter,
+        dp_rank: int,
+        is_paused: Callable[[], bool],
+        lent_bytes: Callable[[], int],
+        stalls: StallTally,
+        gc_pause_s: Callable[[], float],
     ) -> None:
         self._meter = meter
+        self._stalls = stalls
+        self._gc_pause_s = gc_pause_s
         self._lent_bytes = lent_bytes
         self._dp_rank = dp_rank
         self._is_paused = is_paused
@@ -99,4 +121,10 @@ class LoadReports:
 
     def report(self, request: GetLoadReqInput) -> GetLoadReqOutput:
         load = self._meter.load(self._dp_rank, is_paused=self._is_paused())
-        return GetLoadReqOutput(loads=[structs.replace(load, lent_bytes=self._lent_bytes())])
+        load = structs.replace(
+            load,
+            lent_bytes=self._lent_bytes(),
+            gc_pause_s=self._gc_pause_s(),
+            stalls=self._stalls.report(),
+        )
+        return GetLoadReqOutput(loads=[load])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.io_struct import FinishReason, LogprobList
+from ebbtide.srt.managers.io_struct import FinishReason, LogprobList, RetractCause
 from ebbtide.srt.managers.scheduling.kv.versions import Commit
 from ebbtide.srt.managers.scheduling.routes import RouteRows
 from ebbtide.srt.managers.scheduling.running_rows import RunningRows
@@ -88,6 +88,7 @@ class Req:
         routes: the experts of its tokens, where they are recorded.
         given_routes: those that the first tokens of its prompt take in place of the router's choice.
         head_start: requests that it may overtake in the queue.
+        lost: why it gave up its KV, and that of how many tokens; None: it has not, or has taken pages since.
         first_update: updates that had been committed when it began to run; None before.
         cached_tokens: prompt tokens taken from the prefix cache at the first prefill; None before it.
         num_continued: output tokens that it came with, of a request before it.
@@ -118,6 +119,7 @@ class Req:
     phase: Phase = Phase.WAITING
     kv: KVHold | None = None
     parked: ParkedKV | None = None
+    lost: tuple[RetractCause, int] | None = None
     finish: FinishReason | None = None
     num_retractions: int = 0
     first_update: int | None = None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
 from ebbtide.srt.managers.control.ports import PageStore
+from ebbtide.srt.managers.io_struct import RetractCause
 from ebbtide.srt.managers.scheduling.kv.versions import Commit, KVVersions
 from ebbtide.srt.managers.scheduling.request import KVHold, ParkedKV, Req
 from ebbtide.srt.managers.scheduling.routes import PageRoutes, num_usable
@@ -23,6 +27,7 @@ class RequestPages:
         commit: the weights that serve; what is computed now is theirs.
         rows: the running requests' columns of numbers.
         shares_prefixes: whether there is a prefix cache.
+        recomputed: tokens whose KV is computed once more, by why it was given up.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class RequestPages:
         self.commit = Commit(0, "")
         self.rows = RunningRows(len(table.array))
         self.routes = PageRoutes(page_size) if records_routes else None
+        self.recomputed: Counter[RetractCause] = Counter()
         self.shares_prefixes = not isinstance(cache, NoPrefixCache)
         self._is_shared_by_version = cache_by_version
 
@@ -77,6 +83,11 @@ class RequestPages:
             req.note_kv_used(version)
         self._restore(req)
         self._take_routes(req)
+        if req.lost is not None:
+            cause, num_tokens = req.lost
+            # What the prefix cache has kept of it is not computed again.
+            self.recomputed[cause] += max(0, num_tokens - hold.num_computed)
+            req.lost = None
 
     def _restore(self, req: Req) -> None:
         """Bring KV back from host memory, but for pages that are cached."""
@@ -185,6 +196,20 @@ class RequestPages:
         assert kv is not None
         starts = self.versions.spans(kv.lease.runs, kv.commit_starts, self.page_size)
         req.parked = ParkedKV(slots, kv.num_computed, kv.is_prefilled, starts)
+
+    def note_lost(self, req: Req, cause: RetractCause) -> None:
+        """A request is about to give up what was computed for it."""
+        held = req.kv or req.parked
+        if held is not None:
+            req.lost = (cause, held.num_computed)
+
+    def versions_of(self, req: Req) -> Iterator[tuple[str, int]]:
+        """(version, tokens) per span of a running request's KV; of a page of two commits it is the newer."""
+        assert req.kv is not None
+        spans = self.versions.spans(req.kv.lease.runs, req.kv.commit_starts, self.page_size)
+        ends = [start for _, start in spans[1:]] + [req.kv.num_computed]
+        for (commit, start), end in zip(spans, ends, strict=True):
+            yield commit.version, max(0, end - start)
 
     def drop_parked(self, req: Req) -> None:
         """What a request has in host memory, if anything, is of no use any more."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.ports import PageStore, ParkingPlan
-from ebbtide.srt.managers.io_struct import FinishReason
+from ebbtide.srt.managers.io_struct import FinishReason, RetractCause
 from ebbtide.srt.managers.scheduling.growth_reserve import GrowthReserve
 from ebbtide.srt.managers.scheduling.kv.versions import Commit
 from ebbtide.srt.managers.scheduling.prefill_share import PrefillShare
@@ -152,9 +152,9 @@ class SchedulePolicy:
                 ended.append((req, reason))
             elif is_update and req.contract.on_update == "recompute":
                 if req.phase is Phase.RUNNING:
-                    self.retract(req)
+                    self.retract(req, RetractCause.UPDATE)
                 elif req.parked is not None:
-                    self._retract_parked(req)
+                    self._retract_parked(req, RetractCause.UPDATE)
         ready = [req for req in self.held if self._versions.standing(req.contract) is Standing.HOLDS]
         for req in ready:
             self.held.remove(req)
@@ -218,17 +218,17 @@ class SchedulePolicy:
         self.running = [req for req in self.running if req.phase is Phase.RUNNING]
         self._rows_R = None
 
-    def retract_all(self) -> int:
+    def retract_all(self, cause: RetractCause) -> int:
         """Running requests give up their KV and wait again, ahead of all others. Returns how many.
 
         So do those that wait with KV in host memory.
         """
         parked = [req for req in self.waiting if req.parked is not None]
         for req in parked:
-            self._retract_parked(req)
+            self._retract_parked(req, cause)
         num_retracted = len(parked) + len(self.running)
         for req in list(self.running):
-            self.retract(req)
+            self.retract(req, cause)
         return num_retracted
 
     def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
@@ -255,7 +255,7 @@ class SchedulePolicy:
         """Let go of all KV but that of the plan; returns how many requests were retracted."""
         retracted = [req for req in self.running if req.rid not in plan.rids]
         for req in retracted:
-            self.retract(req)
+            self.retract(req, RetractCause.RELEASE)
         if not plan.keeps_cache:
             self.cache.flush()
         return len(retracted)
@@ -286,7 +286,7 @@ class SchedulePolicy:
         """
         while (pages := self.pages.allocate(num_pages)) is None and self.running:
             self._reserve.note_retraction()
-            self.retract(self.running[-1])
+            self.retract(self.running[-1], RetractCause.POOL)
         return pages
 
     @property
@@ -386,7 +386,7 @@ class SchedulePolicy:
             if self._num_in_flight:
                 return False
             self._reserve.note_retraction()
-            self.retract(self.running[-1])
+            self.retract(self.running[-1], RetractCause.POOL)
 
     def _admissible(self, budget: int) -> Iterator[Req]:
         """Admit waiting requests one by one, in order, as long as the pool and the batch have room."""
@@ -457,14 +457,16 @@ class SchedulePolicy:
 
     # --------------------------------------------------------------------------------------------- pages
 
-    def retract(self, req: Req) -> None:
+    def retract(self, req: Req, cause: RetractCause) -> None:
         """Take a running request's KV away; it re-prefills prompt and output when it is admitted again."""
+        self.pages.note_lost(req, cause)
         self._leave(req)
         self._requeue(req)
 
-    def _retract_parked(self, req: Req) -> None:
+    def _retract_parked(self, req: Req, cause: RetractCause) -> None:
         """A request that waits with KV in host memory loses it."""
         self.waiting.remove(req)
+        self.pages.note_lost(req, cause)
         self.pages.drop_parked(req)
         self._requeue(req)
 

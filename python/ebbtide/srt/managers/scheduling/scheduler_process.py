@@ -12,7 +12,7 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.distributed.parallel_group import join_parallel_group
-from ebbtide.srt.heap import freeze_heap
+from ebbtide.srt.heap import GcClock, freeze_heap
 from ebbtide.srt.kernel_cache import keep_kernels_in
 from ebbtide.srt.layers.attention.registry import name_of
 from ebbtide.srt.managers.control.ports import TagMemory
@@ -114,8 +114,11 @@ def rank_parts(
     page_store = HostPageStore(runner.kv_pool, park_bytes, device.host_pinning())
     if config.memory.kv_park_bytes is not None:
         page_store.allocate()
+    gc_clock = GcClock()
+    gc_clock.start()
     return RankParts(
         runner=runner,
+        gc_pause_s=lambda: gc_clock.paused_s,
         num_pages=runner.kv_pool.num_pages,
         page_ids=runner.kv_pool.layout.page_ids,
         kv_memory=arena if isinstance(arena, ChunkArena) else None,

@@ -34,6 +34,7 @@ from ebbtide.srt.managers.io_struct import (
     Canary,
     EndWeightUpdateReqInput,
     PauseMode,
+    RetractCause,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     WeightUpdateRequest,
@@ -41,7 +42,6 @@ from ebbtide.srt.managers.io_struct import (
 
 logger = logging.getLogger(__name__)
 
-CAUSE = "a weight update"
 # What stands for a logprob that is no number, and for one of −∞.
 LOWEST: Final = -3.4028234663852886e38
 
@@ -160,9 +160,9 @@ class CommitConditions:
                 have begun or ended: then requests may hold KV against the terms, and are retracted.
         """
         if mode is not None:
-            self._generation.stop_requests(mode, CAUSE)
+            self._generation.stop_requests(mode, RetractCause.UPDATE)
         if terms.flush_cache and self._requests.num_running > 0:
-            self._generation.stop_requests(PauseMode.RETRACT, CAUSE)
+            self._generation.stop_requests(PauseMode.RETRACT, RetractCause.UPDATE)
 
     def guarded(self, operation: Operation) -> Operation:
         """Say of every failure what serves now."""

@@ -34,7 +34,6 @@ from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, T
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces
 from ebbtide.srt.managers.control.weights.checks import WeightReading
 from ebbtide.srt.managers.control.weights.commit_terms import (
-    CAUSE,
     CanaryTrials,
     CommitConditions,
     CommitTerms,
@@ -53,6 +52,7 @@ from ebbtide.srt.managers.io_struct import (
     EndWeightUpdateReqInput,
     PauseMode,
     PiecewiseRequest,
+    RetractCause,
     SessionReport,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
@@ -179,7 +179,7 @@ class WeightUpdates:
             message = f"Weight version {request.new_version} takes effect with the session."
         else:
             if request.abort_all_requests:
-                self._generation.stop_requests(PauseMode.ABORT, CAUSE)
+                self._generation.stop_requests(PauseMode.ABORT, RetractCause.UPDATE)
             self._serve(request.new_version, is_update=False)
             message = f"Weight version updated to {request.new_version}."
         return UpdateWeightVersionReqOutput(new_version=request.new_version, message=message)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from ebbtide.srt.errors import OutOfDeviceMemory
+from ebbtide.srt.managers.io_struct import RetractCause
 from ebbtide.srt.managers.scheduling.kv.compaction import KVCompaction
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
@@ -119,7 +120,7 @@ class KVLender:
         if (allocator.num_pages - self._longest) // allocator.pages_per_chunk < self._num_wanted:
             return
         while policy.running and self._num_lendable() < self._num_wanted:
-            policy.retract(policy.running[-1])
+            policy.retract(policy.running[-1], RetractCause.UPDATE)
 
     @property
     def _longest(self) -> int:

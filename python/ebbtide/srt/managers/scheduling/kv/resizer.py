@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.resize import ShrinkingPlan
-from ebbtide.srt.managers.io_struct import Preserve
+from ebbtide.srt.managers.io_struct import Preserve, RetractCause
 from ebbtide.srt.managers.scheduling.kv.compaction import KVCompaction
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
@@ -152,7 +152,7 @@ class KVResizer:
             self._policy.park_request(req, slots)
         self._slots = []
         for req in self._found(plan.retracted):
-            self._policy.retract(req)
+            self._policy.retract(req, RetractCause.RESIZE)
         self._chosen = self._compaction.withdraw(plan.num_chunks)
 
     def remove(self, num_chunks: int) -> int:
