@@ -13,6 +13,8 @@ from typing import Any, Final, Self
 from ebbtide.srt.errors import RequestRejected
 
 GREEDY_BELOW_TEMPERATURE = 1e-6
+# Of `custom_params`.
+TOP_P_IDS = "return_top_p_token_ids"
 MAX_STOP_STRINGS = 32
 _INT64_MAX = 2**63 - 1
 
@@ -68,7 +70,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     sampling_seed: int | None = None
-    # Checked, then dropped: nothing reads it, and what it holds may not be fit to travel.
+    # What nothing reads of it is dropped: that may not be fit to travel.
     custom_params: Mapping[str, Any] | None = None
     # What the output keeps to: one of these at most. A schema or a structural tag may be given as an object.
     json_schema: str | Mapping[str, Any] | None = None
@@ -123,6 +125,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken instead of a sample."""
         return self.temperature < GREEDY_BELOW_TEMPERATURE
+
+    @property
+    def returns_top_p_ids(self) -> bool:
+        """Whether the answer tells which tokens could have been sampled, as slime asks for it."""
+        return self.custom_params is not None and TOP_P_IDS in self.custom_params
 
     @property
     def grammar(self) -> GrammarSpec | None:
@@ -227,9 +234,11 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     return biases or None
 
 
-def _object(name: str, value: Any) -> None:
+def _custom_params(name: str, value: Any) -> dict[str, bool] | None:
+    """What something reads of it. Source: wire_vllm section 6.2."""
     if not isinstance(value, Mapping):
         raise _rejected(name, "an object", value)
+    return {TOP_P_IDS: True} if value.get(TOP_P_IDS) else None
 
 
 def _text(name: str, value: Any) -> str | None:
@@ -295,7 +304,7 @@ _CHECKS: dict[str, _Check] = {
     "logit_bias": _logit_bias,
     "allowed_token_ids": _allowed_token_ids,
     "sampling_seed": _integer(-(2**63), "a signed 64-bit integer"),
-    "custom_params": _object,
+    "custom_params": _custom_params,
     "json_schema": _json_text,
     "regex": _text,
     "ebnf": _text,

@@ -72,7 +72,7 @@ def _support(scores_V: torch.Tensor, params: dict[str, Any]) -> set[int]:
     ("fields", "problem"),
     [
         ({"sampling_params": {"temperature": 1.0}}, "expected top_k, top_p or min_p, or greedy"),
-        ({"sampling_params": {"top_k": 5}, "stream": True}, "return_sampling_mask: not in a stream"),
+        ({"sampling_params": {"top_k": 5}, "stream": True}, "not in a stream whose chunks repeat"),
     ],
 )
 def test_what_has_no_bound_or_cannot_be_told_is_refused(

@@ -262,7 +262,7 @@ class Scheduler:
                 prompt_ids=message.input_ids,
                 output_ids=[],
                 logprobs=logprobs,
-                returns_support=message.return_sampling_mask,
+                returns_support=message.wants_supports,
                 mask=None if message.grammar is None else self._shelf().mask(message.grammar),
             ),
             max_new_tokens=message.max_new_tokens,

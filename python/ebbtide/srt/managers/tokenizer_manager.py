@@ -196,7 +196,11 @@ class TokenizerManager:
         if self._refusal is not None:
             raise RequestRejected(self._refusal, 503)
         self._check_taken()
+        if is_incremental is None:
+            is_incremental = self._is_incremental
         draft = self._normalizer.draft(given, render)
+        if draft.request.return_sampling_mask and draft.request.stream and not is_incremental:
+            raise RequestRejected("return_sampling_mask: not in a stream whose chunks repeat those before")
         self._live.claim(draft.all_rids, draft.groups)
         try:
             grammars = await self._grammars(draft)
@@ -206,8 +210,6 @@ class TokenizerManager:
         except BaseException:
             self._live.release(draft.all_rids)
             raise
-        if is_incremental is None:
-            is_incremental = self._is_incremental
         generation = self._generation(
             plan, is_incremental=plan.stream and is_incremental, routed_form=routed_form
         )

@@ -31,8 +31,21 @@ class LogprobSpec:
 Routes: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 
-# The tokens that could have been sampled, and the logprob among them of the one that was.
-Support: TypeAlias = tuple[list[int], float]
+@dataclass(frozen=True, slots=True)
+class Supports:
+    """Which tokens could have been sampled in G rows of a step, without an object for any of them.
+
+    Attributes:
+        rows: which ones; of a step's result, its requests.
+        ids: int32, those of the first row in ascending order, then those of the next, and so on.
+        ends_G: int64, where each row's ids end.
+        logprobs_G: float32, among them, of the token that was sampled.
+    """
+
+    rows: Sequence[int]
+    ids: NDArray[np.int32]
+    ends_G: NDArray[np.int64]
+    logprobs_G: NDArray[np.float32]
 
 
 class TokenMask(Protocol):
@@ -207,14 +220,14 @@ class StepResult:
             prompt (the first position that was asked for is predicted by nothing that counts).
             Log-softmax of the raw logits.
         routes: of all tokens of the plan; None where nobody records them.
-        supports: by request, of those that sampled and asked for it.
+        supports: of the requests that sampled and asked for it; None: nobody asked.
     """
 
     token_ids: list[int]
     output_logprobs: LogprobArrays | None = None
     input_logprobs: dict[int, LogprobArrays] = field(default_factory=dict)
     routes: Routes | None = None
-    supports: dict[int, Support] = field(default_factory=dict)
+    supports: Supports | None = None
 
 
 class PendingStep(Protocol):

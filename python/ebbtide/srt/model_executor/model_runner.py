@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -107,8 +107,9 @@ class LaunchedStep:
         sampled = self.sample.result()
         for request, token_id in zip(self.sampled_R, sampled.token_ids, strict=True):
             result.token_ids[request] = token_id
-        for place, support in sampled.supports.items():
-            result.supports[self.sampled_R[place]] = support
+        if sampled.supports is not None:
+            requests = [self.sampled_R[row] for row in sampled.supports.rows]
+            result.supports = replace(sampled.supports, rows=requests)
         if sampled.logprobs is not None:
             result.output_logprobs = sampled.logprobs.spread(self.sampled_R, self.num_requests)
         return result

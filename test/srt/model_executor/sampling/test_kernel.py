@@ -20,12 +20,14 @@ pytest.importorskip("triton")
 from fixtures.logprobs import PositionLogprobs, by_position
 
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
-from ebbtide.srt.model_executor.sampling.choosing import HostChooser
+from ebbtide.srt.model_executor.sampling.choosing import Chooser, HostChooser
 from ebbtide.srt.model_executor.sampling.kernel import KernelChooser
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
 from ebbtide.srt.model_executor.sampling.logprobs_kernel import token_logprobs
+from ebbtide.srt.model_executor.sampling.mask_kernel import forbid
 from ebbtide.srt.model_executor.sampling.noise import uniforms
 from ebbtide.srt.model_executor.sampling.sampler import Sampled, Sampler
+from ebbtide.srt.model_executor.sampling.support import MAX_LISTED, SupportReader
 from ebbtide.srt.sampling_params import SamplingParams
 
 # Three tiles, the last one not full.
@@ -145,6 +147,55 @@ def test_filters_keep_what_the_host_keeps(filters: dict[str, Any], is_coarse: bo
     # Logprobs are those before the filters.
     expected = (scores / params.temperature).log_softmax(-1)[0, tokens].tolist()
     assert logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_filters_leave_is_listed_or_told_by_bits_as_on_the_host() -> None:
+    params = [SamplingParams(**filters) for filters in FILTERS]
+    coarse = (FILTERS[1], FILTERS[-3])
+    scores = torch.cat([logits(len(params), seed=7), logits(len(coarse), seed=7).round()]).bfloat16()
+    params += [SamplingParams(**filters) for filters in coarse]
+    params.append(GREEDY)
+    scores = torch.cat([scores, scores[:1]])
+    specs = [SampleSpec(each, 0, frozenset(), [], [], returns_support=True) for each in params]
+    noise = [0.5] * len(coarse + tuple(FILTERS)) + [-1.0]
+
+    def supports(chooser: Chooser, scores_SV: Tensor) -> dict[int, tuple[list[int], float]]:
+        chosen = chooser.choose(scores_SV, np.array(noise))
+        launched = SupportReader(specs, VOCAB, scores_SV.device).read(scores_SV, chosen)
+        found = launched.result(chosen.tokens_S.cpu().numpy())
+        ids = np.split(found.ids, found.ends_G[:-1])
+        logprobs = found.logprobs_G.tolist()
+        return {
+            row: (own.tolist(), logprob)
+            for row, own, logprob in zip(found.rows, ids, logprobs, strict=True)
+        }
+
+    by_kernels = supports(KernelChooser(params, VOCAB, DEVICE), scores.to(DEVICE))
+    on_host = supports(HostChooser(params, VOCAB, torch.device("cpu")), scores.float())
+
+    # Far more than are listed, and all that top-k lists.
+    assert len(on_host[5][0]) > MAX_LISTED
+    assert len(on_host[1][0]) == 50
+    assert by_kernels.keys() == on_host.keys() == set(range(len(params)))
+    for row, (ids, logprob) in on_host.items():
+        assert by_kernels[row][0] == ids, params[row]
+        assert by_kernels[row][1] == pytest.approx(logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masks_leave_what_they_allow_as_it_is(dtype: torch.dtype) -> None:
+    scores = logits(3).to(dtype)
+    allowed = torch.rand((2, VOCAB), generator=torch.Generator().manual_seed(1)) < 0.3
+    allowed[0, -1] = allowed[1, 31] = True
+    bits = torch.nn.functional.pad(allowed, (0, -VOCAB % 32)).numpy()
+    words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    expected = scores.clone()
+    expected[[0, 2]] = scores[[0, 2]].masked_fill(~allowed, -math.inf)
+
+    masked = scores.to(DEVICE)
+    forbid(masked, words.to(DEVICE), torch.tensor([0, 2], dtype=torch.int32, device=DEVICE))
+
+    assert torch.equal(masked.cpu(), expected)
 
 
 @pytest.mark.parametrize(

@@ -409,16 +409,15 @@ def _contract(request: GenerateReqInput) -> VersionContract:
 
 
 def _returns_sampling_mask(request: GenerateReqInput, params: SamplingParams, vocab_size: int) -> bool:
-    if not request.return_sampling_mask:
+    if not request.return_sampling_mask and not params.returns_top_p_ids:
         return False
-    if request.stream:
-        raise RequestRejected("return_sampling_mask: not in a stream")
     is_bounded = 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
     if not is_bounded and not params.is_greedy:
+        name = "return_sampling_mask" if request.return_sampling_mask else "return_top_p_token_ids"
         raise RequestRejected(
-            "return_sampling_mask: expected top_k, top_p or min_p, or greedy sampling: there is no bound"
+            f"{name}: expected top_k, top_p or min_p, or greedy sampling: there is no bound"
         )
-    return True
+    return bool(request.return_sampling_mask)
 
 
 def _one_sampling_params(given: Any) -> SamplingParams:

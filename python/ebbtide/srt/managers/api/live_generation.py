@@ -21,6 +21,7 @@ from ebbtide.srt.managers.io_struct import (
     RoutedExperts,
     TokenizedGenerateReqInput,
 )
+from ebbtide.srt.managers.wire.supports import SupportList
 
 # JSON has no infinity: the lowest float32 stands for it.
 LOWEST_LOGPROB = -3.4028234663852886e38
@@ -127,7 +128,7 @@ class OutputState:
         self._kv_versions: list[str] = []
         self._prefill_starts: list[tuple[str, int]] = []
         self._routed_experts: RoutedExperts | None = None
-        self._supports: list[tuple[list[int], float]] = []
+        self._supports = SupportList()
         self._num_retractions = 0
         self._weight_version = ""
         self._first_token_s: float | None = None
@@ -158,7 +159,8 @@ class OutputState:
         if output.prefill_starts is not None:
             self._prefill_starts = output.prefill_starts
         self._routed_experts = output.routed_experts
-        self._supports += output.supports or ()
+        if output.supports is not None:
+            self._supports.add(output.supports)
         self._num_retractions = output.num_retractions
         self._weight_version = weight_version
         if output.finish is not None:
@@ -191,6 +193,7 @@ class OutputState:
             self._output_ids = []
             self._logprobs.forget()
             self._input_logprobs.end()
+            self._supports.clear()
         return body
 
     def _handed_out(self, values: list[Any]) -> list[Any]:
@@ -226,10 +229,8 @@ class OutputState:
                 meta[name] = self._handed_out(entries)
             meta["output_token_logprobs_length"] = self._num_tokens
             meta.update(self._input_logprobs.columns())
-        if request.return_sampling_mask:
-            meta["output_token_sampling_mask"] = [ids for ids, _ in self._supports]
-            meta["output_token_sampling_logprobs"] = [logprob for _, logprob in self._supports]
-            meta["output_token_sampling_mask_length"] = len(self._supports)
+        if request.wants_supports:
+            meta.update(self._sampling_masks())
         if self._routed_experts is not None:
             meta["routed_experts"] = encoded(
                 self._routed_experts, self._style.routed_form, request.routed_experts_start or 0
@@ -239,6 +240,17 @@ class OutputState:
         if self.finish is not None:
             meta.update(self._latencies())
             meta["precision"] = self._style.precision
+        return meta
+
+    def _sampling_masks(self) -> dict[str, Any]:
+        """In the forms that were asked for. Source: wire_vllm section 6.2."""
+        meta: dict[str, Any] = {}
+        if self.request.return_sampling_mask:
+            meta["output_token_sampling_mask"] = self._supports.masks
+            meta["output_token_sampling_logprobs"] = self._supports.logprobs
+            meta["output_token_sampling_mask_length"] = len(self._supports)
+        if self.request.sampling_params.returns_top_p_ids:
+            meta["top_p_token_ids"], meta["top_p_token_offsets"] = self._supports.encoded()
         return meta
 
     def _latencies(self) -> dict[str, float]:

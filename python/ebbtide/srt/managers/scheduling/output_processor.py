@@ -66,9 +66,10 @@ class OutputProcessor:
         for index, token_id in zip(sampled.tolist(), tokens_S.tolist(), strict=True):
             plan.specs[index].output_ids.append(token_id)
         self._append_logprobs(batch.requests, result, sampled.tolist())
-        for index, support in result.supports.items():
-            if live_R[index]:
-                batch.requests[index].new_supports.append(support)
+        if result.supports is not None:
+            for place, index in enumerate(result.supports.rows):
+                if live_R[index]:
+                    batch.requests[index].new_supports.append(result.supports, place)
         ended = self._find_ended(batch, live_R, sampled, tokens_S)
         output = self._outputs(batch, sampled, ended, looked_at)
         if ended:
@@ -206,10 +207,9 @@ class OutputProcessor:
             logprobs=req.new_logprobs.take() if req.spec.logprobs is not None else None,
             prefill_starts=req.prefill_starts if req.prefill_changed else None,
             routed_experts=_routed_experts(req) if req.finish is not None else None,
-            supports=req.new_supports if req.spec.returns_support else None,
+            supports=req.new_supports.take() if req.spec.returns_support else None,
         )
         req.num_emitted = len(req.spec.output_ids)
-        req.new_supports = []
         req.has_started_output = True
         req.versions_changed = req.kv_versions_changed = req.prefill_changed = False
         return output

@@ -13,8 +13,9 @@ from ebbtide.srt.managers.scheduling.running_rows import RunningRows
 from ebbtide.srt.managers.scheduling.version_contract import NO_CONTRACT
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
 from ebbtide.srt.managers.wire.generation import VersionContract
+from ebbtide.srt.managers.wire.supports import SupportList
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease
-from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Routes, SampleSpec, Support
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Routes, SampleSpec
 
 
 class Phase(Enum):
@@ -111,7 +112,7 @@ class Req:
     priority: int = 0
     contract: VersionContract = NO_CONTRACT
     head_start: int = 0
-    new_supports: list[Support] = field(default_factory=list)
+    new_supports: SupportList = field(default_factory=SupportList)
     routes_from: int | None = None
     routes: RouteRows = field(default_factory=RouteRows)
     given_routes: Routes | None = None

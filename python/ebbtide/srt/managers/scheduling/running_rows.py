@@ -159,5 +159,6 @@ def _stream_kind(req: Req) -> int:
     if req.stream_interval is None:
         return 0
     logprobs = req.spec.logprobs
-    has_more = logprobs is not None and bool(logprobs.top or logprobs.token_ids)
+    has_more = req.spec.returns_support
+    has_more |= logprobs is not None and bool(logprobs.top or logprobs.token_ids)
     return OTHER_STREAM if req.stream_interval != 1 or has_more else PLAIN_STREAM

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ebbtide.srt.managers.wire.logprobs import LogprobColumns
 from ebbtide.srt.managers.wire.message import Message
+from ebbtide.srt.managers.wire.supports import SupportColumns
 from ebbtide.srt.sampling_params import SamplingParams
 
 
@@ -78,6 +79,11 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     routed_experts_start: int | None = None
     given_routes: RoutedExperts | None = None
     return_sampling_mask: bool = False
+
+    @property
+    def wants_supports(self) -> bool:
+        """Whether its answer tells which tokens could have been sampled, in whichever form."""
+        return self.return_sampling_mask or self.sampling_params.returns_top_p_ids
 
 
 class PrepareGrammars(Message, frozen=True, kw_only=True):
@@ -166,7 +172,7 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
         num_retractions: times the request gave up its KV so far.
         logprobs: per new token; None when not asked for.
         routed_experts: with the last output, where they were asked for.
-        supports: per new token, which could have been sampled, and its logprob among them; None: not asked.
+        supports: per new token, which could have been sampled; None: not asked.
     """
 
     rid: str
@@ -179,7 +185,7 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     logprobs: LogprobColumns | None = None
     prefill_starts: list[tuple[str, int]] | None = None
     routed_experts: RoutedExperts | None = None
-    supports: list[tuple[list[int], float]] | None = None
+    supports: SupportColumns | None = None
 
 
 class StreamedTokens(Struct, frozen=True, array_like=True):

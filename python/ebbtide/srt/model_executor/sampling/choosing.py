@@ -24,6 +24,19 @@ _ROWS_ALIGNED = 2
 
 
 @dataclass(frozen=True, slots=True)
+class CutRows:
+    """Rows as the kernels left them, which know where the filters cut them; `kernel_parts` says what lies where.
+
+    Attributes:
+        settings_S4, work, strips: of all rows; those without filters have no cut.
+    """
+
+    settings_S4: Tensor
+    work: Tensor
+    strips: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """Tokens on their way from the device.
 
@@ -33,12 +46,14 @@ class Chosen:
         num_rows: S.
         norm_S1: logsumexp of the scores over the temperature, float32; None if nobody computed it.
         scale_S1: what the scores have yet to be multiplied by, float32; None: nothing.
+        cut_rows: where filters cut the rows; None where the chooser does not tell, or there are none.
     """
 
     packed: Tensor
     num_rows: int
     norm_S1: Tensor | None = None
     scale_S1: Tensor | None = None
+    cut_rows: CutRows | None = None
 
     @staticmethod
     def packed_size(num_rows: int) -> int:

@@ -245,13 +245,13 @@ def _above(
 ):
     """How much lies above each of three ascending thresholds, float32: exp(score − base) summed, or tokens
     counted."""
-    count = _list_strips(strip_list, maxima > x_1, Q)
+    count = list_strips(strip_list, maxima > x_1, Q)
     sum_1 = tl.zeros([AT_ONCE, STRIP], tl.float32)
     sum_2 = tl.zeros([AT_ONCE, STRIP], tl.float32)
     sum_3 = tl.zeros([AT_ONCE, STRIP], tl.float32)
     first = 0
     while first < count:
-        x, _, _ = _load_strips(scores, strip_list, first, count, V, STRIP, AT_ONCE)
+        x, _, _ = load_strips(scores, strip_list, first, count, V, STRIP, AT_ONCE)
         value = tl.exp(x * scale - base) if BY_MASS else tl.full([AT_ONCE, STRIP], 1.0, tl.float32)
         sum_1 += tl.where(x > x_1, value, 0.0)
         sum_2 += tl.where(x > x_2, value, 0.0)
@@ -281,12 +281,12 @@ def _store_strip_sums(
     temperature here."""
     tl.store(strips + STRIP_SUMS * Q + tl.arange(0, Q), tl.zeros([Q], tl.float32))
     # Zeros first, sums over them.
-    count = _list_strips(strip_list, maxima * scale >= cut, Q)
+    count = list_strips(strip_list, maxima * scale >= cut, Q)
     num_equal = tl.full([], 0, tl.int32)
     last_id = tl.full([], -1, tl.int32)
     first = 0
     while first < count:
-        raw, ids, strip = _load_strips(scores, strip_list, first, count, V, STRIP, AT_ONCE)
+        raw, ids, strip = load_strips(scores, strip_list, first, count, V, STRIP, AT_ONCE)
         x = raw * scale
         equal = x == cut
         equal_in_strip = tl.sum(equal.to(tl.int32), 1)
@@ -303,7 +303,7 @@ def _store_strip_sums(
 
 
 @triton.jit
-def _list_strips(strip_list, is_wanted, Q: tl.constexpr):
+def list_strips(strip_list, is_wanted, Q: tl.constexpr):
     """Write the numbers of the strips that are wanted, in their order; returns how many there are."""
     wanted = is_wanted.to(tl.int32)
     tl.store(strip_list + tl.cumsum(wanted, 0) - 1, tl.arange(0, Q), mask=is_wanted)
@@ -312,7 +312,7 @@ def _list_strips(strip_list, is_wanted, Q: tl.constexpr):
 
 
 @triton.jit
-def _load_strips(
+def load_strips(
     scores, strip_list, first, count, V: tl.constexpr, STRIP: tl.constexpr, AT_ONCE: tl.constexpr
 ):
     """Scores [AT_ONCE, STRIP] of listed strips from `first` on, −∞ beyond the end; their ids; the strips."""

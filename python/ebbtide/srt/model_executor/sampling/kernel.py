@@ -25,7 +25,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.model_executor.sampling.choosing import Chosen, temperature_of
+from ebbtide.srt.model_executor.sampling.choosing import Chosen, CutRows, temperature_of
 from ebbtide.srt.model_executor.sampling.cut_kernel import cut_kernel
 from ebbtide.srt.model_executor.sampling.filters import has_top_k, is_filtered
 from ebbtide.srt.model_executor.sampling.kernel_parts import (
@@ -39,9 +39,11 @@ from ebbtide.srt.model_executor.sampling.kernel_parts import (
     NUM_PLANES,
     NUM_STRIP_PLANES,
     SCALE,
+    STRIP,
     STRIP_MAXIMA,
     STRIP_SUMS,
     SUMS,
+    TILE,
     TOP_K,
     TOP_P,
     base_of,
@@ -52,8 +54,7 @@ from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
 from ebbtide.srt.model_executor.transfers import upload
 from ebbtide.srt.sampling_params import SamplingParams
 
-_TILE = 2048
-_STRIP = 128
+_TILE, _STRIP = TILE.value, STRIP.value
 # Strips that one program of the search for a cut holds at a time.
 _STRIPS_AT_ONCE = 32
 _CUT_WARPS = 8
@@ -94,12 +95,13 @@ class KernelChooser:
         )
         packed = torch.empty(Chosen.packed_size(num_rows), dtype=torch.int64, device=device)
         norm_S = torch.empty(num_rows, dtype=torch.float32, device=device)
-        chosen = Chosen(packed, num_rows, norm_S.unsqueeze(1), self._params_S4[:, :1])
         has_filters = self._filtered_F is not None
         strips = work
         if has_filters:
             shape = (num_rows, NUM_STRIP_PLANES.value, self._num_strips_padded)
             strips = torch.empty(shape, dtype=torch.float32, device=device)
+        cut_rows = CutRows(self._params_S4, work, strips) if has_filters else None
+        chosen = Chosen(packed, num_rows, norm_S.unsqueeze(1), self._params_S4[:, :1], cut_rows)
         common: dict[str, Any] = {
             "scores": scores_SV,
             "row_stride": scores_SV.stride(0),

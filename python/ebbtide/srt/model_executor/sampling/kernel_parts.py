@@ -11,6 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Scores of a tile, and of a strip of it.
+TILE = tl.constexpr(2048)
+STRIP = tl.constexpr(128)
 # Planes of the workspace [S, planes, P]: what is known of each tile, then of each row.
 MAXIMA = tl.constexpr(0)
 SUMS = tl.constexpr(1)  # of exp(score − the tile's largest)

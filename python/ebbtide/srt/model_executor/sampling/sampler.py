@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.model_executor.batch_plan import LogprobArrays, LogprobSpec, SampleSpec, Support
+from ebbtide.srt.model_executor.batch_plan import LogprobArrays, LogprobSpec, SampleSpec, Supports
 from ebbtide.srt.model_executor.sampling.choosing import Chosen, HostChooser, MakeChooser
 from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
 from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, alternatives, position_logprobs
@@ -34,7 +34,7 @@ class Sampled:
 
     token_ids: list[int]
     logprobs: LogprobArrays | None
-    supports: dict[int, Support]
+    supports: Supports | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class LaunchedSample:
                 tokens_M = chosen.logprobs_S.numpy()[rows]
             logprobs = self._logprobs.result(tokens_M, token_ids_S[rows]).spread(rows, chosen.num_rows)
         token_ids: list[int] = token_ids_S.tolist()
-        supports = {} if self._supports is None else self._supports.result(token_ids)
+        supports = None if self._supports is None else self._supports.result(token_ids_S)
         return Sampled(token_ids, logprobs, supports)
 
 
@@ -121,8 +121,8 @@ class Sampler:
             logprobs = batch.logprobs_of(batch.processed_scores(scores_SV, chosen), chosen)
         elif batch.logprob_rows:
             logprobs = batch.logprobs(scores_SV, chosen)
-        on_host = Chosen(download(chosen.packed), chosen.num_rows)
         supports = None if batch.supports is None else batch.supports.read(scores_SV, chosen)
+        on_host = Chosen(download(chosen.packed), chosen.num_rows)
         return LaunchedSample(chosen.tokens_S, on_host, batch.logprob_rows, logprobs, supports)
 
     def warm_up(self, dtype: torch.dtype) -> None:
@@ -185,11 +185,10 @@ class _Batch:
     def adjusted(self, logits_SV: Tensor, positions_S: NDArray[np.int64]) -> Tensor:
         """Scores after penalties, bias and masks; reported logprobs are of these over the temperature."""
         mask = self._stop_id_mask(positions_S) if self._has_minimum else None
-        changes = (self._penalties, self._bias, self._allowed, mask, self._token_masks)
-        if all(change is None for change in changes):
-            # A CUDA chooser reads half precision as it is.
-            return logits_SV if logits_SV.is_cuda else logits_SV.float()
-        scores_SV = logits_SV.float()
+        changes = (self._penalties, self._bias, self._allowed, mask)
+        # A CUDA chooser reads half precision as it is, and masks leave it so.
+        is_plain = logits_SV.is_cuda and all(change is None for change in changes)
+        scores_SV = logits_SV if is_plain else logits_SV.float()
         if self._penalties is not None:
             self._penalties.apply(scores_SV)
         if self._bias is not None:

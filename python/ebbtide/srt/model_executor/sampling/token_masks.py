@@ -57,23 +57,24 @@ class TokenMasks:
     """
 
     def __init__(self, specs: Sequence[SampleSpec], vocab_size: int, device: torch.device) -> None:
-        rows = [row for row, spec in enumerate(specs) if spec.mask is not None]
         self._masks = [spec.mask for spec in specs if spec.mask is not None]
-        self._rows_M = None if len(rows) == len(specs) else upload(rows, device)
-        self._vocab_size = vocab_size
+        rows = [row for row, spec in enumerate(specs) if spec.mask is not None]
+        self._rows_M = upload(np.array(rows, dtype=np.int32), device)
         self._num_words = -(-vocab_size // WORD_BITS)
         self._device = device
-        self._shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=device)
 
     def apply(self, scores_SV: Tensor) -> None:
         """Set what may not come next to −∞, in place."""
         words_MW = np.empty((len(self._masks), self._num_words), dtype=np.int32)
         for mask, words_W in zip(self._masks, words_MW, strict=True):
             mask.fill(words_W)
-        bits = (upload(words_MW, self._device).unsqueeze(-1) >> self._shifts) & 1
-        forbidden_MV = bits.view(len(self._masks), -1)[:, : self._vocab_size] == 0
-        if self._rows_M is None:
-            scores_SV.masked_fill_(forbidden_MV, float("-inf"))
-        else:
-            masked_MV = scores_SV[self._rows_M].masked_fill_(forbidden_MV, float("-inf"))
-            scores_SV.index_copy_(0, self._rows_M, masked_MV)
+        if scores_SV.is_cuda:
+            # Triton is there on CUDA machines alone.
+            from ebbtide.srt.model_executor.sampling.mask_kernel import forbid
+
+            forbid(scores_SV, upload(words_MW, self._device), self._rows_M)
+            return
+        bits = np.unpackbits(words_MW.view(np.uint8), axis=-1, bitorder="little")
+        forbidden_MV = torch.from_numpy(bits[:, : scores_SV.shape[1]] == 0)
+        masked_MV = scores_SV[self._rows_M].masked_fill_(forbidden_MV, float("-inf"))
+        scores_SV.index_copy_(0, self._rows_M.long(), masked_MV)
