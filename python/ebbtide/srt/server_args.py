@@ -159,7 +159,7 @@ class ServerArgs(SglangArguments):
     )
     prefill_share: Annotated[
         float, Arg("Of the prompt tokens of a forward pass, what a single prompt gets at most.")
-    ] = 0.125
+    ] = 0.0625
     schedule_policy: Annotated[
         str,
         Arg(

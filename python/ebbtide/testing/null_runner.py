@@ -97,7 +97,7 @@ class NullRunner:
         if spec.mask is None:
             return self.token(spec.seed, num_outputs, value)
         words_W = np.empty(-(-self.VOCAB_SIZE // 32), dtype=np.int32)
-        spec.mask.fill(words_W)
+        spec.mask.fill([], words_W[np.newaxis])
         return int(np.flatnonzero(np.unpackbits(words_W.view(np.uint8), bitorder="little"))[0])
 
     def logprob(self, value: int) -> float:

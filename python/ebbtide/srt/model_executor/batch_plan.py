@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,8 +51,10 @@ class Supports:
 class TokenMask(Protocol):
     """Which tokens may come next. It follows the output, token by token."""
 
-    def fill(self, words_W: NDArray[np.int32]) -> None:
-        """Set bit i % 32 of word i // 32 for each token i that may come next, and clear all others."""
+    def fill(self, others: Sequence[Self], words_MW: NDArray[np.int32]) -> None:
+        """In the first row set bit i % 32 of word i // 32 for each token i that may come next, and clear all
+        other bits; in the rows behind it do so for the others. All masks of an engine are of one kind.
+        """
         ...
 
     def accept(self, token_id: int) -> bool:

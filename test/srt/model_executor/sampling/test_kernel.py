@@ -166,8 +166,7 @@ def test_what_filters_leave_is_listed_or_told_by_bits_as_on_the_host() -> None:
         ids = np.split(found.ids, found.ends_G[:-1])
         logprobs = found.logprobs_G.tolist()
         return {
-            row: (own.tolist(), logprob)
-            for row, own, logprob in zip(found.rows, ids, logprobs, strict=True)
+            row: (own.tolist(), logprob) for row, own, logprob in zip(found.rows, ids, logprobs, strict=True)
         }
 
     by_kernels = supports(KernelChooser(params, VOCAB, DEVICE), scores.to(DEVICE))

@@ -6,8 +6,9 @@ that asks for a grammar.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from threading import Lock
@@ -32,6 +33,9 @@ MAX_COMPILED_BYTES: Final = 64 << 20
 MAX_KEPT: Final = 64
 # Tokens that one word of a mask stands for, as `batch_plan.TokenMask` has it.
 WORD_BITS: Final = 32
+# Threads that fill masks beside a forward pass, and the fewest masks that are worth waking them.
+MAX_FILL_THREADS: Final = 8
+MIN_BATCH_FILL: Final = 8
 # How long one may take to compile. A thread cannot be stopped, but nobody waits for it any longer.
 COMPILE_LIMIT_S: Final = 20.0
 
@@ -113,7 +117,7 @@ class GrammarCompiler:
         except Exception as error:  # the library raises RuntimeError, and what pydantic raises
             raise RequestRejected(f"{name}: does not compile: {_told(error)}") from error
         words_W = np.empty(-(-self._vocabulary.size // WORD_BITS), dtype=np.int32)
-        GrammarMask(grammar).fill(words_W)
+        GrammarMask(grammar, MaskFiller(1)).fill([], words_W[np.newaxis])
         if not words_W.any():
             raise RequestRejected(f"{name}: no token of the model's vocabulary can begin it")
         compiled: bytes = grammar.serialize_json().encode()
@@ -152,6 +156,7 @@ class GrammarShelf:
         self._vocabulary = vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._grammars: dict[str, Future[xgrammar.CompiledGrammar]] = {}
+        self._filler = MaskFiller(min(MAX_FILL_THREADS, (os.cpu_count() or 1) // 2))
 
     def prepare(self) -> None:
         """A grammar is about to come: have the library ready."""
@@ -165,7 +170,7 @@ class GrammarShelf:
 
     def mask(self, key: str) -> GrammarMask:
         """The state of a request that begins to follow a grammar."""
-        return GrammarMask(self._grammars[key].result())
+        return GrammarMask(self._grammars[key].result(), self._filler)
 
     def _read(self, compiled: bytes) -> xgrammar.CompiledGrammar:
         import xgrammar
@@ -173,23 +178,46 @@ class GrammarShelf:
         return xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), self._vocabulary.info)
 
 
+class MaskFiller:
+    """Fills the masks of many outputs, by several threads where there is enough for each.
+
+    Args:
+        num_threads: one or fewer: the caller's own does it.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+
+    @cached_property
+    def _batch(self) -> xgrammar.BatchGrammarMatcher:
+        import xgrammar
+
+        return xgrammar.BatchGrammarMatcher(max_threads=self._num_threads)
+
+    def fill(self, matchers: Sequence[xgrammar.GrammarMatcher], words_MW: NDArray[np.int32]) -> None:
+        # What is all ones already is left untouched by the library; and the row of a request that has ended
+        # counts for nothing.
+        words_MW.fill(-1)
+        live = [row for row, matcher in enumerate(matchers) if not matcher.is_terminated()]
+        if self._num_threads > 1 and len(live) >= MIN_BATCH_FILL:
+            self._batch.batch_fill_next_token_bitmask([matchers[row] for row in live], words_MW, live)
+            return
+        for row in live:
+            matchers[row].fill_next_token_bitmask(words_MW, row)
+
+
 class GrammarMask:
     """Where one output stands in its grammar. Implements `batch_plan.TokenMask`."""
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar) -> None:
+    def __init__(self, grammar: xgrammar.CompiledGrammar, filler: MaskFiller) -> None:
         import xgrammar
 
         self._matcher = xgrammar.GrammarMatcher(grammar)
+        self._filler = filler
 
-    def fill(self, words_W: NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that may come next."""
-        if self._matcher.is_terminated():
-            # The request has ended; its row counts for nothing.
-            words_W.fill(-1)
-        else:
-            # What is all ones already is left untouched by the library.
-            words_W.fill(-1)
-            self._matcher.fill_next_token_bitmask(words_W[np.newaxis])
+    def fill(self, others: Sequence[GrammarMask], words_MW: NDArray[np.int32]) -> None:
+        """Set the bits of the tokens that may come next: here, and in each of the others."""
+        self._filler.fill([self._matcher, *(other._matcher for other in others)], words_MW)
 
     def accept(self, token_id: int) -> bool:
         """A token was sampled; whether the grammar allows it."""

@@ -66,8 +66,7 @@ class TokenMasks:
     def apply(self, scores_SV: Tensor) -> None:
         """Set what may not come next to −∞, in place."""
         words_MW = np.empty((len(self._masks), self._num_words), dtype=np.int32)
-        for mask, words_W in zip(self._masks, words_MW, strict=True):
-            mask.fill(words_W)
+        self._masks[0].fill(self._masks[1:], words_MW)
         if scores_SV.is_cuda:
             # Triton is there on CUDA machines alone.
             from ebbtide.srt.model_executor.sampling.mask_kernel import forbid
