@@ -1,4 +1,4 @@
-"""Sampling masks on their way to the API process: which tokens could have been sampled, as columns of numbers.
+"""Sampling masks on their way to the API process: tokens that could have been sampled, in columns of numbers.
 
 There may be hundreds of ids per token: as objects they would cost more than the tokens themselves.
 """

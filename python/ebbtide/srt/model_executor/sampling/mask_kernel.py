@@ -1,6 +1,7 @@
 """What may not come next becomes −∞, where it stands: half precision stays what it is.
 
-Imported on CUDA only, as `kernel` is. Shapes: S rows, M of them with a mask, V vocabulary, W words of 32 tokens.
+Imported on CUDA only, as `kernel` is. Shapes: S rows, M of them with a mask, V vocabulary, W words of 32
+tokens.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

@@ -5,8 +5,10 @@ Shapes: S requests that sample, G of them by chance (not greedy), V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -127,16 +129,35 @@ class Sampler:
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Run every kernel once on logits of this type, so that none is compiled while requests wait."""
-        filters = {"top_k": 2, "top_p": 0.5, "min_p": 0.1}
+        filters = {"top_p": 0.5, "min_p": 0.1}
         # A bias makes the scores float32; without any filter, other kernels run.
         for params in ({}, filters, {"logit_bias": {0: 0.0}}, filters | {"logit_bias": {0: 0.0}}):
-            spec = SampleSpec(SamplingParams(**params), 0, frozenset(), [0], [])
+            has_filters = "top_p" in params
+            spec = SampleSpec(
+                SamplingParams(**params),
+                seed=0,
+                stop_ids=frozenset(),
+                prompt_ids=[0],
+                output_ids=[],
+                mask=_OpenMask() if has_filters else None,
+                returns_support=has_filters,
+            )
             logits_SV = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
             self.launch(logits_SV, [spec], np.zeros(1, dtype=np.int64))
         for scores_SV in (logits_SV, logits_SV.float()):
             token_ids_S = torch.zeros(1, dtype=torch.int64, device=self._device)
             position_logprobs(scores_SV, token_ids_S, [LogprobSpec()])
         self._batch = None
+
+
+class _OpenMask:
+    """Every token may come. Implements `TokenMask`."""
+
+    def fill(self, others: Sequence[Self], words_MW: NDArray[np.int32]) -> None:
+        words_MW.fill(-1)
+
+    def accept(self, token_id: int) -> bool:
+        return True
 
 
 class _Batch:

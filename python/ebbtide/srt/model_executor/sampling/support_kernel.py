@@ -1,7 +1,7 @@
-"""What filters left of rows, from where they cut them: as ids, and as bits for rows that have too many of those.
+"""What filters left of rows, from where they cut them: as ids, and as bits for rows that have too many.
 
-Imported on CUDA only, as `kernel` is. Shapes: S rows that sample, G of them that ask, K ids of a row at most,
-V vocabulary, J tiles of a row, P the power of two from J on, Q strips padded, W words of 32 tokens.
+Imported on CUDA only, as `kernel` is. Shapes: S rows that sample, G of them that ask, K ids of a row at
+most, V vocabulary, J tiles of a row, P the power of two from J on, Q strips padded, W words of 32 tokens.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
