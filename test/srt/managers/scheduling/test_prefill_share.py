@@ -1,5 +1,8 @@
 """Long prompts share the road, an agent's next turn comes first, and masks follow the tokens."""
 
+from collections.abc import Sequence
+from typing import Self
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -64,9 +67,9 @@ class Counting:
     def __init__(self) -> None:
         self.num_accepted = 0
 
-    def fill(self, words_W: NDArray[np.int32]) -> None:
-        words_W.fill(0)
-        bits = words_W.view(np.uint32)
+    def fill(self, others: Sequence[Self], words_MW: NDArray[np.int32]) -> None:
+        words_MW.fill(0)
+        bits = words_MW[0].view(np.uint32)
         bits[self.num_accepted // 32] |= np.uint32(1 << self.num_accepted % 32)
 
     def accept(self, token_id: int) -> bool:
