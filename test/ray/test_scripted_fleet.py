@@ -198,7 +198,14 @@ def test_another_replica_goes_on_behind_what_was_given(fleet: ScriptedFleet, str
 
 
 @pytest.mark.parametrize(
-    "fields", [{"params": {"stop": ["x"]}}, {"params": {"n": 2}}, {"return_sampling_mask": True}], ids=str
+    "fields",
+    [
+        {"params": {"stop": ["x"]}},
+        {"params": {"n": 2}},
+        {"params": {"custom_params": {"return_top_p_token_ids": True}}},
+        {"return_sampling_mask": True},
+    ],
+    ids=str,
 )
 def test_what_cannot_go_on_begins_anew(fleet: ScriptedFleet, fields: dict[str, Any]) -> None:
     first_engine(fleet).dies_after = 2

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ebbtide.srt.sampling_params import SamplingParams
+from ebbtide.srt.sampling_params import TOP_P_IDS, SamplingParams
 
 # Of a request that is not streamed, so many tokens are lost at most.
 CHECKPOINT_TOKENS: Final = 16
@@ -97,6 +97,8 @@ class Continuation:
         wholes = [name for name in WHOLE_FIELDS if fields.get(name)]
         if wholes:
             return wholes[0]
+        if params.returns_top_p_ids:
+            return TOP_P_IDS
         # Text that may be the beginning of a stop string was held back by the replica that died.
         return "stop" if params.stop_strings else ""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fixtures.gpu_device import ON_CPU_AND_GPU
@@ -58,6 +60,26 @@ def test_they_are_the_support_of_the_filters(
             assert set(mask) == _support(rows[place], params)
 
 
+def test_slimes_form_is_the_same_in_two_arrays(engine: Engine) -> None:
+    params: dict[str, Any] = {"top_p": 0.7, "max_new_tokens": 6, "sampling_seed": 3}
+    lists = engine.generate(input_ids=PROMPT, sampling_params=params, return_sampling_mask=True)["meta_info"]
+    params["custom_params"] = {"return_top_p_token_ids": True, "of_no_meaning": object()}
+
+    meta = engine.generate(input_ids=PROMPT, sampling_params=params)["meta_info"]
+    *_, streamed = engine.generate(input_ids=PROMPT, sampling_params=params, stream=True)
+
+    assert "output_token_sampling_mask" not in meta
+    ids, offsets = (
+        np.frombuffer(b64decode(meta[name]), dtype=np.int32)
+        for name in ("top_p_token_ids", "top_p_token_offsets")
+    )
+    assert len(offsets) == 6 + 1
+    assert [part.tolist() for part in np.split(ids, offsets[1:-1])] == lists["output_token_sampling_mask"]
+    assert (offsets[0], offsets[-1]) == (0, len(ids))
+    # Its streams tell what there is so far.
+    assert streamed["meta_info"]["top_p_token_ids"] == meta["top_p_token_ids"]
+
+
 def _support(scores_V: torch.Tensor, params: dict[str, Any]) -> set[int]:
     probs = scores_V.softmax(-1)
     if "top_k" in params:
@@ -72,6 +94,13 @@ def _support(scores_V: torch.Tensor, params: dict[str, Any]) -> set[int]:
     ("fields", "problem"),
     [
         ({"sampling_params": {"temperature": 1.0}}, "expected top_k, top_p or min_p, or greedy"),
+        (
+            {
+                "sampling_params": {"custom_params": {"return_top_p_token_ids": True}},
+                "return_sampling_mask": False,
+            },
+            "return_top_p_token_ids: expected top_k",
+        ),
         ({"sampling_params": {"top_k": 5}, "stream": True}, "not in a stream whose chunks repeat"),
     ],
 )
@@ -79,5 +108,5 @@ def test_what_has_no_bound_or_cannot_be_told_is_refused(
     engine: Engine, fields: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(RequestRejected, match=problem):
-        engine.generate(input_ids=PROMPT, return_sampling_mask=True, **fields)
+        engine.generate(**{"input_ids": PROMPT, "return_sampling_mask": True, **fields})
     assert math.isfinite(engine.generate(input_ids=PROMPT)["meta_info"]["e2e_latency"])

@@ -193,6 +193,7 @@ def call_of(kind: str, **fields: Any) -> OpenAICall:
             (["chat", "completion"], {name: value})
             for name, value in {
                 "bad_words": ["no"],
+                "cache_salt": "",
                 "ec_transfer_params": {"a": 1},
                 "function_call": {"name": "f"},
                 "functions": [{"name": "f"}],
@@ -200,6 +201,7 @@ def call_of(kind: str, **fields: Any) -> OpenAICall:
                 "guided_json": {"type": "object"},
                 "guided_regex": "a+",
                 "kv_transfer_params": {"a": 1},
+                "mm_processor_kwargs": {"a": 1},
                 "prompt_embeds": "AAAA",
                 "response_format": {"type": "json_schema"},
                 "stop_regex": "a+",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -268,6 +269,17 @@ def test_prime_rl_by_folder(server: Server, checkpoints: Any, tmp_path: Path) ->
         assert (entry["token"], entry["token_id"]) == (f"token_id:{token_id}", token_id)
         assert entry["top_logprobs"][0]["token_id"] == token_id
         assert entry["logprob"] <= max(other["logprob"] for other in entry["top_logprobs"])
+    masked = {
+        **body,
+        "sampling_params": {"top_k": 5, "max_tokens": 4, "seed": 5},
+        "return_sampling_mask": True,
+    }
+    [whole] = ok(server.post("/inference/v1/generate", masked))["choices"]
+    assert [len(mask) for mask in whole["sampling_mask"]] == [5] * 4
+    lines = server.post("/inference/v1/generate", {**masked, "stream": True}).text.split("\n\n")
+    pieces = [json.loads(line[len("data: ") :])["choices"][0] for line in lines if "choices" in line]
+    assert sum((piece["sampling_mask"] for piece in pieces), []) == whole["sampling_mask"]
+    assert len(pieces) > 1
     scored = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
     first, *others = ok(server.post("/inference/v1/generate", scored))["prompt_logprobs"]
     assert first is None

@@ -13,7 +13,10 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_fields import asks_for_nothing
 
 _OLDER: Final = "structured_outputs takes its place"
+_ONLY_TEXT: Final = "prompts are texts or token ids"
 _ONLY_BIAS: Final = "of single tokens, logit_bias changes the odds and allowed_token_ids says which may come"
+
+MAX_SALT_LENGTH: Final = 1024
 
 # Field → what there is instead.
 _UNSUPPORTED: Final[Mapping[str, str]] = {
@@ -28,7 +31,9 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
     "guided_regex": _OLDER,
     "kv_transfer_params": "prompts are computed here",
     "logits_processors": _ONLY_BIAS,
-    "prompt_embeds": "prompts are texts or token ids",
+    "media_io_kwargs": _ONLY_TEXT,
+    "mm_processor_kwargs": _ONLY_TEXT,
+    "prompt_embeds": _ONLY_TEXT,
     "repetition_detection": "there are stop strings, stop_token_ids and penalties",
     "required_prefix_token_ids": "completions take token ids",
     "stop_regex": "stop takes strings",
@@ -59,6 +64,20 @@ def refuse_unsupported(fields: Mapping[str, Any], *, is_chat: bool) -> None:
         _expect(fields, "tool_choice", ("none", "auto"), "chats have tools")
     _expect(fields, "function_call", ("none", "auto"), "tool_choice takes its place")
     _expect(fields, "truncation_side", ("left",), "the last tokens of a prompt are kept")
+    check_salt(fields.get("cache_salt"))
+
+
+def check_salt(salt: Any) -> None:
+    """Refuse one that separates nothing, and one that is no text of a few words.
+
+    Raises:
+        RequestRejected: 400.
+    """
+    if isinstance(salt, str) and not 1 <= len(salt) <= MAX_SALT_LENGTH:
+        raise RequestRejected(
+            f"cache_salt: expected 1 to {MAX_SALT_LENGTH} characters, got {len(salt)}",
+            param="body.cache_salt",
+        )
 
 
 def _expect(fields: Mapping[str, Any], name: str, supported: tuple[str, ...], why: str) -> None:

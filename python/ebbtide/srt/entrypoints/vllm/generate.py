@@ -18,6 +18,7 @@ from ebbtide.srt.entrypoints.openai.answers import Piece, known, stop_reason, wr
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, Triple, prompt_logprobs
 from ebbtide.srt.entrypoints.openai.protocol import Usage
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, within_limits
+from ebbtide.srt.entrypoints.openai.unsupported_fields import check_salt
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.occupation import meant_by
@@ -34,7 +35,10 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_fields import PASSED_ON_FIELDS
 from ebbtide.srt.managers.api.routed_experts import RoutedForm
 
-_UNSUPPORTED = ("features", "content_parts", "token_offsets", "kv_transfer_params")
+_UNSUPPORTED = (
+    *("features", "content_parts", "token_offsets"),
+    *("kv_transfer_params", "ec_transfer_params"),
+)
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         )
     rid = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex
     salt = request.cache_salt if request.cache_salt is not None else given_params.get("cache_salt")
+    check_salt(salt)
     generate: Fields = {
         "input_ids": request.token_ids or None,
         "sampling_params": params if request.sampling_params is not None else None,
