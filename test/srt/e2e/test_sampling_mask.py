@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from base64 import b64decode
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 

@@ -278,7 +278,7 @@ def test_prime_rl_by_folder(server: Server, checkpoints: Any, tmp_path: Path) ->
     assert [len(mask) for mask in whole["sampling_mask"]] == [5] * 4
     lines = server.post("/inference/v1/generate", {**masked, "stream": True}).text.split("\n\n")
     pieces = [json.loads(line[len("data: ") :])["choices"][0] for line in lines if "choices" in line]
-    assert sum((piece["sampling_mask"] for piece in pieces), []) == whole["sampling_mask"]
+    assert [mask for piece in pieces for mask in piece["sampling_mask"]] == whole["sampling_mask"]
     assert len(pieces) > 1
     scored = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
     first, *others = ok(server.post("/inference/v1/generate", scored))["prompt_logprobs"]
