@@ -196,11 +196,9 @@ class TokenizerManager:
         if self._refusal is not None:
             raise RequestRejected(self._refusal, 503)
         self._check_taken()
-        if is_incremental is None:
-            is_incremental = self._is_incremental
+        is_incremental = self._is_incremental if is_incremental is None else is_incremental
         draft = self._normalizer.draft(given, render)
-        if draft.request.return_sampling_mask and draft.request.stream and not is_incremental:
-            raise RequestRejected("return_sampling_mask: not in a stream whose chunks repeat those before")
+        draft.check_chunks(is_incremental=is_incremental)
         self._live.claim(draft.all_rids, draft.groups)
         try:
             grammars = await self._grammars(draft)

@@ -23,6 +23,7 @@ from ebbtide.srt.entrypoints.openai.chat_template import (
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call, within_limits
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
+from ebbtide.srt.entrypoints.routing_headers import with_headers
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
@@ -253,6 +254,15 @@ def test_lengths_and_prompts_where_nothing_else_is_said() -> None:
     assert call_of("chat").generate["sampling_params"] == {"max_new_tokens": None}
     assert call_of("chat", messages=[], input_ids=[7]).generate["input_ids"] == [7]
     assert render({"messages": [{"role": "user", "content": None}]}) == "user=;"
+
+
+def test_headers_say_what_the_body_does_not() -> None:
+    headers = {"x-request-priority": "3", "x-data-parallel-rank": "0", "x-request-id": "a"}
+    merged = with_headers({"priority": 2, "request_id": "b", "n": 1}, headers)
+    assert merged == {"priority": 2, "routed_dp_rank": 0, "request_id": "a", "n": 1}
+    assert with_headers({"n": 1}, {"x-request-priority": "-3"}) == {"n": 1, "priority": -3}
+    with pytest.raises(RequestRejected, match="X-data-parallel-rank: expected a number, got 'one'"):
+        with_headers({}, {"x-data-parallel-rank": "one"})
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])

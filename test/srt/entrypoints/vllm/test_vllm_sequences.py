@@ -280,6 +280,13 @@ def test_prime_rl_by_folder(server: Server, checkpoints: Any, tmp_path: Path) ->
     pieces = [json.loads(line[len("data: ") :])["choices"][0] for line in lines if "choices" in line]
     assert [mask for piece in pieces for mask in piece["sampling_mask"]] == whole["sampling_mask"]
     assert len(pieces) > 1
+    for path, asked in {
+        "/v1/completions": {"prompt": PROMPT},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "tide"}]},
+        "/inference/v1/generate": body,
+    }.items():
+        refused = server.client.post(path, json=asked, headers={"X-data-parallel-rank": "7"})
+        assert (refused.status_code, "routed_dp_rank: expected 0" in refused.text) == (400, True), path
     scored = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
     first, *others = ok(server.post("/inference/v1/generate", scored))["prompt_logprobs"]
     assert first is None

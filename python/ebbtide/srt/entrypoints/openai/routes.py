@@ -28,6 +28,7 @@ from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, compl
 from ebbtide.srt.entrypoints.openai.tokenization import Tokenization
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.entrypoints.request_body import read_fields
+from ebbtide.srt.entrypoints.routing_headers import with_headers
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.routed_experts import RoutedForm
@@ -102,12 +103,11 @@ class OpenAIApi:
         return Json(write_answer(writer, call, result))
 
     async def _fields_of(self, request: Request) -> dict[str, Any]:
-        """The body; the request's id may be in the header too, and the server says how tokens are named."""
+        """The body, and what headers say; the server says how tokens are named."""
         fields = await read_fields(request.stream())
         if self._service.config.server_args.return_tokens_as_token_ids:
             fields.setdefault("return_tokens_as_token_ids", True)
-        header = request.headers.get("x-request-id")
-        return fields if header is None else {**fields, "request_id": header}
+        return with_headers(fields, request.headers)
 
     def _within_limits(self, call: OpenAICall) -> OpenAICall:
         max_logprobs = self._service.config.server_args.max_logprobs

@@ -20,6 +20,7 @@ from ebbtide.srt.entrypoints.openai.protocol import Usage
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, within_limits
 from ebbtide.srt.entrypoints.openai.unsupported_fields import check_salt
 from ebbtide.srt.entrypoints.request_body import read_fields
+from ebbtide.srt.entrypoints.routing_headers import with_headers
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.occupation import meant_by
 from ebbtide.srt.entrypoints.vllm.sampling import Fields, count_of, refuse_unsupported, sampling_params
@@ -98,7 +99,7 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
     """
     refuse_unsupported(fields, _UNSUPPORTED, "body")
     try:
-        given = {name: value for name, value in fields.items() if value is not None}
+        given = {name: value for name, value in with_headers(fields, headers).items() if value is not None}
         request = msgspec.convert(given, TokensRequest)
     except msgspec.ValidationError as error:
         raise RequestRejected(str(error), param="body") from None
@@ -113,7 +114,7 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         raise RequestRejected(
             "logprob_token_ids: needs logprobs", param="body.sampling_params.logprob_token_ids"
         )
-    rid = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex
+    rid = request.request_id or uuid.uuid4().hex
     salt = request.cache_salt if request.cache_salt is not None else given_params.get("cache_salt")
     check_salt(salt)
     generate: Fields = {
@@ -130,9 +131,8 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         "return_prompt_token_ids": request.return_token_ids,
         "return_sampling_mask": request.return_sampling_mask,
         "routed_experts_start_len": given_params.get("routed_experts_prompt_start"),
-        "routed_dp_rank": _number("X-data-parallel-rank", headers),
+        "routed_dp_rank": request.routed_dp_rank,
         **{name: getattr(request, name) for name in PASSED_ON_FIELDS},
-        "priority": request.priority or _number("X-Request-Priority", headers),
     }
     options = request.stream_options
     common = OpenAICall(
@@ -150,16 +150,6 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         stop_token_ids=frozenset(params.get("stop_token_ids") or ()),
     )
     return TokensCall(request, common, ignored)
-
-
-def _number(name: str, headers: Mapping[str, str]) -> int | None:
-    """What a header says, if it is there."""
-    header = headers.get(name.lower())
-    if header is None:
-        return None
-    if not header.removeprefix("-").isdecimal():
-        raise RequestRejected(f"{name}: expected a number, got {header[:100]!r}")
-    return int(header)
 
 
 class _Writer:

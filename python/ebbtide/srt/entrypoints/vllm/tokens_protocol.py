@@ -28,6 +28,7 @@ class TokensRequest(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     priority: int = 0
+    routed_dp_rank: int | None = None
     max_version_lag: int | None = None
     min_weight_version: str | int | None = None
     exact_weight_version: str | int | None = None

@@ -67,6 +67,11 @@ class GenerationDraft:
         """Whether the prompts were given as token ids."""
         return all(isinstance(prompt, list) for prompt in self.prompts)
 
+    def check_chunks(self, *, is_incremental: bool) -> None:
+        """Refuse what grows too long in chunks that repeat those before. Raises RequestRejected: 400."""
+        if self.request.return_sampling_mask and self.request.stream and not is_incremental:
+            raise RequestRejected("return_sampling_mask: not in a stream whose chunks repeat those before")
+
 
 @dataclass(frozen=True)
 class GenerationPlan:
