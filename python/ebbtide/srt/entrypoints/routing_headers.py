@@ -1,4 +1,4 @@
-"""What headers say of a request where its body does not, as clients of vLLM do. Source: wire_vllm section 1.6."""
+"""What headers say of a request where its body does not: clients of vLLM use them. wire_vllm section 1.6."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NUMBERS: Final = {"X-data-parallel-rank": "routed_dp_rank", "X-Request-Priority
 
 
 def with_headers(fields: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """A request's fields, and what its headers say beside them. Of numbers the body's win, of ids the header's.
+    """A request's fields, and what its headers say. Of numbers the body's win, of ids the header's does.
 
     Args:
         headers: by their names in lower case, or in any.
