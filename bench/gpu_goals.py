@@ -124,6 +124,7 @@ def _default_goals() -> dict[str, Goal]:
         ]
     rows += [
         ("reply_idle", "nothing running: reply", 15, "55-60"),
+        ("reply_idle_apart", "the same 0.3 s after the one before: reply", None, ""),
         ("kept_reply_idle", "memory kept mapped, nothing running: reply", 15, "55-60"),
         ("kept_stall_in_place_64", "memory kept mapped, 64 streams, in_place: longest gap", 15, "66-68"),
         ("kept_reply_in_place_64", "memory kept mapped, 64 streams, in_place: reply", 60, "65-69"),

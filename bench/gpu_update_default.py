@@ -11,7 +11,8 @@ before). `--tp 2` divides the model among two GPUs, the trainer on the first; `-
   from the call. `normal_*` is the same for the 0.3 s in between, without an update.
 - `stall_retract_*`: streams of 320 tokens out. The call comes 1.5 s after they were sent, and the longest gap
   is that of a stream's whole life. `start_256` is the same without an update: the prefill of all of them.
-- `reply_idle`: the same call with nothing running.
+- `reply_idle`: the same call with nothing running, as soon as the one before is answered, and what is done
+  behind that answer with it; `reply_idle_apart`: 0.3 s after it, when processors and device have gone idle.
 - `kept_*`: the same with `keep_mapped`: the trainer's tensors stay where they are, and mapped.
 - `buckets_*`: a session of flattened buckets of 512 MB; the reply is that of the whole session.
 - `release_kv`, `resume_kv_*`: all of the pool, just freed; `resume_kv_first_token` counts from the call to
@@ -33,7 +34,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -216,20 +217,27 @@ class Bench:
             synchronize(self._args.device)
             return bucket, payload
 
+        stages_ms: Counter[str] = Counter()
+
+        async def answer() -> None:
+            stages_ms.update((await sent[0][1])["stages_ms"])
+            sent.popleft()
+
         # What is sent lives until it is answered.
         sent: deque[tuple[FlattenedTensorBucket, asyncio.Future[Any]]] = deque()
         while (packed := await asyncio.to_thread(pack)) is not None:
             if len(sent) == BUCKETS_AT_ONCE:
-                await sent[0][1]
-                sent.popleft()
+                await answer()
             bucket, payload = packed
             update = self._engine.async_update_weights_from_tensor(
                 [payload] * num_entries, load_format="flattened_bucket", flush_cache=False
             )
             sent.append((bucket, asyncio.ensure_future(update)))
-        for _, reply in sent:
-            await reply
-        return await self._engine.async_end_weight_update(pause_mode=pause_mode, flush_cache=False)
+        while sent:
+            await answer()
+        reply = await self._engine.async_end_weight_update(pause_mode=pause_mode, flush_cache=False)
+        stages_ms.update({f"end_{name}": ms for name, ms in reply["stages_ms"].items()})
+        return reply | {"stages_ms": dict(stages_ms)}
 
     def forget(self) -> None:
         self._engine.forget_mapped()
@@ -314,10 +322,15 @@ class Bench:
         }
 
 
-async def repeated(num_runs: int, run: Callable[[], Awaitable[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """After one that does not count."""
-    await run()
-    return [await run() for _ in range(num_runs)]
+async def repeated(
+    num_runs: int, run: Callable[[], Awaitable[dict[str, Any]]], *, apart_s: float = 0.0
+) -> list[dict[str, Any]]:
+    """After one that does not count, each so long after the one before."""
+    runs = []
+    for _ in range(num_runs + 1):
+        await asyncio.sleep(apart_s)
+        runs.append(await run())
+    return runs[1:]
 
 
 class Measuring:
@@ -356,8 +369,13 @@ class Measuring:
 
     async def idle(self) -> None:
         bench = self._bench
-        runs = await repeated(self._args.runs, lambda: bench.idle(lambda: bench.update(None, flush=True)))
-        self._note("reply_idle", runs, "reply_ms", **self._copy)
+        for row, apart_s in (("reply_idle", 0.0), ("reply_idle_apart", LOOK_S)):
+            runs = await repeated(
+                self._args.runs,
+                lambda: bench.idle(lambda: bench.update(None, flush=True)),
+                apart_s=apart_s,
+            )
+            self._note(row, runs, "reply_ms", **self._copy)
 
     async def in_place(self) -> None:
         for size in self._args.streams:

@@ -319,9 +319,12 @@ class _NullIncoming:
         yield 0
         self._weights.fail_at("release")
 
-    def detach(self) -> Callable[[], None]:
+    def detach(self) -> Slices[None]:
         self._weights.fail_at("release")
-        return lambda: None
+        return self._unmap()
+
+    def _unmap(self) -> Slices[None]:
+        yield 1
 
     def write(self, staging: Staging) -> Slices[None]:
         assert isinstance(staging, _NullStaging)

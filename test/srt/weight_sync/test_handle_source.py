@@ -50,7 +50,7 @@ def assert_brings_all(source: WeightSource) -> None:
     assert len(list(source.open())) > 0
     for name, tensor in source:
         assert torch.equal(whole(tensor), TENSORS[name])
-    source.detach()()
+    list(source.detach())
     source.close()
 
 

@@ -5,7 +5,7 @@ Where they lie in memory of the sender's, that is opened, read, and given back o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -109,11 +109,11 @@ class WeightSource:
         self._read = None
         return self._memory.release()
 
-    def detach(self) -> Callable[[], None]:
-        """Every copy has run: the sender may use its memory again. Only `close` may follow.
+    def detach(self) -> Generator[int, None, None]:
+        """Every copy has run: the sender may use its memory again. Only `close` may follow. Idempotent.
 
-        Returns what ends the mapping of device memory. Until it is called, the same memory is opened again
-        for nothing; the driver gives it to others only then.
+        Returns what ends the mapping of device memory, piece by piece. Until it has run, the same memory is
+        opened again for nothing; the driver gives it to others only then.
         """
         self._read = None
         return self._memory.detach()

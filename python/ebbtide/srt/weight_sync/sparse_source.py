@@ -187,7 +187,7 @@ class CodedSource(DeltaSource):
         self._forget()
         yield from self._payload.release()
 
-    def detach(self) -> Callable[[], None]:
+    def detach(self) -> Generator[int, None, None]:
         self._forget()
         return self._payload.detach()
 

@@ -4,11 +4,11 @@
 
 A tiny model of random weights is served. Before the storm it answers every prompt greedily, undisturbed: the
 twin. Then clients stream those prompts again and again, and some of them hang up in the middle, while memory
-is released and resumed, parked and resized, generation paused, weights updated (to the same values, under new
-versions), sessions given up, wrong updates refused, and senders killed in the middle of an update. In the end
-there is a table: requests, those that were lost or answered wrongly, and what the engine's processes hold
-before and after. The exit status is 1 if a request was lost or wrong, a reply was a failure of the engine, or
-something leaked.
+is released and resumed, parked and resized, generation paused in every mode, weights updated (to the same
+values, under new versions), sessions given up, wrong updates refused, and senders killed in the middle of an
+update. In the end there is a table: requests, those that were lost or answered wrongly, and what the engine's
+processes hold before the storm, when each operation has been carried out twice, and after it. The exit status
+is 1 if a request was lost or wrong, a reply was a failure of the engine, or something leaked.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from ebbtide.testing.soak.doors import open_door
 from ebbtide.testing.soak.model import make_models
 from ebbtide.testing.soak.storm import Soak
-from ebbtide.testing.soak.tally import Holdings, Tally, report
+from ebbtide.testing.soak.tally import Tally, report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--calm-s", type=float, default=0.3, help="longest pause between two operations")
+    parser.add_argument("--watch-s", type=float, default=0.0, help="a line of how it goes, so often")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--door", choices=("http", "engine"), default="http")
@@ -50,10 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         make_models(folder, args.seed)
         tally = Tally()
         with open_door(args, folder) as door:
-            soak = Soak(args, door, folder, tally)
-            before = Holdings.of(psutil.Process(door.pid))
-            asyncio.run(soak.run())
-            after = Holdings.of(psutil.Process(door.pid), soak.senders)
+            before, after = asyncio.run(Soak(args, door, folder, tally).run())
     if not report(tally, before, after):
         raise SystemExit(1)
 

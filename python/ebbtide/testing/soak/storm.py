@@ -9,11 +9,13 @@ import os
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import psutil
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,12 +23,14 @@ from ebbtide.srt.errors import EbbtideError
 from ebbtide.srt.weight_sync.payload.kept_memory import LOOK_S
 from ebbtide.testing.soak.doors import REPLY_TIMEOUT_S, Door
 from ebbtide.testing.soak.model import SHAPE
-from ebbtide.testing.soak.tally import Tally, shared_objects
+from ebbtide.testing.soak.tally import Holdings, Tally, shared_objects
 
 if TYPE_CHECKING:
     from ebbtide.trainer import WeightSender
 
 NUM_PROMPTS: Final = 48
+NUM_REHEARSALS: Final = 2
+MODES: Final = ("in_place", "retract", "wait", "abort")
 MAX_OUTPUT: Final = 96
 KILLED_SENDER: Final = """
 import base64, json, sys, time
@@ -49,6 +53,7 @@ class Soak:
         self._tally = tally
         self._rng = random.Random(args.seed)
         self._until_s = 0.0
+        self._is_over = False
         # Requests that were under way between the sending of an abort and its reply may come back as aborted.
         self._num_aborts_sent = 0
         self._num_aborts_answered = 0
@@ -63,14 +68,43 @@ class Soak:
         ]
         self._expected: list[list[int]] = []
 
-    async def run(self) -> None:
+    async def run(self) -> tuple[Holdings, Holdings]:
+        """Weather the storm.
+
+        Returns what was held before and after. Before is when every operation has been seen: what is opened
+        once, such as a device's context in the sender, is there then.
+        """
         self._expected = await asyncio.gather(*(self._alone(prompt) for prompt in self._prompts))
         await self._post("flush_cache")
+        watch = asyncio.create_task(self._watch(self._holdings()))
+        await self._weather(list(self._storms) * NUM_REHEARSALS)
+        before = self._holdings()
         self._until_s = time.monotonic() + 60 * self._args.minutes
+        await self._weather(self._drawn())
+        watch.cancel()
+        return before, self._holdings()
+
+    async def _weather(self, names: Iterable[str]) -> None:
+        """These operations one after the other, beside streams; both have ended when it returns."""
+        self._is_over = False
         streams = [asyncio.create_task(self._streams(number)) for number in range(self._args.streams)]
-        await self._storm()
+        for name in names:
+            self._tally.operations[name] += 1
+            await self._storms[name][1]()
+            await self._run_again()
+            await self._wait()
+        self._is_over = True
         await asyncio.wait_for(asyncio.gather(*streams), REPLY_TIMEOUT_S)
         await self._settle()
+
+    def _holdings(self) -> Holdings:
+        return Holdings.of(psutil.Process(self._door.pid), self.senders)
+
+    async def _watch(self, first: Holdings) -> None:
+        """Tell now and then how it goes, and what is held that was not at first."""
+        while self._args.watch_s:
+            await asyncio.sleep(self._args.watch_s)
+            self._tally.tell(first, self._holdings())
 
     async def _settle(self) -> None:
         """Forget what was cached, so that holdings can be compared.
@@ -80,6 +114,7 @@ class Soak:
         await self._post("flush_cache", timeout_s=30.0)
         if self._kept is not None:
             self._kept.close()
+            self._kept = None
             await asyncio.sleep(2 * LOOK_S)  # until the engine has seen it
         until_s = time.monotonic() + 30
         while shared_objects(self.senders) and time.monotonic() < until_s:
@@ -100,7 +135,7 @@ class Soak:
 
     async def _streams(self, number: int) -> None:
         rng = random.Random(self._args.seed * 1000 + number)
-        while time.monotonic() < self._until_s:
+        while not self._is_over:
             index = rng.randrange(NUM_PROMPTS)
             length = rng.randrange(1, MAX_OUTPUT + 1)
             hangs_up_after = rng.randrange(1, length + 1) if rng.random() < 0.05 else None
@@ -145,7 +180,9 @@ class Soak:
 
     # ------------------------------------------------------------------------------------------- the storm
 
-    async def _storm(self) -> None:
+    @cached_property
+    def _storms(self) -> dict[str, tuple[int, Callable[[], Awaitable[None]]]]:
+        """How often each operation is drawn, and what it does."""
         storms: dict[str, tuple[int, Callable[[], Awaitable[None]]]] = {
             "pause": (4, self._pause),
             "release": (4, self._release),
@@ -159,14 +196,11 @@ class Soak:
             "flush": (1, self._flush),
             "abort": (1, self._abort),
         }
-        names = list(storms)
-        weights = [storms[name][0] for name in names]
+        return {name: storm for name, storm in storms.items() if storm[0]}
+
+    def _drawn(self) -> Iterator[str]:
         while time.monotonic() < self._until_s:
-            (name,) = self._rng.choices(names, weights)
-            self._tally.operations[name] += 1
-            await storms[name][1]()
-            await self._run_again()
-            await asyncio.sleep(self._rng.random() * self._args.calm_s)
+            yield from self._rng.choices(list(self._storms), [often for often, _ in self._storms.values()])
 
     async def _post(self, name: str, **body: Any) -> dict[str, Any]:
         """A reply. A refusal counts; a failure of the engine, or none at all, is a failure."""
@@ -199,8 +233,15 @@ class Soak:
         self._version += 1
         return f"v{self._version}"
 
+    async def _stopping(self, name: str, *, aborts: bool, **body: Any) -> None:
+        """What may abort all that runs."""
+        self._num_aborts_sent += aborts
+        await self._must(name, **body)
+        self._num_aborts_answered += aborts
+
     async def _pause(self) -> None:
-        await self._must("pause_generation", mode=self._rng.choice(["in_place", "retract"]))
+        mode = self._rng.choice(MODES)
+        await self._stopping("pause_generation", aborts=mode == "abort", mode=mode)
         await self._wait()
 
     async def _release(self, **fields: Any) -> None:
@@ -235,12 +276,13 @@ class Soak:
         await self._must("resize_memory_occupation", num_bytes=num_bytes)
 
     async def _update_from_disk(self) -> None:
-        mode = self._rng.choice(["in_place", "retract"])
-        await self._must(
+        mode = self._rng.choice(MODES)
+        await self._stopping(
             "update_weights_from_disk",
+            aborts=mode == "abort",
             model_path=str(self._model),
             pause_mode=mode,
-            flush_cache=mode == "retract",
+            flush_cache=mode != "in_place",
             weight_version=self._next_version(),
         )
 
@@ -328,6 +370,4 @@ class Soak:
 
     async def _abort(self) -> None:
         """Every request comes back with what it has."""
-        self._num_aborts_sent += 1
-        await self._must("abort_request", abort_all=True, report=True)
-        self._num_aborts_answered += 1
+        await self._stopping("abort_request", aborts=True, abort_all=True, report=True)

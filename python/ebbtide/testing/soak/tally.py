@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -12,8 +14,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-# Descriptors that caches and pools of libraries may open once, in the first minutes.
-ALLOWED_DESCRIPTORS: Final = 16
+# Idle connections come and go with clients. Of any other kind of descriptor there may not be one more.
+SOCKETS: Final = "socket"
+ALLOWED_SOCKETS: Final = 16
+_NUMBERS: Final = re.compile(r":?\[\d+\]$")
 
 
 @dataclass
@@ -34,6 +38,14 @@ class Tally:
         if len(self.problems) < 20:
             self.problems.append(problem[:500])
 
+    def tell(self, before: Holdings, now: Holdings) -> None:
+        """A line of how it goes."""
+        counts = f"{self.requests:,} requests, {self.operations.total():,} operations, lost {self.lost}"
+        counts += f", wrong {self.wrong}, failures {self.failures}, {now.rss_bytes / 1e6:,.0f} MB"
+        grown = now.descriptors - before.descriptors
+        more = ", ".join(f"{kind} +{num}" for kind, num in sorted(grown.items()))
+        print(f"{counts}, descriptors {now.descriptors.total()} ({more or 'none more'})", flush=True)
+
 
 def shared_objects(pids: Sequence[int]) -> list[Path]:
     """The shared memory that torch made in these processes, as far as it is still there."""
@@ -42,10 +54,14 @@ def shared_objects(pids: Sequence[int]) -> list[Path]:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a server's processes hold, and the shared memory that their senders left behind."""
+    """What a server's processes hold, and the shared memory that their senders left behind.
+
+    Attributes:
+        descriptors: how many there are of each kind: a file's path, or what else it is.
+    """
 
     rss_bytes: int
-    descriptors: int
+    descriptors: Counter[str]
     threads: int
     processes: int
     shared_memory: int
@@ -57,20 +73,32 @@ class Holdings:
         family = [process, *children]
         return Holdings(
             rss_bytes=sum(one.memory_info().rss for one in family),
-            descriptors=sum(one.num_fds() for one in family),
+            descriptors=sum((_descriptors(one.pid) for one in family), Counter()),
             threads=sum(one.num_threads() for one in family),
             processes=len(family),
             shared_memory=len(shared_objects(senders)),
         )
 
+    def grown_since(self, before: Holdings) -> dict[str, int]:
+        """The kinds of descriptors that there are more of, and how many more."""
+        more = self.descriptors - before.descriptors
+        return {kind: num for kind, num in more.items() if kind != SOCKETS or num > ALLOWED_SOCKETS}
+
+
+def _descriptors(pid: int) -> Counter[str]:
+    """The kinds of a process's descriptors; those that are closed meanwhile do not count."""
+    kinds: Counter[str] = Counter()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            # "socket:[4711]" and "pipe:[4712]" are numbered; a file's path stays as it is.
+            kinds[_NUMBERS.sub("", str(link.readlink()))] += 1
+    return kinds
+
 
 def report(tally: Tally, before: Holdings, after: Holdings) -> bool:
     """Print the table; whether all is well."""
-    leaked = (
-        after.descriptors > before.descriptors + ALLOWED_DESCRIPTORS
-        or after.processes != before.processes
-        or after.shared_memory > before.shared_memory
-    )
+    grown = after.grown_since(before)
+    leaked = bool(grown) or after.processes != before.processes or after.shared_memory > before.shared_memory
     console = Console()
     for problem in tally.problems:
         console.print(problem, markup=False)
@@ -86,7 +114,10 @@ def report(tally: Tally, before: Holdings, after: Holdings) -> bool:
         table.add_row(f"refused: {name}", "", f"{count:,}")
     table.add_row("failures", "", str(tally.failures))
     table.add_row("memory, MB", f"{before.rss_bytes / 1e6:,.0f}", f"{after.rss_bytes / 1e6:,.0f}")
-    for name in ("descriptors", "threads", "processes", "shared_memory"):
+    table.add_row("descriptors", str(before.descriptors.total()), str(after.descriptors.total()))
+    for kind, num_more in sorted(grown.items()):
+        table.add_row(f"  {kind}", "", f"{num_more} more")
+    for name in ("threads", "processes", "shared_memory"):
         table.add_row(name.replace("_", " "), str(getattr(before, name)), str(getattr(after, name)))
     console.print(table)
     return not (tally.lost or tally.wrong or tally.failures or leaked)

@@ -100,10 +100,10 @@ class IncomingWeights(Protocol):
         """Every copy has run: give the sender's memory back."""
         ...
 
-    def detach(self) -> Callable[[], None]:
-        """Every copy has run: the sender may use its memory again; only `close` may follow.
+    def detach(self) -> Slices[None]:
+        """Every copy has run: the sender may use its memory again; only `close` may follow. Idempotent.
 
-        What it returns gives the rest of it back: this device may have it mapped until then.
+        What it returns gives the rest of it back: this device may have it mapped until that has run.
         """
         ...
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ebbtide.srt.managers.scheduling.request import Req
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
+
+
+# Streams that have begun stand still until their KV is computed again: a pass takes this part of the usual
+# prompt tokens then, so that each goes on as soon as its own is there, and not with all that share its pass.
+AGAIN_PARTS: Final = 4
 
 
 class PrefillShare:
@@ -25,15 +30,21 @@ class PrefillShare:
         self.tokens = self.budget if chunk is None else max(1, int(chunk * config.prefill_share))
         self._is_chunked = chunk is not None
 
-    def of_running(self, running: Iterable[Req], *, admits: bool) -> dict[Req, int]:
+    def of_pass(self, waiting: Iterable[Req]) -> int:
+        """Prompt tokens of the next pass, for these and whatever comes behind them."""
+        is_again = self._is_chunked and any(req.num_retractions > 0 for req in waiting)
+        return max(self.budget // AGAIN_PARTS, self.tokens) if is_again else self.budget
+
+    def of_running(self, running: Iterable[Req], budget: int, *, admits: bool) -> dict[Req, int]:
         """How many tokens a pass computes of each prompt that is being prefilled; of some none.
 
         Those that end with it come first.
 
         Args:
+            budget: prompt tokens of the pass.
             admits: others wait to be admitted: a share is left to them.
         """
-        budget = self.budget - (self.tokens if admits and 2 * self.tokens <= self.budget else 0)
+        budget -= self.tokens if admits and 2 * self.tokens <= budget else 0
         chunks: dict[Req, int] = {}
         prefilling = [req for req in running if req.num_missing > 1]
         for req in sorted(prefilling, key=lambda req: req.num_missing > self.tokens):

@@ -316,10 +316,11 @@ class SchedulePolicy:
         decoding = np.flatnonzero(missing_R == 1)
         requests = [self.running[index] for index in decoding.tolist()]
         prefilling = [self.running[index] for index in np.flatnonzero(missing_R > 1).tolist()]
-        shares = self._share.of_running(prefilling, admits=admits)
+        budget = self._share.of_pass([*prefilling, *self.waiting[:admits]])
+        shares = self._share.of_running(prefilling, budget, admits=admits)
         requests += [req for req in prefilling if shares[req]]
         chunks = [shares[req] for req in prefilling if shares[req]]
-        budget = self._share.budget - sum(chunks)
+        budget -= sum(chunks)
         admitted: list[Req] = []
         if admits:
             for req in self._admissible(budget):

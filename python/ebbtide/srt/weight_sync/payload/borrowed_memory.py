@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -131,18 +131,23 @@ class BorrowedMemory:
                 yield sum(ref.num_bytes for ref in refs)
             self._give_back_opened(counters)
 
-    def detach(self) -> Callable[[], None]:
-        """Let the sender use its device memory again; it stays mapped until what this returns is called."""
+    def detach(self) -> Generator[int, None, None]:
+        """Let the sender use its device memory again; it stays mapped until what this returns has run.
+
+        That yields the bytes of each mapping. All that reads them has run.
+        """
+        opened = dict(self._opened)
         mapped, self._mapped = ({} if self._stays_in is not None else self._mapped), {}
         with Counters() as counters:
             self._give_back_opened(counters)
 
-        def unmap() -> None:
+        def unmap() -> Generator[int, None, None]:
             while mapped:
-                _, mapping = mapped.popitem()
+                key, mapping = mapped.popitem()
                 mapping.close()
+                yield sum(ref.num_bytes for ref in opened.get(key, ()))
 
-        return unmap
+        return unmap()
 
     def close(self) -> None:
         """Give everything back, opened or not. Idempotent."""

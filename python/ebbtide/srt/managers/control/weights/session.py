@@ -23,7 +23,7 @@ T = TypeVar("T")
 # So many names, or refusals, are listed in a message.
 MAX_TOLD: Final = 10
 # The memory of so many buckets of a session stays mapped, in case that the next ones lie in it.
-MAX_MAPPED: Final = 4
+MAX_MAPPED: Final = 8
 
 
 @dataclass
@@ -98,7 +98,7 @@ class WeightSession:
         self._ranks = ranks
         self._pace = pace
         self._staging: Staging | None = None
-        self._unmap: list[Callable[[], None]] = []
+        self._unmap: list[Slices[None]] = []
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -317,16 +317,23 @@ class WeightSession:
         # Until it is written whole, on all ranks.
         self._is_spoilt = incoming.needs_copy or incoming.is_delta
         kind = Activity.COPYING if self.is_staged else Activity.WORKING
-        copying = self._pace.turns(incoming.write(staging), kind, self.stall, self._weights.copies)
-        (num_bytes, _), found = yield from self._ranks.survey(kind, copying, lambda _: incoming.nonfinite())
+        work = self._copied(incoming, staging, kind)
+        (num_bytes, _), found = yield from self._ranks.survey(kind, work, lambda copied: copied[1])
         self._note_nonfinite(incoming, frozenset[str]().union(*found))
         if incoming.is_sent:
             incoming.close()
-        elif self.deadline_id is not None:
-            self._keep_mapped(incoming)
-        elif not self.stall.lasts:
-            yield from self._do(incoming.release(), Activity.WORKING)
         return num_bytes
+
+    def _copied(
+        self, incoming: IncomingWeights, staging: Staging, kind: Activity
+    ) -> Work[tuple[int, list[str]]]:
+        """This rank's part: bytes, and what holds NaN or Inf."""
+        writing = self._pace.turns(incoming.write(staging), kind, self.stall, self._weights.copies)
+        num_bytes, _ = yield from writing
+        nonfinite = incoming.nonfinite()
+        if not (incoming.is_sent or self.stall.lasts):
+            self._keep_mapped(incoming)
+        return num_bytes, nonfinite
 
     def _lay_base(self, incoming: IncomingWeights, staging: Staging) -> Work[None]:
         """Have what a delta changes in the copy, and what is to become of it checked."""
@@ -349,10 +356,13 @@ class WeightSession:
             )
 
     def _keep_mapped(self, incoming: IncomingWeights) -> None:
-        """Bucket after bucket comes in the same memory, which the driver unmaps only when no pass runs."""
+        """Let the sender use its memory again, and leave it mapped for now.
+
+        Bucket after bucket comes in the same memory, which the driver unmaps only when no pass runs.
+        """
         self._unmap.append(incoming.detach())
         if len(self._unmap) > MAX_MAPPED:
-            self._unmap.pop(0)()
+            _run(self._unmap.pop(0))
 
     def _note_nonfinite(self, incoming: IncomingWeights, names: frozenset[str]) -> None:
         self.nonfinite = (self.nonfinite - incoming.sent) | names
@@ -386,25 +396,25 @@ class WeightSession:
         self._content.note_written(self.names)
         self.stall.end()
 
-    def release(self, incoming: IncomingWeights | None = None) -> Work[None]:
-        """After the commit, give the copy's memory back, or the sender's that was written in place.
-
-        The copy's goes to whom it was borrowed from, and the rest to the system.
-        """
+    def release(self) -> Work[None]:
+        """After the commit, give the copy's memory to whom it was borrowed from, the rest to the system."""
         if self._staging is not None and self.is_staged:
             self._ranks.certainly(self._staging.repay)
             self._ranks.certainly(self._lender.take_back)
             yield from self._do(self._staging.release(), Activity.WORKING)
-        elif incoming is not None:
-            yield from self._do(incoming.release(), Activity.WORKING)
 
-    def detach(self, incoming: IncomingWeights) -> Work[None]:
+    def detach(self, incoming: IncomingWeights | None = None) -> Work[None]:
         """After the commit, give the sender its memory back; returns what the driver has yet to do."""
-        try:
-            return at_once(incoming.detach())
-        except (RequestRejected, EngineError) as error:
-            logger.warning("memory of an update is given back at its end: %r", error)
-            return at_once(lambda: None)
+        mapped, self._unmap = self._unmap, []
+        if incoming is not None:
+            try:
+                mapped.append(incoming.detach())
+            except (RequestRejected, EngineError) as error:
+                logger.warning("memory of an update is given back at its end: %r", error)
+        return self._end(mapped)
+
+    def _end(self, mapped: list[Slices[None]]) -> Work[None]:
+        yield from self._do(_one_by_one(mapped), Activity.WORKING)
 
     def close(self) -> None:
         """Give the copy's memory back, and what is still mapped of the senders'."""
@@ -413,7 +423,7 @@ class WeightSession:
             self._staging = None
         self._lender.take_back()
         while self._unmap:
-            self._unmap.pop()()
+            _run(self._unmap.pop())
 
     def _require_sound(self) -> None:
         if self._is_spoilt:
@@ -427,3 +437,13 @@ class WeightSession:
         work = self._pace.turns(slices, kind, self.stall, copies)
         num_bytes, _ = yield from self._ranks.phase(kind, work)
         return num_bytes
+
+
+def _one_by_one(all_slices: list[Slices[None]]) -> Slices[None]:
+    for slices in all_slices:
+        yield from slices
+
+
+def _run(slices: Slices[None]) -> None:
+    for _ in slices:
+        pass

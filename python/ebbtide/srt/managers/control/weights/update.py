@@ -455,19 +455,19 @@ class WeightUpdates:
     def _breathe(self, session: WeightSession, incoming: IncomingWeights | None = None) -> Work[None]:
         """Let forward passes in between the commit and giving memory back, piece by piece.
 
-        Where none is waited for it goes in one piece: requests that were retracted have prompts to compute
-        first, and the reply would wait for a long step after each. The sender has its memory back then, and
-        the driver, which takes milliseconds to end a mapping, is told behind the reply. What is committed
-        stays so: no deadline, cancellation or failure changes the reply any more.
+        Where none is waited for the copy goes in one piece: requests that were retracted have prompts to
+        compute first, and the reply would wait for a long step after each. The sender has its memory back
+        with the reply; the driver, which takes milliseconds to end mappings, is told behind it. What is
+        committed stays so: no deadline, cancellation or failure changes the reply any more.
         """
-        if not isinstance(self._generation.state, Paused) and self._requests.num_running > 0:
+        runs = not isinstance(self._generation.state, Paused) and self._requests.num_running > 0
+        if runs and session.is_staged:
             try:
                 yield Activity.WORKING
-                yield from session.release(incoming)
+                yield from session.release()
             except (DeadlinePassed, RequestRejected, EngineError) as error:
                 logger.warning("memory of an update is given back in one piece: %r", error)
-        elif incoming is not None:
-            self._operations.go_on(session.detach(incoming))
+        self._operations.go_on(session.detach(incoming))
 
     # -------------------------------------------------------------------------------------------- effects
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeVar
@@ -370,7 +370,7 @@ class IncomingTensors:
         self._changes = None
         yield from self._source.release()
 
-    def detach(self) -> Callable[[], None]:
+    def detach(self) -> Slices[None]:
         self._changes = None
         return self._source.detach()
 
