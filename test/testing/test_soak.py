@@ -14,8 +14,8 @@ from ebbtide.testing.soak.tally import Tally
 
 @pytest.mark.parametrize("door", ["http", "engine"])
 def test_a_short_storm_loses_nothing(door: str) -> None:
-    command = [sys.executable, "-m", "ebbtide.testing.soak", "--minutes", "0.03", "--streams", "4"]
-    command += ["--door", door]
+    command = [sys.executable, "-m", "ebbtide.testing.soak", "--minutes", "0.02", "--rehearsals", "1"]
+    command += ["--streams", "4", "--calm-s", "0.1", "--door", door]
     run = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 

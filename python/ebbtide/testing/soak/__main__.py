@@ -7,7 +7,7 @@ twin. Then clients stream those prompts again and again, and some of them hang u
 is released and resumed, parked and resized, generation paused in every mode, weights updated (to the same
 values, under new versions), sessions given up, wrong updates refused, and senders killed in the middle of an
 update. In the end there is a table: requests, those that were lost or answered wrongly, and what the engine's
-processes hold before the storm, when each operation has been carried out twice, and after it. The exit status
+processes hold before the storm, when each operation has been rehearsed, and after it. The exit status
 is 1 if a request was lost or wrong, a reply was a failure of the engine, or something leaked.
 """
 
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--calm-s", type=float, default=0.3, help="longest pause between two operations")
+    parser.add_argument("--rehearsals", type=int, default=2, help="of every operation, before the storm")
     parser.add_argument("--watch-s", type=float, default=0.0, help="a line of how it goes, so often")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")

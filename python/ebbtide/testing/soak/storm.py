@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ebbtide.trainer import WeightSender
 
 NUM_PROMPTS: Final = 48
-NUM_REHEARSALS: Final = 2
 MODES: Final = ("in_place", "retract", "wait", "abort")
 MAX_OUTPUT: Final = 96
 KILLED_SENDER: Final = """
@@ -77,7 +76,7 @@ class Soak:
         self._expected = await asyncio.gather(*(self._alone(prompt) for prompt in self._prompts))
         await self._post("flush_cache")
         watch = asyncio.create_task(self._watch(self._holdings()))
-        await self._weather(list(self._storms) * NUM_REHEARSALS)
+        await self._weather(list(self._storms) * self._args.rehearsals)
         before = self._holdings()
         self._until_s = time.monotonic() + 60 * self._args.minutes
         await self._weather(self._drawn())

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from ebbtide.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     ContinueGenerationReqOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
     PauseMode,
@@ -41,6 +43,23 @@ def test_a_short_prompt_does_not_wait_for_long_ones(num_long: int) -> None:
         assert [len(harness.outputs[rid].token_ids) for rid in long] == [2] * num_long
     assert took[0.25] <= 3
     assert took[1.0] >= 20
+
+
+def test_streams_that_were_retracted_come_back_one_after_another() -> None:
+    """Each as soon as its own KV is there, while those before it go on; one pass would have room for all."""
+    schedule = default_schedule(chunked_prefill_size=160, prefill_share=0.25, max_running_requests=8)
+    harness = SchedulerHarness(num_pages=256, context_len=64, schedule=schedule)
+    streams = [harness.generate(range(n, n + 30), max_new_tokens=30) for n in range(0, 400, 100)]
+    harness.turn_until(lambda: all(len(harness.outputs[rid].token_ids) >= 5 for rid in streams))
+    harness.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT), PauseGenerationReqOutput)
+    harness.apply(FlushCacheReqInput(), FlushCacheReqOutput)
+    before = [len(harness.outputs[rid].token_ids) for rid in streams]
+    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.turn_until(lambda: len(harness.outputs[streams[-1]].token_ids) > before[-1])
+    more = [len(harness.outputs[rid].token_ids) - num for rid, num in zip(streams, before, strict=True)]
+    assert more == [4, 3, 2, 1]
+    harness.run_until_idle()
+    assert all(len(harness.outputs[rid].token_ids) == 30 for rid in streams)
 
 
 def test_the_next_turn_of_a_conversation_overtakes_new_ones() -> None:

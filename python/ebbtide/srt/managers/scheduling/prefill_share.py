@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ebbtide.srt.managers.scheduling.request import Req
@@ -30,27 +30,28 @@ class PrefillShare:
         self.tokens = self.budget if chunk is None else max(1, int(chunk * config.prefill_share))
         self._is_chunked = chunk is not None
 
-    def of_pass(self, waiting: Iterable[Req]) -> int:
-        """Prompt tokens of the next pass, for these and whatever comes behind them."""
-        is_again = self._is_chunked and any(req.num_retractions > 0 for req in waiting)
-        return max(self.budget // AGAIN_PARTS, self.tokens) if is_again else self.budget
-
-    def of_running(self, running: Iterable[Req], budget: int, *, admits: bool) -> dict[Req, int]:
+    def of_running(self, running: Iterable[Req], next_up: Sequence[Req]) -> tuple[dict[Req, int], int]:
         """How many tokens a pass computes of each prompt that is being prefilled; of some none.
 
-        Those that end with it come first.
+        Those that end with it come first. Returns what is left of the pass too.
 
         Args:
-            budget: prompt tokens of the pass.
-            admits: others wait to be admitted: a share is left to them.
+            next_up: the first of those that wait to be admitted: a share is left to them.
         """
-        budget -= self.tokens if admits and 2 * self.tokens <= budget else 0
-        chunks: dict[Req, int] = {}
         prefilling = [req for req in running if req.num_missing > 1]
+        budget = self._of_pass([*prefilling, *next_up])
+        left = self.tokens if next_up and 2 * self.tokens <= budget else 0
+        budget -= left
+        chunks: dict[Req, int] = {}
         for req in sorted(prefilling, key=lambda req: req.num_missing > self.tokens):
             chunks[req] = min(req.num_missing, self.tokens, budget)
             budget -= chunks[req]
-        return chunks
+        return chunks, budget + left
+
+    def _of_pass(self, requests: Iterable[Req]) -> int:
+        """Prompt tokens of the next pass, where these come first."""
+        is_again = self._is_chunked and any(req.num_retractions > 0 for req in requests)
+        return max(self.budget // AGAIN_PARTS, self.tokens) if is_again else self.budget
 
     def of_admitted(self, req: Req, budget: int) -> int:
         """How many tokens a pass computes of a prompt that it begins with."""

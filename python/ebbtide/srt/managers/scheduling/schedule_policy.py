@@ -316,21 +316,18 @@ class SchedulePolicy:
         decoding = np.flatnonzero(missing_R == 1)
         requests = [self.running[index] for index in decoding.tolist()]
         prefilling = [self.running[index] for index in np.flatnonzero(missing_R > 1).tolist()]
-        budget = self._share.of_pass([*prefilling, *self.waiting[:admits]])
-        shares = self._share.of_running(prefilling, budget, admits=admits)
+        shares, budget = self._share.of_running(prefilling, self.waiting[:admits])
         requests += [req for req in prefilling if shares[req]]
         chunks = [shares[req] for req in prefilling if shares[req]]
-        budget -= sum(chunks)
         admitted: list[Req] = []
-        if admits:
-            for req in self._admissible(budget):
-                admitted.append(req)
-                chunk = self._share.of_admitted(req, budget)
-                budget -= chunk
-                requests.append(req)
-                chunks.append(chunk)
-                if budget <= 0:
-                    break
+        for req in self._admissible(budget) if admits else ():
+            admitted.append(req)
+            chunk = self._share.of_admitted(req, budget)
+            budget -= chunk
+            requests.append(req)
+            chunks.append(chunk)
+            if budget <= 0:
+                break
         self._reserve.note_step()
         if not requests:
             return None
