@@ -34,6 +34,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsReqOutput,
     UpdateWeightVersionReqInput,
+    UpdateWeightVersionReqOutput,
     Verdict,
     WeightSessionReqOutput,
 )
@@ -119,6 +120,17 @@ class TestCommit:
         else:
             assert replicas.answer("above", Refusal).message == refusal
             assert_serve(replicas, 0, "default")
+
+    def test_a_session_that_is_opened_after_a_version_was_named_is_not_meant(
+        self, replicas: Replicas
+    ) -> None:
+        call = replicas.call(UpdateWeightVersionReqInput(new_version="v"))
+        replicas.turn(0)
+        replicas.call(BeginWeightUpdateReqInput())
+        replicas.turn(0)
+        replicas.settle()
+        assert replicas.answer(call, UpdateWeightVersionReqOutput).new_version == "v"
+        assert replicas.versions == ["v", "v"]
 
     @pytest.mark.parametrize("step", ["open", "stage", "arrive", "map", "write", "complete", "release"])
     def test_one_that_refuses_is_named_and_none_changes(self, replicas: Replicas, step: str) -> None:

@@ -22,7 +22,7 @@ SHARE: Final = 0.8
 SHORTEST_TURN_S: Final = 0.5e-3
 LONGEST_TURN_S: Final = 10e-3
 # So long, as a part of a pass, copies are waited for that are under way: less than a pass has to spare on the
-# host, while each further turn costs a small update a whole one.
+# host, while each further turn costs a small update a whole one. Where no pass can run, for a whole turn.
 WAIT_SHARE: Final = 0.2
 # Where no forward pass waits, a turn ends only so that the loop hears of messages and deadlines.
 IDLE_TURN_S: Final = 25e-3
@@ -137,7 +137,9 @@ class Pace:
                         break
                 yield activity
         # Asked outside, where nothing more is being launched.
-        wait_until_s = time.perf_counter() + WAIT_SHARE * min(self._step_s or 0.0, LONGEST_TURN_S)
+        is_held_up = stall is not None and stall.lasts
+        wait_s = LONGEST_TURN_S if is_held_up else WAIT_SHARE * min(self._step_s or 0.0, LONGEST_TURN_S)
+        wait_until_s = time.perf_counter() + wait_s
         while copies is not None and not copies.copies_done():
             if time.perf_counter() >= wait_until_s:
                 yield activity

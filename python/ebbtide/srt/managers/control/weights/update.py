@@ -173,9 +173,11 @@ class WeightUpdates:
 
     def set_version(self, request: UpdateWeightVersionReqInput) -> Operation:
         """Give the weights another version; in a session, from its commit on."""
+        # A session that others open before the verdict is theirs: on another replica it may not be open yet.
+        session = self._session
         yield Activity.PREPARED
-        if self._session is not None:
-            self._session.version = request.new_version
+        if session is not None and self._session is session:
+            session.version = request.new_version
             message = f"Weight version {request.new_version} takes effect with the session."
         else:
             if request.abort_all_requests:
