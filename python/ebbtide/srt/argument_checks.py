@@ -179,6 +179,18 @@ def _warn_without_effect(args: ServerArgs) -> None:
         logger.warning("--schedule-policy %s is fcfs in Ebbtide: order of arrival", args.schedule_policy)
 
 
+def seconds_from(variable: str) -> float | None:
+    """What an environment variable sets as a limit; None where it is not set, or not positive."""
+    given = os.environ.get(variable, "")
+    try:
+        seconds = float(given) if given else 0.0
+    except ValueError:
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise ConfigurationError(f"{variable}: expected a number of seconds, got {given!r}")
+    return seconds if 0 < seconds < math.inf else None
+
+
 def sees_cuda() -> bool:
     """Whether torch sees a CUDA device; not asked without a driver, and without starting a CUDA context."""
     try:

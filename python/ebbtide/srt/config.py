@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
-import os
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ebbtide.srt import hf_folder
-from ebbtide.srt.argument_checks import check_arguments, sees_cuda, settled
+from ebbtide.srt.argument_checks import check_arguments, seconds_from, sees_cuda, settled
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import OWN_SCHEDULE_POLICIES, ServerArgs, bare_host
 
@@ -387,23 +385,11 @@ def _resolve_schedule(args: ServerArgs, device: str) -> ScheduleConfig:
         incremental_streaming_output=args.incremental_streaming_output,
         # On a CPU the host is the device: there is nothing to overlap with.
         overlap=is_cuda and not args.disable_overlap_schedule,
-        waiting_timeout_s=_seconds_from("SGLANG_REQ_WAITING_TIMEOUT"),
-        running_timeout_s=_seconds_from("SGLANG_REQ_RUNNING_TIMEOUT"),
+        waiting_timeout_s=seconds_from("SGLANG_REQ_WAITING_TIMEOUT"),
+        running_timeout_s=seconds_from("SGLANG_REQ_RUNNING_TIMEOUT"),
         decode_log_interval=args.decode_log_interval or 0,
         prefill_share=args.prefill_share,
     )
-
-
-def _seconds_from(variable: str) -> float | None:
-    """What an environment variable sets as a limit; None where it is not set, or not positive."""
-    given = os.environ.get(variable, "")
-    try:
-        seconds = float(given) if given else 0.0
-    except ValueError:
-        seconds = math.nan
-    if math.isnan(seconds):
-        raise ConfigurationError(f"{variable}: expected a number of seconds, got {given!r}")
-    return seconds if 0 < seconds < math.inf else None
 
 
 def _resolve_memory(args: ServerArgs, device: str) -> MemoryConfig:

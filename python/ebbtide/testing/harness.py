@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -184,18 +185,9 @@ class SchedulerHarness:
             vocab_size=NullRunner.VOCAB_SIZE,
             context_len=context_len,
         )
-
-        def rank(inbox: RankInbox, outputs: SendEnd[DetokenizerInput], device: NullDevice) -> NullRank:
-            return NullRank(
-                config,
-                inbox,
-                outputs,
-                device,
-                num_pages=num_pages,
-                context_len=context_len,
-                keeps_weights=keeps_weights,
-            )
-
+        rank = partial(
+            NullRank, config, num_pages=num_pages, context_len=context_len, keeps_weights=keeps_weights
+        )
         self._links = [_FollowerLink(self._from_ranks) for _ in range(num_ranks - 1)]
         inbox = LeaderInbox(self, self, self._links) if self._links else Inbox(self, self)
         self.ranks = [rank(inbox, self, self.device)]

@@ -156,19 +156,8 @@ def assemble_scheduler(
         parts.num_weight_chunks,
         may_retract=config.retracts_for_copies,
     )
-    resizer = KVResizer(policy, compaction, parts.kv_memory)
-    kv = KVResume(policy, parts.kv_memory)
-    max_prefill_tokens = config.schedule.chunked_prefill_size or config.schedule.max_prefill_tokens
-    trial_pass = SchedulerTrialPass(
-        policy,
-        parts.table,
-        parts.runner,
-        max_tokens=min(max_prefill_tokens, config.context_len),
-        vocab_size=config.vocab_size,
-        kv_scales=parts.kv_scales,
-    )
     control = _control_plane(
-        config, parts, requests, inbox, processor.meter, pace, kv, lender, resizer, trial_pass
+        config, parts, requests, inbox, processor.meter, pace, lender, policy, compaction
     )
     eos_token_ids = config.eos_token_ids
     if parts.tokenizer is not None:
@@ -194,6 +183,18 @@ def assemble_scheduler(
     )
 
 
+def _trial_pass(config: SchedulerConfig, parts: RankParts, policy: SchedulePolicy) -> SchedulerTrialPass:
+    longest = config.schedule.chunked_prefill_size or config.schedule.max_prefill_tokens
+    return SchedulerTrialPass(
+        policy,
+        parts.table,
+        parts.runner,
+        max_tokens=min(longest, config.context_len),
+        vocab_size=config.vocab_size,
+        kv_scales=parts.kv_scales,
+    )
+
+
 def _control_plane(
     config: SchedulerConfig,
     parts: RankParts,
@@ -201,16 +202,15 @@ def _control_plane(
     inbox: RankInbox,
     meter: LoadMeter,
     pace: Pace,
-    kv: KVResume,
     lender: KVLender,
-    resizer: KVResizer,
-    trial_pass: SchedulerTrialPass,
+    policy: SchedulePolicy,
+    compaction: KVCompaction,
 ) -> ControlPlane:
     operations = Operations(inbox.reply)
     generation = Generation(requests, operations)
     memory = MemoryOccupation(
         parts.memories,
-        kv,
+        KVResume(policy, parts.kv_memory),
         parts.page_store,
         WeightContent(parts.weights.names),
         requests,
@@ -231,13 +231,14 @@ def _control_plane(
         inbox.set_deadline,
         pace,
         inbox.wake,
-        trial_pass,
+        _trial_pass(config, parts, policy),
         version=config.weight_version,
         model_path=config.model_path,
         load_format=config.load_format,
         timeout_s=config.update_timeout_s,
     )
     checks = WeightChecks(parts.weights.parameters, memory, inbox.ranks, pace, lambda: updates.is_under_way)
+    resizer = KVResizer(policy, compaction, parts.kv_memory)
     size = KVSize(resizer, memory, lambda: requests.num_running, parts.free_bytes, inbox.ranks)
     loads = LoadReports(
         meter,
@@ -247,13 +248,14 @@ def _control_plane(
         stalls=operations.stalls,
         gc_pause_s=parts.gc_pause_s,
     )
+    others = (CacheFlush(requests), size, checks, loads)
     return ControlPlane(
         generation,
         memory,
         updates,
         operations,
         inbox.ranks,
-        [CacheFlush(requests).handlers, size.handlers, checks.handlers, loads.handlers],
+        [other.handlers for other in others],
         inbox.reply,
         inbox.set_deadline,
     )
