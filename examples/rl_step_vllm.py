@@ -91,6 +91,9 @@ class Broadcast:
             answer = beside.submit(announce, info)
             sending = self._group.send(lambda _: [packed], TIMEOUT_S)
             reply = answer.result()
+            # This end may learn later than the other that the last of it was sent.
+            while not sending.is_done:
+                time.sleep(POLL_S)
             sending.result()
         return reply
 

@@ -218,7 +218,7 @@ class Broadcasts:
         return not self._group.writes_outside or self._thread.ends_within(LEAVE_S)
 
     def result(self) -> list[torch.Tensor]:
-        """What has arrived, if it is kept.
+        """Once it is done: what has arrived, if it is kept.
 
         Raises:
             RequestRejected: 400, the broadcast failed; the group has been left.
