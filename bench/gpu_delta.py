@@ -34,6 +34,7 @@ from ebbtide import Engine
 from ebbtide.srt.model_executor.weight_store import Destination
 from ebbtide.srt.weight_sync.delta.patch import Patch, Place
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of
+from ebbtide.srt.weight_sync.delta.target import PlaceTable
 from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 from ebbtide.trainer.delta import ServedWeights
 from ebbtide.trainer.gathering import Bucket
@@ -150,7 +151,7 @@ def measure_kernels(report: Report, args: argparse.Namespace, trainer: Trainer) 
         places.append(Place.of(Destination(region, None), tuple(tensor.shape)))
         start += tensor.numel()
     base = bits_of(arena)
-    rows = [place.numbers(base) for place in places]
+    table = PlaceTable.of([place.numbers(base) for place in places], base.device)
     held = [
         int(place.sum_after(unchanged(named))) for place, named in zip(places, trainer.weights, strict=True)
     ]
@@ -165,8 +166,8 @@ def measure_kernels(report: Report, args: argparse.Namespace, trainer: Trainer) 
             run: dict[str, float] = {}
             num_codes = [each.num_codes for each in header.changed]
             run["read"], blocks = timed(partial(coded_blocks, codes, num_codes))
-            placed = PlacedBlocks(blocks, values, rows, base)
-            for part, known in (("sum_all", [None] * len(rows)), ("sum", held)):
+            placed = PlacedBlocks(blocks, values, table, base)
+            for part, known in (("sum_all", [None] * len(places)), ("sum", held)):
                 summing = placed.sums_after(known)
                 run[part], sums = timed(partial(finish, summing))
             held = sums.tolist()

@@ -20,7 +20,7 @@ from ebbtide.srt.weight_sync.delta.folder import STATE, PulledState, read_state,
 from ebbtide.srt.weight_sync.delta.gap_coding import decode_positions, encode_positions
 from ebbtide.srt.weight_sync.delta.patch import Operation, Patch, Place
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of, state_sum
-from ebbtide.srt.weight_sync.delta.target import StoreTarget
+from ebbtide.srt.weight_sync.delta.target import PlaceTable, StoreTarget
 from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 
 Tensors = list[torch.Tensor]
@@ -101,7 +101,8 @@ def test_changes_are_those_of_the_whole_tensors_by_kernel_and_without(
     base = bits_of(parameters.arena)
     kernels.compile_deltas(base.device, dtype)
     rows = [place.numbers(base) for place in parameters.places]
-    placed = kernels.PlacedBlocks(blocks, torch.cat(values), rows, base)
+    table = PlaceTable.of(rows, base.device)
+    placed = kernels.PlacedBlocks(blocks, torch.cat(values), table, base)
     known = [int(state_sum(p.region, p.first_row, p.first_column)) for p in parameters.places]
     monkeypatch.setattr(kernels, "BLOCKS_AT_ONCE", 2)
     for told in ([None] * 3, known, [known[0], None, known[2]]):
@@ -110,11 +111,15 @@ def test_changes_are_those_of_the_whole_tensors_by_kernel_and_without(
         assert [int(place.sum_after(patch, one)) for place, patch, one in pairs] == expected
     assert parameters.hold(before)
     assert sum(placed.apply()) == sum(value.nbytes for value in values)
-    assert parameters.hold(after)
-    # What no rank needs is passed over.
+    assert (parameters.hold(after), placed.nonfinite()) == (True, [])
+    # What no rank needs is passed over, but for what it holds.
     parameters.take(before)
-    finish(kernels.PlacedBlocks(blocks, torch.cat(values), [rows[0], None, None], base).apply())
+    values[2][-1:] = float("nan")
+    table = PlaceTable.of([rows[0], None, None], base.device)
+    placed = kernels.PlacedBlocks(blocks, torch.cat(values), table, base)
+    finish(placed.apply())
     assert parameters.hold([after[0], *before[1:]])
+    assert placed.nonfinite() == ([2] if len(values[2]) else [])
 
 
 def test_xor_twice_is_as_it_was() -> None:
@@ -171,9 +176,10 @@ def test_a_store_says_where_its_tensors_lie_in_every_copy(tmp_path: Path) -> Non
     with store.arena.stage() as shadow:
         for _ in store.complete(shadow, ()):
             pass
-        target = StoreTarget(store, shadow, store.places)
-        rows = [target.numbers(name) for name in names]
-        finish(kernels.PlacedBlocks(blocks, torch.cat(values), rows, target.base(torch.int32)).apply())
+        target = StoreTarget(store, shadow)
+        table = target.table(names)
+        assert target.table(list(names)) is table is not target.table(names[1:])
+        finish(kernels.PlacedBlocks(blocks, torch.cat(values), table, target.base(torch.int32)).apply())
         for name, where, value in zip(names, positions, values, strict=True):
             live, staged = store.destination(name, None), store.destination(name, shadow)
             assert live is not None

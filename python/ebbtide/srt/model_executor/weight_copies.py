@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ebbtide.srt.model_executor.transfers import download
+
 if TYPE_CHECKING:
     from ebbtide.srt.layers.kernels.copy_spans import SpanCopies
 
@@ -115,7 +117,7 @@ class WeightCopies:
         """Launch what is ready; yields the bytes of each kernel. To be run to its end."""
         if self._ready is not None:
             yield from self._ready.launch(LAUNCH_BYTES)
-            self._is_found = _to_host(self._ready.found_S)
+            self._is_found = download(self._ready.found_S)
 
     def nonfinite(self) -> list[str]:
         """Once everything that was launched has run: the names of what holds NaN or Inf."""
@@ -158,7 +160,7 @@ class NonFinite:
         """All were added: launch what is left, and the reading."""
         self._look()
         if self._norms:
-            self._is_finite = _to_host(torch.stack(self._norms).isfinite())
+            self._is_finite = download(torch.stack(self._norms).isfinite())
 
     def names(self) -> list[str]:
         """Once everything that was launched has run."""
@@ -174,9 +176,3 @@ class NonFinite:
         self._num_looked_at = len(self._named)
         if regions:
             self._norms += torch._foreach_norm(regions, 2, dtype=torch.float32)
-
-
-def _to_host(values: Tensor) -> Tensor:
-    """A copy that is there once everything that was launched has run."""
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    return copy.copy_(values, non_blocking=True)

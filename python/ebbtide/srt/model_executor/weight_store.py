@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class WeightStore:
         quantization: which weights are kept in 8 bits; None: none.
 
     Attributes:
-        places: kept here for those who write with kernels of their own: by checkpoint name, where it lies.
+        notes: what those who write find out of its tensors, kept for the next one who asks for the same.
         sums: of the live weights, kept for those who check what they will hold.
         num_chunks: of the arena, on the rank where it has most; 0 where it has none that change places.
 
@@ -162,7 +162,7 @@ class WeightStore:
         self._wanted = frozenset(name for name in self._placements if not self.ignored(name))
         self.generation = 0
         self.sums = KeptSums()
-        self.places: dict[str, list[int] | None] = {}
+        self.notes: dict[object, Any] = {}
         self._runs = {
             False: {
                 name: run

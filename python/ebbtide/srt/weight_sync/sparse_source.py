@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Final, Protocol, TypeAlias
 
@@ -20,6 +21,7 @@ from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
 from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES, decode_positions
 from ebbtide.srt.weight_sync.delta.patch import Patch, Place
 from ebbtide.srt.weight_sync.delta.state_sum import BITS
+from ebbtide.srt.weight_sync.delta.target import PlaceTable
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 from ebbtide.srt.weight_sync.source import ONE_RANK, WeightSource
@@ -29,6 +31,7 @@ CODES: Final = "codes"
 VALUES: Final = "values"
 # Positions are computed with in 32 bits.
 MAX_ELEMENTS: Final = (1 << 31) - 1
+_CHECKSUM: Final = re.compile("[0-9a-f]{16}")
 # What a device reads and writes of its memory for one element.
 LINE_BYTES: Final = 64
 
@@ -40,8 +43,8 @@ class Target(Protocol):
         """Where a tensor goes; None if nobody needs it."""
         ...
 
-    def numbers(self, name: str) -> list[int] | None:
-        """As `Place.numbers`, of that."""
+    def table(self, names: Sequence[str]) -> PlaceTable:
+        """Where these tensors lie in `base`."""
         ...
 
     def base(self, dtype: torch.dtype) -> Tensor:
@@ -73,13 +76,15 @@ class DeltaSource(WeightSource):
     """A set of changes on their way into the engine. Open it before it is placed.
 
     Attributes:
-        checksums: by the name of a tensor, what its `state_sum` is to be, in hexadecimal.
+        checksums: by the name of a tensor, what its `state_sum` is to be.
+        form: the same for sources of the same headers, and of no others; None: nothing is the same.
         needs_own_dtype: whether it is of the bits of parameters, and means nothing for another dtype.
     """
 
     needs_own_dtype = True
+    form: Hashable = None
 
-    def __init__(self, entries: Sequence[TensorHeader], checksums: Mapping[str, str]) -> None:
+    def __init__(self, entries: Sequence[TensorHeader], checksums: Mapping[str, int]) -> None:
         super().__init__(entries, tuple)
         self.checksums = checksums
 
@@ -155,8 +160,10 @@ class CodedSource(DeltaSource):
             payload.close()
             raise
         entries = [TensorHeader(each.name, each.shape, values.dtype) for each in changed]
-        checksums = {each.name: each.checksum for each in changed if each.checksum is not None}
+        checksums = {each.name: int(each.checksum, 16) for each in changed if each.checksum is not None}
         super().__init__(entries, checksums)
+        self._names = [each.name for each in changed]
+        self.form = (values.dtype, *self._names, *(each.shape for each in changed))
         self.base_version = base_version
         self._changed = changed
         self._payload = payload
@@ -219,11 +226,8 @@ class CodedSource(DeltaSource):
         blocks = coded_blocks(self._codes, [each.num_codes for each in self._changed])
         for each, last, num_values in zip(self._changed, blocks.lasts, blocks.num_values, strict=True):
             _check_positions(each.name, each.shape, last, num_values, each.num_changed)
-        values, names = self._values, [each.name for each in self._changed]
-        base_dtype = BITS[values.dtype.itemsize]
-        return lambda target: PlacedBlocks(
-            blocks, values, [target.numbers(name) for name in names], target.base(base_dtype)
-        )
+        values, base_dtype = self._values, BITS[self._values.dtype.itemsize]
+        return lambda target: PlacedBlocks(blocks, values, target.table(self._names), target.base(base_dtype))
 
 
 def open_sparse(
@@ -282,9 +286,13 @@ def _check_header(changed: Sequence[ChangedTensor], codes: TensorHeader, values:
     if len(set(names)) != len(names):
         raise RequestRejected("changed: a tensor is named twice")
     for each in changed:
-        if torch.Size(each.shape).numel() > MAX_ELEMENTS:
+        if math.prod(each.shape) > MAX_ELEMENTS:
             raise RequestRejected(
                 f"{each.name[:200]}: a delta is of at most {MAX_ELEMENTS} elements: send this tensor whole"
+            )
+        if each.checksum is not None and _CHECKSUM.fullmatch(each.checksum) is None:
+            raise RequestRejected(
+                f"{each.name[:200]}: checksum: expected 16 hexadecimal digits, got {each.checksum[:40]!r}"
             )
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.model_executor.weight_copies import NonFinite
+from ebbtide.srt.model_executor.transfers import download, upload
 from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES
 from ebbtide.srt.weight_sync.delta.state_sum import (
     BITS,
@@ -26,14 +27,21 @@ from ebbtide.srt.weight_sync.delta.state_sum import (
     ROW_SEED,
     bits_of,
 )
+from ebbtide.srt.weight_sync.delta.target import PlaceTable
 from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 
-BLOCK = 1024
+# Twice as many codes take 1.6 times as long to sum up: the scans over a block spill.
+BLOCK = 512
 # So many blocks are a turn's work: one or two milliseconds of a device's bandwidth, which forward passes
 # beside do not have.
-BLOCKS_AT_ONCE = 1 << 16
-# Of `Place.numbers`.
-NUM_FIELDS = 8
+BLOCKS_AT_ONCE = 1 << 17
+# The bits that are all ones in NaN and Inf, of those types that have them and mean something without scales.
+EXPONENTS = {
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float32: 0x7F800000,
+    torch.float64: 0x7FF0000000000000,
+}
 # The columns of a tensor, and how many rows of them, that a program sums up.
 SUM_COLUMNS, SUM_ROWS = 512, 64
 _FACTOR_0, _FACTOR_1 = map(tl.constexpr, MIXING_FACTORS)
@@ -51,7 +59,7 @@ class CodedBlocks:
     Attributes:
         codes: of all tensors.
         tensor_B: int32, whose codes these are.
-        bounds_T3: int64: each tensor's first block, its first code, and the end of its codes.
+        bounds_T4: int64: each tensor's first block, its first code, the end of its codes, and of its blocks.
         ahead_B: int64, elements of its tensor that are passed ahead of the block.
         values_ahead_B: int64, values of the bucket that belong to what is ahead of the block.
         lasts: each tensor's last position; -1 where it has none.
@@ -60,7 +68,7 @@ class CodedBlocks:
 
     codes: Tensor
     tensor_B: Tensor
-    bounds_T3: Tensor
+    bounds_T4: Tensor
     ahead_B: Tensor
     values_ahead_B: Tensor
     lasts: list[int]
@@ -74,33 +82,32 @@ def coded_blocks(codes: Tensor, num_codes: Sequence[int]) -> CodedBlocks:
         num_codes: of each tensor, in order.
     """
     device = codes.device
-    counts = torch.tensor(num_codes)
+    counts = np.array(num_codes, dtype=np.int64)
     num_blocks = -(-counts // BLOCK)
-    first_blocks, ends = torch.cumsum(num_blocks, 0) - num_blocks, torch.cumsum(counts, 0)
-    bounds_T3 = torch.stack([first_blocks, ends - counts, ends], 1).to(device)
+    code_ends, block_ends = counts.cumsum(), num_blocks.cumsum()
+    table = np.stack([block_ends - num_blocks, code_ends - counts, code_ends, block_ends], 1)
+    bounds_T4 = upload(table, device)
+    firsts_T, ends_T = bounds_T4[:, 0], bounds_T4[:, 3]
     total = int(num_blocks.sum())
     tensor_B = torch.repeat_interleave(
-        torch.arange(len(num_codes), dtype=torch.int32, device=device),
-        num_blocks.to(device),
-        output_size=total,
+        torch.arange(len(num_codes), dtype=torch.int32, device=device), ends_T - firsts_T, output_size=total
     )
     # Of integers and of where rows begin kernels are compiled anew: each has memory of its own.
     passed_B1, values_B1 = (torch.zeros(total + 1, dtype=torch.int64, device=device) for _ in range(2))
     if total:
         _count[(total,)](
-            codes, tensor_B, bounds_T3, passed_B1, values_B1, ESCAPE=ESCAPES[codes.dtype], BLOCK=BLOCK
+            codes, tensor_B, bounds_T4, passed_B1, values_B1, ESCAPE=ESCAPES[codes.dtype], BLOCK=BLOCK
         )
     passed_B1, values_B1 = torch.cumsum(passed_B1, 0), torch.cumsum(values_B1, 0)
-    ends_T = (first_blocks + num_blocks).to(device)
-    at_first_T = passed_B1[bounds_T3[:, 0]]
-    passed_T = passed_B1[ends_T] - at_first_T
-    values_T = values_B1[ends_T] - values_B1[bounds_T3[:, 0]]
-    passed, num_values = torch.stack([passed_T, values_T]).tolist()
+    at_first_T = passed_B1[firsts_T]
+    told = torch.stack([passed_B1[ends_T] - at_first_T, values_B1[ends_T] - values_B1[firsts_T]])
+    ahead_B = passed_B1[:-1] - at_first_T[tensor_B]
+    passed, num_values = told.tolist()
     return CodedBlocks(
         codes=codes,
         tensor_B=tensor_B,
-        bounds_T3=bounds_T3,
-        ahead_B=passed_B1[:-1] - at_first_T[tensor_B.long()],
+        bounds_T4=bounds_T4,
+        ahead_B=ahead_B,
         values_ahead_B=values_B1[:-1],
         lasts=[elements - 1 for elements in passed],
         num_values=num_values,
@@ -112,35 +119,27 @@ class PlacedBlocks:
 
     Args:
         values: of all tensors, in order, of the dtype of every place.
-        places: of each tensor, see `Place.numbers`; None for one that nobody needs.
+        places: of each tensor.
         base: the memory in which all places lie, as integers of the values' size.
     """
 
-    def __init__(
-        self, blocks: CodedBlocks, values: Tensor, places: Sequence[list[int] | None], base: Tensor
-    ) -> None:
+    def __init__(self, blocks: CodedBlocks, values: Tensor, places: PlaceTable, base: Tensor) -> None:
         self._blocks = blocks
         self._values = values
         self._base = base
-        self._rows = [[0] * NUM_FIELDS if place is None else place for place in places]
-        table_T8 = torch.tensor(self._rows, dtype=torch.int64)
-        self._places_T8 = table_T8.to(values.device, non_blocking=True)
-        self._nonfinite = NonFinite()
+        self._places = places
+        self._found_T = torch.zeros(len(places.rows_T8), dtype=torch.int32, device=values.device)
+        self._told_T: Tensor | None = None
 
     def apply(self) -> Iterator[int]:
         """Write the values that are this rank's; yields bytes of all values."""
-        yield from self._launch(self._base, writes=True)
-        # All of them at once: it is seldom asked which.
-        self._nonfinite.add("", self._values)
-        self._nonfinite.finish()
+        yield from self._launch(self._found_T, writes=True)
+        self._told_T = download(self._found_T)
         yield self._values.nbytes
 
     def nonfinite(self) -> list[int]:
         """Once that has run: the tensors of which a value is NaN or Inf."""
-        if not self._nonfinite.names():
-            return []
-        parts = torch.split(self._values, self._blocks.num_values)
-        return [index for index, part in enumerate(parts) if not bool(part.isfinite().all())]
+        return [] if self._told_T is None else self._told_T.nonzero()[:, 0].tolist()
 
     def sums_after(self, known: Sequence[int | None]) -> Generator[int, None, Tensor]:
         """This rank's share of each tensor's sum as it is to be, int64 [T]; yields bytes. Nothing is written.
@@ -148,28 +147,27 @@ class PlacedBlocks:
         Args:
             known: its share as it is; None: it is summed up.
         """
-        sums_T = torch.tensor([before or 0 for before in known], dtype=torch.int64)
-        sums_T = sums_T.to(self._values.device, non_blocking=True)
+        sums_T = upload(np.array([before or 0 for before in known], dtype=np.int64), self._values.device)
         yield from self._launch(sums_T, writes=False)
         self._add_state_sums(sums_T, [before is None for before in known])
         return sums_T
 
     def _add_state_sums(self, sums_T: Tensor, is_unknown: Sequence[bool]) -> None:
         """Of the tensors of which nothing is known."""
-        rows = zip(self._rows, is_unknown, strict=True)
-        tiles = [_num_tiles(*row[4:]) if is_asked else 0 for row, is_asked in rows]
-        num_tiles_T = torch.tensor(tiles)
-        total = int(num_tiles_T.sum())
+        num_rows_T, num_columns_T, counts_T = self._places.rows_T8[:, [4, 6, 7]].T
+        tiles_T = -(-num_rows_T // SUM_ROWS) * -(-num_columns_T // SUM_COLUMNS) * counts_T * is_unknown
+        total = int(tiles_T.sum())
         if total == 0:
             return
         device = self._base.device
-        firsts_T = (torch.cumsum(num_tiles_T, 0) - num_tiles_T).to(device)
-        tensors_T = torch.arange(len(tiles), dtype=torch.int32, device=device)
-        tensor_of = torch.repeat_interleave(tensors_T, num_tiles_T.to(device), output_size=total)
+        ends_T = tiles_T.cumsum()
+        firsts_T = upload(ends_T - tiles_T, device)
+        tensors_T = torch.arange(len(tiles_T), dtype=torch.int32, device=device)
+        tensor_of = torch.repeat_interleave(tensors_T, upload(tiles_T, device), output_size=total)
         _sum_state[(total,)](
             tensor_of,
             firsts_T,
-            self._places_T8,
+            self._places.on_device_T8,
             self._base,
             sums_T,
             MASK=(1 << 8 * self._base.element_size()) - 1,
@@ -177,7 +175,8 @@ class PlacedBlocks:
             COLUMNS=SUM_COLUMNS,
         )
 
-    def _launch(self, sums_T: Tensor, *, writes: bool) -> Iterator[int]:
+    def _launch(self, told_T: Tensor, *, writes: bool) -> Iterator[int]:
+        """Add this rank's share of the changes to sums; or write, and find what holds NaN or Inf."""
         blocks = self._blocks
         total = len(blocks.tensor_B)
         for first in range(0, total, BLOCKS_AT_ONCE):
@@ -187,15 +186,16 @@ class PlacedBlocks:
                 blocks.codes,
                 bits_of(self._values),
                 blocks.tensor_B,
-                blocks.bounds_T3,
+                blocks.bounds_T4,
                 blocks.ahead_B,
                 blocks.values_ahead_B,
-                self._places_T8,
+                self._places.on_device_T8,
                 self._base,
-                sums_T,
+                told_T,
                 first,
                 ESCAPE=ESCAPES[blocks.codes.dtype],
                 MASK=(1 << 8 * self._base.element_size()) - 1,
+                EXPONENT=EXPONENTS.get(self._values.dtype, 0),
                 WRITES=writes,
                 BLOCK=BLOCK,
             )
@@ -207,14 +207,10 @@ def compile_deltas(device: torch.device, dtype: torch.dtype) -> None:
         blocks = coded_blocks(torch.zeros(1, dtype=codes_dtype, device=device), [1])
         values = torch.zeros(1, dtype=dtype, device=device)
         base = torch.zeros(1, dtype=BITS[dtype.itemsize], device=device)
-        placed = PlacedBlocks(blocks, values, [[0, 1, 1, 0, 1, 0, 1, 1]], base)
+        placed = PlacedBlocks(blocks, values, PlaceTable.of([[0, 1, 1, 0, 1, 0, 1, 1]], device), base)
         finish(placed.sums_after([None]))
         for _ in placed.apply():
             pass
-
-
-def _num_tiles(num_rows: int, _: int, num_columns: int, counts: int) -> int:
-    return counts * -(-num_rows // SUM_ROWS) * -(-num_columns // SUM_COLUMNS)
 
 
 @triton.jit
@@ -245,7 +241,7 @@ def _count(  # type: ignore[no-untyped-def]
 ) -> None:
     block = tl.program_id(0).to(tl.int64)
     tensor = tl.load(tensor_ptr + block)
-    step, is_end = _steps(codes_ptr, bounds_ptr + tensor * 3, block, ESCAPE, BLOCK)
+    step, is_end = _steps(codes_ptr, bounds_ptr + tensor * 4, block, ESCAPE, BLOCK)
     tl.store(passed_ptr + block + 1, tl.sum(step, 0).to(tl.int64))
     tl.store(values_ptr + block + 1, tl.sum(is_end.to(tl.int32), 0).to(tl.int64))
 
@@ -260,16 +256,17 @@ def _patch(  # type: ignore[no-untyped-def]
     values_ahead_ptr,
     places_ptr,
     base_ptr,
-    sums_ptr,
+    told_ptr,
     first,
     ESCAPE: tl.constexpr,
     MASK: tl.constexpr,
+    EXPONENT: tl.constexpr,
     WRITES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     block = tl.program_id(0).to(tl.int64) + first
     tensor = tl.load(tensor_ptr + block)
-    step, is_end = _steps(codes_ptr, bounds_ptr + tensor * 3, block, ESCAPE, BLOCK)
+    step, is_end = _steps(codes_ptr, bounds_ptr + tensor * 4, block, ESCAPE, BLOCK)
     # A tensor has less than 2^31 elements, which makes for quick divisions.
     position = (tl.load(ahead_ptr + block) - 1).to(tl.int32) + tl.cumsum(step, 0)
     value_at = tl.load(values_ahead_ptr + block) + tl.cumsum(is_end.to(tl.int32), 0) - 1
@@ -286,11 +283,14 @@ def _patch(  # type: ignore[no-untyped-def]
     target = base_ptr + tl.load(place) + own_row.to(tl.int64) * tl.load(place + 1) + own_column
     if WRITES:
         tl.store(target, value, mask=is_own)
+        if EXPONENT:
+            is_bad = is_end & ((value & EXPONENT) == EXPONENT)
+            tl.store(told_ptr + tensor, 1, mask=tl.max(is_bad.to(tl.int32), 0) > 0)
     else:
         before = tl.load(target, mask=is_own, other=0).to(tl.int64) & MASK
         factor = _mixed(row.to(tl.int64) ^ _ROW_SEED) * _mixed(column.to(tl.int64) ^ _COLUMN_SEED)
         change = tl.where(is_own, factor * ((value.to(tl.int64) & MASK) - before), 0)
-        tl.atomic_add(sums_ptr + tensor, tl.sum(change, 0) * tl.load(place + 7))
+        tl.atomic_add(told_ptr + tensor, tl.sum(change, 0) * tl.load(place + 7))
 
 
 @triton.jit

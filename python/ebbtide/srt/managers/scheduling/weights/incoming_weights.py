@@ -21,7 +21,6 @@ from ebbtide.srt.model_executor.weight_copies import NonFinite, PlannedSpans, We
 from ebbtide.srt.model_executor.weight_store import Destination, TensorProblem, WeightStore
 from ebbtide.srt.stored_tensor import StoredTensor, whole
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel
-from ebbtide.srt.weight_sync.delta.state_sum import as_hex
 from ebbtide.srt.weight_sync.delta.target import StoreTarget
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation
@@ -181,9 +180,14 @@ class IncomingTensors:
         if self._loader is not None:
             return
         source, store = self._source, self._store
-        notes = None if self.is_delta else source.notes
-        if notes is not None and (known := notes.get((_Checked, source.direct))) is not None:
-            self.names, self.sent, self.num_tensors, self.num_ignored = known
+        # As a rule a delta is of the same tensors as the one before it.
+        form = source.form if isinstance(source, DeltaSource) else None
+        notes = store.notes if form is not None else source.notes
+        known: tuple[object, _Checked] | None = (
+            None if notes is None else notes.get((_Checked, source.direct))
+        )
+        if known is not None and known[0] == form:
+            self.names, self.sent, self.num_tensors, self.num_ignored = known[1]
             return
         covered: set[str] = set()
         others: set[str] = set()
@@ -205,9 +209,8 @@ class IncomingTensors:
         self.names = frozenset(covered)
         self.sent = frozenset(covered | others)
         if notes is not None and not self.problems:
-            notes[_Checked, source.direct] = _Checked(
-                self.names, self.sent, self.num_tensors, self.num_ignored
-            )
+            found = _Checked(self.names, self.sent, self.num_tensors, self.num_ignored)
+            notes[_Checked, source.direct] = (form, found)
 
     def _problem_beside(self, entry: TensorHeader, dtypes: dict[str, torch.dtype]) -> TensorProblem | None:
         """What stands against a tensor that fits, because of what comes with it or how it comes."""
@@ -331,7 +334,7 @@ class IncomingTensors:
     def sum_up(self, staging: Staging) -> Slices[None]:
         assert isinstance(staging, InPlace | Staged)
         assert isinstance(self._source, DeltaSource), "only a delta has sums"
-        target = StoreTarget(self._store, staging.shadow, self._store.places)
+        target = StoreTarget(self._store, staging.shadow)
         yield from self._source.verify(target)
         self._changes = self._source.place(target)
         if self._source.checksums:
@@ -347,10 +350,12 @@ class IncomingTensors:
 
     def check_sums(self, shares: Sequence[Mapping[str, int]]) -> None:
         assert isinstance(self._source, DeltaSource), "only a delta has sums"
+        first, *others = shares
         wrong = [
             name
             for name, expected in self._source.checksums.items()
-            if not self._store.ignored(name) and as_hex(sum(share[name] for share in shares)) != expected
+            if (first[name] + sum(share[name] for share in others) - expected) % 2**64
+            and not self._store.ignored(name)
         ]
         if wrong:
             raise RequestRejected(
