@@ -1,7 +1,5 @@
 """What holds for every test: no network, one thread per process. Helpers: `from fixtures.x import y`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The manifests are what Kubernetes takes and the server understands; the images find their files."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """The examples, and what the documentation shows: every command and every reply, in the order of the page."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The tables of the documents are those of the results, and say what nobody has measured."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`ebbtide warmup`: what it builds, what it says, and that a second time there is nothing left to compile."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 It does so as AReaL's inference service does, which asks a scheduler of its own over a socket.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """CUDA tensors by the package's serializer, between processes, as torch pickles them and after the patch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

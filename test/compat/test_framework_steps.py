@@ -1,7 +1,5 @@
 """A whole RL step in the order of each framework, by its own import paths: the examples as documented."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Every import path of wire_api section 8, in interpreters of their own, and what is said of all others."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """An engine in the caller's process, as verl has it: by tokenizer manager, by `Engine`, and behind `app`."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

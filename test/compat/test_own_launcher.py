@@ -1,7 +1,5 @@
 """Servers started from Python: by a framework's own launcher (`own_launcher.py`), and by `Runtime`."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """No payload runs anything, ends the process, or takes memory that was not sent: watched while it is read."""
 
-from __future__ import annotations
-
 import base64
 import pickle
 import resource

@@ -1,7 +1,5 @@
 """What each import path provides beyond its names: the column "must provide" of wire_api section 8."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import multiprocessing

@@ -1,7 +1,5 @@
 """sglang-router in front of two servers, as rollouts reach them. Skipped where it is not installed."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 1 to 3 are those of verl, slime and miles (test_framework_steps.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Payloads that a trainer makes with the package, in a process of its own: their names, and what arrives."""
 
-from __future__ import annotations
-
 import base64
 import io
 import pickle

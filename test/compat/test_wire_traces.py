@@ -1,7 +1,5 @@
 """The calls of each framework, as its client makes them, through every door: what must come back."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Iterator

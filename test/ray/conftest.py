@@ -1,7 +1,5 @@
 """A cluster of this machine for all tests of a module."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

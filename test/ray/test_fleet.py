@@ -1,7 +1,5 @@
 """Engines and a fleet of them as actors of a local cluster, with replicas that die."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import threading

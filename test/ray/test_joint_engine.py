@@ -1,7 +1,5 @@
 """The weights of an engine in buckets, for another one like it."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

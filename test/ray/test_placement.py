@@ -1,7 +1,5 @@
 """Which bundle each rank takes: what fits, what does not, and how that is told."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What a fleet does when replicas refuse, fail and die: engines by script, without a cluster."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator

@@ -1,7 +1,5 @@
 """A GPU of which the tests keep the books."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

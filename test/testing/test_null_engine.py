@@ -1,7 +1,5 @@
 """The engine without a model behaves as one with a model, as far as a controller can see."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

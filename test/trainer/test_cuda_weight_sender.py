@@ -1,7 +1,5 @@
 """A trainer's tensors on the engine's GPU: read where they are, in this process's engine and over HTTP."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A trainer that sends what changed, against real engines: what serves is bit for bit what it holds."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a `WeightSender` sends again, and what it must not."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

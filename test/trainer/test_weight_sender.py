@@ -1,7 +1,5 @@
 """A trainer's `WeightSender` against a real engine and a real server: all of an update serves, or nothing."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

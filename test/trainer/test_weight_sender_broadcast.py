@@ -1,7 +1,5 @@
 """A `WeightSender` that broadcasts to all ranks of real engines and servers: all of it serves, or nothing."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace

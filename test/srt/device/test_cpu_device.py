@@ -1,7 +1,5 @@
 """The CPU as a device."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A CUDA device: copies beside other work, its identity, its memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

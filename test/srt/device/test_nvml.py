@@ -1,7 +1,5 @@
 """Who holds device memory, as NVML counts it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

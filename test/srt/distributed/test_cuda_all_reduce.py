@@ -1,7 +1,5 @@
 """Sums through peer memory on two GPUs that NVLink joins: bits, any order of sizes, graphs, leaving."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Two GPUs that divide a model, over NCCL: eager, in CUDA graphs, and after their memory was given back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How ranks meet, add, gather, and notice that one of them is gone."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import time

@@ -4,8 +4,6 @@ The interpreter is chosen before triton is imported, and others may have chosen 
 their own. It knows no assembler, so that is written here once more, and it runs block after block.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import mmap

@@ -1,7 +1,5 @@
 """Weights that ranks divide: whole tensors go in, each rank keeps its part, whole tensors come out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

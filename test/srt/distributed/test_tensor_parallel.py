@@ -1,7 +1,5 @@
 """A model that ranks divide computes what it computes on one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

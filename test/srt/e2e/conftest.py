@@ -1,7 +1,5 @@
 """Real processes and a tiny model: checkpoints A and B of one shape, their references."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

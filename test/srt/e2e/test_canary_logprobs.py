@@ -1,7 +1,5 @@
 """New weights are tried out ahead of their commit, against the logprobs of another implementation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

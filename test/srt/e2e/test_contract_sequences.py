@@ -4,8 +4,6 @@ On one rank, and with a KV cache in FP8 on two replicas of two ranks; on GPUs, o
 each half of that too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Two engines on one GPU that has room for one: they take turns, and neither disturbs the other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 What the driver says of a GPU's memory is said of all its processes: nothing else may run beside these tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory

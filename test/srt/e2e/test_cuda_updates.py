@@ -1,7 +1,5 @@
 """Weights from a trainer on the engine's own GPU: taken from its memory, and let go of before the reply."""
 
-from __future__ import annotations
-
 import base64
 import re
 import uuid

@@ -1,7 +1,5 @@
 """Updates that a function of the operator's writes: all ranks change together, or none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

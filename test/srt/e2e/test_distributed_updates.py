@@ -1,7 +1,5 @@
 """Weights that a trainer broadcasts: the engine is the new model afterwards or, where it failed, the old."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An engine that may not run costs nothing: no process of it spins, and nothing that it was asked is lost."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Engines of several ranks: they give back, keep and take what one rank would, and die as one."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -5,8 +5,6 @@ alone (anonymous, and shared as far as it maps it): pages of libraries count for
 starts. On a GPU it is what the device has in use, which must be this test's alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One engine on two nodes: two launchers of this host, which share nothing but addresses."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Rollouts through `Engine`: what transformers gives, whatever else runs and however the work is cut."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path

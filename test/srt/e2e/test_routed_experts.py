@@ -1,7 +1,5 @@
 """Routed experts are those of transformers' router, whatever becomes of a request on its way."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

@@ -1,7 +1,5 @@
 """The tokens that could have been sampled, and the logprob among them of the one that was."""
 
-from __future__ import annotations
-
 import math
 from base64 import b64decode
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Outputs keep to their grammars, whatever happens to their requests meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

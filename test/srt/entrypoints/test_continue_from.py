@@ -1,7 +1,5 @@
 """Requests that continue an output that has ended, over HTTP: the tokens are those of one that never did."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

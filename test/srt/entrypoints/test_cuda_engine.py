@@ -1,7 +1,5 @@
 """`Engine` and tensors of the caller's on the engine's GPU: read where they are, and let go of."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """The dashboard: its timeline driven by hand, and the page in a browser over a server."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What deploy/monitoring asks for is what the engine tells."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an engine of many ranks says of its memory: totals, shares, and what cannot be measured from here."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

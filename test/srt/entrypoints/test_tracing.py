@@ -1,7 +1,5 @@
 """Traces, over the SDK's exporter that keeps them in memory."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Iterator

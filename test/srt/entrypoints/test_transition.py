@@ -1,7 +1,5 @@
 """Transitions over a control function that the tests script: order, refusals, retries."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from typing import Any

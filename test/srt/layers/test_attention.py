@@ -3,8 +3,6 @@
 Triton's runs in its interpreter. On a GPU: test_cuda_attention.py.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Compiling ahead of time and beside serving, with stand-ins for FlashInfer's modules."""
 
-from __future__ import annotations
-
 import os
 from threading import Barrier, Event
 from typing import Any

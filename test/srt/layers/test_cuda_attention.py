@@ -3,8 +3,6 @@
 Shapes: T tokens, R requests, B requests of a graph, N query heads, K KV heads, H head_dim, S page_size.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@ The interpreter multiplies no bfloat16, so there activations are float32; and it
 its own, so that quantising kernels are held to the bit on a GPU alone. It is slow, and given little.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -3,8 +3,6 @@
 Without a GPU the kernels run in Triton's interpreter, which computes no bfloat16.
 """
 
-from __future__ import annotations
-
 import os
 from types import ModuleType
 

@@ -3,8 +3,6 @@
 Shapes: B rows, C parts, N query heads, H head_dim, P pages, S page_size.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A control request costs three files: struct with row, handler, method. Done to a copy of the package."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Real weights, a real KV cache, real host memory with a budget: a forward pass th
 lent would end the process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A sender does as checkpoint-engine's does: it speaks when it has an answer, and says a last word to a refusal.
 """
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Iterator

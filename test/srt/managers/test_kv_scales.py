@@ -3,8 +3,6 @@
 A real model in this process, as in test_borrowed_staging.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Faults at each step of an update of real weights: the old serve bit for bit, the next update works."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The KV pool: every page of every layer's keys and values is its own bytes of one arena, chunk by chunk."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

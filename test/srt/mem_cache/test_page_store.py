@@ -1,7 +1,5 @@
 """Pages in host memory: what they held is there again after the pool was released."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Every sequence of calls against a model that keeps one dictionary entry per page; and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

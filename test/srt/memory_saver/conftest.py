@@ -1,7 +1,5 @@
 """The kinds of virtual memory, one with a budget, and what the system says that this process holds."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator

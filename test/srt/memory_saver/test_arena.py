@@ -1,7 +1,5 @@
 """Arenas over real memory: what a tensor reads, where it is, and what the system says we hold."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Any sequence of resume, release, stage, write, copy, swap and close does to tensors as to plain bytes."""
 
-from __future__ import annotations
-
 import torch
 from fixtures.fuzz import fuzzed
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Host backups: bit-exact, and copied only when there is something new to copy."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Chunks that change places: one arena lends, the second copy of another borrows, nothing is allocated."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fixtures.budgeted_memory import BudgetedMemory

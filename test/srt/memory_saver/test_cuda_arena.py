@@ -1,7 +1,5 @@
 """Arenas of a GPU's memory, beyond what every arena does: captured graphs, a full device, NVML's view."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

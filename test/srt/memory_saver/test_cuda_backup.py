@@ -1,7 +1,5 @@
 """Backups of a GPU's memory in pinned host memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

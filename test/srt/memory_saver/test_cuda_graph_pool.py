@@ -1,7 +1,5 @@
 """Captured graphs whose scratch memory is released and resumed."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

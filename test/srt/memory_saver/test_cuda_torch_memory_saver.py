@@ -1,7 +1,5 @@
 """Arenas by the library torch_memory_saver, each way it can hook in, in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

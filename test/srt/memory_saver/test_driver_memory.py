@@ -1,7 +1,5 @@
 """CUDA virtual memory against a driver that keeps the books: what is asked of it, what refusals become."""
 
-from __future__ import annotations
-
 from enum import IntEnum
 from itertools import count
 from types import SimpleNamespace

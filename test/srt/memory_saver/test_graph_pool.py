@@ -1,7 +1,5 @@
 """The graph pool's allocator: blocks that do not overlap, through the C functions that torch would call."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -1,7 +1,5 @@
 """What is available: the least of the machine and of every control group above the process."""
 
-from __future__ import annotations
-
 import pytest
 
 from ebbtide.srt.memory_saver.virtual_memory.host_memory import HostMemory, read_host_memory

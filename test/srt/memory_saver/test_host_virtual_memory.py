@@ -1,7 +1,5 @@
 """Host virtual memory by itself: contents go with the handle; no misuse touches memory that is not ours."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Savers other than virtual memory: plain torch memory, and a library that ends the process if misused."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

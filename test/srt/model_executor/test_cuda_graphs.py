@@ -1,7 +1,5 @@
 """On a GPU: models by every attention backend, their decode steps captured and not; the graphs' memory."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

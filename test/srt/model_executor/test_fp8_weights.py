@@ -1,7 +1,5 @@
 """Weights of 8 bits: quantised where they land, or as they come; held against a reference in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The captures themselves: entrypoints/test_cuda_engine.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which requests of a decode step share pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path

@@ -3,8 +3,6 @@
 What they compute: model_executor/test_model_runner.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

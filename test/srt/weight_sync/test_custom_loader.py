@@ -1,7 +1,5 @@
 """Functions of the operator's that write weights: how they are found, and what is made of their failures."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Changes of some elements: how they are coded, written into fused and sharded parameters, and summed up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

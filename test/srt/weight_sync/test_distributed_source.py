@@ -1,7 +1,5 @@
 """Groups that a trainer in another process makes, and the tensors that it broadcasts in them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 The GPU is a stand-in; the counts are kept in a real file, as a sender keeps them.
 """
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -3,8 +3,6 @@
 The sender speaks over a real socket, from a thread; the GPU is a stand-in.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 import threading

@@ -4,8 +4,6 @@ The sender is `fixtures.gpu_vllm_trainer`, a process of its own that knows nothi
 are held against those of the same checkpoint read from its folder, by their checksums.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path

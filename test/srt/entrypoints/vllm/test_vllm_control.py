@@ -1,7 +1,5 @@
 """vLLM's control routes over HTTP, against the real state machines without a model."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Control calls: each caller gets its own reply, whatever happens to the others."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any

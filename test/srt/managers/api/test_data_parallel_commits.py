@@ -3,8 +3,6 @@
 Whatever happens meanwhile, all replicas commit an update or none does.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

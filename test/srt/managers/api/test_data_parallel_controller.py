@@ -1,7 +1,5 @@
 """Several replicas behind one manager: who gets what, and the one reply to what all are asked."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any

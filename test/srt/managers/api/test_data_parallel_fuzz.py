@@ -4,8 +4,6 @@ But for an update in place that breaks off half-way on one of them, when all hav
 was overwriting is stale, and the reply says which replica serves what.
 """
 
-from __future__ import annotations
-
 from fixtures.control import updating
 from fixtures.control_fuzz import Clients
 from fixtures.fuzz import fuzzed

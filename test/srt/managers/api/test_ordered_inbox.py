@@ -1,7 +1,5 @@
 """Replies behind what was aborted before them, whichever way is the shorter."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Requests built from loose fields: what is refused, and how; what is ignored; what stands for what."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

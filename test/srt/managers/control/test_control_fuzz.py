@@ -5,8 +5,6 @@ theirs: state machines, contents, queues, pages and forward passes. In the end e
 and every request its end.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

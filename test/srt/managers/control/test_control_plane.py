@@ -1,7 +1,5 @@
 """The control plane as a whole: nothing is forgotten, nothing is answered twice or by another's reply."""
 
-from __future__ import annotations
-
 import pytest
 from fixtures.control import Harness, updating
 

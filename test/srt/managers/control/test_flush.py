@@ -1,7 +1,5 @@
 """Flushing the prefix cache: control_semantics section 3, on the real scheduler with null parts."""
 
-from __future__ import annotations
-
 import pytest
 from fixtures.control import PROMPT, Harness
 

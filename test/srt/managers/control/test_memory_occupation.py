@@ -1,7 +1,5 @@
 """Releasing and resuming memory: control_semantics section 1.2, on the real scheduler with null parts."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pausing and continuing: control_semantics section 1.1, on the real scheduler with null parts."""
 
-from __future__ import annotations
-
 import pytest
 from fixtures.control import PROMPT, Harness
 

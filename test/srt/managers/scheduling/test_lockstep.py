@@ -1,7 +1,5 @@
 """Several ranks of one replica, turned by hand: the same on all of them, and one reply for all."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

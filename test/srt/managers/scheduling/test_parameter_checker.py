@@ -1,7 +1,5 @@
 """Checksums of parameters depend on every bit and on nothing else; copies are compared bit for bit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator, Iterator
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Ranks of one replica as processes, over their channels, around null parts."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

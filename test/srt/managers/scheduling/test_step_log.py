@@ -1,7 +1,5 @@
 """Lines about the forward passes, by a clock of the test's own."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Releasing the memory of a tag, and what goes with it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

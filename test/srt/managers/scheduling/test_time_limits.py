@@ -1,7 +1,5 @@
 """Limits on how long requests wait and run: kept by the leader's clock, the same on all ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from ebbtide.srt.managers.io_struct import PauseGenerationReqInput, PauseGenerationReqOutput, PauseMode

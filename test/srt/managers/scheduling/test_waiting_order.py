@@ -1,7 +1,5 @@
 """The order in which waiting requests are tried, alike on all ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from ebbtide.srt.managers.scheduling.request import Req

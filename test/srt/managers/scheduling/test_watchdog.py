@@ -1,7 +1,5 @@
 """The watchdog of a rank's loop, driven by hand."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Grammars by themselves, over a vocabulary of digits and signs."""
 
-from __future__ import annotations
-
 import pytest
 
 from ebbtide.demo.task import make_tokenizer

@@ -1,7 +1,5 @@
 """Calls and reasoning in the words of every family of models, however their text is cut up."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """One reply out of many: totals, the worst, and who failed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

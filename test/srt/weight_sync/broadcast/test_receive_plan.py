@@ -1,7 +1,5 @@
 """Broadcast tensors that are received where they belong, or beside it: the same bytes, in little memory."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Meeting vLLM's trainers: their store and their pickled id, and a stand-in for the library of NCCL."""
 
-from __future__ import annotations
-
 import base64
 import ctypes
 import pickle

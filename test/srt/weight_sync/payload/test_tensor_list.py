@@ -1,7 +1,5 @@
 """The engine's own payload: what it describes, and what is refused of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

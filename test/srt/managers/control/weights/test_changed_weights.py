@@ -1,7 +1,5 @@
 """Updates that change what they find, as custom weight loaders do: on a whole copy, or not at all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Checksums, copies and comparisons of the weights: one answer for all ranks, never of half a change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sessions of weight updates: begin, updates, end; all of it takes effect at once, or nothing does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weight updates: control_semantics section 2, on the real scheduler with null parts."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

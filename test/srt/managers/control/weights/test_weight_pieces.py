@@ -1,7 +1,5 @@
 """Updates that senders bring piece by piece: wire_api section 4.5, on the real scheduler with null parts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
