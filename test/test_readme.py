@@ -15,7 +15,7 @@ from ebbtide.srt.server_args import ServerArgs
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "docs" / "control_plane.md"]
-# Of other programs.
+# Other programs' flags.
 FOREIGN_FLAGS = {"--editable", "--index-url", "--shm-size", "--steps"}
 
 

@@ -15,7 +15,7 @@ from ebbtide.trainer import WeightSender, WeightSendError
 from ebbtide.trainer.targets import EngineTarget
 
 Weights = dict[str, torch.Tensor]
-# Of a model of 380 kB: a dozen buckets.
+# A model of 380 kB makes a dozen buckets of this size.
 BUCKET_BYTES = 32 << 10
 
 

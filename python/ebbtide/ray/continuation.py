@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ebbtide.srt.sampling_params import TOP_P_IDS, SamplingParams
 
-# Of a request that is not streamed, so many tokens are lost at most.
+# A request that is not streamed loses at most so many tokens.
 CHECKPOINT_TOKENS: Final = 16
 
 # Lists in `meta_info` that grow by what is new, and those that come once, with the prompt.

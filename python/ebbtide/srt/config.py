@@ -193,7 +193,7 @@ class ParallelConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Of all replicas and nodes."""
+        """How many there are on all nodes, in all replicas."""
         return self.tp_size * self.dp_size
 
     @property
@@ -236,7 +236,7 @@ class EngineConfig:
 
     @property
     def precision(self) -> dict[str, str]:
-        """Of the weights' products and of the KV cache: a trainer must know what its rollouts came from."""
+        """The dtypes of products and of the KV cache: a trainer must know what its rollouts came from."""
         return {"weights": self.model.quantization or self.model.dtype, "kv_cache": self.cache.dtype}
 
 

@@ -72,7 +72,7 @@ class ServedWeights:
         self._on_commit: list[Callable[[], None]] = []
 
     def changes(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """Of buckets of whole tensors, what has to be sent: changes, or tensors of which there is no copy."""
+        """What has to be sent of buckets of whole tensors: changes, or tensors of which there is no copy."""
         self._on_commit = []
         index = 0
         for bucket in buckets:

@@ -39,7 +39,7 @@ class Bucket:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors that it is about."""
+        """The names of the tensors that it is about."""
         if self.changes is not None:
             return [each.name for each in self.changes.changed]
         return [name for name, _ in self.tensors]

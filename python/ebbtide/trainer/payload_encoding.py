@@ -152,7 +152,7 @@ class PayloadEncoder:
         return is_plain and not (tensor.is_neg() or tensor.is_conj() or _repeats_elements(tensor))
 
     def _let_go(self) -> None:
-        """Of what was given up while it may have been read, and has been given back since."""
+        """Let go of what was given up while it may have been read, and has been given back since."""
         for lent in [lent for lent in self._unfinished if lent.is_read]:
             self._unfinished.remove(lent)
             lent.close()

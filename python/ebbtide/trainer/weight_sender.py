@@ -247,7 +247,7 @@ class WeightSender:
             return False
 
     def _forget(self, failed: UpdateFailed) -> None:
-        """Of a delta that an engine says is not of what it serves, the next update is sent whole."""
+        """Have the next update sent whole where an engine says that a delta is not of what it serves."""
         is_refused = any(isinstance(error, RequestRejected) for error in failed.failures.values())
         if self._served is not None and (is_refused or failed.committed):
             self._served.forget()

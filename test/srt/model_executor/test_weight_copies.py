@@ -44,7 +44,7 @@ def test_planned_copies_bring_every_byte_and_name_what_is_not_finite(
     sources = {name: tensor.to(device) for name, tensor in tensors.items()}
     arena = torch.zeros(4 << 20, dtype=BYTES, device=device)
     copies, end, bounds = WeightCopies(device), 0, []
-    # Of two of one name the later one counts.
+    # Where two have one name, the later one counts.
     assert copies.plan("short", part, Run(1 << 20, 16, 0, FLOAT), arena.data_ptr())
     for name, tensor in sources.items():
         assert copies.plan(name, tensor, Run(end, tensor.nbytes, 0, tensor.dtype), arena.data_ptr())

@@ -23,7 +23,7 @@ CUDA_MIN_RUN_BYTES = 2 << 20
 # 100 GiB in chunks of 1 GiB go back to the driver in 36 ms, in chunks of 256 MiB in 82 ms; they are taken in
 # 31 and 65 ms. Attention does not notice (an H200: docs/performance.md).
 CUDA_CHUNK_BYTES = (2 << 20, 1 << 30)
-# Of small chunks more are to be had: a device's memory makes so many of them, and a pool of a given size.
+# Smaller chunks mean more of them: so many are to be in a device's memory, and in a pool of a given size.
 CHUNKS_OF_DEVICE, CHUNKS_OF_POOL = 128, 32
 # Between the last page of a chunk and its end there is less than a page: at most 1/32 of the pool.
 MIN_CHUNK_PAGES = 32

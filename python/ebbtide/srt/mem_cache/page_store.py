@@ -11,7 +11,7 @@ import torch
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.memory_saver.backup import PIECE_BYTES, HostBuffer, HostPinning
 
-# Of less than this the time says nothing about the speed of copies.
+# A copy of less than this says nothing about the speed of copies.
 MEASURED_BYTES = 16 << 20
 
 

@@ -410,7 +410,7 @@ class WeightStore:
         return self._slots[name if direct else self._place(name).target.parameter]
 
     def _place(self, name: str) -> Placement:
-        """Of a tensor of a checkpoint, or of scales."""
+        """Where a tensor of a checkpoint goes, or scales."""
         placement = self._placements.get(name)
         return self._scales[name] if placement is None else placement
 

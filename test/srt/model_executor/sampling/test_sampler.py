@@ -139,7 +139,7 @@ def test_filtered_draws_are_renormalised() -> None:
 
     counts = draw_many(row, 20_000, top_k=3, top_p=0.7)
 
-    # Of 4/9, 3/9 and 2/9 the first two reach 0.7.
+    # The first two of 4/9, 3/9 and 2/9 reach 0.7.
     assert counts[2:] == [0, 0]
     assert chi_square(counts[:2], [4 / 7, 3 / 7]) < 15.1
 

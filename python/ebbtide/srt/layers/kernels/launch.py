@@ -24,7 +24,7 @@ def can_overlap(device: torch.device) -> bool:
 
 @cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU: major and minor number."""
+    """The compute capability of a GPU: major and minor number."""
     return torch.cuda.get_device_capability(device)
 
 

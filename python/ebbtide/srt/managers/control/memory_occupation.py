@@ -89,7 +89,7 @@ class MemoryOccupation:
         self._pace = pace
         self._go_on = go_on
         self._is_enabled = is_enabled
-        # Of the last release of the weights.
+        # What the last release of the weights said.
         self._keeps_weights = False
         self.handlers: HandlerTable = {
             ReleaseMemoryOccupationReqInput: self.release,

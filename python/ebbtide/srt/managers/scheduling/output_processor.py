@@ -45,7 +45,7 @@ class OutputProcessor:
     def __init__(self, policy: SchedulePolicy, step_log: StepLog, dp_rank: int = 0) -> None:
         self.meter = LoadMeter(policy)
         self.num_aborts = 0
-        # Of all requests that came here; so few that to look for them costs next to nothing.
+        # Those of all requests that came here: so few that to look for them costs next to nothing.
         self._stop_ids: set[int] = set()
         self._policy = policy
         self._step_log = step_log

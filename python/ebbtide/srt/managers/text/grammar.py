@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # A schema of this length is beyond every use that is known.
 MAX_SPEC_CHARACTERS: Final = 1 << 18
-# Of one compiled grammar: it is sent to every rank.
+# A compiled grammar takes at most this much: it is sent to every rank.
 MAX_COMPILED_BYTES: Final = 64 << 20
 # Compiled grammars that are kept, here and on the ranks.
 MAX_KEPT: Final = 64

@@ -92,7 +92,7 @@ def coded_blocks(codes: Tensor, num_codes: Sequence[int]) -> CodedBlocks:
     tensor_B = torch.repeat_interleave(
         torch.arange(len(num_codes), dtype=torch.int32, device=device), ends_T - firsts_T, output_size=total
     )
-    # Of integers and of where rows begin kernels are compiled anew: each has memory of its own.
+    # Kernels are compiled anew for integers and rows that are aligned otherwise: each has its own memory.
     passed_B1, values_B1 = (torch.zeros(total + 1, dtype=torch.int64, device=device) for _ in range(2))
     if total:
         _count[(total,)](
@@ -153,7 +153,7 @@ class PlacedBlocks:
         return sums_T
 
     def _add_state_sums(self, sums_T: Tensor, is_unknown: Sequence[bool]) -> None:
-        """Of the tensors of which nothing is known."""
+        """Add the sums of the tensors of which nothing is known."""
         num_rows_T, num_columns_T, counts_T = self._places.rows_T8[:, [4, 6, 7]].T
         tiles_T = -(-num_rows_T // SUM_ROWS) * -(-num_columns_T // SUM_COLUMNS) * counts_T * is_unknown
         total = int(tiles_T.sum())

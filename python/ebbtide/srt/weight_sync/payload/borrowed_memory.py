@@ -64,7 +64,7 @@ class BorrowedMemory:
 
     @property
     def lent_by_device(self) -> list[CudaStorageRef]:
-        """Of what was noted, the memory of devices."""
+        """The references to memory of devices that were noted."""
         return [ref for ref in self._noted if isinstance(ref, CudaStorageRef)]
 
     def want(self, ref: TensorRef) -> None:

@@ -58,7 +58,7 @@ class KVResizer:
         # Withdrawn and about to be removed; removed and about to be restored, with memory again.
         self._chosen: list[int] = []
         self._added: list[int] = []
-        # Of the requests that are about to be parked.
+        # The slots of the requests that are about to be parked.
         self._slots: list[list[int]] = []
 
     @property
