@@ -326,6 +326,9 @@ GOALS: dict[str, Goal] = {
     "replay.masks_64": Goal(
         "replay", "64 requests that ask for sampling masks: of the same without", "share", 0.99, at_least=True
     ),
+    "replay.masks_arrays_64": Goal(
+        "replay", "the same, in two arrays per answer (slime's form)", "share", 0.99, at_least=True
+    ),
     "replay.routes_256": Goal(
         "replay", "256 streams with routed experts (Qwen3-30B-A3B): of without", "share", 0.98, at_least=True
     ),

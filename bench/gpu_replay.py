@@ -2,13 +2,14 @@
 
 - `canary`: an update of one tensor, staged as a whole copy, with 64 streams running, in place. How much
   longer forward passes are held up with a canary of 256 tokens than without; runs of both alternate.
-- `short_behind_long`: a prompt of 128 tokens that comes 100 ms after one of 30,000, until its first token; as
-  a multiple of the same alone.
+- `short_behind_long`: a prompt of 128 tokens that comes 100 to 130 ms after one of 30,000, at any point of a
+  pass, until its first token; as a multiple of the same alone.
 - `structured_64`: 64 requests of 256 tokens at temperature 1 that keep to a JSON schema, as a share of the
   tokens per second of as many requests without that give equally many tokens each: where outputs end early,
   few are left beside the longest. The tokenizer is made up, in the proportions of a real one: single bytes,
   numbers of up to three digits, runs of signs as JSON has them, and words of noise up to the vocabulary.
-- `masks_64`: 64 requests of 256 tokens with top-p and top-k that ask for sampling masks, likewise.
+- `masks_64`: 64 requests of 256 tokens with top-p and top-k that ask for sampling masks, likewise; as lists, and
+  in slime's form.
 - `routes_256`: 256 streams of 256 tokens in and 64 to 191 out of Qwen3-30B-A3B that ask for routed experts,
   as a share of the tokens per second of an engine that does not record them; and the longest gap between
   chunks.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import json
 import random
@@ -135,6 +137,7 @@ async def canary(report: Report, requests: Requests, num_runs: int) -> None:
 
 async def short_behind_long(report: Report, requests: Requests, num_runs: int) -> None:
     long_len, delay_s = (60, 0.0) if requests.is_tiny else (30_000, 0.1)
+    phases_s = random.Random(1)
     alone, behind, long_s = [], [], []
     for _ in range(2 * num_runs + 1):
         started = time.perf_counter()
@@ -142,7 +145,7 @@ async def short_behind_long(report: Report, requests: Requests, num_runs: int) -
         alone.append(time.perf_counter() - started)
         long_started = time.perf_counter()
         long = asyncio.create_task(requests.call(long_len, 1))
-        await asyncio.sleep(delay_s)
+        await asyncio.sleep(delay_s + phases_s.uniform(0.0, 0.03))
         started = time.perf_counter()
         await requests.call(16 if requests.is_tiny else 128, 1)
         behind.append(time.perf_counter() - started)
@@ -178,14 +181,20 @@ async def structured(report: Report, requests: Requests, num_runs: int) -> None:
 async def masks(report: Report, requests: Requests, num_runs: int) -> None:
     num_requests, num_tokens = (2, 8) if requests.is_tiny else (64, 256)
     params = {"top_p": 0.95, "top_k": 50, "ignore_eos": True}
+    as_arrays = {"custom_params": {"return_top_p_token_ids": True}}
 
-    async def rate(*, asks: bool) -> float:
+    async def rate(*, asks: bool, has_arrays: bool = False) -> float:
+        given = params | as_arrays if asks and has_arrays else params
         started = time.perf_counter()
-        calls = [requests.call(64, num_tokens, asks_mask=asks, **params) for _ in range(num_requests)]
+        calls = [
+            requests.call(64, num_tokens, asks_mask=asks and not has_arrays, **given)
+            for _ in range(num_requests)
+        ]
         await asyncio.gather(*calls)
         return num_requests * num_tokens / (time.perf_counter() - started)
 
     await alternate(report, "replay.masks_64", rate, num_runs)
+    await alternate(report, "replay.masks_arrays_64", functools.partial(rate, has_arrays=True), num_runs)
 
 
 async def alternate(
@@ -260,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             with report.attempt("replay.structured_64"):
                 await structured(report, requests, args.runs)
         if "masks" in args.parts:
-            with report.attempt("replay.masks_64"):
+            with report.attempt("replay.masks_64", "replay.masks_arrays_64"):
                 await masks(report, requests, args.runs)
 
     if "routes" in args.parts:

@@ -1,7 +1,7 @@
 """Long prompts share the road, an agent's next turn comes first, and masks follow the tokens."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseGenerationReqOutput,
     PauseMode,
 )
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, PendingStep
 from ebbtide.testing import SchedulerHarness, default_schedule
 
 
@@ -60,6 +61,34 @@ def test_streams_that_were_retracted_come_back_one_after_another() -> None:
     assert more == [4, 3, 2, 1]
     harness.run_until_idle()
     assert all(len(harness.outputs[rid].token_ids) == 30 for rid in streams)
+
+
+def test_long_prompts_step_aside_where_short_ones_end_but_not_twice_in_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedule = default_schedule(chunked_prefill_size=16, prefill_share=0.25, max_running_requests=64)
+    harness = SchedulerHarness(num_pages=1024, context_len=512, schedule=schedule)
+    passes: list[list[int]] = []
+    launch = harness.runner.launch
+
+    def noted(plan: BatchPlan, **more: Any) -> PendingStep:
+        passes.append([int(number) for number in plan.num_new_R if number > 1])
+        return launch(plan, **more)
+
+    monkeypatch.setattr(harness.runner, "launch", noted)
+    long = harness.generate(range(40), max_new_tokens=2)
+    harness.turn(2)
+    for n in range(3):
+        harness.generate(range(100 + 10 * n, 103 + 10 * n), max_new_tokens=2)
+        harness.turn()
+    # More of them than a share holds: the pass is long anyway.
+    for n in range(2):
+        harness.generate(range(200 + 10 * n, 203 + 10 * n), max_new_tokens=2)
+    harness.turn()
+    harness.run_until_idle()
+
+    assert passes[:7] == [[4], [4], [3], [4, 3], [3], [4, 3, 3], [4]]
+    assert len(harness.outputs[long].token_ids) == 2
 
 
 def test_the_next_turn_of_a_conversation_overtakes_new_ones() -> None:

@@ -316,25 +316,23 @@ class SchedulePolicy:
         decoding = np.flatnonzero(missing_R == 1)
         requests = [self.running[index] for index in decoding.tolist()]
         prefilling = [self.running[index] for index in np.flatnonzero(missing_R > 1).tolist()]
-        shares, budget = self._share.of_running(prefilling, self.waiting[:admits])
-        requests += [req for req in prefilling if shares[req]]
-        chunks = [shares[req] for req in prefilling if shares[req]]
+        chunks, budget = self._share.of_running(prefilling, self.waiting[:admits])
         admitted: list[Req] = []
         for req in self._admissible(budget) if admits else ():
             admitted.append(req)
-            chunk = self._share.of_admitted(req, budget)
-            budget -= chunk
-            requests.append(req)
-            chunks.append(chunk)
+            chunks[req] = self._share.of_admitted(req, budget)
+            budget -= chunks[req]
             if budget <= 0:
                 break
         self._reserve.note_step()
+        chunks = self._share.short_first(chunks)
+        requests += chunks
         if not requests:
             return None
         others = [req.kv.row for req in requests[len(decoding) :] if req.kv is not None]
         batch_rows_R = np.concatenate([rows_R[decoding], np.array(others, dtype=np.int64)])
         num_new_R = np.ones(len(requests), dtype=np.int64)
-        num_new_R[len(decoding) :] = chunks
+        num_new_R[len(decoding) :] = list(chunks.values())
         plan = self.rows.plan(requests, batch_rows_R, num_new_R)
         self._num_in_flight += 1
         return ScheduledBatch(requests, self.rows.serial[batch_rows_R], plan, admitted)

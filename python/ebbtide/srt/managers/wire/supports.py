@@ -67,8 +67,7 @@ class SupportList:
     @property
     def masks(self) -> list[list[int]]:
         """By token, the ids in ascending order."""
-        ids = self._ids.tolist()
-        return [ids[start:end] for start, end in pairwise(accumulate(self._counts, initial=0))]
+        return [self._ids[start:end].tolist() for start, end in pairwise(accumulate(self._counts, initial=0))]
 
     @property
     def logprobs(self) -> list[float]:
