@@ -8,8 +8,8 @@
   tokens per second of as many requests without that give equally many tokens each: where outputs end early,
   few are left beside the longest. The tokenizer is made up, in the proportions of a real one: single bytes,
   numbers of up to three digits, runs of signs as JSON has them, and words of noise up to the vocabulary.
-- `masks_64`: 64 requests of 256 tokens with top-p and top-k that ask for sampling masks, likewise; in lists and
-  in arrays (`masks_arrays_64`).
+- `masks_64`: 64 requests of 256 tokens with top-p and top-k that ask for sampling masks, likewise; in lists
+  and in arrays (`masks_arrays_64`).
 - `routes_256`: 256 streams of 256 tokens in and 64 to 191 out of Qwen3-30B-A3B that ask for routed experts,
   as a share of the tokens per second of an engine that does not record them; and the longest gap between
   chunks.
