@@ -9,7 +9,7 @@ import pytest
 import torch
 from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
 from fixtures.gpu_device import DEVICE
-from fixtures.layouts import FOUR_RANKS, ONE_RANK
+from fixtures.layouts import ONE_RANK, TWO_REPLICAS
 from fixtures.references import Reference
 from fixtures.servers import wait_until
 from safetensors.torch import load_file
@@ -24,7 +24,7 @@ ALL_ROWS = 10**6
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(scope="module", params=[ONE_RANK if DEVICE.is_cuda else FOUR_RANKS])
+@pytest.fixture(scope="module", params=[ONE_RANK if DEVICE.is_cuda else TWO_REPLICAS])
 def shared_engine(request: pytest.FixtureRequest, checkpoint_a: Path) -> Iterator[Engine]:
     arguments = {"max_total_tokens": 4096, "skip_tokenizer_init": True, **DEVICE.server_args}
     with Engine(model_path=str(checkpoint_a), **arguments, **request.param.server_args) as engine:
