@@ -35,6 +35,7 @@ class Settings:
         num_disturbed: requests that run in the end while memory is taken from under them.
         warm_up_goal: the probability of a right answer at which the warm-up ends.
         kv_pool_bytes: size of the KV cache, which gives the memory plots something to show.
+        dashboard_port: of the engine's dashboard; None: it is not served.
         is_fp8: whether the engine has weights and KV cache in FP8, on the CPU.
     """
 
@@ -45,6 +46,7 @@ class Settings:
     warm_up_goal: float = 0.16
     kv_pool_bytes: int = 256_000_000
     is_fp8: bool = False
+    dashboard_port: int | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,12 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="weights and KV cache of the engine in FP8, emulated on the CPU: shows importance ratios",
     )
+    parser.add_argument("--dashboard-port", type=int, help="of this machine's; shows the engine meanwhile")
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error(f"--steps: expected a positive number, got {options.steps}")
     console = Console()
     try:
-        run(Settings(num_steps=options.steps, is_fp8=options.fp8), options.seed, options.out, console)
+        settings = Settings(options.steps, is_fp8=options.fp8, dashboard_port=options.dashboard_port)
+        run(settings, options.seed, options.out, console)
     except DemoFailed as error:
         console.print(Text(f"demo failed: {error}", "bold red"), soft_wrap=True)
         return 1
@@ -94,6 +98,8 @@ def run(settings: Settings, seed: int, out: Path, console: Console) -> Results:
         checkpoint = _save(trainer, out)
         display.doing("starting the engine", 0.0)
         with _start_engine(checkpoint, settings, seed) as engine:
+            if settings.dashboard_port is not None:
+                display.line(f"watch it at {engine.serve_dashboard(settings.dashboard_port)}")
             loop = Loop(
                 engine,
                 trainer,

@@ -6,12 +6,15 @@ import subprocess
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+import httpx
 import pytest
 from fixtures.servers import running_server, url_of
 
 from ebbtide.srt.entrypoints.dashboard import timeline as module
 from ebbtide.srt.entrypoints.dashboard.timeline import MAX_UNREAD, Timeline
 from ebbtide.srt.entrypoints.metrics.operations import EndedOperation
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.testing.null_engine import NullEngine
 
 BROWSER = shutil.which("chromium")
 
@@ -89,6 +92,21 @@ def test_a_viewer_that_does_not_read_and_one_of_a_server_that_ends_are_let_go() 
     asyncio.run(main())
 
 
+def test_an_engine_in_python_shows_itself_until_it_ends() -> None:
+    with NullEngine() as engine:
+        url = engine.serve_dashboard()
+        assert "<title>Ebbtide</title>" in httpx.get(url).text
+        with httpx.stream("GET", f"{url}/events") as response:
+            events = response.iter_lines()
+            next(events)
+            engine.flush_cache()
+            assert any('"operation":"flush_cache"' in line for line in events)
+            with pytest.raises(ConfigurationError, match=r"port \d+ of 127.0.0.1 cannot be had: .*in use"):
+                engine.serve_dashboard(response.url.port or 0)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium")
 def test_a_browser_shows_what_was_done() -> None:
     with running_server("null", module="ebbtide.testing.null_engine") as server:
@@ -105,6 +123,6 @@ def test_a_browser_shows_what_was_done() -> None:
             check=True,
         ).stdout
     assert "waits: paused(in_place)" in page
-    assert "<td>pause_generation</td>" in page
+    assert '"operation">pause_<wbr>generation</td>' in page
     assert 'class="refused"' in page
     assert "no_such_tag" in page

@@ -215,6 +215,28 @@ class Engine(WeightMethods):
     async_get_model_info, get_model_info = async_model_info, model_info
     async_get_server_info, get_server_info = async_server_info, server_info
 
+    def serve_dashboard(self, port: int = 0) -> str:
+        """Serve the dashboard's page to this machine, without a key, for as long as the engine lives.
+
+        Args:
+            port: of the loopback address; 0 for a free one.
+
+        Returns:
+            The page's URL.
+
+        Raises:
+            ConfigurationError: the port is taken.
+        """
+        return self._wait(self._serve_dashboard(port))
+
+    async def _serve_dashboard(self, port: int) -> str:
+        from ebbtide.srt.entrypoints.dashboard.server import DashboardServer
+
+        server = DashboardServer(self._service, port)
+        self._service.at_close.append(server.close)
+        server.start()
+        return server.url
+
     # --------------------------------------------------------------------------------------------- lifetime
 
     @property

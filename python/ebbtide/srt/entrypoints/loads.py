@@ -20,6 +20,7 @@ _SUMMABLE = (
     "num_used_tokens",
     "max_total_num_tokens",
     "gen_throughput",
+    "num_parked_reqs",
     "parked_bytes",
     "lent_bytes",
 )

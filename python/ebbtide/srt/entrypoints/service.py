@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -62,6 +62,7 @@ class EngineService:
     Attributes:
         metrics: what was asked for through both doors, and how that went.
         timeline: the recent past, for the dashboard.
+        at_close: called when the service closes.
         tracing: None unless it was asked for.
 
     Raises:
@@ -88,6 +89,7 @@ class EngineService:
             page_size=config.cache.page_size,
         )
         self.timeline = Timeline(self._sample)
+        self.at_close: list[Callable[[], Awaitable[None]]] = []
         self.metrics.control.observers.append(self.timeline)
         self.tracing = open_tracing(config.server_args)
         if self.tracing is not None:
@@ -165,6 +167,8 @@ class EngineService:
         """As `fail`, and close the channels. The processes are `shutdown`'s."""
         self.metrics.gc_pauses.remove()
         self.timeline.close()
+        for end in self.at_close:
+            await end()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         if self._manager is not None:

@@ -44,6 +44,10 @@ class Door(Protocol):
         """The chunks of a generation; left early, it is aborted. Raises OSError or ValueError."""
         ...
 
+    async def leave(self) -> None:
+        """Close what is kept open for the next request, as a client that goes does."""
+        ...
+
 
 class HttpDoor:
     """A server at this address."""
@@ -51,8 +55,7 @@ class HttpDoor:
     def __init__(self, url: str, pid: int) -> None:
         self.target = url
         self.pid = pid
-        limits = httpx.Limits(max_connections=None)
-        self._client = httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(REPLY_TIMEOUT_S), limits=limits)
+        self._client = self._new_client()
 
     async def call(self, name: str, **body: Any) -> tuple[int, dict[str, Any]]:
         try:
@@ -80,6 +83,14 @@ class HttpDoor:
         except httpx.HTTPError as error:
             raise OSError(f"{type(error).__name__}: {error}") from error
 
+    async def leave(self) -> None:
+        await self._client.aclose()
+        self._client = self._new_client()
+
+    def _new_client(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None)
+        return httpx.AsyncClient(base_url=self.target, timeout=httpx.Timeout(REPLY_TIMEOUT_S), limits=limits)
+
 
 class EngineDoor:
     """An engine whose methods are called here."""
@@ -106,6 +117,9 @@ class EngineDoor:
         async with aclosing(await self._engine.async_generate(**body, stream=True)) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    async def leave(self) -> None:
+        pass
 
 
 @contextmanager

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 NUM_PROMPTS: Final = 48
 MODES: Final = ("in_place", "retract", "wait", "abort")
 MAX_OUTPUT: Final = 96
+# So soon a server has noticed that its clients have left.
+LEAVE_S: Final = 0.5
 KILLED_SENDER: Final = """
 import base64, json, sys, time
 from safetensors.torch import load_file
@@ -118,6 +120,9 @@ class Soak:
         until_s = time.monotonic() + 30
         while shared_objects(self.senders) and time.monotonic() < until_s:
             await asyncio.sleep(0.1)
+        # Connections that wait for the next request are no leak of the server's.
+        await self._door.leave()
+        await asyncio.sleep(LEAVE_S)
 
     # ----------------------------------------------------------------------------------------- the clients
 
