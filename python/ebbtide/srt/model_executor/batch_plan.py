@@ -61,6 +61,11 @@ class TokenMask(Protocol):
         """A token was sampled; whether it is one of those."""
         ...
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing may follow."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class SampleSpec:

@@ -1,18 +1,25 @@
 """Grammars by themselves, over a vocabulary of digits and signs."""
 
+import numpy as np
 import pytest
 
 from ebbtide.demo.task import make_tokenizer
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.text.grammar import GrammarCompiler, Vocabulary
+from ebbtide.srt.managers.scheduling.request import Req
+from ebbtide.srt.managers.text.grammar import GrammarCompiler, GrammarShelf, Vocabulary
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
+from ebbtide.srt.managers.wire.generation import LoadGrammar
+from ebbtide.srt.model_executor.batch_plan import SampleSpec
 from ebbtide.srt.sampling_params import SamplingParams
+
+
+TOKENIZER = Tokenizer(make_tokenizer())
+VOCABULARY = Vocabulary(TOKENIZER, len(TOKENIZER.hf), TOKENIZER.eos_token_ids)
 
 
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
-    tokenizer = Tokenizer(make_tokenizer())
-    return GrammarCompiler(Vocabulary(tokenizer, len(tokenizer.hf), tokenizer.eos_token_ids))
+    return GrammarCompiler(VOCABULARY)
 
 
 def test_what_no_token_can_begin_is_refused(compiler: GrammarCompiler) -> None:
@@ -25,3 +32,37 @@ def test_what_no_token_can_begin_is_refused(compiler: GrammarCompiler) -> None:
     spec = SamplingParams.from_dict({"choice": ["yes", "7"]}).grammar
     assert spec is not None
     assert compiler.compile(spec)
+
+
+@pytest.mark.parametrize(
+    ("continued", "ends", "refusal"),
+    [
+        ("", False, None),
+        ("12", False, None),
+        ("12+3", False, None),
+        ("12+3", True, "nothing follows"),
+        ("1+", True, "does not allow"),
+        ("+", False, "does not allow"),
+    ],
+)
+def test_what_is_continued_goes_on_where_it_stood_in_its_grammar(
+    compiler: GrammarCompiler, continued: str, ends: bool, refusal: str | None
+) -> None:
+    params = SamplingParams.from_dict({"regex": r"\d+\+\d"})
+    assert params.grammar is not None
+    shelf = GrammarShelf(VOCABULARY)
+    shelf.load(LoadGrammar(key="k", compiled=compiler.compile(params.grammar), dropped=None))
+    ids = TOKENIZER.encode(continued, add_special_tokens=False) + [min(TOKENIZER.eos_token_ids)] * ends
+    whole, mask = shelf.mask("k"), shelf.mask("k")
+    spec = SampleSpec(params, 0, TOKENIZER.eos_token_ids, [1], [], mask=mask)
+    req = Req("r", 0, spec, 8, None, (), 0.0)
+    if refusal is not None:
+        with pytest.raises(RequestRejected, match=refusal):
+            req.pass_over(ids)
+        return
+    req.pass_over(ids)
+    assert all(map(whole.accept, ids))
+    words_2W = np.zeros((2, -(-VOCABULARY.size // 32)), dtype=np.int32)
+    mask.fill([whole], words_2W)
+    assert (words_2W[0] == words_2W[1]).all()
+    assert words_2W.any()

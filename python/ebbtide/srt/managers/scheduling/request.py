@@ -164,8 +164,12 @@ class Req:
         if self.stop_strings is not None:
             self.stop_strings.pass_over(continued_ids)
         mask = self.spec.mask
-        if mask is not None and not all(map(mask.accept, continued_ids)):
+        if mask is None or not continued_ids:
+            return
+        if not all(map(mask.accept, continued_ids)):
             raise RequestRejected("continue_from: the grammar does not allow what is to be continued")
+        if mask.has_ended:
+            raise RequestRejected("continue_from: the output has ended as its grammar says: nothing follows")
 
     @property
     def has_begun(self) -> bool:

@@ -222,3 +222,8 @@ class GrammarMask:
     def accept(self, token_id: int) -> bool:
         """A token was sampled; whether the grammar allows it."""
         return self._matcher.is_terminated() or bool(self._matcher.accept_token(token_id))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the token was sampled that ends the output."""
+        return bool(self._matcher.is_terminated())

@@ -153,6 +153,8 @@ class Sampler:
 class _OpenMask:
     """Every token may come. Implements `TokenMask`."""
 
+    has_ended = False
+
     def fill(self, others: Sequence[Self], words_MW: NDArray[np.int32]) -> None:
         words_MW.fill(-1)
 
