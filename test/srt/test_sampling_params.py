@@ -17,7 +17,7 @@ KEYS = {
     *("presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "n"),
     *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"),
     *("logit_bias", "sampling_seed", "custom_params", "json_schema", "regex", "ebnf", "structural_tag"),
-    *("stop_regex", "choice", "beam_width", "watermark", "allowed_token_ids"),
+    *("stop_regex", "choice", "beam_width", "watermark", "allowed_token_ids", "bad_words"),
 }
 UNSUPPORTED = ("stop_regex", "watermark")
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "choice")

@@ -16,6 +16,7 @@ GREEDY_BELOW_TEMPERATURE = 1e-6
 # Of `custom_params`.
 TOP_P_IDS = "return_top_p_token_ids"
 MAX_STOP_STRINGS = 32
+MAX_BAD_WORDS = 1024
 _INT64_MAX = 2**63 - 1
 
 _Check = Callable[[str, Any], Any]
@@ -69,6 +70,7 @@ class SamplingParams:
     stream_interval: int | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     sampling_seed: int | None = None
     # What nothing reads of it is dropped: that may not be fit to travel.
     custom_params: Mapping[str, Any] | None = None
@@ -96,6 +98,8 @@ class SamplingParams:
                 "min_new_tokens", f"at most max_new_tokens ({self.max_new_tokens})", self.min_new_tokens
             )
         given = [kind for kind in GRAMMAR_KINDS if getattr(self, kind) is not None]
+        if given and self.bad_words:
+            raise RequestRejected(f"sampling_params.bad_words: not with {given[0]}, which says what may come")
         if len(given) > 1:
             raise RequestRejected(f"sampling_params: expected one of {', '.join(given)}, not all of them")
         if given and (self.min_new_tokens or self.ignore_eos):
@@ -219,6 +223,13 @@ def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _bad_words(name: str, value: Any) -> tuple[str, ...] | None:
+    is_list = isinstance(value, list | tuple) and len(value) <= MAX_BAD_WORDS
+    if not is_list or not all(isinstance(word, str) and word.strip() for word in value):
+        raise _rejected(name, f"a list of at most {MAX_BAD_WORDS} words", value)
+    return tuple(value) or None
+
+
 def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     expected = "an object from token id to a finite number"
     if not isinstance(value, Mapping):
@@ -303,6 +314,7 @@ _CHECKS: dict[str, _Check] = {
     "stream_interval": _integer(1, "an integer ≥ 1"),
     "logit_bias": _logit_bias,
     "allowed_token_ids": _allowed_token_ids,
+    "bad_words": _bad_words,
     "sampling_seed": _integer(-(2**63), "a signed 64-bit integer"),
     "custom_params": _custom_params,
     "json_schema": _json_text,

@@ -39,6 +39,7 @@ from ebbtide.srt.managers.scheduling.watchdog import Progress
 from ebbtide.srt.managers.text.grammar import GrammarShelf
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
+from ebbtide.srt.managers.text.token_rules import BannedSequences, TokenRules
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.agreement import Decision
 from ebbtide.srt.managers.wire.channel import SendEnd
@@ -219,6 +220,11 @@ class Scheduler:
         if output is not None:
             self._outputs.send(output)
 
+    def _rules(self, message: TokenizedGenerateReqInput) -> TokenRules | None:
+        grammar = None if message.grammar is None else self._shelf().mask(message.grammar)
+        banned = BannedSequences(message.banned) if message.banned else None
+        return None if grammar is None and banned is None else TokenRules(grammar, banned)
+
     def _shelf(self) -> GrammarShelf:
         assert self.grammars is not None, "the API process has refused grammars where there is no tokenizer"
         return self.grammars
@@ -263,7 +269,7 @@ class Scheduler:
                 output_ids=[],
                 logprobs=logprobs,
                 returns_support=message.wants_supports,
-                mask=None if message.grammar is None else self._shelf().mask(message.grammar),
+                mask=self._rules(message),
             ),
             max_new_tokens=message.max_new_tokens,
             stream_interval=message.stream_interval if message.stream else None,

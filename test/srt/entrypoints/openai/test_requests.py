@@ -193,7 +193,6 @@ def call_of(kind: str, **fields: Any) -> OpenAICall:
         *(
             (["chat", "completion"], {name: value})
             for name, value in {
-                "bad_words": ["no"],
                 "cache_salt": "",
                 "ec_transfer_params": {"a": 1},
                 "function_call": {"name": "f"},
@@ -267,7 +266,14 @@ def test_headers_say_what_the_body_does_not() -> None:
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_what_asks_for_nothing_passes(kind: str) -> None:
-    names = ["logprob_token_ids", "bad_words", "structured_outputs", "use_beam_search", "stop_regex", "tools"]
+    names = [
+        "logprob_token_ids",
+        "guided_choice",
+        "structured_outputs",
+        "use_beam_search",
+        "stop_regex",
+        "tools",
+    ]
     nothing = [None, [], {}, False, "", []]
     plain = call_of(kind, rid="r").generate
     fields = dict(zip(names, nothing, strict=True)) | {"prompt_logprobs": None, "echo": False}

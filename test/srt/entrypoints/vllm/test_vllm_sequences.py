@@ -146,7 +146,15 @@ def test_ids_that_may_come_and_ids_that_are_told(server: Server) -> None:
         listed = {each["token_id"]: each["logprob"] for each in token["top_logprobs"]}
         assert listed.keys() == {token["token_id"], 9, 11}
         assert listed[11] == -9999.0
-    for wrong, message in ({"allowed_token_ids": []}, "at least one"), ({"allowed_token_ids": [999]}, "999"):
+    asked = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    word = ok(server.post("/v1/completions", asked))["choices"][0]["text"].strip()[2:4]
+    [other] = ok(server.post("/v1/completions", {**asked, "bad_words": [word]}))["choices"]
+    assert word not in other["text"]
+    for wrong, message in (
+        ({"bad_words": [""]}, "words"),
+        ({"allowed_token_ids": []}, "at least one"),
+        ({"allowed_token_ids": [999]}, "999"),
+    ):
         refused = server.post("/v1/completions", {"prompt": PROMPT, **wrong})
         assert refused.status_code == 400
         assert message in refused.json()["message"]

@@ -1,4 +1,4 @@
-"""Grammars by themselves, over a vocabulary of digits and signs."""
+"""What outputs keep to, over a vocabulary of digits and signs: grammars, and sequences that are banned."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,11 @@ from ebbtide.demo.task import make_tokenizer
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.text.grammar import GrammarCompiler, GrammarShelf, Vocabulary
+from ebbtide.srt.managers.text.token_rules import BannedSequences, TokenRules
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.generation import LoadGrammar
 from ebbtide.srt.model_executor.batch_plan import SampleSpec
 from ebbtide.srt.sampling_params import SamplingParams
-
 
 TOKENIZER = Tokenizer(make_tokenizer())
 VOCABULARY = Vocabulary(TOKENIZER, len(TOKENIZER.hf), TOKENIZER.eos_token_ids)
@@ -53,7 +53,7 @@ def test_what_is_continued_goes_on_where_it_stood_in_its_grammar(
     shelf = GrammarShelf(VOCABULARY)
     shelf.load(LoadGrammar(key="k", compiled=compiler.compile(params.grammar), dropped=None))
     ids = TOKENIZER.encode(continued, add_special_tokens=False) + [min(TOKENIZER.eos_token_ids)] * ends
-    whole, mask = shelf.mask("k"), shelf.mask("k")
+    whole, mask = (TokenRules(shelf.mask("k"), None) for _ in range(2))
     spec = SampleSpec(params, 0, TOKENIZER.eos_token_ids, [1], [], mask=mask)
     req = Req("r", 0, spec, 8, None, (), 0.0)
     if refusal is not None:
@@ -66,3 +66,28 @@ def test_what_is_continued_goes_on_where_it_stood_in_its_grammar(
     mask.fill([whole], words_2W)
     assert (words_2W[0] == words_2W[1]).all()
     assert words_2W.any()
+
+
+def test_what_would_complete_a_banned_sequence_cannot_come_next(compiler: GrammarCompiler) -> None:
+    params = SamplingParams.from_dict({"regex": r"\d+"})
+    assert params.grammar is not None
+    shelf = GrammarShelf(VOCABULARY)
+    shelf.load(LoadGrammar(key="k", compiled=compiler.compile(params.grammar), dropped=None))
+    plain = TokenRules(None, BannedSequences([[3], [1, 31], [1, 2, 1, 2]]))
+    others = [TokenRules(shelf.mask("k"), None), TokenRules(None, BannedSequences([[5]]))]
+
+    def forbidden() -> list[list[int]]:
+        words_3W = np.zeros((3, 1), dtype=np.int32)
+        plain.fill(others, words_3W)
+        bits = np.unpackbits(words_3W.view(np.uint8), axis=1, bitorder="little")
+        return [np.flatnonzero(row == 0).tolist() for row in bits]
+
+    first, of_grammar, last = forbidden()
+    assert (first, last) == ([3], [5])
+    assert of_grammar
+    for token_id, banned in ((1, [3, 31]), (2, [3]), (1, [2, 3, 31]), (9, [3])):
+        assert plain.accept(token_id)
+        assert forbidden() == [banned, of_grammar, last]
+    assert not plain.accept(3)
+    with pytest.raises(RequestRejected, match="bad_words: not with regex"):
+        SamplingParams.from_dict({"regex": "a", "bad_words": ["b"]})

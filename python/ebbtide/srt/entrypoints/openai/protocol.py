@@ -45,6 +45,7 @@ class OpenAIRequest(Struct, kw_only=True):
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     logprob_token_ids: list[int] | None = None
     stop: str | list[str] | None = None
     seed: int | None = None

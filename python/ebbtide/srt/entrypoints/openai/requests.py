@@ -38,6 +38,7 @@ _SAMPLING = {
         name: name
         for name in (
             "allowed_token_ids",
+            "bad_words",
             "stop_token_ids",
             "ignore_eos",
             "no_stop_trim",

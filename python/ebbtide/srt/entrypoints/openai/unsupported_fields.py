@@ -21,7 +21,6 @@ MAX_SALT_LENGTH: Final = 1024
 # Field → what there is instead.
 _UNSUPPORTED: Final[Mapping[str, str]] = {
     "audio": "answers are text",
-    "bad_words": _ONLY_BIAS,
     "documents": "chat_template_kwargs are variables of the template",
     "ec_transfer_params": "prompts are computed here",
     "functions": "tools takes its place",

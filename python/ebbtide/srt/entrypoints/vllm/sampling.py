@@ -16,6 +16,7 @@ _NAMES = {
     **{name: name for name in _SAME},
     **{name: name for name in ("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "logit_bias")},
     "allowed_token_ids": "allowed_token_ids",
+    "bad_words": "bad_words",
     "spaces_between_special_tokens": "spaces_between_special_tokens",
     "include_stop_str_in_output": "no_stop_trim",
     "min_tokens": "min_new_tokens",
@@ -23,7 +24,7 @@ _NAMES = {
 }
 # These would change the tokens, or are read back: empty values are taken, others refused.
 UNSUPPORTED = (
-    *("bad_words", "extra_args"),
+    "extra_args",
     *("prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"),
     *("skip_reading_prefix_cache", "thinking_token_budget"),
 )

@@ -276,6 +276,8 @@ class RequestNormalizer:
                 self._need_tokenizer("sampling_params.stop")
             self._limits.check_ids("sampling_params.logit_bias", list(one.logit_bias or ()))
             self._limits.check_ids("sampling_params.allowed_token_ids", one.allowed_token_ids or ())
+            if one.bad_words:
+                self._need_tokenizer("sampling_params.bad_words")
             if one.grammar is not None:
                 self._need_tokenizer(f"sampling_params.{one.grammar.kind}")
         return params
@@ -329,6 +331,7 @@ class RequestNormalizer:
                 return_sampling_mask=_returns_sampling_mask(request, params, self._limits.vocab_size),
                 routed_experts_start=self._routed_experts_start(request, len(prompt)),
                 grammar=None if params.grammar is None else params.grammar.key,
+                banned=self._tokenizer.spellings(params.bad_words) if self._tokenizer else [],
             )
 
 

@@ -46,6 +46,12 @@ class Tokenizer:
         ids: list[int] = encoding["input_ids"]
         return ids
 
+    def spellings(self, words: Iterable[str] | None) -> list[list[int]]:
+        """The ids of each word, at the beginning of a text and behind a space."""
+        texts = [text for word in words or () for text in (word, f" {word.lstrip()}")]
+        ids = [tuple(self.encode(text, add_special_tokens=False)) for text in texts]
+        return [list(one) for one in dict.fromkeys(ids) if one]
+
     def least_tokens(self, text: str) -> int:
         """A number of tokens that a text has at least, found without tokenizing it; 0 if nothing is known."""
         return self._length_bound.least_tokens(text) if self._length_bound is not None else 0

@@ -53,6 +53,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
         routed_experts_start: first token whose experts are wanted; None: nobody asks.
         given_routes: the experts that the first tokens of the prompt take in place of the router's choice.
         grammar: the key of the one that its output keeps to; it has been loaded.
+        banned: sequences of token ids that its output must not have.
         continued_ids: what was generated behind the prompt before: the output goes on there. `max_new_tokens`
             counts them, and they are not sent again.
         dp_rank: the replica that it is for; None as long as none has been chosen, or if there is only one.
@@ -76,6 +77,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     dp_rank: int | None = None
     contract: VersionContract = VersionContract()
     grammar: str | None = None
+    banned: list[list[int]] = field(default_factory=list)
     routed_experts_start: int | None = None
     given_routes: RoutedExperts | None = None
     return_sampling_mask: bool = False
