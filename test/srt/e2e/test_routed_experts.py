@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures.application import Client
 from fixtures.checkpoints import make_checkpoint
 from fixtures.gpu_device import ON_CPU_AND_GPUS
-from fixtures.servers import Server, running_server
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from ebbtide import Engine
-from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.routed_experts import encoded
 from ebbtide.srt.managers.io_struct import RoutedExperts
 
@@ -181,32 +181,27 @@ async def _last(stream: Any) -> Any:
     return last
 
 
-@pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[Server]:
-    with running_server(checkpoint, "--enable-return-routed-experts", "--max-total-tokens", "512") as server:
-        yield server
-
-
-def test_other_dialects_tell_them_in_their_own_forms(server: Server, routers: Routers) -> None:
+def test_other_dialects_tell_them_in_their_own_forms(engine: Engine, routers: Routers) -> None:
+    client = Client(engine)
     body = {"prompt": PROMPT, "max_tokens": 4, "return_token_ids": True, "routed_experts_prompt_start": 2}
-    [choice] = server.post("/v1/completions", {**body, "ignore_eos": True}).json()["choices"]
+    [choice] = client.post("/v1/completions", {**body, "ignore_eos": True})["choices"]
     tokens = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
-    [other] = server.post("/inference/v1/generate", tokens).json()["choices"]
+    [other] = client.post("/inference/v1/generate", tokens)["choices"]
     for told, start in ((choice, 2), (other, 0)):
         rows = np.load(io.BytesIO(base64.b64decode(told["routed_experts"])), allow_pickle=False)
         expected = routers.rows([*PROMPT, *told["token_ids"]][:-1])[start:]
         assert rows.dtype == np.uint8
         assert (np.sort(rows, axis=-1) == expected).all()
-    [sky] = server.post("/skyrl/v1/generate", tokens).json()["choices"]
+    [sky] = client.post("/skyrl/v1/generate", tokens)["choices"]
     data, shape, dtype = sky["routed_experts"].items()
     assert (data[0], shape, dtype) == ("data", ("shape", list(rows.shape)), ("dtype", "uint8"))
     kept = RoutedExperts(rows[2:].tobytes(), rows[2:].shape, "uint8")
     assert encoded(kept, "packed", 2) == packed(rows[2:]) | {"start": 2}
     again = {**tokens, "replay_routed_experts": other["routed_experts"]}
-    refused = server.post("/inference/v1/generate", again)
-    assert "expected at most the 45 tokens of the prompt, got 48" in refused.json()["error"]["message"]
+    refused = client.post("/inference/v1/generate", again, status=400)
+    assert "expected at most the 45 tokens of the prompt, got 48" in refused["error"]["message"]
     again["token_ids"] = [*PROMPT, *other["token_ids"]]
-    [longer] = server.post("/inference/v1/generate", again).json()["choices"]
+    [longer] = client.post("/inference/v1/generate", again)["choices"]
     assert np.load(io.BytesIO(base64.b64decode(longer["routed_experts"])))[:48].tolist() == rows.tolist()
 
 
@@ -232,8 +227,6 @@ def test_experts_that_cannot_be_taken_are_refused(engine: Engine, given: Any, pr
         engine.generate(input_ids=PROMPT, replay_routed_experts=given)
 
 
-def test_what_cannot_be_told_is_refused(engine: Engine, checkpoint_a: Path) -> None:
+def test_what_cannot_be_told_is_refused(engine: Engine) -> None:
     with pytest.raises(RequestRejected, match="routed_experts_start_len: expected 0 to the 45 tokens"):
         engine.generate(input_ids=PROMPT, return_routed_experts=True, routed_experts_start_len=46)
-    with pytest.raises(ConfigurationError, match=r"enable_return_routed_experts: .* has no experts"):
-        Engine(model_path=str(checkpoint_a), enable_return_routed_experts=True, max_total_tokens=256)

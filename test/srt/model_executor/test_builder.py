@@ -252,3 +252,9 @@ def test_logits_are_computed_in_float32_where_that_is_asked_for(
     torch.testing.assert_close(logits_TV.float(), expected_TV, rtol=tolerance, atol=tolerance)
     # Numbers of 16 bits are not what the products are rounded to.
     assert torch.equal(logits_TV.bfloat16().float(), logits_TV.float()) is not in_float32
+
+
+def test_routes_of_a_model_without_experts_are_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "LlamaForCausalLM")
+    with pytest.raises(ConfigurationError, match="enable_return_routed_experts: LlamaForCausalLM has no exp"):
+        RunnerDriver(path, enable_return_routed_experts=True)
