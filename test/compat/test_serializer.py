@@ -16,9 +16,8 @@ from fixtures.compat import COMPAT_ENVIRONMENT, output_of
 from fixtures.payloads import open_payload
 from fixtures.trainer_process import sample_tensors
 
-from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.source import ONE_RANK
 
 # A trainer that answers each line, a kind of payload, with that payload.
 TRAINER = """

@@ -6,7 +6,7 @@ import copy
 import logging
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ebbtide.srt import hf_folder
 from ebbtide.srt.argument_checks import check_arguments, seconds_from, sees_cuda, settled
@@ -209,6 +209,9 @@ class ParallelConfig:
     def is_leader(self) -> bool:
         """Whether this rank speaks for its replica."""
         return self.tp_rank == 0
+
+
+ONE_RANK: Final = ParallelConfig()
 
 
 @dataclass(frozen=True, slots=True)

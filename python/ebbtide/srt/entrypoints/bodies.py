@@ -9,8 +9,6 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from ebbtide.srt.entrypoints.openai.protocol import VersionSpan
-
 # A logprob, the token's id, its text.
 Triple = tuple[float | None, int, str | None]
 Positions = list[list[Triple] | None]
@@ -47,6 +45,14 @@ class FinishReason(Struct, kw_only=True):
     message: str = ""
     status_code: int | None = None
     err_type: str | None = None
+
+
+class VersionSpan(Struct, kw_only=True):
+    """Output tokens `start` to `end`, exclusive, were sampled by weights of this version."""
+
+    version: str
+    start: int
+    end: int
 
 
 class MetaInfo(Struct, kw_only=True):

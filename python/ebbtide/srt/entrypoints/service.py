@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from ebbtide.srt.config import EngineConfig
-from ebbtide.srt.entrypoints.dashboard.timeline import Timeline
 from ebbtide.srt.entrypoints.drain import DRAINING, Drain, DrainReply
 from ebbtide.srt.entrypoints.information import StartupTime, model_info, server_info
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
@@ -19,6 +18,7 @@ from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
 from ebbtide.srt.entrypoints.loads import load_totals, loads_body, loads_of_rank, wanted_sections
 from ebbtide.srt.entrypoints.metrics.operations import OPERATIONS, TRANSITION
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
+from ebbtide.srt.entrypoints.metrics.timeline import Timeline
 from ebbtide.srt.entrypoints.metrics.tracing import open_tracing
 from ebbtide.srt.entrypoints.occupation import (
     count_devices_once,

@@ -6,11 +6,10 @@ Where they lie in memory of the sender's, that is opened, read, and given back o
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
-from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.stored_tensor import StoredTensor
 from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
@@ -19,8 +18,6 @@ from ebbtide.srt.weight_sync.payload.tensor_refs import (
     TensorHeader,
     TensorRef,
 )
-
-ONE_RANK: Final = ParallelConfig()
 
 NamedTensor: TypeAlias = tuple[str, torch.Tensor | StoredTensor]
 

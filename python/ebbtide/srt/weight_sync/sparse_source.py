@@ -12,7 +12,7 @@ from typing import Final, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import NonFinite
 from ebbtide.srt.model_executor.weight_store import Destination
@@ -24,7 +24,7 @@ from ebbtide.srt.weight_sync.delta.state_sum import BITS
 from ebbtide.srt.weight_sync.delta.target import PlaceTable
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
-from ebbtide.srt.weight_sync.source import ONE_RANK, WeightSource
+from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, is_safetensors, open_by_slices
 
 CODES: Final = "codes"

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.allowed_globals import (
     kind_of,
@@ -35,7 +35,7 @@ from ebbtide.srt.weight_sync.payload.tensor_refs import (
     natural,
     tensor_shape,
 )
-from ebbtide.srt.weight_sync.source import ONE_RANK, WeightSource, borrowed_source, packed_source
+from ebbtide.srt.weight_sync.source import WeightSource, borrowed_source, packed_source
 
 _STARTS: Final = (b"\x80", *MAGICS)
 _METADATA_FIELDS: Final = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")

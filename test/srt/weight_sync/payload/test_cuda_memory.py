@@ -15,13 +15,13 @@ import torch
 from fixtures.gpu_memory import OFFSET_BYTES, UUID, Call, Counters, Gpu
 from fixtures.payloads import open_payload as opened
 
-from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload.cuda_memory import TorchCudaIpc
 from ebbtide.srt.weight_sync.payload.tensor_refs import CudaStorageRef
-from ebbtide.srt.weight_sync.source import ONE_RANK, WeightSource
+from ebbtide.srt.weight_sync.source import WeightSource
 
 
 def open_payload(

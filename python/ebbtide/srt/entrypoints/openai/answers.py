@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from msgspec import UNSET, UnsetType, convert
 
+from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, Triple, floored, prompt_logprobs
 from ebbtide.srt.entrypoints.openai.protocol import (
     AssistantMessage,
@@ -26,7 +27,6 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     TopLogprob,
     Usage,
     VersionMetadata,
-    VersionSpan,
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 from ebbtide.srt.entrypoints.openai.tool_use import AnswerParts, AnswerReader

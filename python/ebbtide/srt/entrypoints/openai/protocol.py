@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType, ValidationError, convert
 
+from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs
 from ebbtide.srt.errors import RequestRejected
 
@@ -173,14 +174,6 @@ class Usage(Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-
-
-class VersionSpan(Struct, kw_only=True):
-    """Output tokens `start` to `end`, exclusive, were sampled by weights of this version."""
-
-    version: str
-    start: int
-    end: int
 
 
 class VersionMetadata(Struct, kw_only=True):

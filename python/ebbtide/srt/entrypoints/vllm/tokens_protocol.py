@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs
-from ebbtide.srt.entrypoints.openai.protocol import FinishReasonName, StreamOptions, Usage, VersionSpan
+from ebbtide.srt.entrypoints.openai.protocol import FinishReasonName, StreamOptions, Usage
 
 
 class TokensRequest(Struct, kw_only=True):

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from ebbtide.srt.managers.control.ports import ParkingPlan
 from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason, RetractCause
-from ebbtide.srt.managers.scheduling.kv.versions import Commit
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+from ebbtide.srt.managers.scheduling.versions import Commit
 from ebbtide.srt.managers.wire.channel import SendEnd
 
 

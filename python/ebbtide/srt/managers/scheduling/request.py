@@ -7,10 +7,9 @@ from enum import Enum, auto
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import FinishReason, LogprobList, RetractCause
-from ebbtide.srt.managers.scheduling.kv.versions import Commit
 from ebbtide.srt.managers.scheduling.routes import RouteRows
 from ebbtide.srt.managers.scheduling.running_rows import RunningRows
-from ebbtide.srt.managers.scheduling.version_contract import NO_CONTRACT
+from ebbtide.srt.managers.scheduling.versions import NO_CONTRACT, Commit
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
 from ebbtide.srt.managers.wire.generation import VersionContract
 from ebbtide.srt.managers.wire.supports import SupportList

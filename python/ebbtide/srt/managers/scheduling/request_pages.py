@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from ebbtide.srt.managers.control.ports import PageStore
 from ebbtide.srt.managers.io_struct import RetractCause
-from ebbtide.srt.managers.scheduling.kv.versions import Commit, KVVersions
 from ebbtide.srt.managers.scheduling.request import KVHold, ParkedKV, Req
 from ebbtide.srt.managers.scheduling.routes import PageRoutes, num_usable
 from ebbtide.srt.managers.scheduling.running_rows import RunningRows
+from ebbtide.srt.managers.scheduling.versions import Commit, KVVersions
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixCache, PrefixLease

@@ -16,12 +16,11 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.ports import PageStore, ParkingPlan
 from ebbtide.srt.managers.io_struct import FinishReason, RetractCause
 from ebbtide.srt.managers.scheduling.growth_reserve import GrowthReserve
-from ebbtide.srt.managers.scheduling.kv.versions import Commit
 from ebbtide.srt.managers.scheduling.prefill_share import PrefillShare
 from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
 from ebbtide.srt.managers.scheduling.request_pages import RequestPages
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
-from ebbtide.srt.managers.scheduling.version_contract import ServedVersions, Standing
+from ebbtide.srt.managers.scheduling.versions import Commit, ServedVersions, Standing
 from ebbtide.srt.managers.scheduling.waiting_order import WaitingOrder
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.broadcast.background import InThread, Leaving
 from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress, Member, abort, connect
 from ebbtide.srt.weight_sync.broadcast.weight_group import GroupLeft, WeightGroup
-from ebbtide.srt.weight_sync.source import ONE_RANK
 
 
 class Joining:

@@ -1,9 +1,18 @@
-"""Which weights computed which cached pages: the labels that the prefix cache keeps for us."""
+"""Versions of the weights: of which weights the KV is, and which ones a request asks for.
+
+Source: control_semantics section 2, "What a request may ask for".
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+from ebbtide.srt.managers.wire.generation import VersionContract
+
+NO_CONTRACT: Final = VersionContract()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +124,44 @@ class KVVersions:
         next_start = min((start for _, start in starts if start > page * page_size), default=None)
         end = end_page if next_start is None else min(end_page, next_start // page_size)
         return label, max(end, page + 1)
+
+
+class Standing(Enum):
+    """How a contract stands to the weights that serve now."""
+
+    HOLDS = auto()
+    NOT_YET = auto()
+    PASSED = auto()
+
+
+class ServedVersions:
+    """The versions that have served so far, and which of two comes first.
+
+    Whole numbers are ordered as such. Of other versions one comes before those that served after it.
+
+    Attributes:
+        current: serves now.
+    """
+
+    def __init__(self, version: str) -> None:
+        self.current = version
+        self._served = {version}
+
+    def note(self, version: str) -> None:
+        """This version serves from now on."""
+        self.current = version
+        self._served.add(version)
+
+    def standing(self, contract: VersionContract) -> Standing:
+        """Whether a request of this contract may begin now, later, or never."""
+        exact, minimum = contract.exact_version, contract.min_version
+        if exact is not None and exact != self.current:
+            is_past = exact in self._served or self._is_before(exact, self.current)
+            return Standing.PASSED if is_past else Standing.NOT_YET
+        if minimum is None or minimum in self._served or self._is_before(minimum, self.current):
+            return Standing.HOLDS
+        return Standing.NOT_YET
+
+    @staticmethod
+    def _is_before(version: str, other: str) -> bool:
+        return version.isdecimal() and other.isdecimal() and int(version) < int(other)
