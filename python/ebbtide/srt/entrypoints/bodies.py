@@ -37,9 +37,9 @@ class Error(Reply, kw_only=True):
 
 
 class FinishReason(Struct, kw_only=True):
-    """Of `stop` there is `matched`, of `length` its `length`, of `abort` the `message`."""
+    """Of `stop` there is `matched`, of `length` its `length`, of `abort` and `stale` the `message`."""
 
-    type: Literal["stop", "length", "abort"]
+    type: Literal["stop", "length", "abort", "stale"]
     matched: int | str | None = None
     length: int = 0
     message: str = ""
@@ -83,6 +83,8 @@ class MetaInfo(Struct, kw_only=True):
     output_token_sampling_mask: list[list[int]] | UnsetType = UNSET
     output_token_sampling_logprobs: list[float] | UnsetType = UNSET
     output_token_sampling_mask_length: int | UnsetType = UNSET
+    top_p_token_ids: str | UnsetType = UNSET
+    top_p_token_offsets: str | UnsetType = UNSET
     routed_experts: str | UnsetType = UNSET
     routed_experts_start_len: int | UnsetType = UNSET
     e2e_latency: float | UnsetType = UNSET
