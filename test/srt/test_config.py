@@ -109,6 +109,17 @@ def test_defaults_on_the_cpu(folder: Path) -> None:
     assert config.update.custom_weight_loaders == ()
 
 
+@pytest.mark.parametrize(
+    ("chunk", "given", "share"),
+    [(8192, None, 1 / 16), (2048, None, 0.25), (256, None, 1.0), (2048, 0.1, 0.1)],
+)
+def test_a_prompt_gets_a_sixteenth_of_a_pass_but_no_fewer_tokens_than_a_pass_is_worth(
+    folder: Path, chunk: int, given: float | None, share: float
+) -> None:
+    config = resolved(folder, chunked_prefill_size=chunk, prefill_share=given)
+    assert config.schedule.prefill_share == share
+
+
 def test_arguments_reach_their_slices(folder: Path) -> None:
     config = resolved(
         folder,

@@ -98,7 +98,7 @@ def _check_bounds(args: ServerArgs) -> None:
     fraction = args.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         raise _unexpected("mem_fraction_static", "a number between 0 and 1", fraction)
-    if not 0 < args.prefill_share <= 1:
+    if args.prefill_share is not None and not 0 < args.prefill_share <= 1:
         raise _unexpected("prefill_share", "a number above 0 and up to 1", args.prefill_share)
     if args.port > 65535:
         raise _unexpected("port", "at most 65535", args.port)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PAGE_SIZE = 16
+# Passes of fewer tokens are hardly shorter, and a long prompt needs more of them.
+PREFILL_SHARE, MIN_PREFILL_SHARE_TOKENS = 1 / 16, 512
 CPU_MAX_RUNNING_REQUESTS = 64
 CPU_CHUNKED_PREFILL_SIZE = 512
 CUDA_MAX_RUNNING_REQUESTS = 512
@@ -371,6 +373,12 @@ def _resolve_cache(args: ServerArgs, model: ModelConfig, device: str) -> CacheCo
     )
 
 
+def _prefill_share(given: float | None, chunk: int) -> float:
+    if given is not None or chunk == -1:
+        return 1.0 if given is None else given
+    return max(PREFILL_SHARE, min(1.0, MIN_PREFILL_SHARE_TOKENS / chunk))
+
+
 def _resolve_schedule(args: ServerArgs, device: str) -> ScheduleConfig:
     is_cuda = _is_cuda(device)
     chunk, running = args.chunked_prefill_size, args.max_running_requests
@@ -391,7 +399,7 @@ def _resolve_schedule(args: ServerArgs, device: str) -> ScheduleConfig:
         waiting_timeout_s=seconds_from("SGLANG_REQ_WAITING_TIMEOUT"),
         running_timeout_s=seconds_from("SGLANG_REQ_RUNNING_TIMEOUT"),
         decode_log_interval=args.decode_log_interval or 0,
-        prefill_share=args.prefill_share,
+        prefill_share=_prefill_share(args.prefill_share, chunk),
     )
 
 

@@ -158,8 +158,12 @@ class ServerArgs(SglangArguments):
         16384
     )
     prefill_share: Annotated[
-        float, Arg("Of the prompt tokens of a forward pass, what a single prompt gets at most.")
-    ] = 0.0625
+        float | None,
+        Arg(
+            "Of the prompt tokens of a forward pass, what a single prompt gets at most (default: 1/16, but "
+            "512 tokens)."
+        ),
+    ] = None
     schedule_policy: Annotated[
         str,
         Arg(
