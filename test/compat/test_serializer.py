@@ -222,7 +222,7 @@ import torch, torch.multiprocessing
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from ebbtide.srt.weight_sync.source import ONE_RANK
+from ebbtide.srt.config import ONE_RANK
 from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices
 from sglang.srt.weight_sync.utils import update_weights
@@ -247,7 +247,8 @@ def rank_of_trainer(rank, file):
     batch = [("sharded", torch.nn.Parameter(sharded)), ("own", torch.tensor([float(rank)]))]
     engine = Engine() if rank == 0 else None
     answer = asyncio.run(update_weights(engine, batch, "infer_tp", mesh))
-    print(rank, answer, flush=True)
+    sys.stdout.write(f"{rank} {answer}\\n")  # In one piece: the other rank writes too.
+    sys.stdout.flush()
     dist.barrier()
     dist.destroy_process_group()
 """
