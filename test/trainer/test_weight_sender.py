@@ -213,10 +213,11 @@ def test_a_refused_bucket_leaves_the_old_weights_and_is_named(
     assert serves(target, new, "new")
 
 
-@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["generator", "progress"])
+@pytest.mark.parametrize(
+    ("where", "kind"), [("generator", KeyboardInterrupt), ("progress", ZeroDivisionError)]
+)
 def test_what_the_caller_raises_ends_the_update(
-    target: Any, old: Weights, new: Weights, kind: type[BaseException], where: str
+    target: Any, old: Weights, new: Weights, where: str, kind: type[BaseException]
 ) -> None:
     def fail(*sent: object) -> None:
         raise kind("mine")

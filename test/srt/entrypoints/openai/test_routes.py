@@ -184,16 +184,6 @@ def test_the_client_sees_a_refusal_as_openai_would_have_it(client: openai.OpenAI
     assert (raised.value.status_code, raised.value.type) == (400, "BadRequestError")
 
 
-def test_a_request_is_aborted_by_its_id(server: Server, client: openai.OpenAI) -> None:
-    body = {**GREEDY, "extra_body": {"ignore_eos": True, "rid": "mine"}}
-    stream = client.chat.completions.create(messages=MESSAGES, stream=True, **body)
-    first = next(stream)
-    assert first.id == "mine"
-    server.post("/abort_request", {"rid": first.id})
-    *_, last = stream
-    assert last.choices[0].finish_reason == "abort"
-
-
 # ------------------------------------------------------------------------------------------------ metrics
 
 
