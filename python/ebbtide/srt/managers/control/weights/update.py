@@ -462,11 +462,12 @@ class WeightUpdates:
         with the reply; the driver, which takes milliseconds to end mappings, is told behind it. What is
         committed stays so: no deadline, cancellation or failure changes the reply any more.
         """
-        runs = not isinstance(self._generation.state, Paused) and self._requests.num_running > 0
-        if runs and session.is_staged:
+        if not isinstance(self._generation.state, Paused) and self._requests.num_running > 0:
             try:
-                yield Activity.WORKING
-                yield from session.release()
+                # A pass is launched ahead of all that is left.
+                yield Activity.WORKING if session.is_staged else Activity.COPYING
+                if session.is_staged:
+                    yield from session.release()
             except (DeadlinePassed, RequestRejected, EngineError) as error:
                 logger.warning("memory of an update is given back in one piece: %r", error)
         self._operations.go_on(session.detach(incoming))
