@@ -234,6 +234,27 @@ def measure_backup(report: Report, args: argparse.Namespace, machine: Machine) -
             note(report, "backup.resume", resumed, to_device_ms, "copy from pinned memory")
 
 
+def measure_driver(report: Report, args: argparse.Namespace, prefix: str, num_bytes: int) -> None:
+    """What the driver alone takes for the bytes of the KV cache, once the engine is gone."""
+    if args.device != "cuda":
+        return
+    probe = DriverProbe()
+    runs = [probe.measure_just_freed(num_bytes) for _ in range(args.runs)]
+    for row, key, slower in (("release_kv", "release", None), ("resume_kv_all", "resume_just_freed", 1.1)):
+        own = [run[key] for run in runs]
+        report.add(f"{prefix}driver_{row}", own)
+        ours, limit = report.rows.get(prefix + row, {}), statistics.median(own)
+        if "value" in ours:
+            report.add(
+                prefix + row,
+                ours["runs"],
+                limit=limit,
+                limit_basis="the driver's own calls for the same bytes",
+                goal_value=None if slower is None else limit * slower,
+                all_runs=ours["all_runs"],
+            )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=("tags", "backup"), default=["tags", "backup"])

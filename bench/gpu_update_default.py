@@ -53,7 +53,7 @@ from gpu_common import (
     parser_of,
 )
 from gpu_machine import GIB, Machine, synchronize
-from gpu_occupation import DriverProbe
+from gpu_occupation import measure_driver
 
 from ebbtide import Engine
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, pack_buckets
@@ -441,27 +441,6 @@ class Measuring:
         self._note("release_kv", runs, "release_ms")
         self._note("resume_kv_first_token", runs, "first_token_ms")
         self._note("resume_kv_all", runs, "all_ms")
-
-
-def measure_driver(report: Report, args: argparse.Namespace, prefix: str, num_bytes: int) -> None:
-    """What the driver alone takes for the bytes of the KV cache, once the engine is gone."""
-    if args.device != "cuda":
-        return
-    probe = DriverProbe()
-    runs = [probe.measure_just_freed(num_bytes) for _ in range(args.runs)]
-    for row, key, slower in (("release_kv", "release", None), ("resume_kv_all", "resume_just_freed", 1.1)):
-        own = [run[key] for run in runs]
-        report.add(f"{prefix}driver_{row}", own)
-        ours, limit = report.rows.get(prefix + row, {}), statistics.median(own)
-        if "value" in ours:
-            report.add(
-                prefix + row,
-                ours["runs"],
-                limit=limit,
-                limit_basis="the driver's own calls for the same bytes",
-                goal_value=None if slower is None else limit * slower,
-                all_runs=ours["all_runs"],
-            )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
