@@ -153,6 +153,7 @@ def _default_goals() -> dict[str, Goal]:
         ("stall_in_place_64", "64 streams, in_place: longest gap", 25),
         ("reply_in_place_64", "64 streams, in_place: reply", 1000),
         ("reply_idle", "nothing running: reply", None),
+        ("reply_idle_apart", "the same 0.3 s after the one before: reply", None),
         ("kept_stall_in_place_64", "memory kept mapped, 64 streams, in_place: longest gap", 25),
         ("kept_reply_in_place_64", "memory kept mapped, 64 streams, in_place: reply", 1000),
         ("kept_reply_idle", "memory kept mapped, nothing running: reply", None),

@@ -61,9 +61,12 @@ class WeightSource:
 
     @property
     def near_bytes(self) -> int | None:
-        """How much it is, if all of it lies in memory that this rank's device reads at its own bandwidth."""
-        is_near = self._is_on_device or self._memory.is_on_device
-        return sum(entry.num_bytes for entry in self.entries) if is_near else None
+        """How much it is, if all of it lies in memory that this rank's device reads: in bytes of its own.
+
+        Bytes of another device's count as so many as take as long.
+        """
+        cost = 1 if self._is_on_device else self._memory.cost
+        return None if cost is None else cost * sum(entry.num_bytes for entry in self.entries)
 
     @property
     def notes(self) -> dict[object, Any] | None:

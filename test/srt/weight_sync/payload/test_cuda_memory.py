@@ -19,7 +19,7 @@ from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
-from ebbtide.srt.weight_sync.payload.cuda_memory import TorchCudaIpc
+from ebbtide.srt.weight_sync.payload.cuda_memory import PEER_COST, TorchCudaIpc
 from ebbtide.srt.weight_sync.payload.tensor_refs import CudaStorageRef
 from ebbtide.srt.weight_sync.source import WeightSource
 
@@ -44,6 +44,13 @@ TENSORS = {
     "b": torch.arange(12, dtype=torch.int16).reshape(3, 4).t(),
     "c": torch.arange(10.0)[4:7],
 }
+
+
+def test_memory_of_a_peer_is_further(gpu: Gpu) -> None:
+    gpu.peer_cost = 6
+    near, far = gpu.share(TENSORS["a"]), gpu.share(TENSORS["c"], device=1)
+    source = open_payload(gpu, [("a", near), ("c", far)])
+    assert source.near_bytes == 6 * 36
 
 
 @pytest.mark.parametrize("load_format", [None, "direct"])
@@ -399,6 +406,7 @@ def test_a_gpu_reads_its_own_memory_and_that_of_visible_peers(monkeypatch: pytes
     )
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: (own, other) == (0, 1))
     ipc = TorchCudaIpc(0, UUID)
-    assert [ipc.reaches(index) for index in range(4)] == [True, True, False, False]
-    assert [ipc.reaches(uuid.upper()) for uuid in uuids] == [True, True, False]
-    assert not ipc.reaches(UUID.replace("3c", "6f"))
+    costs = [1, PEER_COST, None, None]
+    assert [ipc.cost(index) for index in range(4)] == costs
+    assert [ipc.cost(uuid.upper()) for uuid in uuids] == costs[:3]
+    assert ipc.cost(UUID.replace("3c", "6f")) is None

@@ -22,7 +22,7 @@ class IncomingWeights(Protocol):
         names: the checkpoint names that are valid once everything is written.
         is_sent: whether it comes through a group, rather than out of memory of the sender.
         near_bytes: how much is to be read (of a delta: moved), if all of it lies in memory that this device
-            reads at its own bandwidth; None: it does not.
+            reads, in bytes of its own memory, which it reads soonest; None: it does not.
         needs_copy: whether it is written by changing what is there: it is given a copy that holds everything,
             and leaves it in an unknown state where it fails.
         is_delta: whether it changes some of what is there, and says what its tensors are to come to.

@@ -39,6 +39,7 @@ class BorrowedMemory:
         self._owns_references = reader == 0
         self._may_map = num_readers == 1
         self._is_kept = is_kept
+        self._cost = 1
         self._noted: list[AnyStorageRef] = []
         self._wanted: dict[CudaStorageRef, None] = {}
         self._blocks: dict[bytes, SharedBlock] = {}
@@ -81,9 +82,13 @@ class BorrowedMemory:
                 self._wanted[ref.storage] = None
 
     @property
-    def is_on_device(self) -> bool:
-        """Whether all of it is on a device."""
-        return bool(self._wanted) and all(isinstance(ref, CudaStorageRef) for ref in self._noted)
+    def cost(self) -> int | None:
+        """How many times as long as out of this device's memory all of it takes to be read, at most.
+
+        None: some of it is on no device.
+        """
+        is_on_device = bool(self._wanted) and all(isinstance(ref, CudaStorageRef) for ref in self._noted)
+        return self._cost if is_on_device else None
 
     def open(self) -> Iterator[int]:
         """Map the device memory of the tensors that `want` was given; yields the bytes of each reference.
@@ -179,13 +184,15 @@ class BorrowedMemory:
                 "the payload refers to memory of a CUDA device, and this engine runs on the CPU: "
                 "send tensor.cpu()"
             )
-        if not self._cuda.reaches(ref.device):
+        cost = self._cuda.cost(ref.device)
+        if cost is None:
             raise RequestRejected(
                 f"the payload refers to memory of CUDA device {ref.device}, this engine runs on device "
                 f"{self._cuda.index}, UUID {self._cuda.uuid}, and does not reach it"
             )
         if not self._may_map:
             raise RequestRejected("a CUDA tensor can be opened by one rank only: send one entry per rank")
+        self._cost = max(self._cost, cost)
 
     def _storage(self, ref: CudaStorageRef) -> torch.UntypedStorage:
         assert self._cuda is not None

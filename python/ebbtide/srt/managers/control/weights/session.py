@@ -23,7 +23,7 @@ T = TypeVar("T")
 # So many names, or refusals, are listed in a message.
 MAX_TOLD: Final = 10
 # The memory of so many buckets of a session stays mapped, in case that the next ones lie in it.
-MAX_MAPPED: Final = 8
+MAX_MAPPED: Final = 4
 
 
 @dataclass
