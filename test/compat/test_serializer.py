@@ -223,7 +223,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from ebbtide.srt.config import ONE_RANK
-from ebbtide.srt.weight_sync.payload.pickle_reader import finish
+from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices
 from sglang.srt.weight_sync.utils import update_weights
 

@@ -95,12 +95,3 @@ def compiled_as_they_are() -> Iterator[None]:
 def flashinfer_cache_dir() -> Path:
     """Where FlashInfer keeps compiled kernels; the variable FLASHINFER_WORKSPACE_BASE moves it."""
     return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home()), ".cache", "flashinfer")
-
-
-def triton_cache_dir() -> Path:
-    """Where Triton keeps compiled kernels; the variable TRITON_CACHE_DIR moves it."""
-    return Path(
-        os.environ.get(
-            "TRITON_CACHE_DIR", Path(os.environ.get("TRITON_HOME", Path.home()), ".triton", "cache")
-        )
-    )

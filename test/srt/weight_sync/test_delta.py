@@ -14,12 +14,12 @@ from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.weight_store import Destination, WeightStore
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.models.sharding import Part
+from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.delta.folder import STATE, PulledState, read_state, write_state
 from ebbtide.srt.weight_sync.delta.gap_coding import decode_positions, encode_positions
 from ebbtide.srt.weight_sync.delta.patch import Operation, Patch, Place
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of, state_sum
 from ebbtide.srt.weight_sync.delta.target import PlaceTable, StoreTarget
-from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 
 Tensors = list[torch.Tensor]
 

@@ -13,8 +13,8 @@ from fixtures.trainer_process import TrainerProcess, sample_tensors
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.slices import finish
 from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices
 

@@ -1,9 +1,12 @@
-"""What NVML, the library behind nvidia-smi, knows of the processes on a device."""
+"""What NVML, the library behind nvidia-smi, knows of a device: for processes that have no context on it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def process_bytes(uuid: str, nvml: Any = None) -> dict[int, int]:
@@ -16,14 +19,35 @@ def process_bytes(uuid: str, nvml: Any = None) -> dict[int, int]:
         uuid: of the device, without "GPU-".
         nvml: the module pynvml; None: that itself, if it is installed.
     """
+
+    def by_process(library: Any, device: Any) -> dict[int, int]:
+        processes = library.nvmlDeviceGetComputeRunningProcesses(device)
+        return {one.pid: one.usedGpuMemory for one in processes if one.usedGpuMemory is not None}
+
+    return _asked(uuid, nvml, by_process) or {}
+
+
+def device_memory_bytes(uuid: str, nvml: Any = None) -> tuple[int, int] | None:
+    """Memory of the device, in all and free; None where pynvml is missing or NVML does not answer.
+
+    Args:
+        uuid, nvml: as those of `process_bytes`.
+    """
+
+    def total_and_free(library: Any, device: Any) -> tuple[int, int]:
+        memory = library.nvmlDeviceGetMemoryInfo(device)
+        return memory.total, memory.free
+
+    return _asked(uuid, nvml, total_and_free)
+
+
+def _asked(uuid: str, nvml: Any, ask: Callable[[Any, Any], T]) -> T | None:
     try:
         library = nvml if nvml is not None else import_module("pynvml")
     except ImportError:
-        return {}
+        return None
     try:
         library.nvmlInit()
-        device = library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        processes = library.nvmlDeviceGetComputeRunningProcesses(device)
+        return ask(library, library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
     except library.NVMLError:
-        return {}
-    return {process.pid: process.usedGpuMemory for process in processes if process.usedGpuMemory is not None}
+        return None

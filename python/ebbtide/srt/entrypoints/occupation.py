@@ -14,8 +14,7 @@ from msgspec import UNSET, Struct
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.device.host import host_memory_info
-from ebbtide.srt.device.nvml import process_bytes
-from ebbtide.srt.device.nvml_memory import device_memory_bytes
+from ebbtide.srt.device.nvml import device_memory_bytes, process_bytes
 from ebbtide.srt.entrypoints.bodies import Reply
 from ebbtide.srt.entrypoints.launch.placement import node_of
 from ebbtide.srt.errors import EngineError

@@ -14,14 +14,13 @@ from collections.abc import Generator
 from enum import Enum, auto
 from math import prod
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
 import torch
 
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.memory_saver.tags import MemoryTag
-
-T = TypeVar("T")
+from ebbtide.srt.slices import finish
 
 
 class ArenaState(Enum):
@@ -169,7 +168,7 @@ class Arena(ABC):
         Raises:
             OutOfDeviceMemory: there is no room for it; nothing is kept.
         """
-        return _result(self.stage_by_chunks())
+        return finish(self.stage_by_chunks())
 
     def stage_by_chunks(self) -> Generator[int, None, Shadow]:
         """As `stage`, yielding the bytes of each chunk just taken, so that other things may go on in between.
@@ -267,13 +266,3 @@ class Shadow:
 
 def round_up(num_bytes: int, multiple: int) -> int:
     return -(-num_bytes // multiple) * multiple
-
-
-def _result(work: Generator[Any, None, T]) -> T:
-    """Run a generator to its end; what it returns."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            result: T = end.value
-            return result

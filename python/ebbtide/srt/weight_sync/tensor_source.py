@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.payload.allowed_globals import (
     kind_of,
     record_fields,
@@ -26,7 +27,7 @@ from ebbtide.srt.weight_sync.payload.bucket import (
 )
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
-from ebbtide.srt.weight_sync.payload.pickle_reader import Budget, Record, finish, read_by_slices
+from ebbtide.srt.weight_sync.payload.pickle_reader import Budget, Record, read_by_slices
 from ebbtide.srt.weight_sync.payload.tensor_list import MAGIC_STAYS, MAGICS, decode_tensors
 from ebbtide.srt.weight_sync.payload.tensor_refs import (
     AnyStorageRef,

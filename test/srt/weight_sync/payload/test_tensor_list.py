@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.pickle_reader import finish
+from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.payload.tensor_list import (
     MAGIC,
     DeviceStorage,

@@ -150,14 +150,6 @@ class ToolCallParser:
         return [ToolCall(name, json.dumps(given, ensure_ascii=False)) for name, given in found]
 
 
-def parse_tool_calls(text: str, tools: Tools, name: str) -> tuple[str, list[ToolCall]]:
-    """The rest of a whole text, and the calls in it."""
-    parser = ToolCallParser(tools, name)
-    plain, calls = parser.push(text)
-    rest, last = parser.finish()
-    return plain + rest, calls + last
-
-
 def json_calls(text: str, tools: Tools) -> list[ToolCall]:
     """The calls of a text that a grammar of `calls_schema` has made; none where it was cut short."""
     try:

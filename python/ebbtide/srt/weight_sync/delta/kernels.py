@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.model_executor.transfers import download, upload
+from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES
 from ebbtide.srt.weight_sync.delta.state_sum import (
     BITS,
@@ -28,7 +29,6 @@ from ebbtide.srt.weight_sync.delta.state_sum import (
     bits_of,
 )
 from ebbtide.srt.weight_sync.delta.target import PlaceTable
-from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 
 # Twice as many codes take 1.6 times as long to sum up: the scans over a block spill.
 BLOCK = 512

@@ -10,9 +10,10 @@ import pickletools
 import struct
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.slices import finish
 
 # A tensor takes about 40 opcodes, so this leaves room for 100,000 of them. It bounds the time and the memory
 # that a payload of nothing but empty containers could ask for.
@@ -20,8 +21,6 @@ MAX_OPCODES: Final = 4_000_000
 MAX_PROTOCOL: Final = 5
 # About half a millisecond of work.
 SLICE_OPCODES: Final = 256
-
-T = TypeVar("T")
 
 _OPCODE_NAMES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 
@@ -64,16 +63,6 @@ def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:
     what may not be called; `resolve` refuses a name in the same way. Source: wire_api section 4.4.
     """
     return finish(read_by_slices(data, resolve))
-
-
-def finish(work: Generator[int, None, T]) -> T:
-    """Work that comes in slices, all of it at once."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
 
 def read_by_slices(
