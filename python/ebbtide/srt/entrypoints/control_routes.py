@@ -51,7 +51,6 @@ NOT_IMPLEMENTED = (
     "/skyrl/v1/load_lora_adapter",
     "/v1/completions/render",
     "/v1/chat/completions/render",
-    "/receive_weight_update",
     *(f"/nemo-rl/refit/{step}" for step in ("prepare", "s3-manifest", "flush", "zmq-flush")),
 )
 

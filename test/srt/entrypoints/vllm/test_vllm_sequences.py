@@ -180,6 +180,21 @@ def test_trl_beside_its_rollouts(server: Server, trainer: BroadcastingTrainer, c
     assert len(choice["token_ids"]) == 1500
 
 
+def test_pipeline_rl(server: Server, trainer: BroadcastingTrainer, checkpoints: Any) -> None:
+    ok(server.post("/shutdown_weight_transfer_engine"))
+    before = tokens(server)
+    info = update_info(checkpoints.b)
+    rows = zip(info["names"], info["shapes"], info["dtype_names"], strict=True)
+    listed = [{"name": name, "shape": shape, "dtype": f"torch.{dtype}"} for name, shape, dtype in rows]
+    body = {"kind": "weight_update_request", "version": 7, "parameters_info": listed, "timestamp": 1.5}
+    unmet = server.post("/receive_weight_update", body)
+    assert (unmet.status_code, "call /init_weight" in unmet.json()["message"]) == (409, True)
+    meet(server, trainer)
+    assert send(server, trainer, checkpoints.b, "/receive_weight_update", body)["status"] == "ok"
+    assert ok(server.get("/weight_info"))["weight_version"] == "7"
+    assert tokens(server) != before
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

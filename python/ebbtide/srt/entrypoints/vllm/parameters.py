@@ -94,6 +94,19 @@ class BroadcasterParameters(Struct, kw_only=True):
     backend: Literal["gloo", "nccl", "raw_nccl"] = "raw_nccl"
 
 
+class ParameterInfo(Struct, kw_only=True):
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+class ReceiveParameters(Struct, kw_only=True):
+    """What PipelineRL's trainer is about to broadcast, in this order."""
+
+    version: int
+    parameters_info: list[ParameterInfo]
+
+
 class FinishParameters(Struct, kw_only=True):
     weight_version: str | None = None
 

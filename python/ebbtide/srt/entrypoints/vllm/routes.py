@@ -24,6 +24,7 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     InitParameters,
     Nothing,
     PauseParameters,
+    ReceiveParameters,
     ResetCacheParameters,
     RpcParameters,
     SleepParameters,
@@ -244,6 +245,13 @@ ROUTES: Final = (
         "Take weights by broadcast, or out of a folder.",
         lambda api: api.weights.update,
         UpdateParameters,
+    ),
+    VllmRoute(
+        "POST",
+        "/receive_weight_update",
+        "Take weights by PipelineRL's broadcasts.",
+        lambda api: api.weights.receive,
+        ReceiveParameters,
     ),
     VllmRoute(
         "POST",

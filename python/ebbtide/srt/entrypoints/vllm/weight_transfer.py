@@ -21,6 +21,7 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     FinishParameters,
     InitParameters,
     Nothing,
+    ReceiveParameters,
     StartParameters,
     UpdateParameters,
     checked,
@@ -191,11 +192,11 @@ class VllmWeightTransfer:
             return await self._update_alone(
                 UpdateWeightsFromDistributedReqInput,
                 {"group_name": BROADCASTER, "load_format": STATE_DICTS},
-                asked.weight_dir,
+                _step_of(asked.weight_dir),
             )
         if asked.weight_dir is not None:
             source = {"model_path": asked.weight_dir}
-            return await self._update_alone(UpdateWeightFromDiskReqInput, source, asked.weight_dir)
+            return await self._update_alone(UpdateWeightFromDiskReqInput, source, _step_of(asked.weight_dir))
         if asked.update_info is None:
             raise RequestRejected("update_info: is needed", param="body.update_info")
         self._require_session("update")
@@ -209,6 +210,18 @@ class VllmWeightTransfer:
                 await self._control(AbortWeightUpdateReqInput, {})
             raise
         return {**reply, "message": "Weights updated"}
+
+    async def receive(self, asked: ReceiveParameters) -> Body:
+        """PipelineRL's update: its trainer broadcasts one tensor after the other."""
+        self._require_group()
+        infos = asked.parameters_info
+        source = {
+            "names": [info.name for info in infos],
+            "dtypes": [info.dtype.removeprefix("torch.") for info in infos],
+            "shapes": [info.shape for info in infos],
+            "group_name": GROUP,
+        }
+        return await self._update_alone(UpdateWeightsFromDistributedReqInput, source, str(asked.version))
 
     async def finish(self, asked: FinishParameters) -> Body:
         """Commit the session; requests that run go on with the KV that they have."""
@@ -259,18 +272,22 @@ class VllmWeightTransfer:
             raise RequestRejected("the trainer broadcasts, and has not been met: call /init_broadcaster", 409)
         return is_ready
 
-    async def _update_alone(self, kind: type[Any], source: Body, folder: str | None) -> Body:
-        """prime-rl's update: a session of its own, whose version is the number that the folder ends with."""
+    async def _update_alone(self, kind: type[Any], source: Body, version: str | None) -> Body:
+        """An update that is a session of its own."""
         if self._state().session is not None:
             raise RequestRejected("a weight update session is open: finish it first", 409)
-        step = re.search(r"\d+$", PurePath(folder or "").name)
         fields = {
             **source,
             "flush_cache": False,
             "pause_mode": PauseMode.IN_PLACE,
-            "weight_version": None if step is None else str(int(step[0])),
+            "weight_version": version,
         }
         return {**await self._control(kind, fields), "status": "ok"}
+
+    def _require_group(self) -> InitInfo:
+        if self._init_info is None or GROUP not in self._state().weight_groups:
+            raise RequestRejected("no trainer has been met: call /init_weight_transfer_engine", 409)
+        return self._init_info
 
     def _checked_init(self, given: Mapping[str, Any]) -> InitInfo:
         info = checked(given, InitInfo, "body.init_info")
@@ -330,9 +347,7 @@ class VllmWeightTransfer:
 
     def _broadcast(self, given: Mapping[str, Any]) -> Body:
         """The update as the fields of a broadcast."""
-        init = self._init_info
-        if init is None or GROUP not in self._state().weight_groups:
-            raise RequestRejected("no trainer has been met: call /init_weight_transfer_engine", 409)
+        init = self._require_group()
         info = self._checked_update(given)
         is_packed = init.packed if info.packed is None else info.packed
         size = info.packed_buffer_size_bytes
@@ -373,6 +388,12 @@ class VllmWeightTransfer:
         ranks = self._state().ranks
         if any(rank.tags[MemoryTag.WEIGHTS].state == "released" for rank in ranks):
             raise RequestRejected("the weights are released: /wake_up?tags=weights first", 409)
+
+
+def _step_of(folder: str | None) -> str | None:
+    """prime-rl's version: the number that the folder's name ends with."""
+    step = re.search(r"\d+$", PurePath(folder or "").name)
+    return None if step is None else str(int(step[0]))
 
 
 def _check_lengths(info: UpdateInfo | LentInfo) -> None:
