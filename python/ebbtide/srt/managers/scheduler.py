@@ -43,6 +43,7 @@ from ebbtide.srt.managers.text.token_rules import BannedSequences, TokenRules
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.agreement import Decision
 from ebbtide.srt.managers.wire.channel import SendEnd
+from ebbtide.srt.managers.wire.supports import MASKS_AT_ONCE
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PendingStep, Runner, SampleSpec
 
 
@@ -272,7 +273,7 @@ class Scheduler:
                 mask=self._rules(message),
             ),
             max_new_tokens=message.max_new_tokens,
-            stream_interval=message.stream_interval if message.stream else None,
+            stream_interval=_output_interval(message),
             namespace=message.cache_namespace,
             arrival_s=message.arrival_s,
             stop_strings=stop_strings,
@@ -281,3 +282,10 @@ class Scheduler:
             routes_from=message.routed_experts_start,
             given_routes=None if message.given_routes is None else message.given_routes.rows,
         )
+
+
+def _output_interval(message: TokenizedGenerateReqInput) -> int | None:
+    """After how many tokens an output is sent; None: all of it at the end."""
+    if message.stream:
+        return message.stream_interval
+    return MASKS_AT_ONCE if message.return_sampling_mask else None

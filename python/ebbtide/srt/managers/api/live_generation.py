@@ -21,7 +21,7 @@ from ebbtide.srt.managers.io_struct import (
     RoutedExperts,
     TokenizedGenerateReqInput,
 )
-from ebbtide.srt.managers.wire.supports import SupportList
+from ebbtide.srt.managers.wire.supports import SupportList, masks_of
 
 # JSON has no infinity: the lowest float32 stands for it.
 LOWEST_LOGPROB = -3.4028234663852886e38
@@ -129,6 +129,7 @@ class OutputState:
         self._prefill_starts: list[tuple[str, int]] = []
         self._routed_experts: RoutedExperts | None = None
         self._supports = SupportList()
+        self._masks: list[list[int]] = []
         self._num_retractions = 0
         self._weight_version = ""
         self._first_token_s: float | None = None
@@ -161,6 +162,8 @@ class OutputState:
         self._routed_experts = output.routed_experts
         if output.supports is not None:
             self._supports.add(output.supports)
+            if self.request.return_sampling_mask:
+                self._masks += masks_of(output.supports)
         self._num_retractions = output.num_retractions
         self._weight_version = weight_version
         if output.finish is not None:
@@ -194,6 +197,7 @@ class OutputState:
             self._logprobs.forget()
             self._input_logprobs.end()
             self._supports.clear()
+            self._masks = []
         return body
 
     def _handed_out(self, values: list[Any]) -> list[Any]:
@@ -246,7 +250,7 @@ class OutputState:
         """In the forms that were asked for. Source: wire_vllm section 6.2."""
         meta: dict[str, Any] = {}
         if self.request.return_sampling_mask:
-            meta["output_token_sampling_mask"] = self._supports.masks
+            meta["output_token_sampling_mask"] = self._handed_out(self._masks)
             meta["output_token_sampling_logprobs"] = self._supports.logprobs
             meta["output_token_sampling_mask_length"] = len(self._supports)
         if self.request.sampling_params.returns_top_p_ids:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from ebbtide.srt.model_executor.batch_plan import Supports
 
 
+# As lists they are made of columns while the request runs, so many tokens at a time: requests that end
+# together would otherwise wait for the lists of all of them.
+MASKS_AT_ONCE = 32
+
+
 class SupportColumns(Struct, frozen=True, array_like=True):
     """Of N tokens in a row, as numbers of this machine.
 
@@ -28,6 +33,12 @@ class SupportColumns(Struct, frozen=True, array_like=True):
     ids: bytes
     counts: bytes
     logprobs: bytes
+
+
+def masks_of(columns: SupportColumns) -> list[list[int]]:
+    """By token, the ids in ascending order."""
+    ids, counts = array("i", columns.ids), array("i", columns.counts)
+    return [ids[start:end].tolist() for start, end in pairwise(accumulate(counts, initial=0))]
 
 
 class SupportList:
@@ -63,11 +74,6 @@ class SupportList:
         columns = SupportColumns(self._ids.tobytes(), self._counts.tobytes(), self._logprobs.tobytes())
         self.clear()
         return columns
-
-    @property
-    def masks(self) -> list[list[int]]:
-        """By token, the ids in ascending order."""
-        return [self._ids[start:end].tolist() for start, end in pairwise(accumulate(self._counts, initial=0))]
 
     @property
     def logprobs(self) -> list[float]:
