@@ -61,12 +61,19 @@ def keep_kernels_in(folder: str | None) -> None:
 
     To be called before FlashInfer is imported, which looks once.
     """
+    os.environ.update(kernel_variables(folder))
+
+
+def kernel_variables(folder: str | None) -> dict[str, str]:
+    """Variables of the environment that have a process keep its kernels below a folder; None: none."""
     if folder is None:
-        return
+        return {}
     path = Path(folder).expanduser().resolve()
-    os.environ["FLASHINFER_WORKSPACE_BASE"] = str(path)
-    os.environ["TRITON_CACHE_DIR"] = str(path / "triton")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path / "inductor")
+    return {
+        "FLASHINFER_WORKSPACE_BASE": str(path),
+        "TRITON_CACHE_DIR": str(path / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(path / "inductor"),
+    }
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +11,13 @@ from ebbtide.srt.server_args import ServerArgs
 
 
 def test_there_is_one_for_every_rank_of_this_node_and_those_not_taken_end() -> None:
-    with EarlyProcesses(ServerArgs(model_path="m", tp_size=2, device="cpu")) as early:
+    args = ServerArgs(model_path="m", tp_size=2, device="cpu", kernel_cache_dir="/kernels")
+    with EarlyProcesses(args) as early:
         assert list(early.pids) == ["scheduler-tp0", "scheduler-tp1"]
+        for pid in early.pids.values():
+            # Libraries look for their kernels as they are imported.
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            assert b"FLASHINFER_WORKSPACE_BASE=/kernels" in variables
         taken = early.take("scheduler-tp1")
         assert taken is not None
         assert early.take("scheduler-tp1") is None

@@ -16,6 +16,7 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.entrypoints.launch.child_process import ChildProcess
 from ebbtide.srt.entrypoints.launch.placement import local_ranks
 from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.kernel_cache import kernel_variables
 from ebbtide.srt.server_args import ServerArgs
 
 TERMINATE_TIMEOUT_S: Final = 5.0
@@ -50,8 +51,10 @@ class EarlyProcesses:
             return
         on_gpu = args.device != "cpu" and Path("/dev/nvidiactl").exists()
         preload = (*PRELOAD, *PRELOAD_CUDA) if on_gpu else PRELOAD
+        # FlashInfer looks where its kernels are as it is imported.
+        kernels = kernel_variables(args.kernel_cache_dir)
         for name in names:
-            self._children[name] = ChildProcess(name, thread_defaults(parallel), {}, preload)
+            self._children[name] = ChildProcess(name, thread_defaults(parallel), kernels, preload)
 
     @property
     def pids(self) -> dict[str, int]:
