@@ -27,7 +27,7 @@ from common import write_result
 from gpu_machine import Machine
 from torch import Tensor
 
-from ebbtide.srt.layers.small_batch import multiply
+from ebbtide.srt.layers.small_batch import Normed, multiply
 from ebbtide.srt.layers.small_batch.tuning import (
     TILES_FILE,
     TOKEN_BUCKETS,
@@ -112,29 +112,39 @@ class Weights:
 
 @dataclass(frozen=True)
 class Case:
-    """Tensors with which one product is measured."""
+    """Tensors with which one product is measured. Norms of several tokens are begun by the product before."""
 
     product: Product
     x: Tensor
     norm: Tensor
     out: Tensor
     weights: list[Tensor]
+    begun: Normed | None
 
     @classmethod
     def make(cls, product: Product, num_tokens: int, weights: Weights) -> Case:
         shape = product.shape
+        x = torch.randn(num_tokens, shape.num_columns, device="cuda").bfloat16()
+        norm = torch.randn(shape.num_columns, device="cuda").mul_(0.1).add_(1).bfloat16()
+        squares = x.float().square().unflatten(1, (64, -1)).sum(-1)
         return cls(
             product,
-            torch.randn(num_tokens, shape.num_columns, device="cuda").bfloat16(),
-            torch.randn(shape.num_columns, device="cuda").mul_(0.1).add_(1).bfloat16(),
+            x,
+            norm,
             torch.zeros(num_tokens, shape.num_rows, device="cuda", dtype=torch.bfloat16),
             [weights.cut(shape) for _ in range(max(1, round(ROTATED_BYTES / shape.num_bytes)))],
+            Normed(x * norm, squares, EPS) if product.normed and num_tokens > 1 else None,
         )
 
     def run(self, weight: Tensor, config: Config | None, out: Tensor) -> None:
         norm = self.norm if self.product.normed else None
         gated = "silu" if self.product.shape.gated else None
-        multiply(self.x, norm, EPS, weight, None, out, gated=gated, add=self.product.add, config=config)
+        add, then = self.product.add, None
+        if add:
+            # Of any weight: the first of them that is there.
+            then = (weight.flatten()[: self.product.shape.num_rows], EPS)
+        switches = {"gated": gated, "add": add, "config": config, "begun": self.begun, "then": then}
+        multiply(self.x, norm, EPS, weight, None, out, **switches)
 
     def run_torch(self, weight: Tensor) -> None:
         torch_product(self.product, self.x, self.norm, weight, self.out)
@@ -210,19 +220,18 @@ def candidates(product: Product, num_tokens: int) -> Iterator[Config]:
         return
     small = num_tokens <= 8
     if shape.gated:
-        tiles = [(64, 64, 4, 5), (128, 64, 8, 4), (64, 128, 4, 4)] + [(32, 128, 4, 5)] * small
+        tiles = [(64, 64, 4, 5), (128, 64, 8, 4), (64, 128, 4, 4), (32, 128, 4, 5), (64, 128, 8, 4)]
     elif small:
         tiles = [(64, 128, 4, 5), (64, 64, 4, 8), (32, 128, 4, 7), (32, 256, 4, 5), (16, 256, 4, 7)]
     else:
         tiles = [(64, 128, 4, 5), (64, 64, 4, 8), (128, 64, 8, 6), (128, 64, 4, 4), (128, 128, 8, 4)]
+        tiles += [(32, 128, 4, 7), (64, 256, 4, 3)]
     for rows, columns, warps, stages in tiles:
         num_programs = -(-shape.num_rows // rows)
         # Enough programs for 132 multiprocessors, at most about three for each.
         fitting = [s for s in (1, 2, 4, 8) if 90 <= num_programs * s <= 420 and shape.num_columns >= 512 * s]
         for splits in fitting[:2] or [1 if num_programs > 90 else 4]:
             yield ProductConfig(rows, columns, splits, warps, stages, False)
-            if product.normed and num_tokens <= 32 and (small or stages == tiles[0][3]):
-                yield ProductConfig(rows, columns, splits, warps, stages, True)
 
 
 def matvec_candidates(shape: Shape) -> Iterator[Config]:
@@ -320,24 +329,25 @@ def step_us(model: Model, num_tokens: int, weights: Weights, how: str, best: dic
     layers = [[weights.cut(product.shape) for product in model.layer] for _ in range(model.num_layers)]
     head = weights.cut(model.head.shape)
 
-    def run(product: Product, given: Tensor, weight: Tensor) -> Tensor:
+    def run(product: Product, given: Tensor, weight: Tensor, begun: Any = None) -> tuple[Tensor, Any]:
+        """The product, and the norm that it has begun of the residual."""
         if how == "torch":
-            return torch_product(product, given, norm, weight, x)
+            return torch_product(product, given, norm, weight, x), None
         config = best.get(product.name)
         out = x if product.add else given.new_empty(num_tokens, product.shape.num_rows)
-        gated = product.shape.gated
-        norm_or_none = norm if product.normed else None
-        switches = {"gated": gated, "add": product.add, "config": config, "overlapped": how != "serial"}
-        multiply(given, norm_or_none, EPS, weight, None, out, **switches)
-        return out
+        switches = {"gated": "silu" if product.shape.gated else None, "add": product.add, "config": config}
+        switches |= {"overlapped": how != "serial", "begun": begun}
+        switches |= {"then": (norm, EPS) if product.add else None}
+        return out, multiply(given, norm if product.normed else None, EPS, weight, None, out, **switches)
 
     def body() -> None:
         x.fill_(0.1)
+        begun = None
         for qkv, o, gate_up, down in layers:
-            run(model.layer[0], x, qkv)
-            run(model.layer[1], attended, o)
-            activated = run(model.layer[2], x, gate_up)
-            run(model.layer[3], activated, down)
+            run(model.layer[0], x, qkv, begun)
+            _, begun = run(model.layer[1], attended, o)
+            activated, _ = run(model.layer[2], x, gate_up, begun)
+            _, begun = run(model.layer[3], activated, down)
         run(model.head, x, head)
 
     return graph_us(body)

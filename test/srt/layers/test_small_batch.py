@@ -77,7 +77,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 def check_all(num_tokens: int, num_rows: int, num_columns: int, **options: Any) -> None:
     """Every use of the kernels at one shape. `options`: of `multiply`."""
     pytest.importorskip("triton")
-    from ebbtide.srt.layers.small_batch import multiply
+    from ebbtide.srt.layers.small_batch import Normed, multiply
 
     given = Tensors(num_tokens, num_rows, num_columns)
     normalised = given.normalised()
@@ -90,11 +90,19 @@ def check_all(num_tokens: int, num_rows: int, num_columns: int, **options: Any) 
     for activation, gate in (("silu", F.silu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))):
         multiply(given.x, given.norm, EPS, given.weight, None, out, gated=activation, **options)
         assert_near(out, gate(normalised @ half.T) * (normalised @ up.T))
-    for bias in (None, given.bias):
+    parts_TB = given.x.float().square().unflatten(1, (4, -1)).sum(-1)
+    begun = Normed(given.x * given.norm, parts_TB, EPS)
+    multiply(given.x, given.norm, EPS, given.weight, None, out, gated="silu", begun=begun, **options)
+    assert_near(out, F.silu(normalised @ half.T) * (normalised @ up.T))
+    for bias, then in ((None, (1 + 0.1 * given.bias, EPS)), (given.bias, None)):
         out = given.residual.clone()
-        multiply(given.x, None, EPS, given.half, bias, out, add=True, **options)
+        left = multiply(given.x, None, EPS, given.half, bias, out, add=True, then=then, **options)
         sum_TO = given.residual.float() + given.x.float() @ half.T
         assert_near(out, sum_TO if bias is None else sum_TO + bias.float())
+        assert left is None or then is not None
+        if left is not None and then is not None:
+            assert_near(left.x_TD, out.float() * then[0].float())
+            torch.testing.assert_close(left.sums_TB.sum(1), out.float().square().sum(1))
 
 
 @pytest.mark.skipif(ON_GPU, reason="the GPU runs these kernels")
@@ -137,12 +145,13 @@ def test_a_chain_in_a_graph_gives_bit_for_bit_what_it_gives_outside(num_tokens: 
     residual = given[0].x.clone()
 
     def chain() -> Tensor:
+        begun = None
         for layer in range(24):
             tensors = given[layer % 2]
-            y = norm_linear(residual, tensors.norm, EPS, tensors.half, tensors.bias)
-            linear_add_(y, tensors.half, None, residual)
-            gated = norm_gate_up(residual, tensors.norm, EPS, tensors.weight)
-            linear_add_(gated, tensors.half, None, residual)
+            y = norm_linear(residual, tensors.norm, EPS, tensors.half, tensors.bias, begun=begun)
+            begun = linear_add_(y, tensors.half, None, residual, then=(tensors.norm, EPS))
+            gated = norm_gate_up(residual, tensors.norm, EPS, tensors.weight, begun=begun)
+            begun = linear_add_(gated, tensors.half, None, residual, then=(given[1 - layer % 2].norm, EPS))
         return residual.clone()
 
     expected = chain()

@@ -3,7 +3,10 @@
 Shapes: T tokens, D inputs, O outputs, I intermediate size.
 """
 
+from __future__ import annotations
+
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,9 @@ from torch import Tensor, nn
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.layers.activation import Activation, gated
 from ebbtide.srt.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from ebbtide.srt.layers.small_batch import Normed
 
 # For float32 torch asks MKL, which leaves half of what a CPU can do unused where it does not know the CPU:
 # measured on AMD EPYC, oneDNN takes 0.5–0.7 of the time at every number of rows. Narrower types go to oneDNN
@@ -62,16 +68,22 @@ class Linear(nn.Module):
         """By which the weight's blocks are to be multiplied; None: they are as they should be."""
         return None
 
-    def project(self, x_TD: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """The product with norm(x), or x: [T, O] of this rank's outputs."""
-        return self._project(x_TD, norm, self.bias)
+    def project(self, x_TD: Tensor, norm: RMSNorm | None = None, begun: Normed | None = None) -> Tensor:
+        """The product with norm(x), or x: [T, O] of this rank's outputs.
 
-    def project_gated(self, x_TD: Tensor, norm: RMSNorm, activation: Activation) -> Tensor:
+        Args:
+            begun: what `add_to` has returned for this norm of x.
+        """
+        return self._project(x_TD, norm, self.bias, begun)
+
+    def project_gated(
+        self, x_TD: Tensor, norm: RMSNorm, activation: Activation, begun: Normed | None = None
+    ) -> Tensor:
         """activation(gate) · up of norm(x), [T, I]; the gates' rows of the weight come first."""
         if self.bias is None and (kernels := self.few_token_kernels(x_TD)) is not None:
             x_TD, weight = _foldable(x_TD, norm)
             product: Tensor = kernels.norm_gate_up(
-                x_TD, weight, norm.eps, self.weight, activation, self.scales
+                x_TD, weight, norm.eps, self.weight, activation, self.scales, begun
             )
             return product
         return gated(self.multiply_normed(x_TD, norm, self.bias), activation)
@@ -80,14 +92,24 @@ class Linear(nn.Module):
         """The product, [T, O], where each rank holds some of the inputs: all ranks' products added up."""
         return self.group.all_reduce_(self._part(x_TD))
 
-    def add_to(self, residual_TO: Tensor, x_TD: Tensor) -> None:
-        """residual += x Wᵀ (+ b), in place. Each rank holds some of the inputs, and all of the bias."""
+    def add_to(self, residual_TO: Tensor, x_TD: Tensor, then: RMSNorm | None = None) -> Normed | None:
+        """residual += x Wᵀ (+ b), in place. Each rank holds some of the inputs, and all of the bias.
+
+        Args:
+            then: the norm that the residual is given to next. Where that saves time it is begun here, and
+                what came of it is returned.
+        """
         if self.group.size > 1:
             self.group.add_reduced_(self._part(x_TD), residual_TO)
         elif (kernels := self.few_token_kernels(x_TD)) is not None:
-            kernels.linear_add_(x_TD, self.weight, self.bias, residual_TO, self.scales)
+            follows = None if then is None or then.offset != 0.0 else (then.weight, then.eps)
+            begun: Normed | None = kernels.linear_add_(
+                x_TD, self.weight, self.bias, residual_TO, self.scales, follows
+            )
+            return begun
         else:
             self.multiply_onto(residual_TO, x_TD)
+        return None
 
     def multiply(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
         """x Wᵀ (+ b) for any number of tokens."""
@@ -117,11 +139,13 @@ class Linear(nn.Module):
         """What this rank adds to the product: its inputs', and from the first rank the bias."""
         return self._project(x_TD, None, self.bias if self.group.rank == 0 else None)
 
-    def _project(self, x_TD: Tensor, norm: RMSNorm | None, bias_O: Tensor | None) -> Tensor:
+    def _project(
+        self, x_TD: Tensor, norm: RMSNorm | None, bias_O: Tensor | None, begun: Normed | None = None
+    ) -> Tensor:
         if (kernels := self.few_token_kernels(x_TD)) is not None:
             x_TD, weight = (x_TD, None) if norm is None else _foldable(x_TD, norm)
             eps = norm.eps if norm is not None else 0.0
-            product: Tensor = kernels.norm_linear(x_TD, weight, eps, self.weight, bias_O, self.scales)
+            product: Tensor = kernels.norm_linear(x_TD, weight, eps, self.weight, bias_O, self.scales, begun)
             return product
         return self.multiply(x_TD, bias_O) if norm is None else self.multiply_normed(x_TD, norm, bias_O)
 

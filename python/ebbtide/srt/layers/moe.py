@@ -133,6 +133,8 @@ class Experts(nn.Module):
 class MoeMLP(nn.Module):
     """What stands in a decoder layer in place of the MLP."""
 
+    takes_begun = False
+
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate = Linear(hidden_size, config.num_experts, bias=False, dtype=dtype)
@@ -145,7 +147,9 @@ class MoeMLP(nn.Module):
         out_TD: Tensor = self.experts(x_TD, self.scores(x_TD))
         return out_TD
 
-    def add_to(self, residual_TD: Tensor, norm: RMSNorm) -> None:
+    def add_to(
+        self, residual_TD: Tensor, norm: RMSNorm, begun: object = None, then: RMSNorm | None = None
+    ) -> None:
         """residual += what the experts make of norm(residual), in place."""
         x_TD = norm(residual_TD)
         self.experts.add_to(residual_TD, x_TD, self.scores(x_TD))

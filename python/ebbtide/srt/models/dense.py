@@ -3,10 +3,12 @@
 Shapes: T tokens, N heads, H head_dim, D hidden, V vocabulary.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,9 @@ from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import RMSNorm
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rope_config
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM, Split, WeightMap, divided, projection, stacked
+
+if TYPE_CHECKING:
+    from ebbtide.srt.layers.small_batch import Normed
 
 # What config.json calls them → what they are here.
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -157,9 +162,11 @@ class Attention(nn.Module):
         self.q_norm = config.norm(dtype, self.head_dim) if config.qk_norm else None
         self.k_norm = config.norm(dtype, self.head_dim) if config.qk_norm else None
 
-    def heads(self, x_TD: Tensor, norm: RMSNorm, rope: Rope, step: AttentionStep) -> Tensor:
-        """Attention of norm(x), [T, N·H]: what `o_proj` projects back."""
-        qkv_TO = self.qkv_proj.project(x_TD, norm)
+    def heads(
+        self, x_TD: Tensor, norm: RMSNorm, rope: Rope, step: AttentionStep, begun: Normed | None = None
+    ) -> Tensor:
+        """Attention of norm(x), [T, N·H]: what `o_proj` projects back. `begun`: see `Linear.project`."""
+        qkv_TO = self.qkv_proj.project(x_TD, norm, begun)
         qkv_TNH = qkv_TO.view(len(x_TD), -1, self.head_dim)
         return self.attention(qkv_TNH, rope, self.head_norms(), step).flatten(1)
 
@@ -171,15 +178,21 @@ class Attention(nn.Module):
 
 
 class MLP(Protocol):
-    """What stands behind a layer's attention."""
+    """What stands behind a layer's attention. `takes_begun`: a norm that others have begun."""
 
-    def add_to(self, residual_TD: Tensor, norm: RMSNorm) -> None:
-        """residual += MLP of norm(residual), in place."""
+    takes_begun: bool
+
+    def add_to(
+        self, residual_TD: Tensor, norm: RMSNorm, begun: Normed | None, then: RMSNorm | None
+    ) -> Normed | None:
+        """residual += MLP of norm(residual), in place. `begun`, `then`: see `Linear`."""
         ...
 
 
 class GatedMLP(nn.Module):
     """activation(gate(x)) · up(x), projected back; gate and up are one fused projection."""
+
+    takes_begun = True
 
     def __init__(self, config: DenseConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -188,12 +201,14 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
-    def inner(self, x_TD: Tensor, norm: RMSNorm) -> Tensor:
+    def inner(self, x_TD: Tensor, norm: RMSNorm, begun: Normed | None = None) -> Tensor:
         """What `down_proj` projects back, of norm(x)."""
-        return self.gate_up_proj.project_gated(x_TD, norm, self.activation)
+        return self.gate_up_proj.project_gated(x_TD, norm, self.activation, begun)
 
-    def add_to(self, residual_TD: Tensor, norm: RMSNorm) -> None:
-        self.down_proj.add_to(residual_TD, self.inner(residual_TD, norm))
+    def add_to(
+        self, residual_TD: Tensor, norm: RMSNorm, begun: Normed | None, then: RMSNorm | None
+    ) -> Normed | None:
+        return self.down_proj.add_to(residual_TD, self.inner(residual_TD, norm, begun), then)
 
 
 class Block(nn.Module):
@@ -208,15 +223,31 @@ class Block(nn.Module):
         self.post_attention_layernorm = config.norm(dtype)
         self.mlp = GatedMLP(config, dtype) if mlp is None else mlp
 
-    def forward(self, x_TD: Tensor, rope: Rope, step: AttentionStep, rows_M: Tensor | None = None) -> Tensor:
-        """Adds to `x_TD` in place: nothing else refers to the residual stream. Returns the rows wanted."""
-        attention = self.self_attn
-        attention.o_proj.add_to(x_TD, attention.heads(x_TD, self.input_layernorm, rope, step))
+    def forward(
+        self,
+        x_TD: Tensor,
+        rope: Rope,
+        step: AttentionStep,
+        rows_M: Tensor | None = None,
+        begun: Normed | None = None,
+        then: RMSNorm | None = None,
+    ) -> tuple[Tensor, Normed | None]:
+        """Adds to `x_TD` in place: nothing else refers to the residual stream.
+
+        Args:
+            begun: this layer's first norm, if the layer before has begun with it.
+            then: the first norm of the next layer.
+
+        Returns:
+            The rows wanted, and what is begun of the next layer's norm.
+        """
+        attention, norm = self.self_attn, self.post_attention_layernorm
+        heads_TO = attention.heads(x_TD, self.input_layernorm, rope, step, begun)
+        begun = attention.o_proj.add_to(x_TD, heads_TO, norm if self.mlp.takes_begun else None)
         if rows_M is not None:
             # All rows have left their keys and values.
-            x_TD = x_TD[rows_M]
-        self.mlp.add_to(x_TD, self.post_attention_layernorm)
-        return x_TD
+            x_TD, begun = x_TD[rows_M], None
+        return x_TD, self.mlp.add_to(x_TD, norm, begun, then)
 
 
 MakeBlock = Callable[[int], Block]
@@ -246,9 +277,11 @@ class Decoder(nn.Module):
             x_TD *= self._scale
         ropes = [rotary(positions_T, x_TD.dtype) for rotary in self.rotary]
         last = len(self.layers) - 1
+        begun = None
         for number, layer in enumerate(self.layers):
             rope = ropes[self._rotary_of[number]]
-            x_TD = layer(x_TD, rope, step, rows_M if number == last else None)
+            then = self.layers[number + 1].input_layernorm if number < last else None
+            x_TD, begun = layer(x_TD, rope, step, rows_M if number == last else None, begun, then)
         hidden_TD: Tensor = self.norm(x_TD)
         return hidden_TD
 

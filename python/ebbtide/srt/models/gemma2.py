@@ -3,8 +3,10 @@
 Shapes: T tokens, D hidden, V vocabulary, M rows that are wanted.
 """
 
+from __future__ import annotations
+
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionStep
 from ebbtide.srt.layers.heads import Rope
+from ebbtide.srt.layers.norm import RMSNorm
 from ebbtide.srt.models.base import WeightMap
 from ebbtide.srt.models.dense import (
     Block,
@@ -21,6 +24,9 @@ from ebbtide.srt.models.dense import (
     dense_config,
     dense_layer_map,
 )
+
+if TYPE_CHECKING:
+    from ebbtide.srt.layers.small_batch import Normed
 
 
 class GemmaBlock(Block):
@@ -33,7 +39,15 @@ class GemmaBlock(Block):
         self.pre_feedforward_layernorm = config.norm(dtype)
         self.post_feedforward_layernorm = config.norm(dtype)
 
-    def forward(self, x_TD: Tensor, rope: Rope, step: AttentionStep, rows_M: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        rope: Rope,
+        step: AttentionStep,
+        rows_M: Tensor | None = None,
+        begun: Normed | None = None,
+        then: RMSNorm | None = None,
+    ) -> tuple[Tensor, Normed | None]:
         attention, mlp = self.self_attn, self.mlp
         heads_TO = attention.heads(x_TD, self.input_layernorm, rope, step)
         x_TD += self.post_attention_layernorm(attention.o_proj.project_summed(heads_TO))
@@ -41,7 +55,7 @@ class GemmaBlock(Block):
             x_TD = x_TD[rows_M]
         inner_TI = mlp.inner(x_TD, self.pre_feedforward_layernorm)
         x_TD += self.post_feedforward_layernorm(mlp.down_proj.project_summed(inner_TI))
-        return x_TD
+        return x_TD, None
 
 
 class GemmaCausalLM(DenseCausalLM):

@@ -6,7 +6,8 @@ the kernels overlap (see `kernels`); outside of graphs they run too.
 Shapes: T tokens, D inputs, O outputs, K columns, I intermediate size.
 """
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +25,27 @@ from ebbtide.srt.layers.small_batch.tuning import (
 
 MAX_TOKENS = TOKEN_BUCKETS[-1]
 
+
+class Normed(NamedTuple):
+    """A norm that has been begun: x · weight, and what is wanted for 1 / rms(x).
+
+    Attributes:
+        x_TD: the product, rounded.
+        sums_TB: float32 sums of x², in a power of two of parts.
+        eps: the norm's.
+    """
+
+    x_TD: Tensor
+    sums_TB: Tensor
+    eps: float
+
+
 # Columns of a program's weights that are brought into the second-level cache while the kernel before ends.
 _PREFETCHED_COLUMNS = 512
-_COMBINED_ROWS = 512
+# Products of eight tokens take longer than those of sixteen, whatever their tiles.
+_LEAST_TOKENS = 16
+# Parts of a sum that every program of the next product reads.
+_MOST_SUMS = 256
 
 
 def norm_linear(
@@ -36,10 +55,15 @@ def norm_linear(
     weight_OD: Tensor,
     bias_O: Tensor | None,
     scales: Tensor | None = None,
+    begun: Normed | None = None,
 ) -> Tensor:
-    """rms_norm(x) Wᵀ (+ b), [T, O]; without the norm where its weight is None. 1 ≤ T ≤ MAX_TOKENS."""
+    """rms_norm(x) Wᵀ (+ b), [T, O]; without the norm where its weight is None. 1 ≤ T ≤ MAX_TOKENS.
+
+    Args:
+        begun: the same norm of x, if somebody has begun with it.
+    """
     out_TO = x_TD.new_empty(len(x_TD), len(weight_OD))
-    multiply(x_TD, norm_weight_D, eps, weight_OD, bias_O, out_TO, scales=scales)
+    multiply(x_TD, norm_weight_D, eps, weight_OD, bias_O, out_TO, scales=scales, begun=begun)
     return out_TO
 
 
@@ -50,10 +74,11 @@ def norm_gate_up(
     weight_2ID: Tensor,
     activation: Activation = "silu",
     scales: Tensor | None = None,
+    begun: Normed | None = None,
 ) -> Tensor:
     """activation(gate) · up of rms_norm(x), [T, I]; the gates' rows of the weight come first."""
     out_TI = x_TD.new_empty(len(x_TD), len(weight_2ID) // 2)
-    multiply(x_TD, norm_weight_D, eps, weight_2ID, None, out_TI, gated=activation, scales=scales)
+    multiply(x_TD, norm_weight_D, eps, weight_2ID, None, out_TI, gated=activation, scales=scales, begun=begun)
     return out_TI
 
 
@@ -63,9 +88,14 @@ def linear_add_(
     bias_O: Tensor | None,
     residual_TO: Tensor,
     scales: Tensor | None = None,
-) -> None:
-    """residual += x Wᵀ (+ b), in place; rounded once."""
-    multiply(x_TK, None, 0.0, weight_OK, bias_O, residual_TO, add=True, scales=scales)
+    then: tuple[Tensor, float] | None = None,
+) -> Normed | None:
+    """residual += x Wᵀ (+ b), in place; rounded once.
+
+    Args:
+        then: weight and eps of the norm that follows: it is begun here, where that saves time.
+    """
+    return multiply(x_TK, None, 0.0, weight_OK, bias_O, residual_TO, add=True, scales=scales, then=then)
 
 
 def multiply(
@@ -81,7 +111,9 @@ def multiply(
     config: Config | None = None,
     overlapped: bool = True,
     scales: Tensor | None = None,
-) -> None:
+    begun: Normed | None = None,
+    then: tuple[Tensor, float] | None = None,
+) -> Normed | None:
     """All of the above, with the block sizes of `config`, or those that suit the shape.
 
     Args:
@@ -89,6 +121,8 @@ def multiply(
             activations keep their dtype.
         gated: the activation of the gates, where the weight holds gates and ups.
         overlapped: whether kernels start before their predecessors end; it changes no result.
+        begun: the norm of x, where it has been begun; a kernel for one token does not ask.
+        then: the norm of the result, to be begun; returned where it was.
 
     Raises ValueError for tensors that the kernels would read wrongly, or too many tokens.
     """
@@ -102,11 +136,14 @@ def multiply(
     switches = gates | {"BIAS": bias is not None, "ADD": add} | launch
     if isinstance(config, MatvecConfig):
         _matvec(x_TK, norm_weight_K, eps, weight, scales, bias, out_TO, config, switches)
-        return
-    if norm_weight_K is not None and not config.fold_norm:
+        return None
+    if begun is not None:
+        x_TK, norm_weight_K, eps = begun.x_TD, None, begun.eps
+    elif norm_weight_K is not None and not config.fold_norm:
         x_TK = _normalise(x_TK, norm_weight_K, eps, launch)
         norm_weight_K = None
-    _product(x_TK, norm_weight_K, eps, weight, scales, bias, out_TO, config, switches)
+    given = None if begun is None else begun.sums_TB
+    return _product(x_TK, norm_weight_K, eps, weight, scales, bias, out_TO, config, switches, given, then)
 
 
 def _check(x_TK: Tensor, weight: Tensor, out_TO: Tensor, shape: Shape, scales: Tensor | None) -> None:
@@ -183,7 +220,9 @@ def _product(
     out: Tensor,
     config: ProductConfig,
     switches: dict[str, Any],
-) -> None:
+    given: Tensor | None,
+    then: tuple[Tensor, float] | None,
+) -> Normed | None:
     num_tokens, num_columns = x.shape
     num_rows = out.shape[1]
     # Whole tiles per split, and no split without columns.
@@ -191,11 +230,18 @@ def _product(
         _ceil_div(_ceil_div(num_columns, config.num_splits), config.block_columns) * config.block_columns
     )
     num_splits = _ceil_div(num_columns, split_columns)
-    partial = squares = None
+    num_blocks = _ceil_div(num_rows, config.block_rows)
+    partial = squares = arrivals = None
     if num_splits > 1:
         partial = torch.empty(num_splits, num_tokens, len(weight), dtype=torch.float32, device=x.device)
-        squares = torch.empty(num_splits, num_tokens, dtype=torch.float32, device=x.device)
-    kernels.product[(_ceil_div(num_rows, config.block_rows), num_splits)](
+        squares = torch.empty(num_blocks, num_splits, num_tokens, dtype=torch.float32, device=x.device)
+        arrivals = _arrivals(x.device, _power_of_2(num_blocks))
+    next_norm, normed = None, None
+    # The parts are added up as one tile.
+    if then is not None and num_blocks == _power_of_2(num_blocks) <= _MOST_SUMS:
+        sums = torch.empty(num_tokens, num_blocks, dtype=torch.float32, device=x.device)
+        next_norm, normed = then[0], Normed(torch.empty_like(out), sums, then[1])
+    kernels.product[(num_blocks, num_splits)](
         x,
         norm,
         weight,
@@ -204,15 +250,22 @@ def _product(
         out,
         partial,
         squares,
+        arrivals,
+        given,
+        next_norm,
+        None if normed is None else normed.x_TD,
+        None if normed is None else normed.sums_TB,
         num_tokens,
         num_rows,
         eps,
         NUM_COLUMNS=num_columns,
         SPLIT_COLUMNS=split_columns,
-        BLOCK_TOKENS=max(8, _power_of_2(num_tokens)),
+        BLOCK_TOKENS=max(_LEAST_TOKENS, _power_of_2(num_tokens)),
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
         PREFETCHED_COLUMNS=min(_PREFETCHED_COLUMNS, _power_of_2(split_columns)),
+        GIVEN_SUMS=0 if given is None else given.shape[1],
+        NORM_NEXT=normed is not None,
         FOLD_NORM=norm is not None,
         EVEN=num_rows % config.block_rows == 0 and num_columns % split_columns == 0,
         SCALED=scales is not None,
@@ -220,36 +273,13 @@ def _product(
         num_stages=config.num_stages,
         **switches,
     )
-    if num_splits > 1:
-        _combine(partial, squares, bias, out, eps, num_columns, norm is not None, switches)
+    return normed
 
 
-def _combine(
-    partial: Tensor | None,
-    squares: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    eps: float,
-    num_columns: int,
-    fold_norm: bool,
-    switches: dict[str, Any],
-) -> None:
-    num_tokens, num_rows = out.shape
-    kernels.combine[(_ceil_div(num_rows, _COMBINED_ROWS), num_tokens)](
-        partial,
-        squares,
-        bias,
-        out,
-        num_tokens,
-        num_rows,
-        eps,
-        NUM_COLUMNS=num_columns,
-        NUM_SPLITS=len(partial) if partial is not None else 0,
-        BLOCK_ROWS=_COMBINED_ROWS,
-        FOLD_NORM=fold_norm,
-        num_warps=4,
-        **switches,
-    )
+@cache
+def _arrivals(device: torch.device, count: int) -> Tensor:
+    """So many zeros, which every product leaves as they are: products on a device run one after the other."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _ceil_div(dividend: int, divisor: int) -> int:

@@ -167,6 +167,11 @@ def product(
     out_ptr,
     partial_ptr,
     squares_ptr,
+    arrivals_ptr,
+    given_ptr,
+    next_norm_ptr,
+    normed_ptr,
+    sums_ptr,
     num_tokens,
     num_rows,
     eps,
@@ -176,6 +181,8 @@ def product(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     PREFETCHED_COLUMNS: tl.constexpr,
+    GIVEN_SUMS: tl.constexpr,
+    NORM_NEXT: tl.constexpr,
     FOLD_NORM: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
@@ -188,7 +195,13 @@ def product(
     """Several tokens, on tensor cores: rows of the weight are the rows of the product, tokens its columns.
 
     A program owns BLOCK_ROWS rows and SPLIT_COLUMNS columns. With fewer columns than the weight has, what it
-    computed goes to `partial` [splits, T, rows] (gates, then ups) and, of x², to `squares` [splits, T].
+    computed goes to `partial` [splits, T, rows] (gates, then ups) and, of x², to `squares` [blocks of rows,
+    splits, T]. Of the programs with the same rows the last one adds all parts up, always in the same order.
+    `arrivals` counts them, a number for each block of rows, and is left at zero.
+
+    GIVEN_SUMS: x has been scaled by a norm's weight, and the squares of what it was before were added up in
+    so many parts: `given` [T, GIVEN_SUMS]. NORM_NEXT: leave the same of the result: `normed` [T, rows], which
+    `next_norm` scales, and in `sums` [T, blocks of rows] the squares of each block.
     """
     _announce(OVERLAPPED)
     split = tl.program_id(1)
@@ -251,17 +264,51 @@ def product(
     # Tokens first: then neighbouring threads write neighbouring elements.
     result = tl.trans(total)
     result_up = tl.trans(total_up)
+    stored = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
+    is_last = True
     if SPLIT_COLUMNS < NUM_COLUMNS:
-        stored = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
+        NUM_SPLITS: tl.constexpr = (NUM_COLUMNS + SPLIT_COLUMNS - 1) // SPLIT_COLUMNS
         stride = num_rows * 2 if GATED else num_rows
-        partials = partial_ptr + (split * num_tokens + tokens)[:, None] * stride + rows[None, :]
-        tl.store(partials, result, mask=stored)
+        partials = partial_ptr + tokens[:, None] * stride + rows[None, :]
+        mine = partials + split * num_tokens * stride
+        tl.store(mine, result, mask=stored)
         if GATED:
-            tl.store(partials + num_rows, result_up, mask=stored)
-        if FOLD_NORM and tl.program_id(0) == 0:
-            tl.store(squares_ptr + split * num_tokens + tokens, squares, mask=tokens < num_tokens)
-    else:
+            tl.store(mine + num_rows, result_up, mask=stored)
+        squares_ptr += tl.program_id(0) * NUM_SPLITS * num_tokens + tokens
         if FOLD_NORM:
+            tl.store(squares_ptr + split * num_tokens, squares, mask=tokens < num_tokens)
+        # All threads have written before one of them says so, and reads what the others have said before.
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == NUM_SPLITS - 1
+        if is_last:
+            tl.store(arrivals_ptr + tl.program_id(0), 0)
+            result = tl.zeros((BLOCK_TOKENS, BLOCK_ROWS), tl.float32)
+            result_up = tl.zeros((BLOCK_TOKENS, BLOCK_ROWS), tl.float32)
+            squares = tl.zeros((BLOCK_TOKENS,), tl.float32)
+            for part in tl.static_range(NUM_SPLITS):
+                theirs = partials + part * num_tokens * stride
+                result += tl.load(theirs, mask=stored, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    result_up += tl.load(theirs + num_rows, mask=stored, other=0.0, cache_modifier=".cg")
+                if FOLD_NORM:
+                    squares += tl.load(
+                        squares_ptr + part * num_tokens,
+                        mask=tokens < num_tokens,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+    if is_last:
+        if GIVEN_SUMS > 0:
+            parts = tl.arange(0, GIVEN_SUMS)
+            squares = tl.sum(
+                tl.load(
+                    given_ptr + tokens[:, None] * GIVEN_SUMS + parts[None, :],
+                    mask=(tokens < num_tokens)[:, None],
+                    other=0.0,
+                ),
+                axis=1,
+            )
+        if FOLD_NORM or GIVEN_SUMS > 0:
             scale = tl.rsqrt(squares / NUM_COLUMNS + eps)[:, None]
             result *= scale
             result_up *= scale
@@ -269,65 +316,19 @@ def product(
             result = activate(result, GELU) * result_up
         if BIAS:
             result += tl.load(bias_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)[None, :]
-        stored = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
         outs = out_ptr + tokens[:, None] * num_rows + rows[None, :]
         if ADD:
             result += tl.load(outs, mask=stored, other=0.0).to(tl.float32)
-        tl.store(outs, result.to(out_ptr.dtype.element_ty), mask=stored)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def combine(
-    partial_ptr,
-    squares_ptr,
-    bias_ptr,
-    out_ptr,
-    num_tokens,
-    num_rows,
-    eps,
-    NUM_COLUMNS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    FOLD_NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    GELU: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-) -> None:
-    """Add up what `product` left in parts, always in the same order, and finish as it would have done."""
-    _announce(OVERLAPPED)
-    token = tl.program_id(1)
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    inside = rows < num_rows
-    if BIAS:
-        bias = tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
-    stride = num_rows * 2 if GATED else num_rows
-    _await(OVERLAPPED)
-    result = tl.zeros((BLOCK_ROWS,), tl.float32)
-    result_up = tl.zeros((BLOCK_ROWS,), tl.float32)
-    if ADD:
-        residual = tl.load(out_ptr + token * num_rows + rows, mask=inside, other=0.0).to(tl.float32)
-    if FOLD_NORM:
-        squares = 0.0
-    for split in tl.static_range(NUM_SPLITS):
-        partials = partial_ptr + (split * num_tokens + token) * stride + rows
-        result += tl.load(partials, mask=inside, other=0.0)
-        if GATED:
-            result_up += tl.load(partials + num_rows, mask=inside, other=0.0)
-        if FOLD_NORM:
-            squares += tl.load(squares_ptr + split * num_tokens + token)
-    if FOLD_NORM:
-        scale = tl.rsqrt(squares / NUM_COLUMNS + eps)
-        result *= scale
-        result_up *= scale
-    if GATED:
-        result = activate(result, GELU) * result_up
-    if BIAS:
-        result += bias
-    if ADD:
-        result += residual
-    tl.store(out_ptr + token * num_rows + rows, result.to(out_ptr.dtype.element_ty), mask=inside)
+        rounded = result.to(out_ptr.dtype.element_ty)
+        tl.store(outs, rounded, mask=stored)
+        if NORM_NEXT:
+            # The next norm is of what is stored.
+            kept = rounded.to(tl.float32)
+            norm = tl.load(next_norm_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)
+            scaled = (kept * norm[None, :]).to(out_ptr.dtype.element_ty)
+            tl.store(normed_ptr + tokens[:, None] * num_rows + rows[None, :], scaled, mask=stored)
+            sums = sums_ptr + tokens * tl.num_programs(0) + tl.program_id(0)
+            tl.store(sums, tl.sum(kept * kept, axis=1), mask=tokens < num_tokens)
 
 
 @triton.jit

@@ -69,7 +69,7 @@ class ProductConfig:
 
 Config = MatvecConfig | ProductConfig
 
-TOKEN_BUCKETS = (1, 8, 32, 64)
+TOKEN_BUCKETS = (1, 8, 16, 32, 64)
 
 
 def token_bucket(num_tokens: int) -> int:
@@ -78,12 +78,14 @@ def token_bucket(num_tokens: int) -> int:
 
 
 def choose(num_tokens: int, shape: Shape, device: torch.device) -> Config:
-    """The block sizes for a shape: measured ones where there are any."""
+    """The block sizes for a shape: measured ones where there are any, for so many tokens or some more."""
     bucket = token_bucket(num_tokens)
+    buckets = [larger for larger in TOKEN_BUCKETS if larger >= bucket] if bucket > 1 else [bucket]
     for name in (card(device), card_like(device)):
-        tuned = measured(name).get((bucket, shape.key))
-        if tuned is not None:
-            return tuned
+        for measured_bucket in buckets:
+            tuned = measured(name).get((measured_bucket, shape.key))
+            if tuned is not None:
+                return tuned
     return default_config(bucket, shape)
 
 
