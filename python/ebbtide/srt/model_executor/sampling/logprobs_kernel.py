@@ -50,9 +50,13 @@ def _token_logprobs_kernel(
     scores += row * row_stride
     largest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
+    ids = tl.arange(0, BLOCK)
+    ahead = tl.load(scores + ids, mask=ids < V, other=float("-inf"))
     for first in range(0, V, BLOCK):
-        ids = first + tl.arange(0, BLOCK)
-        x = tl.load(scores + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+        x = ahead.to(tl.float32)
+        # The next block is on its way while this one is added up.
+        following = first + BLOCK + ids
+        ahead = tl.load(scores + following, mask=following < V, other=float("-inf"))
         new_largest = tl.maximum(largest, tl.max(or_lowest(x)))
         base = base_of(new_largest)
         # What is not a number stays in the sum, so that the logprob tells.
