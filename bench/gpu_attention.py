@@ -15,13 +15,11 @@ from common import write_result
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
     DecodeKernel,
-    DevicePages,
-    HostLens,
-    PagedKernel,
     PrefillKernel,
     Workspace,
     partial_bytes,
 )
+from ebbtide.srt.layers.attention.paged_kernel import DevicePages, HostLens, PagedKernel
 
 DEVICE = torch.device("cuda")
 PAGE_SIZE, HEAD_DIM, NUM_CALLS, NUM_REPLAYS = 16, 128, 32, 8

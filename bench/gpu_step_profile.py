@@ -34,9 +34,13 @@ NUM_STEPS = 4
 
 
 def plan_of(
-    driver: RunnerDriver, size: int, context_len: int, num_new: int = 1
+    driver: RunnerDriver, size: int, context_len: int, num_new: int = 1, *, asks: bool = False
 ) -> tuple[BatchPlan, list[int]]:
-    """A step of so many new tokens for each of `size` requests, and the pages, which no two of them share."""
+    """A step of so many new tokens for each of `size` requests, and the pages, which no two of them share.
+
+    Args:
+        asks: for the logprobs of all new tokens, which are a prompt.
+    """
     rows = [driver.runner.page_table.allocate_row() for _ in range(size)]
     held: list[int] = []
     for row in rows:
@@ -51,8 +55,13 @@ def plan_of(
         starts_R=np.full(size, context_len, dtype=np.int32),
         num_new_R=np.full(size, num_new, dtype=np.int32),
         samples_R=np.ones(size, dtype=np.bool_),
-        num_outputs_R=np.full(size, 5, dtype=np.int64),
-        specs=[SampleSpec(params, seed, frozenset(), [1, 2], [3], LogprobSpec()) for seed in range(size)],
+        num_outputs_R=np.full(size, 0 if asks else 5, dtype=np.int64),
+        specs=[
+            SampleSpec(params, seed, frozenset(), list(range(num_new)), [], LogprobSpec(start=0))
+            if asks
+            else SampleSpec(params, seed, frozenset(), [1, 2], [3], LogprobSpec())
+            for seed in range(size)
+        ],
     )
     return plan, held
 
@@ -73,7 +82,11 @@ def kernels(driver: RunnerDriver, plan: BatchPlan) -> tuple[dict[str, list[float
         steps[-1].wait()
         torch.cuda.synchronize()
     found: dict[str, list[float]] = defaultdict(list)
-    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in profile.events())
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
     done_us = spans[0][0]
     gaps_us = 0.0
     for begun_us, ended_us, name in spans:
@@ -83,8 +96,10 @@ def kernels(driver: RunnerDriver, plan: BatchPlan) -> tuple[dict[str, list[float
     return found, gaps_us
 
 
-def show(driver: RunnerDriver, what: str, size: int, *plan_sizes: int, max_rows: int) -> None:
-    plan, pages = plan_of(driver, size, *plan_sizes)
+def show(
+    driver: RunnerDriver, what: str, size: int, *plan_sizes: int, max_rows: int, asks: bool = False
+) -> None:
+    plan, pages = plan_of(driver, size, *plan_sizes, asks=asks)
     print(f"== {what}: step {step_ms(driver, plan):.3f} ms")
     if max_rows:
         found, gaps_us = kernels(driver, plan)
@@ -109,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[256], help="requests of decode steps")
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--prefill", nargs="*", default=[], metavar="REQUESTSxTOKENS")
+    parser.add_argument("--prompt-logprobs", action="store_true", help="of prompts with their logprobs, too")
     parser.add_argument(
         "--kernels", type=int, default=16, help="how many are shown; 0: the step's time alone"
     )
@@ -136,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for size, length in prompts:
             what = f"{args.model} x{args.layers} layers, prompts {size} x {length}"
             show(driver, what, size, 0, length, max_rows=args.kernels)
+            if args.prompt_logprobs:
+                show(driver, f"{what}, logprobs", size, 0, length, max_rows=args.kernels, asks=True)
 
 
 if __name__ == "__main__":
