@@ -15,8 +15,8 @@ from ebbtide.srt.server_args import ServerArgs
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "docs" / "control_plane.md"]
-# Other programs' flags.
-FOREIGN_FLAGS = {"--editable", "--index-url", "--shm-size", "--steps"}
+# Flags of other programs and of the demo.
+FOREIGN_FLAGS = {"--dashboard-port", "--editable", "--index-url", "--shm-size", "--steps"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

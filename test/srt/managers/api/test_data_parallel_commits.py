@@ -15,6 +15,7 @@ from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     AnyControlRequest,
     BeginWeightUpdateReqInput,
+    CheckWeightsReqInput,
     ControlCall,
     EndWeightUpdateReqInput,
     Expire,
@@ -129,6 +130,16 @@ class TestCommit:
         replicas.settle()
         assert replicas.answer(call, UpdateWeightVersionReqOutput).new_version == "v"
         assert replicas.versions == ["v", "v"]
+
+    def test_a_snapshot_that_one_has_no_room_for_is_kept_by_none(self, replicas: Replicas) -> None:
+        replicas[1].ranks[-1].weights.faults["check"] = RequestRejected("no room", 409)
+        kept = replicas.call(CheckWeightsReqInput(action="snapshot"))
+        replicas.turn(0, 1, count=60)
+        assert replicas.answer(kept, Refusal).message == refused_on(replicas, "no room")
+        compared = replicas.call(CheckWeightsReqInput(action="compare"))
+        replicas.turn(0, 1, count=60)
+        # Nobody is named: it is so of both.
+        assert replicas.answer(compared, Refusal).message.startswith("there is no snapshot")
 
     @pytest.mark.parametrize("step", ["open", "stage", "arrive", "map", "write", "complete", "release"])
     def test_one_that_refuses_is_named_and_none_changes(self, replicas: Replicas, step: str) -> None:

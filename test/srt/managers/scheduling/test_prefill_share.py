@@ -12,6 +12,8 @@ from ebbtide.srt.managers.io_struct import (
     ContinueGenerationReqOutput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
+    GetLoadReqInput,
+    GetLoadReqOutput,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
     PauseMode,
@@ -56,9 +58,17 @@ def test_streams_that_were_retracted_come_back_one_after_another() -> None:
     harness.apply(FlushCacheReqInput(), FlushCacheReqOutput)
     before = [len(harness.outputs[rid].token_ids) for rid in streams]
     harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.turn()
+    # Those that have pages and no KV yet count for nothing.
+    kv_tokens = harness.apply(GetLoadReqInput(), GetLoadReqOutput).loads[0].kv_tokens
+    assert 0 < sum(kv_tokens.values()) < sum(30 + num - 1 for num in before)
     harness.turn_until(lambda: len(harness.outputs[streams[-1]].token_ids) > before[-1])
     more = [len(harness.outputs[rid].token_ids) - num for rid, num in zip(streams, before, strict=True)]
     assert more == [4, 3, 2, 1]
+    load = harness.apply(GetLoadReqInput(), GetLoadReqOutput).loads[0]
+    # Each had the KV of its prompt, and of its outputs but the last.
+    assert load.recomputed_tokens == {"pause": sum(30 + num - 1 for num in before)}
+    assert sum(load.kv_tokens.values()) >= sum(30 + num for num in before)
     harness.run_until_idle()
     assert all(len(harness.outputs[rid].token_ids) == 30 for rid in streams)
 

@@ -207,8 +207,9 @@ class RequestPages:
         """(version, tokens) per span of a running request's KV; of a page of two commits it is the newer."""
         assert req.kv is not None
         spans = self.versions.spans(req.kv.lease.runs, req.kv.commit_starts, self.page_size)
-        ends = [start for _, start in spans[1:]] + [req.kv.num_computed]
-        for (commit, start), end in zip(spans, ends, strict=True):
+        # One that has just been admitted may have no span yet.
+        starts = [start for _, start in spans] + [req.kv.num_computed]
+        for (commit, start), end in zip(spans, starts[1:], strict=True):
             yield commit.version, max(0, end - start)
 
     def drop_parked(self, req: Req) -> None:
