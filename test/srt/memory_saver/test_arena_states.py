@@ -67,9 +67,10 @@ class ArenaStates(RuleBasedStateMachine):
 
     @precondition(lambda self: self.shadows and self.expected is not None)
     @rule(data=st.data(), window=windows)
-    def copy_from_live(self, data: st.DataObject, window: int) -> None:
+    def copy_live_bytes(self, data: st.DataObject, window: int) -> None:
         shadow, expected = data.draw(st.sampled_from(self.shadows))
-        shadow.copy_from_live(OFFSETS[window], WINDOW)
+        live, copy = (one.view(OFFSETS[window], (WINDOW,), torch.uint8) for one in (self.arena, shadow))
+        copy.copy_(live)
         expected[window] = self.expected[window]
 
     @precondition(lambda self: self.shadows and self.expected is not None)

@@ -237,12 +237,6 @@ class Shadow:
         """As `Arena.view`: what will be at that offset of the arena after a swap."""
         return self.twin.view(offset, shape, dtype)
 
-    def copy_from_live(self, offset: int, num_bytes: int) -> None:
-        """Copy bytes that will not be written from the arena, which must be resident."""
-        self.live.require_resident()
-        source = self.live.view(offset, (num_bytes,), torch.uint8)
-        self.view(offset, (num_bytes,), torch.uint8).copy_(source)
-
     def close(self) -> None:
         """Give memory and addresses back; no view may be touched again. Idempotent."""
         self.twin.close()

@@ -237,18 +237,13 @@ def _control_plane(
         load_format=config.load_format,
         timeout_s=config.update_timeout_s,
     )
-    checks = WeightChecks(parts.weights.parameters, memory, inbox.ranks, pace, lambda: updates.is_under_way)
     resizer = KVResizer(policy, compaction, parts.kv_memory)
-    size = KVSize(resizer, memory, lambda: requests.num_running, parts.free_bytes, inbox.ranks)
-    loads = LoadReports(
-        meter,
-        inbox.dp_rank,
-        is_paused=lambda: isinstance(generation.state, Paused),
-        lent_bytes=lambda: lender.lent_bytes,
-        stalls=operations.stalls,
-        gc_pause_s=parts.gc_pause_s,
+    others = (
+        CacheFlush(requests),
+        KVSize(resizer, memory, lambda: requests.num_running, parts.free_bytes, inbox.ranks),
+        WeightChecks(parts.weights.parameters, memory, inbox.ranks, pace, lambda: updates.is_under_way),
+        _load_reports(parts, inbox, meter, generation, lender, operations),
     )
-    others = (CacheFlush(requests), size, checks, loads)
     return ControlPlane(
         generation,
         memory,
@@ -258,6 +253,24 @@ def _control_plane(
         [other.handlers for other in others],
         inbox.reply,
         inbox.set_deadline,
+    )
+
+
+def _load_reports(
+    parts: RankParts,
+    inbox: RankInbox,
+    meter: LoadMeter,
+    generation: Generation,
+    lender: KVLender,
+    operations: Operations,
+) -> LoadReports:
+    return LoadReports(
+        meter,
+        inbox.dp_rank,
+        is_paused=lambda: isinstance(generation.state, Paused),
+        lent_bytes=lambda: lender.lent_bytes,
+        stalls=operations.stalls,
+        gc_pause_s=parts.gc_pause_s,
     )
 
 
