@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import gc
 import itertools
 import json
 import random
@@ -202,11 +203,23 @@ async def alternate(
 ) -> None:
     """With and without, in turns; the first of each is not counted."""
     rates: dict[bool, list[float]] = {True: [], False: []}
+    pauses_s = [0.0]
+
+    def time_collector(phase: str, info: dict[str, Any]) -> None:
+        pauses_s.append(time.perf_counter() - (0.0 if phase == "start" else pauses_s.pop()))
+
+    gc.callbacks.append(time_collector)
     for run in range(2 * num_runs + 2):
         asks = run % 2 == 0
         tok_s = await rate(asks=asks)
         if run >= 2:
             rates[asks].append(tok_s)
+    gc.callbacks.remove(time_collector)
+    # Of the caller's own process, which the engine's front runs in.
+    details["longest_collection_ms"] = 1e3 * max(pauses_s)
+    print(
+        f"  longest garbage collection of the caller: {details['longest_collection_ms']:.1f} ms", flush=True
+    )
     plain = statistics.median(rates[False])
     shares = [tok_s / plain for tok_s in rates[True]]
     report.add(key, shares, tok_s=rates[True], plain_tok_s=rates[False], **details)
