@@ -58,10 +58,6 @@ def test_streams_that_were_retracted_come_back_one_after_another() -> None:
     harness.apply(FlushCacheReqInput(), FlushCacheReqOutput)
     before = [len(harness.outputs[rid].token_ids) for rid in streams]
     harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
-    harness.turn()
-    # Those that have pages and no KV yet count for nothing.
-    kv_tokens = harness.apply(GetLoadReqInput(), GetLoadReqOutput).loads[0].kv_tokens
-    assert 0 < sum(kv_tokens.values()) < sum(30 + num - 1 for num in before)
     harness.turn_until(lambda: len(harness.outputs[streams[-1]].token_ids) > before[-1])
     more = [len(harness.outputs[rid].token_ids) - num for rid, num in zip(streams, before, strict=True)]
     assert more == [4, 3, 2, 1]
@@ -71,6 +67,17 @@ def test_streams_that_were_retracted_come_back_one_after_another() -> None:
     assert sum(load.kv_tokens.values()) >= sum(30 + num for num in before)
     harness.run_until_idle()
     assert all(len(harness.outputs[rid].token_ids) == 30 for rid in streams)
+
+
+def test_a_prompt_that_steps_aside_before_it_has_any_kv_counts_for_none() -> None:
+    schedule = default_schedule(chunked_prefill_size=16, prefill_share=0.25, max_running_requests=8)
+    harness = SchedulerHarness(num_pages=256, context_len=128, schedule=schedule)
+    for prompt in (range(4), range(100, 140)):
+        harness.generate(prompt, max_new_tokens=2)
+    load = harness.apply(GetLoadReqInput(), GetLoadReqOutput).loads[0]
+    while load.num_waiting_reqs:
+        load = harness.apply(GetLoadReqInput(), GetLoadReqOutput).loads[0]
+    assert (load.num_running_reqs, list(load.kv_tokens.values())) == (2, [4])
 
 
 def test_long_prompts_step_aside_where_short_ones_end_but_not_twice_in_a_row(
