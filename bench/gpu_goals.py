@@ -172,6 +172,7 @@ ROLLOUT_PREFIXES = {"llama8b": "llama", "qwen30b-a3b": "moe", "qwen0.6b": "qwen"
 _ROLLOUT_GOALS = {
     "grpo_512_updated": (0.99, ""),
     "grpo_512_tok_s": (13_000, "7,350"),
+    "grpo_4096_of_unshared": (1.8, ""),
     "llama_b32": (6_000, "5,066"),
     "llama_b256": (11_300, "10,113"),
     "llama_rl_b256": (0.995, "0.964"),
@@ -215,6 +216,8 @@ def _rollout_goals() -> dict[str, Goal]:
         for prompt_len in (512, 4096):
             title = f"{of_model}64 prompts of {prompt_len:,}, 8 samples each"
             add(f"{other}grpo_{prompt_len}_tok_s", title, "tok/s")
+        if prefix == "llama":
+            add("grpo_4096_of_unshared", "the same: of steps that share no reading", "x")
         title = f"{of_model}the first with an update (in_place) in the middle: of the same without"
         add(f"{other}grpo_512_updated", title, "share")
         for size in WORKLOADS:

@@ -38,6 +38,9 @@ HEADLINE = {
     "default.kept_reply_idle": "the same out of memory that stays mapped (`keep_mapped`)",
 }
 
+# Tables that say how far runs are from each other.
+WITH_RUNS = ("rollout",)
+
 Row = dict[str, Any]
 
 
@@ -114,7 +117,17 @@ def _cells(goal: Goal, row: Row, bases: list[str]) -> list[str]:
         fraction = f"{row['fraction_of_limit']:.0%}"
     value = f"{number(row['value'])} {goal.unit}"
     # Bold where a goal is reached, and only there.
-    return [goal.title, f"**{value}**" if row["reached"] else value, goal_cell, limit, fraction, *others]
+    value = f"**{value}**" if row["reached"] else value
+    if goal.table in WITH_RUNS:
+        value += f" ({_runs(row['runs'])})"
+    return [goal.title, value, goal_cell, limit, fraction, *others]
+
+
+def _runs(runs: Sequence[float]) -> str:
+    """From the least to the most, and how many there are."""
+    if len(runs) == 1:
+        return "1 run"
+    return f"{number(min(runs))}\N{EN DASH}{number(max(runs))}, {len(runs)} runs"
 
 
 def sources(files: Iterable[dict[str, Any]]) -> list[str]:
