@@ -11,6 +11,7 @@ from starlette.types import Message
 from ebbtide.srt.entrypoints.auth import Access, Keys, access_of
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENTED
 from ebbtide.srt.entrypoints.http_server import create_app
+from ebbtide.srt.entrypoints.service import ControlAnswer
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_engine import NullEngine
 
@@ -40,9 +41,9 @@ class Service:
         self.asked.append(what)
         raise ZeroDivisionError
 
-    async def control(self, kind: type, fields: Any) -> Any:
+    async def answer(self, kind: type, fields: Any) -> ControlAnswer:
         self.asked.append(kind.__name__)
-        return {"success": True, "message": ""}
+        return ControlAnswer({"success": True, "message": ""})
 
 
 def bearer(key: str | None) -> dict[str, str]:

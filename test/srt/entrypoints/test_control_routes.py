@@ -1,8 +1,10 @@
 """The table of control endpoints, and fields in queries."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fixtures.application import ask
 from starlette.datastructures import QueryParams
 
 from ebbtide.srt.entrypoints.control_routes import (
@@ -11,9 +13,11 @@ from ebbtide.srt.entrypoints.control_routes import (
     binary_fields,
     query_fields,
 )
+from ebbtide.srt.entrypoints.service import ControlAnswer
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.request_fields import build_request
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.server_args import ServerArgs
 
 
 def fields_of(path: str, query: str) -> dict[str, Any]:
@@ -34,6 +38,20 @@ def test_fields_in_a_query_take_the_types_of_the_request() -> None:
     }
     assert fields_of("/get_weights_by_name", "name=7") == {"name": "7"}
     assert fields_of("/abort_request", "rid=a&abort_all=true") == {"rid": "a", "abort_all": True}
+
+
+def test_what_a_bare_list_has_no_room_for_is_a_header() -> None:
+    class Reading:
+        is_down, tracing = False, None
+        config = SimpleNamespace(server_args=ServerArgs(model_path="none"))
+
+        async def answer(self, kind: type, fields: dict[str, str]) -> ControlAnswer:
+            return ControlAnswer([1.0, 2.0], "dequantized" if fields["name"] == "quantized" else "")
+
+    for name, remark in (("quantized", "dequantized"), ("plain", None)):
+        response = ask(Reading(), "GET", f"/get_weights_by_name?name={name}")
+        assert response.json() == [1.0, 2.0]
+        assert response.headers.get("Ebbtide-Message") == remark
 
 
 def test_a_list_is_a_field_that_is_repeated() -> None:

@@ -23,10 +23,10 @@ class FailingService:
     def fail(self, *arguments: Any) -> Any:
         raise self._error
 
-    async def control(self, *arguments: Any) -> Any:
+    async def answer(self, *arguments: Any) -> Any:
         raise self._error
 
-    check_health = check_generation = memory_occupation = server_info = control
+    check_health = check_generation = memory_occupation = server_info = answer
 
 
 PATHS = [

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ebbtide.srt.entrypoints.http_answers import Json
 from ebbtide.srt.entrypoints.request_body import MAX_BODY_BYTES, read_fields
-from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.entrypoints.service import ControlAnswer, EngineService
 from ebbtide.srt.errors import error_body
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -22,6 +22,9 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 CONTROL_ROUTES: Final[dict[str, type[ControlRequest]]] = {
     kind.row.path: kind for kind in CONTROL_REQUESTS if kind.row.path is not None
 }
+
+# Says what a body that is a bare list cannot.
+REMARK_HEADER: Final = "Ebbtide-Message"
 
 # SGLang has these paths, or vLLM and the servers made of it, and this version does not.
 NOT_IMPLEMENTED = (
@@ -63,7 +66,7 @@ def control_endpoint(service: EngineService, kind: type[ControlRequest]) -> Endp
         max_bytes = _max_weight_bytes(service) if binary else MAX_BODY_BYTES
         body = await read_fields(request.stream(), binary, max_bytes)
         fields = query_fields(kind, request.query_params) | body
-        return _answer(kind, fields, await service.control(kind, fields))
+        return _answer(kind, fields, await service.answer(kind, fields))
 
     return endpoint
 
@@ -97,13 +100,14 @@ def _takes_list(annotation: Any) -> bool:
     return str not in members and any(get_origin(member) in (list, tuple) for member in members)
 
 
-def _answer(kind: type[ControlRequest], fields: Mapping[str, Any], reply: Any) -> Response:
+def _answer(kind: type[ControlRequest], fields: Mapping[str, Any], answer: ControlAnswer) -> Response:
+    reply, remark = answer
     if kind.row.body_if is not None and not fields.get(kind.row.body_if):
         return Response()
     if isinstance(reply, dict) and not reply["success"]:
         # It was carried out, and not in full: an error for clients that poll, and the reply's fields stay.
         return Json({**error_body(reply["message"], 400), **reply}, 400)
-    return Json(reply)
+    return Json(reply, headers={REMARK_HEADER: remark} if remark else None)
 
 
 def _max_weight_bytes(service: EngineService) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -47,6 +47,17 @@ from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
 from ebbtide.srt.managers.wire.channel import Receiver, Sender
 
 HEALTH_TIMEOUT_S = 20.0
+
+
+class ControlAnswer(NamedTuple):
+    """What a control request is answered with.
+
+    Attributes:
+        remark: the reply's message, where one field of the reply is the whole body.
+    """
+
+    body: Any
+    remark: str = ""
 
 
 class EngineService:
@@ -250,6 +261,12 @@ class EngineService:
             RequestRejected: refused, nothing has changed.
             EngineError: the engine failed.
         """
+        return (await self.answer(kind, fields, vote)).body
+
+    async def answer(
+        self, kind: type[Any], fields: Mapping[str, Any], vote: Vote | None = None
+    ) -> ControlAnswer:
+        """As `control`, with what the body has no room for."""
         ignored: list[str] = []
 
         async def carry_out() -> Reply:
@@ -259,12 +276,12 @@ class EngineService:
 
         reply = await self.metrics.control.observed(OPERATIONS[kind], carry_out())
         if kind.row.body_field is not None:
-            return getattr(reply, kind.row.body_field)
+            return ControlAnswer(getattr(reply, kind.row.body_field), reply.message)
         if isinstance(reply, TotalsReply):
             reply = count_devices_once(reply, self.state.ranks, self.config.parallel)
         body = msgspec.to_builtins(reply)
         del body["type"]  # The tag with which it travelled is no part of the body.
-        return {**body, "ignored_fields": ignored} if ignored else body
+        return ControlAnswer({**body, "ignored_fields": ignored} if ignored else body)
 
     async def transition(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out several control requests, given as loose fields; see `Transitions.run`."""
