@@ -171,6 +171,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     if SCALED:
         gate_scales = scales + (expert.to(tl.int64) * 2 * INNER + part * ROWS) // 128 * (HIDDEN // 128)
         up_scales = gate_scales + INNER // 128 * (HIDDEN // 128)
+        # One tile ahead: they are too few for an asynchronous copy.
+        next_gate_scale, next_up_scale = tl.load(gate_scales), tl.load(up_scales)
     gate = tl.zeros([ROWS, BLOCK_T], dtype=tl.float32)
     up = tl.zeros([ROWS, BLOCK_T], dtype=tl.float32)
     for first in range(0, HIDDEN, STEP):
@@ -184,10 +186,11 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
             gate_weight = tl.load(gate_pointers + first, mask=real[None, :], other=0.0)
             up_weight = tl.load(up_pointers + first, mask=real[None, :], other=0.0)
         if SCALED:
-            gate_part = tl.dot(gate_weight.to(x.dtype), x, input_precision="ieee")
-            up_part = tl.dot(up_weight.to(x.dtype), x, input_precision="ieee")
-            gate += gate_part * tl.load(gate_scales + first // 128)
-            up += up_part * tl.load(up_scales + first // 128)
+            gate_scale, up_scale = next_gate_scale, next_up_scale
+            group = tl.minimum(first + STEP, HIDDEN - 1) // 128
+            next_gate_scale, next_up_scale = tl.load(gate_scales + group), tl.load(up_scales + group)
+            gate += tl.dot(gate_weight.to(x.dtype), x, input_precision="ieee") * gate_scale
+            up += tl.dot(up_weight.to(x.dtype), x, input_precision="ieee") * up_scale
         else:
             gate = tl.dot(gate_weight, x, gate, input_precision="ieee")
             up = tl.dot(up_weight, x, up, input_precision="ieee")
@@ -236,6 +239,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     value_pointers = inner_SI + sources[None, :] * INNER + columns[:, None]
     if SCALED:
         first_scale = scales + (expert.to(tl.int64) * HIDDEN + part * ROWS) // 128 * (INNER // 128)
+        next_scale = tl.load(first_scale)
     out = tl.zeros([ROWS, BLOCK_T], dtype=tl.float32)
     for first in range(0, INNER, STEP):
         if INNER % STEP == 0:
@@ -246,8 +250,9 @@ def _down_kernel(  # type: ignore[no-untyped-def]
             value = tl.load(value_pointers + first, mask=real[:, None], other=0.0)
             weight = tl.load(down_pointers + first, mask=real[None, :], other=0.0)
         if SCALED:
-            product = tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-            out += product * tl.load(first_scale + first // 128)
+            scale = next_scale
+            next_scale = tl.load(first_scale + tl.minimum(first + STEP, INNER - 1) // 128)
+            out += tl.dot(weight.to(value.dtype), value, input_precision="ieee") * scale
         else:
             out = tl.dot(weight, value, out, input_precision="ieee")
     out *= weights[None, :]

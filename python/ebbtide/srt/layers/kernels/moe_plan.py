@@ -107,7 +107,8 @@ def within_blocks(plan: Plan) -> Plan:
         return plan
 
     def cut(tile: Tile) -> Tile:
-        return replace(tile, rows=min(tile.rows, 128), step=min(tile.step, 128))
+        # As many bytes are in flight as of twice as wide a type with half of the columns.
+        return replace(tile, rows=min(tile.rows, 128), step=128 if tile.step >= 64 else tile.step)
 
     return replace(plan, gate_up=cut(plan.gate_up), down=cut(plan.down))
 
