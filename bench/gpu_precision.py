@@ -2,9 +2,10 @@
 
 Each engine samples answers at temperature 1; transformers then gets prompt and answer at once. With Δ the
 logprob there minus the engine's, KL(engine | transformers) per token is the mean of exp(Δ) − 1 − Δ over the
-sampled tokens. The model is seeded, 8 layers of 1,024 hidden numbers, or the one that `ebbtide demo` has left
-(`--demo-model`), which is small but trained. With `--device cpu` FP8 is emulated: the same numbers in weights
-and KV cache, products in another order.
+sampled tokens. `reference` is transformers in bfloat16 whose weights, and activations too, were in 8 bits
+by plain torch: what such a model does to logprobs, whoever serves it. The model is seeded, 8 layers of 1,024
+hidden numbers, or the one that `ebbtide demo` has left (`--demo-model`), which is small but trained. With
+`--device cpu` FP8 is emulated: the same numbers in weights and KV cache, products in another order.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8_weights": {"quantization": "fp8"},
     "fp8_both": {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
 }
+BLOCK = 128
 NUM_PROMPTS, OUTPUT_LEN, NUM_QUESTIONS = 16, 128, 1024
 
 
@@ -67,6 +69,27 @@ def summary(delta: NDArray[np.float64]) -> dict[str, float]:
     }
 
 
+def in_eight_bits(model: Any) -> Any:
+    """The same model with matrices of layers as they are in 8 bits, and with what they multiply quantised."""
+
+    def fake(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (x / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale
+
+    def quantize_tokens(module: torch.nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        groups = given[0].float().unflatten(-1, (-1, BLOCK))
+        scale = (groups.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-30)
+        return (fake(groups, scale).flatten(-2).to(given[0].dtype),)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            rows, columns = module.weight.shape
+            blocks = module.weight.data.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+            scale = (blocks.abs().amax((1, 3), keepdim=True) / 448).clamp(min=1e-30)
+            module.weight.data = fake(blocks, scale).view(rows, columns).to(module.weight.dtype)
+            module.register_forward_pre_hook(quantize_tokens)
+    return model
+
+
 def measure(
     args: argparse.Namespace, folder: Path, prompts: list[list[int]], num_tokens: int
 ) -> dict[str, Any]:
@@ -87,6 +110,18 @@ def measure(
             both = [differences(model, prompts, outputs) for model in references.values()]
             rows["transformers_bfloat16"] = {"float32": summary(both[1] - both[0])}
             print("transformers", _line("float32", rows["transformers_bfloat16"]["float32"]), flush=True)
+            quantized = in_eight_bits(
+                AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(args.device)
+            )
+            theirs = differences(quantized, prompts, outputs)
+            rows["reference_fp8_weights"] = {
+                dtype: summary(delta - theirs) for dtype, delta in zip(references, both, strict=True)
+            }
+            print(
+                "reference   ",
+                *(_line(dtype, rows["reference_fp8_weights"][dtype]) for dtype in references),
+                flush=True,
+            )
     return rows
 
 

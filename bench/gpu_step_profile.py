@@ -6,6 +6,7 @@ nothing is left between kernels and gaps. Of each kernel: all its launches of a 
 are, and one.
 
     python bench/gpu_step_profile.py --model llama8b --layers 8 --batch 32 256 512 --prefill 8x1024
+    python bench/gpu_step_profile.py --quantization fp8 --kv-cache-dtype fp8_e4m3
 """
 
 from __future__ import annotations
@@ -123,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, nargs="+", default=[256], help="requests of decode steps")
     parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--quantization", choices=("fp8",))
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8_e4m3"))
     parser.add_argument("--prefill", nargs="*", default=[], metavar="REQUESTSxTOKENS")
     parser.add_argument("--prompt-logprobs", action="store_true", help="of prompts with their logprobs, too")
     parser.add_argument(
@@ -145,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             load_format="dummy",
             skip_tokenizer_init=True,
             device="cuda",
+            quantization=args.quantization,
+            kv_cache_dtype=args.kv_cache_dtype,
         )
         for size in args.batch:
             what = f"{args.model} x{args.layers} layers, batch {size}"
