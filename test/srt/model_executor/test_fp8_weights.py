@@ -161,8 +161,8 @@ def _with(name: str, value: float) -> Callable[[dict[str, Tensor]], dict[str, Te
 
 
 BAD: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
-    "no scales": (lambda pairs: {DOWN: pairs[DOWN]}, "expected its scales with it"),
-    "no values": (lambda pairs: {SCALES: pairs[SCALES]}, "expected with it .* got nothing"),
+    "no scales": (lambda pairs: {DOWN: pairs[DOWN]}, rf"expected with them {SCALES}. In a session"),
+    "no values": (lambda pairs: {SCALES: pairs[SCALES]}, rf"expected with them {DOWN}. In a session"),
     "scales of bf16": (lambda pairs: {DOWN: pairs[DOWN].bfloat16(), SCALES: pairs[SCALES]}, "bfloat16"),
     "another shape": (lambda pairs: pairs | {SCALES: pairs[SCALES][:, :1]}, r"expected shape \[1, 2\]"),
     "zero": (_with(SCALES, 0.0), "finite and above zero"),
@@ -170,6 +170,46 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
     "NaN": (_with(SCALES, float("nan")), "finite and above zero"),
     "an embedding": (lambda pairs: {EMBED: pairs[EMBED].to(FP8)}, "not kept in 8 bits here"),
 }
+
+
+@pytest.mark.parametrize("first", [DOWN, SCALES])
+@pytest.mark.parametrize("staging", ["always", "never"])
+def test_a_pair_may_be_split_over_two_updates_of_a_session(
+    first: str, staging: str, path: Path, new: dict[str, Tensor]
+) -> None:
+    rank = RealRank(path, quantization="fp8", update_staging=staging)
+    before, pairs = rank.values, in_eight_bits(new)
+    second = SCALES if first == DOWN else DOWN
+
+    def send(*names: str) -> None:
+        assert rank.apply(update({name: pairs[name] for name in names})).success
+
+    rank.apply(BeginWeightUpdateReqInput())
+    send(first, K, K + "_scale_inv")
+    refused = rank.apply(EndWeightUpdateReqInput())
+    assert not refused.success
+    assert second in refused.message
+    # A half that comes again is another one: its fellow has to come again too.
+    for names in ((second,), (first,)):
+        send(*names)
+    assert not rank.apply(EndWeightUpdateReqInput()).success
+    send(second)
+    assert rank.apply(EndWeightUpdateReqInput()).success
+    assert_same(
+        rank.values, before | {name: restored(pairs[name], pairs[name + "_scale_inv"]) for name in (DOWN, K)}
+    )
+
+    # What is left of a pair is not served; weights that come whole take its place.
+    rank.apply(BeginWeightUpdateReqInput())
+    rank.apply(update({first: in_eight_bits(before)[first] if first == DOWN else pairs[SCALES] * 2}))
+    if staging == "always":
+        held = rank.values
+        assert rank.apply(EndWeightUpdateReqInput(allow_incomplete=True)).success
+        assert_same(rank.values, held)
+    else:
+        assert rank.apply(update({DOWN: new[DOWN]})).success
+        assert rank.apply(EndWeightUpdateReqInput()).success
+        assert_same(rank.values, before | expected({DOWN: new[DOWN], K: new[K]}))
 
 
 @pytest.mark.parametrize("what", BAD)

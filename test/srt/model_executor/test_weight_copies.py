@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from ebbtide.srt.layers.fp8 import FP8, dequantize, quantize_into
 from ebbtide.srt.model_executor import weight_copies
 from ebbtide.srt.model_executor.weight_copies import LOOKED_AT_ONCE, NonFinite, Run, WeightCopies
 
@@ -68,6 +69,67 @@ def test_planned_copies_bring_every_byte_and_name_what_is_not_finite(
         assert torch.equal(arena[start:stop].cpu(), tensor.view(BYTES))
     assert torch.equal(arena[end : end + 64].cpu(), part[32:48].view(BYTES).cpu())
     assert not arena[end + 64 :].any()
+
+
+@pytest.mark.parametrize("is_taken_again", [False, True])
+def test_planned_weights_of_8_bits_are_those_of_torch(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, is_taken_again: bool
+) -> None:
+    monkeypatch.setattr(weight_copies, "LAUNCH_BYTES", 500_000)
+    whole = torch.randn(384, 1536).mul(torch.logspace(-6, 1, 1536)).to(BFLOAT16)
+    whole[128:256] *= 2.0**-100
+    whole[:128, 256:384] = 0
+    whole[:128, 300], whole[5, 700] = -0.0, -0.0
+    whole[300, 700] = math.inf
+    sent = whole.to(device)
+    # Parts of rows and of columns: what ranks hold.
+    parts = {"all": sent, "rows": sent[128:256], "columns": sent[:256, 640:1408]}
+    arena = torch.zeros(2 << 20, dtype=BYTES, device=device)
+
+    def places(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        start = list(parts).index(name) * (640 << 10)
+        rows, columns = parts[name].shape
+        values = arena[start : start + rows * columns].view(FP8).view(rows, columns)
+        start += rows * columns
+        scales = arena[start : start + rows * columns // 4096].view(FLOAT).view(rows // 128, columns // 128)
+        return values, scales
+
+    copies = WeightCopies(device)
+    assert copies.plan("bytes", torch.ones(16, device=device), Run(2 << 20, 64, 0, FLOAT), 0)
+    for name, part in parts.items():
+        assert copies.plan_quantized(name, part, *places(name))
+    assert copies.plan_quantized("bytes", *(parts["rows"], *places("rows")))
+    planned = copies.prepare(arena.data_ptr())
+    assert planned is not None
+    if is_taken_again:
+        copies, arena = WeightCopies(device), torch.zeros_like(arena)
+        copies.take(planned, arena.data_ptr())
+    assert len(list(copies.launch())) > 1
+
+    torch.zeros(1, device=device).item()  # everything that was launched has run
+    assert copies.nonfinite() == ["all"]
+    for name, part in parts.items():
+        values, scales = (tensor.cpu() for tensor in places(name))
+        expected, expected_scales = torch.empty_like(values), torch.empty_like(scales)
+        quantize_into(expected, expected_scales, part.cpu())
+        torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0)
+        good = scales.isfinite().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        if HAS_GPU:
+            assert torch.equal(values.view(BYTES)[good], expected.view(BYTES)[good])
+        else:
+            # The interpreter's numbers of 8 bits just below a power of two are half of it.
+            found, wanted = dequantize(values, scales)[good], dequantize(expected, scales)[good]
+            assert (found - wanted).abs().gt(wanted.abs() * 0.15).float().mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(128, 128), torch.zeros(128, 64, dtype=BFLOAT16), torch.zeros(128, 128, dtype=BFLOAT16).t()],
+    ids=["converts", "no block", "transposed"],
+)
+def test_what_is_quantised_in_some_other_way_is_not_planned(tensor: torch.Tensor) -> None:
+    copies = WeightCopies(torch.device("cpu"))
+    assert not copies.plan_quantized("w", tensor, torch.zeros(128, 128, dtype=FP8), torch.zeros(1, 1))
 
 
 @pytest.mark.parametrize(

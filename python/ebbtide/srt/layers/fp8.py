@@ -53,13 +53,6 @@ def quantize_into(values_RK: Tensor, scales_BC: Tensor, weight_RK: Tensor) -> No
         values_RK[rows].copy_(quantized)
 
 
-def compile_quantizing(device: torch.device) -> None:
-    """Have the kernel for weights in bfloat16 ready: an update should not wait for a compiler."""
-    values = torch.empty((BLOCK, BLOCK), dtype=FP8, device=device)
-    scales = torch.empty((1, 1), dtype=torch.float32, device=device)
-    quantize_into(values, scales, torch.zeros((BLOCK, BLOCK), dtype=torch.bfloat16, device=device))
-
-
 def dequantize(values_RK: Tensor, scales_BC: Tensor) -> Tensor:
     """The weight, float32."""
     wide = scales_BC.repeat_interleave(BLOCK, 0)[: values_RK.shape[0]]

@@ -11,10 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ebbtide.srt.layers.fp8 import BLOCK, FP8, quantize_into
 from ebbtide.srt.model_executor.transfers import download
 
 if TYPE_CHECKING:
     from ebbtide.srt.layers.kernels.copy_spans import SpanCopies
+    from ebbtide.srt.layers.kernels.fp8_quantize import QuantizedSpans
 
 # Narrower floating types mean nothing without the scales that belong to them.
 CONVERTIBLE: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -52,16 +54,19 @@ class PlannedSpans:
     """Copies into weights that begin at an address: good for others of the same tensors, wherever they go.
 
     Attributes:
+        names: of what is copied, and then of what is quantised.
         spans_S5: as `SpanCopies` takes them.
+        quantized_S8: as `QuantizedSpans` takes them.
     """
 
     names: tuple[str, ...]
     spans_S5: NDArray[np.int64]
+    quantized_S8: NDArray[np.int64]
     address: int
 
 
 class WeightCopies:
-    """Copies of tensors that lie in a device's memory as they are to lie in the weights.
+    """Copies of tensors that lie in a device's memory as they are to lie in the weights, or in bfloat16.
 
     They are planned first, which touches nothing, and then launched by few kernels: launching thousands of
     copies one by one takes longer than copying. Of two for one name the later one counts.
@@ -72,9 +77,10 @@ class WeightCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._spans: dict[str, tuple[int, int, int, int, int]] = {}
+        self._spans: dict[str, tuple[int, ...]] = {}
+        self._quantized: dict[str, tuple[int, ...]] = {}
         self._names: tuple[str, ...] = ()
-        self._ready: SpanCopies | None = None
+        self._ready: list[SpanCopies | QuantizedSpans] = []
         self._is_found: Tensor | None = None
 
     def plan(self, name: str, tensor: Tensor, run: Run, arena_address: int) -> bool:
@@ -82,7 +88,7 @@ class WeightCopies:
 
         Returns False for one that is not alike, and is to be copied in some other way.
         """
-        self._spans.pop(name, None)
+        self._forget(name)
         is_alike = tensor.dtype == run.dtype and tensor.is_contiguous() and tensor.device == self._device
         if not is_alike or run.dtype == torch.float64:
             return False
@@ -92,32 +98,59 @@ class WeightCopies:
         self._spans[name] = (source, destination, run.num_bytes, *EXPONENTS.get(run.dtype, (0, 0)))
         return True
 
+    def plan_quantized(self, name: str, part: Tensor, region: Tensor, scales: Tensor) -> bool:
+        """As `plan`, of what this rank holds of a tensor that is to be quantised into region and scales."""
+        self._forget(name)
+        is_alike = part.dtype == torch.bfloat16 and region.dtype == FP8 and part.device == self._device
+        if not (is_alike and part.dim() == 2 and part.stride(1) == region.stride(1) == scales.stride(1) == 1):
+            return False
+        addresses = part.data_ptr(), region.data_ptr(), scales.data_ptr()
+        steps = part.stride(0), region.stride(0), scales.stride(0)
+        if (addresses[0] | addresses[1] | 2 * steps[0] | steps[1]) % ALIGNMENT_BYTES:
+            return False
+        if part.shape[0] % BLOCK or part.shape[1] % BLOCK:
+            return False
+        self._quantized[name] = (*addresses, part.shape[0] // BLOCK, part.shape[1] // BLOCK, *steps)
+        return True
+
+    def _forget(self, name: str) -> None:
+        self._spans.pop(name, None)
+        self._quantized.pop(name, None)
+
     def prepare(self, address: int) -> PlannedSpans | None:
         """Everything is planned: have it ready to be launched, on the stream where that will be.
 
         Args:
             address: where the weights begin. What is returned may be taken again, for others.
         """
-        if not self._spans:
+        if not self._spans and not self._quantized:
             return None
-        spans_S5 = np.array(list(self._spans.values()), dtype=np.int64)
-        planned = PlannedSpans(tuple(self._spans), spans_S5, address)
+        names = (*self._spans, *self._quantized)
+        planned = PlannedSpans(names, _table(self._spans, 5), _table(self._quantized, 8), address)
         self.take(planned, address)
         return planned
 
     def take(self, planned: PlannedSpans, address: int) -> None:
         """In the place of planning: have copies of the same tensors ready, to weights that begin there."""
-        from ebbtide.srt.layers.kernels.copy_spans import SpanCopies  # Triton is where GPUs are
+        # Triton is where GPUs are.
+        from ebbtide.srt.layers.kernels.copy_spans import SpanCopies
+        from ebbtide.srt.layers.kernels.fp8_quantize import QuantizedSpans
 
-        spans_S5 = planned.spans_S5.copy()
+        spans_S5, quantized_S8 = planned.spans_S5.copy(), planned.quantized_S8.copy()
         spans_S5[:, 1] += address - planned.address
-        self._names, self._ready = planned.names, SpanCopies(spans_S5, self._device)
+        quantized_S8[:, 1:3] += address - planned.address
+        self._names, self._ready = planned.names, []
+        if len(spans_S5):
+            self._ready.append(SpanCopies(spans_S5, self._device))
+        if len(quantized_S8):
+            self._ready.append(QuantizedSpans(quantized_S8, self._device))
 
     def launch(self) -> Iterator[int]:
         """Launch what is ready; yields the bytes of each kernel. To be run to its end."""
-        if self._ready is not None:
-            yield from self._ready.launch(LAUNCH_BYTES)
-            self._is_found = download(self._ready.found_S)
+        for ready in self._ready:
+            yield from ready.launch(LAUNCH_BYTES)
+        if self._ready:
+            self._is_found = download(torch.cat([ready.found_S for ready in self._ready]))
 
     def nonfinite(self) -> list[str]:
         """Once everything that was launched has run: the names of what holds NaN or Inf."""
@@ -127,11 +160,30 @@ class WeightCopies:
         return [name for name, is_found in named if is_found]
 
 
+def _table(spans: dict[str, tuple[int, ...]], width: int) -> NDArray[np.int64]:
+    return np.array(list(spans.values()), dtype=np.int64).reshape(-1, width)
+
+
 def compile_copies(device: torch.device) -> None:
     """Have the kernel ready: an update should not wait for a compiler."""
     tensor = torch.zeros(ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
     copies = WeightCopies(device)
     copies.plan("", tensor, Run(0, tensor.nbytes, 0, tensor.dtype), torch.empty_like(tensor).data_ptr())
+    _run_through(copies)
+
+
+def compile_quantizing(device: torch.device) -> None:
+    """The same of weights that become ones of 8 bits."""
+    weight = torch.zeros((BLOCK, BLOCK), dtype=torch.bfloat16, device=device)
+    values = torch.empty_like(weight, dtype=FP8)
+    scales = torch.empty((1, 1), dtype=torch.float32, device=device)
+    quantize_into(values, scales, weight)
+    copies = WeightCopies(device)
+    copies.plan_quantized("", weight, values, scales)
+    _run_through(copies)
+
+
+def _run_through(copies: WeightCopies) -> None:
     copies.prepare(0)
     for _ in copies.launch():
         pass

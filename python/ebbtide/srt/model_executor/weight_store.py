@@ -11,14 +11,20 @@ from torch import Tensor
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.layers.fp8 import BLOCK, FP8, SCALES_SUFFIX, compile_quantizing, dequantize, quantize_into
+from ebbtide.srt.layers.fp8 import BLOCK, FP8, SCALES_SUFFIX, dequantize, quantize_into
 from ebbtide.srt.mem_cache.kv_scales import scale_place
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.chunk_pool import ChunkArena
 from ebbtide.srt.memory_saver.saver import ArenaSource
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.kept_sums import KeptSums
-from ebbtide.srt.model_executor.weight_copies import CONVERTIBLE, Run, WeightCopies, compile_copies
+from ebbtide.srt.model_executor.weight_copies import (
+    CONVERTIBLE,
+    Run,
+    WeightCopies,
+    compile_copies,
+    compile_quantizing,
+)
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.quantizing import Quantization, quantize
 from ebbtide.srt.models.sharding import Part, Placement, replace_parameter, shard
@@ -38,10 +44,15 @@ AnyTensor = TypeVar("AnyTensor", Tensor, StoredTensor, Tensor | StoredTensor)
 
 @dataclass(frozen=True)
 class TensorProblem:
-    """Why a tensor cannot be written."""
+    """Why a tensor cannot be written.
+
+    Attributes:
+        lacks: what has to come with it and does not, and the weight that both are of; None: another reason.
+    """
 
     name: str
     reason: str
+    lacks: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -246,12 +257,14 @@ class WeightStore:
         weight = self._weight_of(name, direct)
         if weight is not None and others.get(weight) != FP8:
             found = others.get(weight, "nothing")
-            return TensorProblem(name, f"expected with it {weight} in {FP8}, got {found}")
+            lacks = None if weight in others else (weight, weight)
+            return TensorProblem(name, f"expected with it {weight} in {FP8}, got {found}", lacks)
         scales = name + SCALES_SUFFIX
         if dtype == FP8 and self._slot(name, direct).dtype == FP8 and scales not in others:
             expected = self._expected_shape(scales, direct)
             shape = list(expected) if expected is not None else "?"
-            return TensorProblem(name, f"expected its scales with it: {scales}, float32 of shape {shape}")
+            reason = f"expected its scales with it: {scales}, float32 of shape {shape}"
+            return TensorProblem(name, reason, (scales, name))
         return None
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
@@ -308,6 +321,13 @@ class WeightStore:
         self, copies: WeightCopies, name: str, tensor: Tensor, shadow: Shadow | None, direct: bool = False
     ) -> bool:
         """Plan the copy of a tensor that `check` accepts; False: it is to be written by `write_by_slices`."""
+        if not direct and self.ignored(name):
+            return False
+        if self._slot(name, direct).dtype == FP8 != tensor.dtype:
+            place = self.destination(name, shadow, direct)
+            assert place is not None
+            assert place.scales is not None
+            return copies.plan_quantized(name, place.part_of(tensor), place.region, place.scales)
         run = self._runs[direct].get(name)
         return run is not None and copies.plan(name, tensor, run, self.address(shadow))
 

@@ -17,9 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.kernels.activation import activate
+from ebbtide.srt.layers.kernels.fp8_quantize import divided
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
 GROUP = 128
+_GROUPS_AT_ONCE = 8
 
 
 def quantize_tokens(
@@ -35,15 +38,13 @@ def quantize_tokens(
         norm_weight_K, eps, offset: of the norm; without a weight there is none.
     """
     num_tokens, num_columns = x_TK.shape
-    padded_tokens = max(32, -(-num_tokens // 4) * 4)
-    values_TK = torch.empty((padded_tokens, num_columns), dtype=torch.float8_e4m3fn, device=x_TK.device)
-    scales_GT = torch.empty((num_columns // GROUP, padded_tokens), dtype=torch.float32, device=x_TK.device)
+    values_TK, scales_TG = room_for_tokens(num_tokens, num_columns, x_TK.device)
     _quantize[(num_tokens,)](
         x_TK,
         norm_weight_K,
         values_TK,
-        scales_GT,
-        padded_tokens,
+        scales_TG,
+        len(values_TK),
         eps,
         offset,
         COLUMNS=num_columns,
@@ -52,7 +53,7 @@ def quantize_tokens(
         num_warps=8 if num_columns > 2048 else 4,
         **overlap_options(x_TK),
     )
-    return values_TK, scales_GT.t()
+    return values_TK, scales_TG
 
 
 @triton.jit(do_not_specialize=["padded_tokens"])
@@ -86,14 +87,75 @@ def _quantize(  # type: ignore[no-untyped-def]
         squares = tl.sum(tl.sum(wide * wide, axis=1), axis=0)
         # Rounded as the norm by itself rounds.
         x = (wide * (1.0 / tl.sqrt(squares / COLUMNS + eps)) * weight).to(x.dtype)
-    x = x.to(tl.float32)
-    largest = tl.max(tl.abs(x), axis=1)
-    # Divisions that round as torch's do.
-    scale = tl.where(largest > 0.0, tl.div_rn(largest, tl.full((GROUPS,), 448.0, tl.float32)), 1.0)
-    wide_scale = tl.broadcast_to(scale[:, None], (GROUPS, 128))
-    values = tl.div_rn(x, wide_scale).to(tl.float8e4nv)
+    values, scale = _in_eight_bits(x.to(tl.float32), GROUPS)
     tl.store(values_ptr + token * COLUMNS + columns, values, mask=inside)
     tl.store(scales_ptr + groups * padded_tokens + token, scale, mask=groups < COLUMNS // 128)
+
+
+def quantize_gated(gate_up_T2I: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """As `quantize_tokens` of activation(gate) · up, [T', I] and [T', G]; the gates are the first half.
+
+    The product of both is rounded to bfloat16 in between, as that which is not quantised.
+    """
+    gate_up_T2I = gate_up_T2I.contiguous()
+    num_tokens, inner = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
+    values_TI, scales_TG = room_for_tokens(num_tokens, inner, gate_up_T2I.device)
+    _quantize_gated[(num_tokens, triton.cdiv(inner // GROUP, _GROUPS_AT_ONCE))](
+        gate_up_T2I,
+        values_TI,
+        scales_TG,
+        inner,
+        len(values_TI),
+        GELU=activation == "gelu_tanh",
+        GROUPS=_GROUPS_AT_ONCE,
+        num_warps=4,
+        **overlap_options(gate_up_T2I),
+    )
+    return values_TI, scales_TG
+
+
+@triton.jit(do_not_specialize=["padded_tokens"])
+def _quantize_gated(  # type: ignore[no-untyped-def]
+    gate_up_ptr,
+    values_ptr,
+    scales_ptr,
+    inner,
+    padded_tokens,
+    GELU: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """Some groups of a token per program."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = columns < inner
+    gates = gate_up_ptr + token * 2 * inner + columns
+    gate = tl.load(gates, mask=inside, other=0.0)
+    up = tl.load(gates + inner, mask=inside, other=0.0)
+    x = (activate(gate.to(tl.float32), GELU) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    values, scale = _in_eight_bits(x, GROUPS)
+    tl.store(values_ptr + token * inner + columns, values, mask=inside)
+    tl.store(scales_ptr + groups * padded_tokens + token, scale, mask=groups < inner // 128)
+
+
+@triton.jit
+def _in_eight_bits(x, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values and scales of groups, as torch's divisions round."""
+    largest = tl.max(tl.abs(x), axis=1)
+    scale = tl.where(largest > 0.0, tl.div_rn(largest, tl.full((GROUPS,), 448.0, tl.float32)), 1.0)
+    return divided(x, scale[:, None]).to(tl.float8e4nv), scale
+
+
+def room_for_tokens(num_tokens: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For the values [T', K] and the scales [T', G] of tokens, unwritten."""
+    padded_tokens = max(32, -(-num_tokens // 4) * 4)
+    values_TK = torch.empty((padded_tokens, num_columns), dtype=torch.float8_e4m3fn, device=device)
+    scales_GT = torch.empty((num_columns // GROUP, padded_tokens), dtype=torch.float32, device=device)
+    return values_TK, scales_GT.t()
 
 
 def cublas_product(x_TK: Tensor, x_scales_TG: Tensor, weight_OK: Tensor, scales: Tensor) -> Tensor | None:

@@ -29,6 +29,8 @@ class IncomingWeights(Protocol):
         base_version: of the weights that a delta changes; None: it does not say.
         problems: what stands against writing them, as `{"name", "reason"}`; empty if nothing does.
         sent: the names of what is to be written; a name that the model does not know stands for itself.
+        halves: what is written by two tensors, of which it holds one: by the name of that one, the other's
+            and the weight's, which is not among `names`.
     """
 
     names: frozenset[str]
@@ -40,6 +42,7 @@ class IncomingWeights(Protocol):
     base_version: str | None
     num_tensors: int
     num_ignored: int
+    halves: dict[str, tuple[str, str]]
     problems: list[dict[str, str]]
 
     def receive_into(self, staging: Staging) -> bool:

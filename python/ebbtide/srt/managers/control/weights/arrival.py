@@ -244,6 +244,17 @@ def _refuse_problems(incoming: IncomingWeights) -> None:
         )
 
 
+def refuse_halves(incoming: IncomingWeights) -> None:
+    """Refuse, where nothing follows, tensors of which others are a part."""
+    if incoming.halves:
+        lacking = sorted({other for other, _ in incoming.halves.values()})
+        listed = ", ".join(lacking[:MAX_ERRORS])
+        raise RequestRejected(
+            f"{len(incoming.halves)} tensors do not come with what belongs to them, nothing was written: "
+            f"expected with them {listed}. In a session they may follow"
+        )
+
+
 def _loss(overwritten: frozenset[str]) -> str:
     """What an update that has failed took from those ahead of it in the same session."""
     if not overwritten:

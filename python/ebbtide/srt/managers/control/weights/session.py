@@ -92,6 +92,8 @@ class WeightSession:
         self.stall = Stall()
         self._is_spoilt = False
         self._refused: list[_Refused] = []
+        # Of what two tensors write, those that have come without the other, and what that is called.
+        self._halves: dict[str, str] = {}
         self._weights = weights
         self._lender = lender
         self._content = content
@@ -143,6 +145,14 @@ class WeightSession:
 
     def require_complete(self) -> None:
         """Refuse to commit half of what was sent."""
+        if self._halves:
+            lacking = sorted(set(self._halves.values()))
+            raise RequestRejected(
+                f"the session is incomplete: {len(lacking)} tensors that belong to others of 8 bits did not "
+                f"come: {', '.join(lacking[:MAX_TOLD])}. Send them, or abort_weight_update; allow_incomplete "
+                "leaves these weights as they were",
+                409,
+            )
         left = [refused for refused in self._refused if refused.names != frozenset()]
         if left:
             raise RequestRejected(
@@ -284,8 +294,8 @@ class WeightSession:
             return frozenset()
         if not self.is_staged:
             yield from self._lose(incoming)
-        overwritten = self.names & incoming.names
-        self.names -= incoming.names
+        overwritten = self.names & _touched(incoming)
+        self.names -= overwritten
         return overwritten
 
     def write(self, incoming: IncomingWeights) -> Work[int]:
@@ -298,11 +308,13 @@ class WeightSession:
         elif incoming.is_delta and self._staging is not None:
             yield from self._lay_base(incoming, self._staging)
         else:
-            self.names -= incoming.names
+            self.names -= _touched(incoming)
+            for half in incoming.halves:
+                self._halves.pop(half, None)
         num_bytes = 0
         if self._staging is not None:
             num_bytes = yield from self._copy(incoming, self._staging)
-        self.names |= incoming.names
+        self.names |= incoming.names | self._joined(incoming)
         for refused in self._refused:
             refused.make_up(incoming.sent | incoming.names)
         self._is_spoilt = False
@@ -310,6 +322,19 @@ class WeightSession:
         self.num_ignored += incoming.num_ignored
         self.num_bytes += num_bytes
         return num_bytes
+
+    def _joined(self, incoming: IncomingWeights) -> frozenset[str]:
+        """The weights whose second half has come."""
+        joined = set()
+        for half, (other, weight) in incoming.halves.items():
+            if self._halves.pop(other, None) is None:
+                self._halves[half] = other
+            else:
+                joined.add(weight)
+        for half, other in list(self._halves.items()):
+            if half in incoming.names or other in incoming.names:
+                del self._halves[half]
+        return frozenset(joined)
 
     def _copy(self, incoming: IncomingWeights, staging: Staging) -> Work[int]:
         if not self.is_staged:
@@ -374,7 +399,7 @@ class WeightSession:
         yield Activity.BOUNDARY
         if isinstance(self._content.state, Valid):
             self.stall.begin()
-        self._content.lose(incoming.names)
+        self._content.lose(_touched(incoming))
 
     def complete(self) -> Work[None]:
         """Fill what was not written with the live weights, so that the copy is whole.
@@ -447,3 +472,8 @@ def _one_by_one(all_slices: list[Slices[None]]) -> Slices[None]:
 def _run(slices: Slices[None]) -> None:
     for _ in slices:
         pass
+
+
+def _touched(incoming: IncomingWeights) -> frozenset[str]:
+    """What does not hold any more, on the way from one set of weights to the next."""
+    return incoming.names | {weight for _, weight in incoming.halves.values()}

@@ -31,7 +31,7 @@ from ebbtide.srt.managers.control.ports import (
     Work,
 )
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, TrialPass, Weights
-from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces
+from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces, refuse_halves
 from ebbtide.srt.managers.control.weights.checks import WeightReading
 from ebbtide.srt.managers.control.weights.commit_terms import (
     CanaryTrials,
@@ -236,6 +236,7 @@ class WeightUpdates:
             if self._session is not None:
                 yield from self._arrivals.receive(incoming, self._session)
                 return (yield from self._stage(self._session, request, incoming))
+            refuse_halves(incoming)
             session = opened.enter_context(closing(self._new_session()))
             session.is_on_trial = terms.canary is not None
             yield from self._arrivals.receive(incoming, session)
@@ -278,6 +279,7 @@ class WeightUpdates:
                 return self._conditions.ready(terms)
 
             yield from self._take(pieces, session, ready_in_place)
+            session.require_complete()
             with self._conditions.draining(terms):
                 mode = yield from self._agree(session, terms, stages)
                 reply = self._commit(session, terms, mode)

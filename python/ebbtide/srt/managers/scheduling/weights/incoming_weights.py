@@ -134,6 +134,7 @@ class _Checked(NamedTuple):
     sent: frozenset[str]
     num_tensors: int
     num_ignored: int
+    halves: dict[str, tuple[str, str]]
 
 
 class IncomingTensors:
@@ -155,6 +156,7 @@ class IncomingTensors:
         self.is_delta = isinstance(source, DeltaSource)
         self.base_version = source.base_version
         self.num_ignored = 0
+        self.halves: dict[str, tuple[str, str]] = {}
         self.num_tensors = len(source.entries)
         self.sent = frozenset(entry.name for entry in source.entries)
         self.names = store.names if source.entries else frozenset[str]()
@@ -187,7 +189,7 @@ class IncomingTensors:
             None if notes is None else notes.get((_Checked, source.direct))
         )
         if known is not None and known[0] == form:
-            self.names, self.sent, self.num_tensors, self.num_ignored = known[1]
+            self.names, self.sent, self.num_tensors, self.num_ignored, self.halves = known[1]
             return
         covered: set[str] = set()
         others: set[str] = set()
@@ -196,6 +198,11 @@ class IncomingTensors:
             problem = store.check(entry.name, entry.shape, entry.dtype, source.direct)
             if problem is None:
                 problem = self._problem_beside(entry, dtypes)
+            if problem is not None and problem.lacks is not None:
+                self.halves[entry.name] = problem.lacks
+                others.add(entry.name)
+                yield len(entry.name)
+                continue
             if problem is not None:
                 self.problems.append({"name": problem.name, "reason": problem.reason})
             is_ignored = not source.direct and store.ignored(entry.name)
@@ -209,7 +216,7 @@ class IncomingTensors:
         self.names = frozenset(covered)
         self.sent = frozenset(covered | others)
         if notes is not None and not self.problems:
-            found = _Checked(self.names, self.sent, self.num_tensors, self.num_ignored)
+            found = _Checked(self.names, self.sent, self.num_tensors, self.num_ignored, self.halves)
             notes[_Checked, source.direct] = (form, found)
 
     def _problem_beside(self, entry: TensorHeader, dtypes: dict[str, torch.dtype]) -> TensorProblem | None:
