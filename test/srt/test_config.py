@@ -110,12 +110,16 @@ def test_defaults_on_the_cpu(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "given", "share"),
-    [(8192, None, 1 / 16), (2048, None, 0.25), (256, None, 1.0), (2048, 0.1, 0.1)],
+    ("chunk", "given", "experts", "share"),
+    [
+        *((8192, None, 0, 1 / 16), (2048, None, 0, 0.25), (256, None, 0, 1.0), (2048, 0.1, 0, 0.1)),
+        (8192, None, 8, 0.125),
+    ],
 )
 def test_a_prompt_gets_a_sixteenth_of_a_pass_but_no_fewer_tokens_than_a_pass_is_worth(
-    folder: Path, chunk: int, given: float | None, share: float
+    folder: Path, chunk: int, given: float | None, experts: int, share: float
 ) -> None:
+    write(folder, **QWEN3, num_experts_per_tok=experts)
     config = resolved(folder, chunked_prefill_size=chunk, prefill_share=given)
     assert config.schedule.prefill_share == share
 

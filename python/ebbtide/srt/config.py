@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PAGE_SIZE = 16
-# Passes of fewer tokens are hardly shorter, and a long prompt needs more of them.
-PREFILL_SHARE, MIN_PREFILL_SHARE_TOKENS = 1 / 16, 512
+# Passes of fewer tokens are hardly shorter, and a long prompt needs more of them: with experts, each of which
+# gets few of the tokens, more so.
+PREFILL_SHARE, MIN_PREFILL_SHARE_TOKENS, MIN_PREFILL_SHARE_WITH_EXPERTS = 1 / 16, 512, 1024
 CPU_MAX_RUNNING_REQUESTS = 64
 CPU_CHUNKED_PREFILL_SIZE = 512
 CUDA_MAX_RUNNING_REQUESTS = 512
@@ -260,7 +261,7 @@ def resolve_for(args: ServerArgs, model: ModelConfig) -> EngineConfig:
     """Choose what was left open, for a model that is known already."""
     device = _resolve_device(args)
     cache = _resolve_cache(args, model, device)
-    schedule = _resolve_schedule(args, device)
+    schedule = _resolve_schedule(args, model, device)
     return EngineConfig(
         model=model,
         cache=cache,
@@ -373,13 +374,13 @@ def _resolve_cache(args: ServerArgs, model: ModelConfig, device: str) -> CacheCo
     )
 
 
-def _prefill_share(given: float | None, chunk: int) -> float:
-    if given is not None or chunk == -1:
-        return 1.0 if given is None else given
-    return max(PREFILL_SHARE, min(1.0, MIN_PREFILL_SHARE_TOKENS / chunk))
+def _prefill_share(chunk: int, model: ModelConfig) -> float:
+    has_experts = bool(getattr(model.hf_config, "num_experts_per_tok", None))
+    tokens = MIN_PREFILL_SHARE_WITH_EXPERTS if has_experts else MIN_PREFILL_SHARE_TOKENS
+    return max(PREFILL_SHARE, min(1.0, tokens / chunk))
 
 
-def _resolve_schedule(args: ServerArgs, device: str) -> ScheduleConfig:
+def _resolve_schedule(args: ServerArgs, model: ModelConfig, device: str) -> ScheduleConfig:
     is_cuda = _is_cuda(device)
     chunk, running = args.chunked_prefill_size, args.max_running_requests
     if chunk is None:
@@ -399,7 +400,7 @@ def _resolve_schedule(args: ServerArgs, device: str) -> ScheduleConfig:
         waiting_timeout_s=seconds_from("SGLANG_REQ_WAITING_TIMEOUT"),
         running_timeout_s=seconds_from("SGLANG_REQ_RUNNING_TIMEOUT"),
         decode_log_interval=args.decode_log_interval or 0,
-        prefill_share=_prefill_share(args.prefill_share, chunk),
+        prefill_share=args.prefill_share or _prefill_share(chunk, model),
     )
 
 

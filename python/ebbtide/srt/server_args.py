@@ -161,7 +161,7 @@ class ServerArgs(SglangArguments):
         float | None,
         Arg(
             "Of the prompt tokens of a forward pass, what a single prompt gets at most (default: 1/16, but "
-            "512 tokens)."
+            "512 tokens, and 1024 of models with experts)."
         ),
     ] = None
     schedule_policy: Annotated[
