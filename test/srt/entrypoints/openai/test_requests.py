@@ -128,7 +128,8 @@ def test_without_a_tokenizer_there_is_no_chat_but_completions_of_ids() -> None:
     [choice] = answer.choices
     assert (choice.text, choice.finish_reason, choice.matched_stop) == ("", "stop", 3)
     assert choice.logprobs.tokens == ["token_id:1", "token_id:2", "token_id:3"]
-    assert choice.logprobs.top_logprobs == [None, {"token_id:9": -0.5}, {"token_id:3": -0.25}]
+    expected = [None, {"token_id:2": -1.0, "token_id:9": -0.5}, {"token_id:3": -3.0}]
+    assert choice.logprobs.top_logprobs == expected
 
 
 def meta(ids: list[int], finish: Any = None) -> dict[str, Any]:

@@ -131,7 +131,11 @@ def test_logprobs_are_those_of_generate(server: Server, client: openai.OpenAI) -
         *(pytest.approx(logprob, abs=1e-4) for logprob, _, _ in positions[1:]),
     ]
     assert logprobs.top_logprobs is not None
-    expected = [None if top is None else {text for _, _, text in top} for top in tops]
+    # The token itself is among them, whether or not it is one of the most likely ones.
+    expected = [
+        None if top is None else {own[2], *(text for _, _, text in top)}
+        for own, top in zip(positions, tops, strict=True)
+    ]
     assert [None if top is None else set(top) for top in logprobs.top_logprobs] == expected
     assert logprobs.text_offset is not None
     assert logprobs.text_offset[:5] == [0, 1, 2, 3, 4]

@@ -237,7 +237,7 @@ class CompletionWriter:
         return CompletionLogprobs(
             tokens=tokens,
             token_logprobs=[None if triple[0] is None else floored(triple[0]) for triple, _ in positions],
-            top_logprobs=[_by_text(top) for _, top in positions],
+            top_logprobs=[None if top is None else _by_text([own, *top]) for own, top in positions],
             text_offset=offsets,
         )
 
@@ -256,13 +256,11 @@ def _with(top: Sequence[Triple], chosen: Sequence[Triple]) -> list[Triple]:
     return [*top, *(triple for triple in chosen if triple[1] not in known_ids)]
 
 
-def _by_text(top: Iterable[Triple] | None) -> dict[str, float] | None:
-    if top is None:
-        return None
+def _by_text(triples: Iterable[Triple]) -> dict[str, float]:
     logprobs: dict[str, float] = {}
-    for triple in top:
+    for triple in triples:
         if triple[0] is not None:
-            # Best first: of tokens of the same text, that one stays.
+            # The token itself first, then best first: of tokens of the same text, that one stays.
             logprobs.setdefault(token_text(triple), floored(triple[0]))
     return logprobs
 
