@@ -50,22 +50,22 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
     assert distance < (8e-3 if ON_GPU else 2e-6)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 64] if ON_GPU else [1, 5])
 @pytest.mark.parametrize(
-    ("num_rows", "num_columns"), [(128, 256), (256, 640), (4096, 4096)] if ON_GPU else [(128, 256)]
+    ("num_rows", "num_columns"),
+    [(128, 256), (256, 640), (4096, 4096), (512, 14336)] if ON_GPU else [(128, 384)],
 )
-def test_products_of_few_tokens(num_tokens: int, num_rows: int, num_columns: int) -> None:
+def test_products_of_one_token(num_rows: int, num_columns: int) -> None:
     from ebbtide.srt.layers.small_batch import linear_add_, norm_gate_up, norm_linear
 
     torch.manual_seed(0)
     values, scales, weight = quantized(2 * num_rows, num_columns)
-    x, norm, bias = random(num_tokens, num_columns), random(num_columns), random(2 * num_rows)
+    x, norm, bias = random(1, num_columns), random(num_columns), random(2 * num_rows)
     normed = F.rms_norm(x.float(), norm.shape, norm.float(), EPS)
 
     assert_near(norm_linear(x, norm, EPS, values, bias, scales), normed @ weight.T + bias.float())
     gate, up = (normed @ weight.T).chunk(2, dim=1)
     assert_near(norm_gate_up(x, norm, EPS, values, "silu", scales), F.silu(gate) * up)
-    residual = random(num_tokens, 2 * num_rows)
+    residual = random(1, 2 * num_rows)
     expected = residual.float() + x.float() @ weight.T
     linear_add_(x, values, None, residual, scales)
     assert_near(residual, expected)
@@ -113,6 +113,43 @@ def test_products_of_many_tokens(num_tokens: int, normed: bool) -> None:
         product = cublas_product(x_values, x_scales, values, scales)
         assert product is not None
         assert_near(product[:num_tokens], expected)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 9, 37, 64] if ON_GPU else [9])
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns"), [(256, 1024), (4096, 14336)] if ON_GPU else [(128, 256)]
+)
+def test_products_of_few_tokens_of_8_bits(num_tokens: int, num_rows: int, num_columns: int) -> None:
+    from ebbtide.srt.layers.kernels.fp8_product import quantize_gated, quantize_tokens, room_for_tokens
+    from ebbtide.srt.layers.small_batch.fp8_products import QuantizedConfig, multiply_quantized
+
+    def wide(values: Tensor, scales: Tensor) -> Tensor:
+        groups = values[:num_tokens].float().view(num_tokens, -1, 128) * scales[:num_tokens, :, None]
+        return groups.flatten(1)
+
+    torch.manual_seed(3)
+    values, scales, weight = quantized(2 * num_rows, num_columns)
+    tokens = quantize_tokens(random(num_tokens, num_columns))
+    expected = wide(*tokens) @ weight.T
+    residual = random(num_tokens, 2 * num_rows)
+    summed = residual.float() + expected
+    config = None if ON_GPU else QuantizedConfig(16, 64, 2, 4, 3)
+    multiply_quantized(*tokens, values, scales, None, residual, config, add=True)
+    assert_near(residual, summed)
+    gate, up = expected.chunk(2, dim=1)
+    out = random(num_tokens, num_rows)
+    multiply_quantized(*tokens, values, scales, None, out, config, gated="silu")
+    assert_near(out, F.silu(gate) * up)
+
+    # In 8 bits again, by the same kernel or by one of its own.
+    room = room_for_tokens(num_tokens, num_rows, out.device)
+    config = QuantizedConfig(64 if num_tokens > 32 else 32, 128, 1, 8, 3)
+    multiply_quantized(
+        *tokens, values, scales, None, room[0][:num_tokens], config, gated="silu", out_scales_TG=room[1]
+    )
+    for found in (wide(*room), wide(*quantize_gated(expected.to(DTYPE), "silu"))):
+        distance = (found - F.silu(gate) * up).norm() / (F.silu(gate) * up).norm()
+        assert distance < (0.04 if ON_GPU else 0.08)
 
 
 @pytest.mark.gpu

@@ -6,15 +6,21 @@ DeepSeek-V3 and Qwen3-FP8 keep them alike, and call the scales `weight_scale_inv
 Shapes: T tokens, K columns, O outputs, R rows of a weight, B and C blocks along rows and columns.
 """
 
+from __future__ import annotations
+
 from types import ModuleType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
 
+from ebbtide.srt.layers.activation import Activation
 from ebbtide.srt.layers.linear import Linear, linear
 from ebbtide.srt.layers.moe import Experts, run_experts
 from ebbtide.srt.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from ebbtide.srt.layers.small_batch import Normed
 
 BLOCK: Final = 128
 FP8: Final = torch.float8_e4m3fn
@@ -107,28 +113,100 @@ class Fp8Linear(Linear):
         else:
             residual_TO += self.multiply(x_TK, self.bias)
 
+    def project_gated(
+        self, x_TD: Tensor, norm: RMSNorm, activation: Activation, begun: Normed | None = None
+    ) -> Tensor:
+        if not self._multiplies_few(x_TD) or self.bias is not None:
+            return super().project_gated(x_TD, norm, activation, begun)
+        from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens
+        from ebbtide.srt.layers.small_batch.fp8_products import multiply_quantized
+
+        tokens = quantize_tokens(x_TD.contiguous(), norm.weight, norm.eps, norm.offset)
+        out_TI = x_TD.new_empty((len(x_TD), len(self.weight) // 2))
+        multiply_quantized(*tokens, self.weight, self.weight_scale_inv, None, out_TI, gated=activation)
+        return out_TI
+
+    def add_gated_to(
+        self,
+        residual_TO: Tensor,
+        norm: RMSNorm,
+        activation: Activation,
+        down: Linear,
+        begun: Normed | None = None,
+        then: RMSNorm | None = None,
+    ) -> Normed | None:
+        is_quantized = (
+            residual_TO.is_cuda and len(residual_TO) > 1 and self.bias is None and down.bias is None
+        )
+        if not is_quantized or not isinstance(down, Fp8Linear):
+            return super().add_gated_to(residual_TO, norm, activation, down, begun, then)
+        tokens = self._gated_in_eight_bits(residual_TO, norm, activation)
+        if down.group.size > 1:
+            down.group.add_reduced_(down._product_of(*tokens, len(residual_TO)), residual_TO)
+        else:
+            down._product_of(*tokens, len(residual_TO), residual_TO)
+        return None
+
+    def _gated_in_eight_bits(
+        self, x_TD: Tensor, norm: RMSNorm, activation: Activation
+    ) -> tuple[Tensor, Tensor]:
+        from ebbtide.srt.layers.kernels.fp8_product import quantize_gated, quantize_tokens, room_for_tokens
+        from ebbtide.srt.layers.small_batch.fp8_products import gates_at_once, multiply_quantized
+
+        num_rows = len(self.weight) // 2
+        if self._multiplies_few(x_TD) and gates_at_once(num_rows, x_TD.shape[1]):
+            tokens = quantize_tokens(x_TD.contiguous(), norm.weight, norm.eps, norm.offset)
+            values_TI, scales_TG = room_for_tokens(len(x_TD), num_rows, x_TD.device)
+            operands = (*tokens, self.weight, self.weight_scale_inv)
+            multiply_quantized(
+                *operands, None, values_TI[: len(x_TD)], gated=activation, out_scales_TG=scales_TG
+            )
+            return values_TI, scales_TG
+        if self._multiplies_few(x_TD):
+            return quantize_tokens(self.project_gated(x_TD, norm, activation))
+        return quantize_gated(self.multiply_normed(x_TD, norm, None), activation)
+
     def _quantized_product(
         self, x_TK: Tensor, norm: RMSNorm | None, bias_O: Tensor | None, residual_TO: Tensor | None = None
     ) -> Tensor:
-        from ebbtide.srt.layers.kernels.fp8_product import cublas_product, quantize_tokens, scaled_product
+        from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens
 
         normed = () if norm is None else (norm.weight, norm.eps, norm.offset)
-        values_TK, scales_TG = quantize_tokens(x_TK.contiguous(), *normed)
-        operands = (values_TK, scales_TG, self.weight, self.weight_scale_inv)
-        is_added = residual_TO is not None
-        product_TO = cublas_product(*operands)
-        if product_TO is None:
-            product_TO = x_TK.new_empty((len(x_TK), len(self.weight))) if residual_TO is None else residual_TO
-            scaled_product(*operands, product_TO, add=is_added)
-        elif residual_TO is not None:
-            product_TO = residual_TO.add_(product_TO[: len(x_TK)])
-        else:
-            product_TO = product_TO[: len(x_TK)]
+        product_TO = self._product_of(*quantize_tokens(x_TK.contiguous(), *normed), len(x_TK), residual_TO)
         return product_TO if bias_O is None else product_TO.add_(bias_O)
 
+    def _product_of(
+        self, values_TK: Tensor, scales_TG: Tensor, num_tokens: int, residual_TO: Tensor | None = None
+    ) -> Tensor:
+        """Of tokens in 8 bits (more rows than there are): [T, O], added to the residual if there is one."""
+        from ebbtide.srt.layers.kernels.fp8_product import cublas_product, scaled_product
+        from ebbtide.srt.layers.small_batch.fp8_products import MAX_TOKENS, multiply_quantized
+
+        operands = (values_TK, scales_TG, self.weight, self.weight_scale_inv)
+        is_added = residual_TO is not None
+        product_TO = cublas_product(*operands) if num_tokens > MAX_TOKENS else None
+        if product_TO is not None:
+            product_TO = product_TO[:num_tokens]
+            return product_TO if residual_TO is None else residual_TO.add_(product_TO)
+        if residual_TO is None:
+            shape = num_tokens, len(self.weight)
+            residual_TO = torch.empty(shape, dtype=torch.bfloat16, device=values_TK.device)
+        if num_tokens > MAX_TOKENS:
+            scaled_product(*operands, residual_TO, add=is_added)
+        else:
+            multiply_quantized(*operands, None, residual_TO, add=is_added)
+        return residual_TO
+
+    def _multiplies_few(self, x_TD: Tensor) -> bool:
+        """Whether our own kernels multiply tokens of 8 bits."""
+        if not x_TD.is_cuda:
+            return False
+        from ebbtide.srt.layers.small_batch.fp8_products import MAX_TOKENS
+
+        return 1 < len(x_TD) <= MAX_TOKENS
+
     def few_token_kernels(self, x_TD: Tensor) -> ModuleType | None:
-        # One token's products take as long as reading the weight: it keeps its precision. From two on cuBLAS
-        # is quicker than kernels that widen the weight.
+        # One token's products take as long as reading the weight: it keeps its precision.
         return super().few_token_kernels(x_TD) if len(x_TD) == 1 else None
 
 

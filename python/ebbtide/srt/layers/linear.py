@@ -88,6 +88,18 @@ class Linear(nn.Module):
             return product
         return gated(self.multiply_normed(x_TD, norm, self.bias), activation)
 
+    def add_gated_to(
+        self,
+        residual_TO: Tensor,
+        norm: RMSNorm,
+        activation: Activation,
+        down: Linear,
+        begun: Normed | None = None,
+        then: RMSNorm | None = None,
+    ) -> Normed | None:
+        """residual += what `down` makes of the residual's `project_gated`, in place; see `add_to`."""
+        return down.add_to(residual_TO, self.project_gated(residual_TO, norm, activation, begun), then)
+
     def project_summed(self, x_TD: Tensor) -> Tensor:
         """The product, [T, O], where each rank holds some of the inputs: all ranks' products added up."""
         return self.group.all_reduce_(self._part(x_TD))

@@ -208,7 +208,7 @@ class GatedMLP(nn.Module):
     def add_to(
         self, residual_TD: Tensor, norm: RMSNorm, begun: Normed | None, then: RMSNorm | None
     ) -> Normed | None:
-        return self.down_proj.add_to(residual_TD, self.inner(residual_TD, norm, begun), then)
+        return self.gate_up_proj.add_gated_to(residual_TD, norm, self.activation, self.down_proj, begun, then)
 
 
 class Block(nn.Module):

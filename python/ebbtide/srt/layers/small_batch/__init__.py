@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.layers.activation import Activation
-from ebbtide.srt.layers.small_batch import kernels
+from ebbtide.srt.layers.small_batch import fp8_products, kernels
 from ebbtide.srt.layers.small_batch.tuning import (
     TOKEN_BUCKETS,
     Config,
@@ -128,6 +128,10 @@ def multiply(
     """
     shape = Shape(out_TO.shape[1], x_TK.shape[1], gated is not None, scales is not None)
     _check(x_TK, weight, out_TO, shape, scales)
+    if scales is not None and config is None and len(x_TK) == 1 and fp8_products.is_narrow(shape.num_columns):
+        operands = (x_TK, norm_weight_K, eps, weight, scales, bias, out_TO)
+        fp8_products.multiply_one(*operands, gated=gated, add=add)
+        return None
     config = config if config is not None else choose(len(x_TK), shape, x_TK.device)
     # On a GPU every kernel is launched as a dependent of the one before; the interpreter has none of it.
     overlapped = overlapped and x_TK.is_cuda

@@ -1,0 +1,342 @@
+"""Products of few tokens with weights of 8 bits, at the speed at which these are read.
+
+`stationary` has one token, which keeps its precision: words of 32 bits become four weights by the fewest
+instructions there are, and the token stays in registers while rows go by. A weight takes 3.8 instructions, of
+8 that there is time for; by the kernel for bfloat16 it takes 6.6.
+
+`quantized` multiplies up to 64 tokens that `fp8_product.quantize_tokens` has made 8 bits of. It asks for the
+scales of the next columns one tile ahead: they are too few for an asynchronous copy, and waiting for them
+took longer than everything else.
+
+See `kernels` for the names of constants.
+"""
+
+# Triton has no types, and a kernel is not Python.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ebbtide.srt.layers.kernels.activation import activate
+from ebbtide.srt.layers.kernels.fp8_quantize import divided
+from ebbtide.srt.layers.small_batch.kernels import _announce, _await, _prefetch
+
+_GROUP: Any = tl.constexpr(128)
+
+
+@triton.jit
+def _floats(words):
+    """The lower and the upper bfloat16 of words of 32 bits, float32."""
+    return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _four(words, ASM: tl.constexpr):
+    """The four numbers of 8 bits in words of 32, float32."""
+    if ASM:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{
+                .reg .b16 low, high, p, q;
+                .reg .b32 first, second;
+                mov.b32 {low, high}, $4;
+                cvt.rn.f16x2.e4m3x2 first, low;
+                cvt.rn.f16x2.e4m3x2 second, high;
+                mov.b32 {p, q}, first;
+                cvt.f32.f16 $0, p;
+                cvt.f32.f16 $1, q;
+                mov.b32 {p, q}, second;
+                cvt.f32.f16 $2, p;
+                cvt.f32.f16 $3, q;
+            }""",
+            "=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        b = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        c = ((words >> 16) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        d = ((words >> 24) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return a, b, c, d
+
+
+@triton.jit
+def _four_of(ptr, word, inside, ASM: tl.constexpr):
+    """Four neighbours in bfloat16 at a time, float32."""
+    if ASM:
+        four = tl.load(ptr + word, mask=inside, other=0)
+        low, high = four.to(tl.int32), (four >> 32).to(tl.int32)
+        a, b = _floats(low)
+        c, d = _floats(high)
+    else:
+        a = tl.load(ptr + 4 * word, mask=inside, other=0.0)
+        b = tl.load(ptr + 4 * word + 1, mask=inside, other=0.0)
+        c = tl.load(ptr + 4 * word + 2, mask=inside, other=0.0)
+        d = tl.load(ptr + 4 * word + 3, mask=inside, other=0.0)
+    return a, b, c, d
+
+
+@triton.jit
+def _row_sums(words, x0, x1, x2, x3, scale, ASM: tl.constexpr):
+    w0, w1, w2, w3 = _four(words, ASM)
+    four = w0 * x0[None, :] + w1 * x1[None, :] + w2 * x2[None, :] + w3 * x3[None, :]
+    return tl.sum(four * scale[None, :], axis=1)
+
+
+@triton.jit
+def stationary(
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    eps,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    FOLD_NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+    ASM: tl.constexpr,
+) -> None:
+    """One token, which stays in registers while rows go by. x_ptr, norm_ptr: words of 64 bits."""
+    _announce(OVERLAPPED)
+    WORDS: tl.constexpr = NUM_COLUMNS // 4
+    first_row = tl.program_id(0) * (BLOCK_ROWS * STEPS)
+    row = tl.arange(0, BLOCK_ROWS)
+    word = tl.arange(0, BLOCK_WORDS)
+    inside = word < WORDS
+    wanted = inside[None, :] & (row >= 0)[:, None]
+    up_distance = num_rows.to(tl.int64) * WORDS
+    tile = weight_ptr + (first_row + row).to(tl.int64)[:, None] * WORDS + word[None, :]
+    words_up = tl.zeros((BLOCK_ROWS, BLOCK_WORDS), tl.int32)
+    words = tl.load(tile, mask=wanted, other=0, eviction_policy="evict_first")
+    if GATED:
+        words_up = tl.load(tile + up_distance, mask=wanted, other=0, eviction_policy="evict_first")
+    scales = scale_ptr + first_row // _GROUP * (NUM_COLUMNS // _GROUP) + word // 32
+    scale = tl.load(scales, mask=inside, other=0.0)
+    scale_up = scale
+    if GATED:
+        up_groups = num_rows // _GROUP * (NUM_COLUMNS // _GROUP)
+        scale_up = tl.load(scales + up_groups, mask=inside, other=0.0)
+    if FOLD_NORM:
+        n0, n1, n2, n3 = _four_of(norm_ptr, word, inside, ASM)
+    _await(OVERLAPPED)
+    x0, x1, x2, x3 = _four_of(x_ptr, word, inside, ASM)
+    inverse_norm = 1.0
+    if FOLD_NORM:
+        squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, axis=0)
+        inverse_norm = tl.rsqrt(squares / NUM_COLUMNS + eps)
+        x0, x1, x2, x3 = x0 * n0, x1 * n1, x2 * n2, x3 * n3
+    for step in range(STEPS):
+        ahead_at = tile + (step + 1) * (BLOCK_ROWS * WORDS)
+        more = wanted & (step + 1 < STEPS)
+        ahead = tl.load(ahead_at, mask=more, other=0, eviction_policy="evict_first")
+        ahead_up = words_up
+        if GATED:
+            ahead_up = tl.load(ahead_at + up_distance, mask=more, other=0, eviction_policy="evict_first")
+        result = _row_sums(words, x0, x1, x2, x3, scale, ASM) * inverse_norm
+        if GATED:
+            up = _row_sums(words_up, x0, x1, x2, x3, scale_up, ASM) * inverse_norm
+            result = activate(result, GELU) * up
+        out_rows = first_row + step * BLOCK_ROWS + row
+        if BIAS:
+            result += tl.load(bias_ptr + out_rows).to(tl.float32)
+        if ADD:
+            result += tl.load(out_ptr + out_rows).to(tl.float32)
+        tl.store(out_ptr + out_rows, result.to(out_ptr.dtype.element_ty))
+        words, words_up = ahead, ahead_up
+
+
+@triton.jit
+def _finish(
+    result,
+    result_up,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    split,
+    tokens,
+    rows,
+    num_tokens,
+    num_rows,
+    SPLIT: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    stored = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
+    if SPLIT:
+        stride = num_rows * 2 if GATED else num_rows
+        partials = partial_ptr + (split * num_tokens + tokens)[:, None] * stride + rows[None, :]
+        tl.store(partials, result, mask=stored)
+        if GATED:
+            tl.store(partials + num_rows, result_up, mask=stored)
+    else:
+        if GATED:
+            result = activate(result, GELU) * result_up
+        if BIAS:
+            result += tl.load(bias_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)[None, :]
+        outs = out_ptr + tokens[:, None] * num_rows + rows[None, :]
+        if ADD:
+            result += tl.load(outs, mask=stored, other=0.0).to(tl.float32)
+        tl.store(outs, result.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "padded_tokens"])
+def quantized(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    out_scale_ptr,
+    partial_ptr,
+    num_tokens,
+    padded_tokens,
+    num_rows,
+    NUM_COLUMNS: tl.constexpr,
+    SPLIT_COLUMNS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """Rows by tokens, all of them of 8 bits. x_scale_ptr: [G, padded_tokens].
+
+    QUANTIZED: the product of gates and ups becomes 8 bits again; BLOCK_ROWS is one group of it.
+    """
+    _announce(OVERLAPPED)
+    split = tl.program_id(1)
+    begin = split * SPLIT_COLUMNS
+    first_row = tl.program_id(0) * BLOCK_ROWS
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    tokens = tl.program_id(2) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    column = tl.arange(0, _GROUP)
+    up_distance = num_rows.to(tl.int64) * NUM_COLUMNS
+    row_starts = weight_ptr + rows.to(tl.int64)[:, None] * NUM_COLUMNS + begin + column[None, :]
+    if OVERLAPPED:
+        lines = tl.arange(0, 4) * 128
+        first = weight_ptr + rows.to(tl.int64)[:, None] * NUM_COLUMNS + begin + lines[None, :]
+        _prefetch(first)
+        if GATED:
+            _prefetch(first + up_distance)
+    num_groups: tl.constexpr = SPLIT_COLUMNS // _GROUP
+    first_group = split * num_groups
+    # One scale of 128 rows; of fewer rows they share it.
+    w_scales = scale_ptr + first_row // _GROUP * (NUM_COLUMNS // _GROUP) + first_group
+    up_groups = num_rows // _GROUP * (NUM_COLUMNS // _GROUP)
+    scale = tl.load(w_scales)
+    scale_up = scale
+    if GATED:
+        scale_up = tl.load(w_scales + up_groups)
+    _await(OVERLAPPED)
+    known = tl.where(tokens < padded_tokens, tokens, 0)
+    x_scales = x_scale_ptr + first_group * padded_tokens + known
+    x_scale = tl.load(x_scales)
+    x_starts = x_ptr + known[:, None] * NUM_COLUMNS + begin + column[None, :]
+    total = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
+    total_up = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
+    for group in range(num_groups):
+        ahead = tl.minimum(group + 1, num_groups - 1)
+        scale_ahead = tl.load(w_scales + ahead)
+        scale_up_ahead = scale_ahead
+        if GATED:
+            scale_up_ahead = tl.load(w_scales + up_groups + ahead)
+        x_scale_ahead = tl.load(x_scales + ahead * padded_tokens)
+        weight = tl.load(row_starts + group * _GROUP)
+        x = tl.load(x_starts + group * _GROUP)
+        total += tl.dot(weight, tl.trans(x)) * (x_scale * scale)[None, :]
+        if GATED:
+            weight_up = tl.load(row_starts + up_distance + group * _GROUP)
+            total_up += tl.dot(weight_up, tl.trans(x)) * (x_scale * scale_up)[None, :]
+        scale, scale_up, x_scale = scale_ahead, scale_up_ahead, x_scale_ahead
+    if QUANTIZED:
+        # Rounded as what is not quantised is.
+        x = (activate(total, GELU) * total_up).to(tl.bfloat16).to(tl.float32)
+        largest = tl.max(tl.abs(x), axis=0)
+        x_scale = tl.where(
+            largest > 0.0, tl.div_rn(largest, tl.full((BLOCK_TOKENS,), 448.0, tl.float32)), 1.0
+        )
+        values = divided(x, x_scale[None, :])
+        places = out_ptr + tokens[:, None] * num_rows + rows[None, :]
+        stored = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
+        tl.store(places, tl.trans(values).to(tl.float8e4nv), mask=stored)
+        group_scales = out_scale_ptr + tl.program_id(0) * padded_tokens + tokens
+        tl.store(group_scales, x_scale, mask=tokens < num_tokens)
+    else:
+        _finish(
+            tl.trans(total),
+            tl.trans(total_up),
+            bias_ptr,
+            out_ptr,
+            partial_ptr,
+            split,
+            tokens,
+            rows,
+            num_tokens,
+            num_rows,
+            SPLIT_COLUMNS < NUM_COLUMNS,
+            GATED,
+            GELU,
+            BIAS,
+            ADD,
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def combine(
+    partial_ptr,
+    bias_ptr,
+    out_ptr,
+    num_tokens,
+    num_rows,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """Add up what `quantized` left in parts, always in the same order, and finish as it would have done."""
+    _announce(OVERLAPPED)
+    token = tl.program_id(1)
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    inside = rows < num_rows
+    if BIAS:
+        bias = tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
+    stride = num_rows * 2 if GATED else num_rows
+    _await(OVERLAPPED)
+    result = tl.zeros((BLOCK_ROWS,), tl.float32)
+    result_up = tl.zeros((BLOCK_ROWS,), tl.float32)
+    if ADD:
+        residual = tl.load(out_ptr + token * num_rows + rows, mask=inside, other=0.0).to(tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        partials = partial_ptr + (split * num_tokens + token) * stride + rows
+        result += tl.load(partials, mask=inside, other=0.0)
+        if GATED:
+            result_up += tl.load(partials + num_rows, mask=inside, other=0.0)
+    if GATED:
+        result = activate(result, GELU) * result_up
+    if BIAS:
+        result += bias
+    if ADD:
+        result += residual
+    tl.store(out_ptr + token * num_rows + rows, result.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,200 @@
+"""Products of few tokens with weights of 8 bits: how the kernels of `fp8_kernels` are launched.
+
+Shapes: T tokens, K columns, O outputs, G = K / 128 groups.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebbtide.srt.layers.activation import Activation
+from ebbtide.srt.layers.kernels.launch import overlap_options
+from ebbtide.srt.layers.small_batch import fp8_kernels
+
+MAX_TOKENS = 64
+MAX_STATIONARY = 8192
+_COMBINED_ROWS = 512
+_FEW_PROGRAMS = 100
+# Groups of a part of the columns from which on it is worth being halved.
+_LONG = 14
+
+
+@dataclass(frozen=True)
+class QuantizedConfig:
+    """How tokens of 8 bits are multiplied.
+
+    Attributes:
+        block_tokens, block_rows: of a program.
+        num_splits: parts into which the columns are divided; more than one need a second kernel.
+        num_warps, num_stages: warps of a program, tiles in shared memory.
+    """
+
+    block_tokens: int
+    block_rows: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class StationaryConfig:
+    """How one token is multiplied.
+
+    Attributes:
+        block_rows: that are read at once, by all threads of a program.
+        num_steps: so many times; all of these rows lie in one row of blocks.
+        num_warps: of a program.
+    """
+
+    block_rows: int
+    num_steps: int
+    num_warps: int
+
+
+_STATIONARY = StationaryConfig(4, 2, 4)
+
+
+def multiply_one(
+    x_1K: Tensor,
+    norm_weight_K: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out_1O: Tensor,
+    config: StationaryConfig = _STATIONARY,
+    *,
+    gated: Activation | None = None,
+    add: bool = False,
+) -> None:
+    """x Wᵀ (+ b) of one token and at most MAX_STATIONARY columns; arguments as in `small_batch.multiply`."""
+    num_columns, num_rows = x_1K.shape[1], out_1O.shape[1]
+    words = torch.int64 if x_1K.is_cuda else x_1K.dtype
+    fp8_kernels.stationary[(num_rows // (config.block_rows * config.num_steps),)](
+        x_1K.view(words),
+        norm_weight_K.view(words) if norm_weight_K is not None else None,
+        weight.view(torch.int32),
+        scales,
+        bias,
+        out_1O,
+        num_rows,
+        eps,
+        NUM_COLUMNS=num_columns,
+        BLOCK_WORDS=1 << (num_columns // 4 - 1).bit_length(),
+        BLOCK_ROWS=config.block_rows,
+        STEPS=config.num_steps,
+        FOLD_NORM=norm_weight_K is not None,
+        GATED=gated is not None,
+        GELU=gated == "gelu_tanh",
+        BIAS=bias is not None,
+        ADD=add,
+        ASM=x_1K.is_cuda,
+        num_warps=config.num_warps,
+        num_stages=1,
+        **overlap_options(x_1K),
+    )
+
+
+def multiply_quantized(
+    values_TK: Tensor,
+    x_scales_TG: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out_TO: Tensor,
+    config: QuantizedConfig | None = None,
+    *,
+    gated: Activation | None = None,
+    add: bool = False,
+    out_scales_TG: Tensor | None = None,
+) -> None:
+    """x Wᵀ (+ b) into `out_TO` [T, O], or added to it, or activation(gate) · up of it. 1 ≤ T ≤ MAX_TOKENS.
+
+    Args:
+        values_TK, x_scales_TG: of `quantize_tokens`; they and `out_scales_TG` have more rows than T.
+        weight, scales: of 8 bits, by blocks of 128 × 128.
+        out_scales_TG: the gated product is to be quantised, as `quantize_tokens` would do it; its values go
+            into `out_TO`. Not where the columns are divided: see `gates_at_once`.
+    """
+    num_columns, num_rows = values_TK.shape[1], out_TO.shape[1]
+    num_tokens = len(out_TO)
+    config = config or choose_quantized(num_tokens, num_rows, num_columns)
+    partial = None
+    if config.num_splits > 1:
+        shape = config.num_splits, num_tokens, len(weight)
+        partial = torch.empty(shape, dtype=torch.float32, device=weight.device)
+    switches = {
+        "GATED": gated is not None,
+        "GELU": gated == "gelu_tanh",
+        "BIAS": bias is not None,
+        "ADD": add,
+        **overlap_options(values_TK),
+    }
+    grid = (num_rows // config.block_rows, config.num_splits, -(-num_tokens // config.block_tokens))
+    fp8_kernels.quantized[grid](
+        values_TK,
+        x_scales_TG,
+        weight,
+        scales,
+        bias,
+        out_TO,
+        out_scales_TG,
+        partial,
+        num_tokens,
+        len(values_TK),
+        num_rows,
+        NUM_COLUMNS=num_columns,
+        SPLIT_COLUMNS=num_columns // config.num_splits,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_ROWS=config.block_rows,
+        QUANTIZED=out_scales_TG is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **switches,
+    )
+    if partial is not None:
+        _combine(partial, bias, out_TO, switches)
+
+
+def choose_quantized(num_tokens: int, num_rows: int, num_columns: int) -> QuantizedConfig:
+    """Programs for every multiprocessor, of four groups at least: the best of what was tried on an H200."""
+    tokens = max(16, 1 << (num_tokens - 1).bit_length())
+    programs, groups, splits = num_rows // 128, num_columns // 128, 1
+    while programs * splits < _FEW_PROGRAMS and groups % (2 * splits) == 0 and groups >= 8 * splits:
+        splits *= 2
+    if splits == 1:
+        return QuantizedConfig(tokens, 128, 1, 8, 4)
+    if groups % (2 * splits) == 0 and groups >= 2 * _LONG * splits:
+        return QuantizedConfig(tokens, 128, 2 * splits, 8 if tokens == 32 else 4, 3)
+    return (
+        QuantizedConfig(tokens, 64, splits, 4, 5)
+        if tokens == 64
+        else QuantizedConfig(tokens, 128, splits, 8, 4)
+    )
+
+
+def is_narrow(num_columns: int) -> bool:
+    """Whether so many columns of a token fit into the registers of a program's threads."""
+    return num_columns <= MAX_STATIONARY
+
+
+def gates_at_once(num_rows: int, num_columns: int) -> bool:
+    """Whether a gated product of so many outputs can be quantised by the kernel that computes it."""
+    return choose_quantized(1, num_rows, num_columns).num_splits == 1
+
+
+def _combine(partial: Tensor, bias: Tensor | None, out: Tensor, switches: dict[str, Any]) -> None:
+    num_tokens, num_rows = out.shape
+    fp8_kernels.combine[(-(-num_rows // _COMBINED_ROWS), num_tokens)](
+        partial,
+        bias,
+        out,
+        num_tokens,
+        num_rows,
+        NUM_SPLITS=len(partial),
+        BLOCK_ROWS=_COMBINED_ROWS,
+        num_warps=4,
+        **switches,
+    )
