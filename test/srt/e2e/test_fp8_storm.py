@@ -1,7 +1,7 @@
 """What is served in FP8 is the same to the bit after anything that leaves the weights as they were.
 
 The same batch takes the same kernels, on a GPU as well: its tokens and logprobs come again exactly. In
-batches of other sizes they need not. `EBBTIDE_STORM_S` is how long it lasts.
+batches of other sizes they need not. `EBBTIDE_STORM_S` is how long it lasts at least.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ebbtide import Engine
 from ebbtide.srt.entrypoints.engine import Engine as EngineClass
 from ebbtide.srt.errors import RequestRejected
 
-STORM_S = float(os.environ.get("EBBTIDE_STORM_S", "4"))
+STORM_S = float(os.environ.get("EBBTIDE_STORM_S", "0"))
 KV_TOKENS = 8192
 PROMPTS = [[(7 * index + place) % 250 for place in range(4 + 5 * index)] for index in range(12)]
 
