@@ -111,6 +111,10 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.skipif(
+    not (DEVICE.is_cuda or STORM_S),
+    reason="in the gate contract sequences have FP8; EBBTIDE_STORM_S asks for it",
+)
 @pytest.mark.parametrize("precision", PRECISIONS if DEVICE.is_cuda else ["both"])
 def test_answers_are_the_same_to_the_bit_before_and_after(tmp_path: Path, precision: str) -> None:
     sizes = {**DEVICE.checkpoint, **SHAPE, **({"head_dim": 128} if DEVICE.is_cuda else {})}
