@@ -72,14 +72,18 @@ ERROR_TYPES = {
 }
 
 
-def error_body(message: str, status: int, **fields: Any) -> dict[str, Any]:
-    """The one shape of an error: for clients that read `message` and for those that read `error.message`."""
+def error_body(message: str, status: int, param: str | None = None, **fields: Any) -> dict[str, Any]:
+    """The one shape of an error: for clients that read `message` and for those that read `error.message`.
+
+    Args:
+        param: which parameter was wrong, as `query.mode` or `body.update_info`.
+    """
     kind = ERROR_TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
     return {
         "success": False,
         "message": message,
         **fields,
-        "error": {"message": message, "type": kind, "code": status},
+        "error": {"message": message, "type": kind, "param": param, "code": status},
     }
 
 

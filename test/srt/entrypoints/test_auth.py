@@ -83,7 +83,7 @@ def test_the_table_of_keys(
             assert response.headers["WWW-Authenticate"] == "Bearer"
             name = "API key" if needed == "api" else "admin key"
             message = f"{path} needs the {name}: Authorization: Bearer KEY"
-            error = {"message": message, "type": "AuthenticationError", "code": 401}
+            error = {"message": message, "type": "AuthenticationError", "param": None, "code": 401}
             assert response.json() == {"success": False, "message": message, "error": error}
 
 

@@ -69,7 +69,12 @@ def test_a_process_that_dies_takes_the_server_down() -> None:
         said = "the scheduler process was ended by SIGKILL"
         answer = waiting.result()
         assert answer.status_code == 503
-        assert answer.json()["error"] == {"message": said, "type": "ServiceUnavailableError", "code": 503}
+        assert answer.json()["error"] == {
+            "message": said,
+            "type": "ServiceUnavailableError",
+            "param": None,
+            "code": 503,
+        }
         assert said in stream.result().text
         assert stream.result().text.endswith("data: [DONE]\n\n") or stream.result().status_code == 503
         assert server.log.splitlines()[-1] == said

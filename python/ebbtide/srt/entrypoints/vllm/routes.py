@@ -80,7 +80,7 @@ class VllmApi:
         """Method, path and endpoint of each."""
         return [
             *((route.method, route.path, _endpoint(route, self)) for route in ROUTES),
-            *(("POST", path, _refusing(self._tokens.generate)) for path in GENERATE_PATHS),
+            *(("POST", path, self._tokens.generate) for path in GENERATE_PATHS),
         ]
 
     async def _control(self, kind: type[Any], fields: Mapping[str, Any]) -> Any:
@@ -129,25 +129,7 @@ def _endpoint(route: VllmRoute, api: VllmApi) -> Endpoint:
         body = {"success": True, "message": "", **await handler(asked)}
         return Json({**body, "ignored_fields": ignored} if ignored else body)
 
-    return _refusing(endpoint)
-
-
-def _refusing(endpoint: Endpoint) -> Endpoint:
-    """The endpoint with refusals in vLLM's form: the name of the parameter is a part of `error`."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except RequestRejected as error:
-            return Json(_refusal(error), error.status)
-
-    return answer
-
-
-def _refusal(error: RequestRejected) -> Mapping[str, Any]:
-    body = error.body
-    param = body.pop("param", None)
-    return {**body, "error": {**body["error"], "param": param}}
+    return endpoint
 
 
 async def _nothing_to_do(asked: Nothing) -> Body:
