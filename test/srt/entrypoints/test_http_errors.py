@@ -47,7 +47,7 @@ def test_a_failure_of_the_engine_is_500_and_503_once_it_is_down(
 ) -> None:
     service = FailingService(EngineError("rank 0: it broke"), is_down=is_down)
     response = ask(service, method, path)
-    error = {"message": "rank 0: it broke", "type": kind, "code": status}
+    error = {"message": "rank 0: it broke", "type": kind, "param": None, "code": status}
     assert response.status_code == status
     assert response.json() == {"success": False, "message": "rank 0: it broke", "error": error}
 
