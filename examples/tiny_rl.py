@@ -65,9 +65,10 @@ def _quiet() -> None:
 
 def policy_loss(model: Any, outputs: Sequence[Sequence[int]]) -> tuple[torch.Tensor, float]:
     """REINFORCE with a baseline; the loss, and the mean reward."""
-    outputs_RT = torch.tensor(outputs)
+    device = model.device
+    outputs_RT = torch.tensor(outputs, device=device)
     reward_RT = (outputs_RT < SMALL).float()
-    ids_RT = torch.cat([torch.tensor([PROMPT] * len(outputs)), outputs_RT], dim=1)
+    ids_RT = torch.cat([torch.tensor([PROMPT] * len(outputs), device=device), outputs_RT], dim=1)
     logits_RTV = model(input_ids=ids_RT).logits[:, len(PROMPT) - 1 : -1]
     logprob_RT = logits_RTV.log_softmax(-1).gather(-1, outputs_RT[..., None])[..., 0]
     loss = -((reward_RT - reward_RT.mean()) * logprob_RT).mean()
@@ -104,7 +105,8 @@ class Trainer:
         """What an engine with these weights answers when nothing is left to chance."""
         ids = list(PROMPT)
         for _ in range(NUM_TOKENS):
-            ids.append(int(self.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            input_ids = torch.tensor([ids], device=self.model.device)
+            ids.append(int(self.model(input_ids=input_ids).logits[0, -1].argmax()))
         return ids[len(PROMPT) :]
 
 
