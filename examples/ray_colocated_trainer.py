@@ -23,7 +23,7 @@ from ebbtide.trainer.payload_encoding import PayloadEncoder
 
 ON_GPU = os.environ.get("EXAMPLE_DEVICE") == "cuda"
 # The trainer's half of a GPU; on a CPU each has a core.
-SHARE: dict[str, float] = {"num_gpus": 0.5} if ON_GPU else {"num_cpus": 1}
+SHARE: dict[str, float] = {"num_gpus": 0.5, "num_cpus": 0} if ON_GPU else {"num_cpus": 1}
 
 
 @ray.remote
