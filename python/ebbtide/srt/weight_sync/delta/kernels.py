@@ -60,7 +60,8 @@ class CodedBlocks:
         codes: of all tensors.
         tensor_B: int32, whose codes these are.
         bounds_T4: int64: each tensor's first block, its first code, the end of its codes, and of its blocks.
-        ahead_2B: int64, ahead of each block, in the whole bucket: elements that are passed, and values.
+        ahead_B: int64, elements of its tensor that are passed ahead of the block.
+        values_ahead_B: int64, values of the bucket that belong to what is ahead of the block.
         lasts: each tensor's last position; -1 where it has none.
         num_values: of each tensor.
     """
@@ -68,7 +69,8 @@ class CodedBlocks:
     codes: Tensor
     tensor_B: Tensor
     bounds_T4: Tensor
-    ahead_2B: Tensor
+    ahead_B: Tensor
+    values_ahead_B: Tensor
     lasts: list[int]
     num_values: list[int]
 
@@ -90,25 +92,23 @@ def coded_blocks(codes: Tensor, num_codes: Sequence[int]) -> CodedBlocks:
     tensor_B = torch.repeat_interleave(
         torch.arange(len(num_codes), dtype=torch.int32, device=device), ends_T - firsts_T, output_size=total
     )
-    # Kernels are compiled anew for rows that are aligned otherwise: both begin at multiples of 16 bytes.
-    counted_2B = torch.zeros((2, (total + 2) // 2 * 2), dtype=torch.int64, device=device)
+    # Kernels are compiled anew for integers and rows that are aligned otherwise: each has its own memory.
+    passed_B1, values_B1 = (torch.zeros(total + 1, dtype=torch.int64, device=device) for _ in range(2))
     if total:
         _count[(total,)](
-            codes,
-            tensor_B,
-            bounds_T4,
-            counted_2B,
-            counted_2B[1],
-            ESCAPE=ESCAPES[codes.dtype],
-            BLOCK=BLOCK,
+            codes, tensor_B, bounds_T4, passed_B1, values_B1, ESCAPE=ESCAPES[codes.dtype], BLOCK=BLOCK
         )
-    ahead_2B = torch.cumsum(counted_2B, 1)
-    passed, num_values = (ahead_2B[:, ends_T] - ahead_2B[:, firsts_T]).tolist()
+    passed_B1, values_B1 = torch.cumsum(passed_B1, 0), torch.cumsum(values_B1, 0)
+    at_first_T = passed_B1[firsts_T]
+    told = torch.stack([passed_B1[ends_T] - at_first_T, values_B1[ends_T] - values_B1[firsts_T]])
+    ahead_B = passed_B1[:-1] - at_first_T[tensor_B]
+    passed, num_values = told.tolist()
     return CodedBlocks(
         codes=codes,
         tensor_B=tensor_B,
         bounds_T4=bounds_T4,
-        ahead_2B=ahead_2B,
+        ahead_B=ahead_B,
+        values_ahead_B=values_B1[:-1],
         lasts=[elements - 1 for elements in passed],
         num_values=num_values,
     )
@@ -187,8 +187,8 @@ class PlacedBlocks:
                 bits_of(self._values),
                 blocks.tensor_B,
                 blocks.bounds_T4,
-                blocks.ahead_2B,
-                blocks.ahead_2B[1],
+                blocks.ahead_B,
+                blocks.values_ahead_B,
                 self._places.on_device_T8,
                 self._base,
                 told_T,
@@ -268,8 +268,7 @@ def _patch(  # type: ignore[no-untyped-def]
     tensor = tl.load(tensor_ptr + block)
     step, is_end = _steps(codes_ptr, bounds_ptr + tensor * 4, block, ESCAPE, BLOCK)
     # A tensor has less than 2^31 elements, which makes for quick divisions.
-    ahead = tl.load(ahead_ptr + block) - tl.load(ahead_ptr + tl.load(bounds_ptr + tensor * 4))
-    position = (ahead - 1).to(tl.int32) + tl.cumsum(step, 0)
+    position = (tl.load(ahead_ptr + block) - 1).to(tl.int32) + tl.cumsum(step, 0)
     value_at = tl.load(values_ahead_ptr + block) + tl.cumsum(is_end.to(tl.int32), 0) - 1
     value = tl.load(values_ptr + value_at, mask=is_end, other=0)
 
