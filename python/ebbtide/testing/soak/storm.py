@@ -60,6 +60,8 @@ class Soak:
         self._num_aborts_answered = 0
         # Process ids of all that have lent tensors to the engine.
         self.senders = [os.getpid()]
+        # What this process has lent to others.
+        self._others = set(shared_objects(self.senders))
         self._version = 0
         self._kept: WeightSender | None = None
         self._weights: list[tuple[str, Tensor]] = []
@@ -118,7 +120,7 @@ class Soak:
             self._kept = None
             await asyncio.sleep(2 * LOOK_S)  # until the engine has seen it
         until_s = time.monotonic() + 30
-        while shared_objects(self.senders) and time.monotonic() < until_s:
+        while set(shared_objects(self.senders)) - self._others and time.monotonic() < until_s:
             await asyncio.sleep(0.1)
         # Connections that wait for the next request are no leak of the server's.
         await self._door.leave()

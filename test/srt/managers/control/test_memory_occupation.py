@@ -382,9 +382,9 @@ def test_a_shrinking_that_breaks_off_loses_no_request_and_no_page(
     harness: Harness, step: str, num_running: int, status: int
 ) -> None:
     """Of six some have to be parked, while four have room when those that lie between have ended."""
-    max_new_tokens = [12] * 6 if step == "save" else [2, 30] * 4
+    num_tokens, max_new_tokens = (24, [16] * 6) if step == "save" else (20, [2, 30] * 4)
     rids = [
-        harness.generate([seed + 1] * 24, seed=seed, max_new_tokens=count)
+        harness.generate([seed + 1] * num_tokens, seed=seed, max_new_tokens=count)
         for seed, count in enumerate(max_new_tokens)
     ]
     policy = harness.scheduler.policy
