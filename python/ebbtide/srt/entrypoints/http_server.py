@@ -180,7 +180,9 @@ class _Endpoints:
         return Json(self._service.model_info())
 
     async def _server_info(self, request: Request) -> Response:
-        return Json({**await self._service.server_info(), **vllm_sections(self._service.config)})
+        config_format = request.query_params.get("config_format", "json")
+        info = await self._service.server_info()
+        return Json({**info, **vllm_sections(self._service.config, config_format)})
 
     async def _memory_occupation(self, request: Request) -> Response:
         return Json(await self._service.memory_occupation())

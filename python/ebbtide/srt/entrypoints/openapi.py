@@ -27,6 +27,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
 )
 from ebbtide.srt.entrypoints.openai.tokenization import DetokenizeRequest, Texts, TokenizeRequest, Tokens
 from ebbtide.srt.entrypoints.transition import TransitionReply, TransitionRequest
+from ebbtide.srt.entrypoints.vllm.information import ServerInfoQuery
 from ebbtide.srt.entrypoints.vllm.routes import GENERATE_PATHS, ROUTES
 from ebbtide.srt.entrypoints.vllm.tokens_protocol import TokensAnswer, TokensRequest
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
@@ -104,7 +105,7 @@ _OPERATIONS = (
         for path in ("/model_info", "/get_model_info")
     ),
     *(
-        Operation(path, GET, "information", "Arguments and state of the server.", None, ServerInfo)
+        Operation(path, GET, "information", "Arguments and state of the server.", ServerInfoQuery, ServerInfo)
         for path in ("/server_info", "/get_server_info")
     ),
     Operation("/memory_occupation", GET, "information", "Memory by tag.", None, MemoryOccupation),

@@ -48,7 +48,7 @@ def extra(answer: Any) -> dict[str, Any]:
 def test_the_model_is_listed_and_found_by_its_name(client: openai.OpenAI) -> None:
     [card] = client.models.list().data
     assert (card.id, card.object, card.owned_by) == (NAME, "model", "ebbtide")
-    assert extra(card) == {"root": NAME, "parent": None, "max_model_len": 2048}
+    assert extra(card) == {"root": NAME, "parent": None, "max_model_len": 2048, "permission": []}
     assert client.models.retrieve(NAME) == card
     with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
         client.models.retrieve("other")

@@ -1,6 +1,7 @@
 """vLLM's control routes over HTTP, against the real state machines without a model."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -211,6 +212,9 @@ def test_what_servers_are_asked_for(client: Client) -> None:
     assert info["vllm_config"]["weight_transfer_config"] == {"backend": "nccl"}
     assert info["vllm_config"]["model_config"]["dtype"] == "torch.float32"
     assert "tp_size" in info
+    assert json.loads(client.get("/server_info?config_format=text")["vllm_config"]) == info["vllm_config"]
+    refused = client.ask("GET", "/server_info?config_format=yaml", status=400)["error"]["message"]
+    assert "config_format: expected json or text" in refused
     assert client.post("/reset_mm_cache")["success"]
     assert client.post("/start_draft_weight_update", status=409)["error"]["type"] == "ConflictError"
     for path in ("/v1/load_lora_adapter", "/nemo-rl/refit/flush"):

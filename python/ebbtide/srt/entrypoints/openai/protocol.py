@@ -346,6 +346,7 @@ class ModelCard(Struct, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int
+    permission: tuple[()] = ()
 
 
 class ModelList(Struct, kw_only=True):
