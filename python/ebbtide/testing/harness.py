@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ebbtide.srt.config import ScheduleConfig
+from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AnyControlRequest,
@@ -30,7 +31,6 @@ from ebbtide.srt.managers.io_struct import (
     TokenOutput,
     VersionContract,
 )
-from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.scheduling.ranks.lockstep import (
     Demand,
     FollowerInbox,

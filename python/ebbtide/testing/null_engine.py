@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from ebbtide.srt.config import EngineConfig, ModelConfig, resolve_for
 from ebbtide.srt.entrypoints.engine import Engine
@@ -19,7 +19,7 @@ from ebbtide.srt.entrypoints.http_server import serve
 from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EbbtideError
-from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.scheduling.ranks.channels import open_rank_channels
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.mem_cache.page_table import PageTable
@@ -28,9 +28,6 @@ from ebbtide.testing.null_kv import NullPageStore
 from ebbtide.testing.null_memory import NullDevice, null_memories
 from ebbtide.testing.null_runner import NullRunner
 from ebbtide.testing.null_weights import NullWeights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 VOCAB_SIZE = NullRunner.VOCAB_SIZE
 CONTEXT_LEN = 4096
@@ -73,7 +70,7 @@ def null_config(args: ServerArgs) -> EngineConfig:
             architecture="NullForCausalLM",
             architectures=["NullForCausalLM"],
             model_type="null",
-            hf_config=cast("PreTrainedConfig", SimpleNamespace()),
+            hf_config=SimpleNamespace(),
             dtype="float32",
             context_len=args.context_length if args.context_length is not None else CONTEXT_LEN,
             vocab_size=VOCAB_SIZE,

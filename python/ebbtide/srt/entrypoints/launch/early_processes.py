@@ -1,7 +1,7 @@
 """Processes that import what they will need while the configuration is still being read.
 
-Importing torch and transformers is most of an engine's start: the ranks do it beside the process that starts
-them, and not after it.
+Importing torch, and transformers for a tokenizer, is most of an engine's start: the ranks do it beside the
+process that starts them, and not after it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ebbtide.srt.kernel_cache import kernel_variables
 from ebbtide.srt.server_args import ServerArgs
 
 TERMINATE_TIMEOUT_S: Final = 5.0
-# Modules of the ranks, and those of the ranks on a GPU.
-PRELOAD: Final = ("ebbtide.srt.managers.scheduling.scheduler_process", "transformers.configuration_utils")
+# Modules of the ranks, those of ranks with a tokenizer, and those of ranks on a GPU.
+PRELOAD: Final = ("ebbtide.srt.managers.scheduler_process",)
+PRELOAD_TOKENIZER: Final = ("transformers.models.auto.tokenization_auto",)
 PRELOAD_CUDA: Final = (
     "cuda.bindings.driver",
     "flashinfer",
@@ -50,7 +51,9 @@ class EarlyProcesses:
         except (ConfigurationError, TypeError, ZeroDivisionError):
             return
         on_gpu = args.device != "cpu" and Path("/dev/nvidiactl").exists()
-        preload = (*PRELOAD, *PRELOAD_CUDA) if on_gpu else PRELOAD
+        preload: tuple[str, ...] = PRELOAD
+        preload += () if args.skip_tokenizer_init else PRELOAD_TOKENIZER
+        preload += PRELOAD_CUDA if on_gpu else ()
         # FlashInfer looks where its kernels are as it is imported.
         kernels = kernel_variables(args.kernel_cache_dir)
         for name in names:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.launch.child_process import ChildProcess
@@ -21,11 +21,8 @@ from ebbtide.srt.entrypoints.launch.process import ProcessStart
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 # They are named by strings: this process need not import what only the others run.
-SCHEDULER = {"scheduler": "ebbtide.srt.managers.scheduling.scheduler_process:run_scheduler_process"}
+SCHEDULER = {"scheduler": "ebbtide.srt.managers.scheduler_process:run_scheduler_process"}
 DETOKENIZER = {"detokenizer": "ebbtide.srt.managers.detokenizer_manager:run_detokenizer_process"}
 
 # How torch_memory_saver gets at allocations, where it is the backend: "torch" (unless given), through torch's
@@ -161,7 +158,7 @@ class NodeProcesses:
         for name, target in targets.items():
             if name not in SCHEDULER:
                 if self._is_main_node:
-                    yield ProcessStart(name, target, _config_of_text(config), self.replicas[0], self._folder)
+                    yield ProcessStart(name, target, config, self.replicas[0], self._folder)
                 continue
             for index, (dp_rank, tp_rank) in enumerate(local_ranks(config.parallel)):
                 mine = _config_of_rank(config, index, dp_rank, tp_rank)
@@ -306,11 +303,6 @@ def _config_of_rank(config: EngineConfig, index: int, dp_rank: int, tp_rank: int
         device = f"cuda:{parallel.base_gpu_id + index * parallel.gpu_id_step}"
         runtime = replace(runtime, device=device)
     return replace(config, parallel=replace(parallel, dp_rank=dp_rank, tp_rank=tp_rank), runtime=runtime)
-
-
-def _config_of_text(config: EngineConfig) -> EngineConfig:
-    """The config of a process that computes nothing, and so need not import the class of the model's own."""
-    return replace(config, model=replace(config.model, hf_config=cast("PreTrainedConfig", None)))
 
 
 def _spawn(start: ProcessStart) -> ChildProcess:

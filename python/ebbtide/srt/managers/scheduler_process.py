@@ -15,8 +15,8 @@ from ebbtide.srt.distributed.parallel_group import join_parallel_group
 from ebbtide.srt.heap import GcClock, freeze_heap
 from ebbtide.srt.kernel_cache import keep_kernels_in
 from ebbtide.srt.layers.attention.registry import name_of
+from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.control.ports import TagMemory
-from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.scheduling.ranks.channels import open_rank_channels
 from ebbtide.srt.managers.scheduling.tag_memory import ArenaMemory, BackedUpWeights
 from ebbtide.srt.managers.scheduling.watchdog import Watchdog, dump_stacks, end_hung_process
