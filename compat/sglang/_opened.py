@@ -14,7 +14,7 @@ from ebbtide.srt.weight_sync.payload.allowed_globals import kind_of
 from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.payload.pickle_reader import Record
-from ebbtide.srt.weight_sync.payload.tensor_refs import AnyStorageRef, CudaStorageRef, TensorRef
+from ebbtide.srt.weight_sync.payload.tensor_refs import AnyStorageRef, CudaStorageRef, TensorRef, TensorTable
 from ebbtide.srt.weight_sync.tensor_source import (
     as_metadata,
     decode_by_slices,
@@ -36,7 +36,7 @@ def deserialize(data: bytes | str) -> Any:
         described = finish(decode_by_slices(raw_payload(data), refs.append))
         memory = BorrowedMemory(_ipc_of(refs))
         # All that can be refused is, before the first tensor is made.
-        _rebuild(described, memory.want)
+        _rebuild(described, lambda ref: memory.want(ref.storage))
         for _ in memory.open():
             pass
         return _rebuild(described, lambda ref: whole(memory.tensor(ref)))
@@ -53,6 +53,8 @@ def _rebuild(value: object, tensor: Callable[[TensorRef], object]) -> Any:
     match value:
         case TensorRef():
             return tensor(value)
+        case TensorTable():
+            return [(name, tensor(ref)) for name, ref in value.refs()]
         case Record():
             return _record(value)
         case list():

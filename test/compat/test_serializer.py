@@ -18,6 +18,7 @@ from fixtures.trainer_process import sample_tensors
 
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.stored_tensor import whole
+from ebbtide.trainer.payload_encoding import serialize_tensors
 
 # A trainer that answers each line, a kind of payload, with that payload.
 TRAINER = """
@@ -170,6 +171,16 @@ def test_nothing_stays_in_shared_memory_and_tensors_outlive_the_senders(trainer:
     trainer.send("empty")
     assert trainer.shared_objects() == set()
     assert torch.equal(dict(decoded)["plain"], dict(sample_tensors())["plain"])
+
+
+def test_a_table_of_tensors_is_taken_apart_too() -> None:
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    tensors = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.arange(3))]
+    with serialize_tensors(tensors) as sent:
+        decoded = MultiprocessingSerializer.deserialize(sent.payload)
+    assert [name for name, _ in decoded] == ["a", "b"]
+    assert all(torch.equal(dict(decoded)[name], tensor) for name, tensor in tensors)
 
 
 FOREIGN = """

@@ -22,6 +22,7 @@ from ebbtide.trainer.lending import LentTensors
 from ebbtide.trainer.payload_encoding import (
     PayloadEncoder,
     SharedTensors,
+    WholeEncoder,
     serialize,
     serialize_bucket,
     serialize_tensors,
@@ -380,3 +381,12 @@ def test_what_stays_and_may_be_read_still_is_lent_anew(gpu: Gpu, lend: Lend, lef
     encoder.encode([]).close()
     encoder.close()
     assert left_behind() == set()
+
+
+def test_whole_tensors_reach_ranks_that_share_no_memory_with_the_sender(left_behind: LeftBehind) -> None:
+    with WholeEncoder().encode(named()) as payload:
+        assert not left_behind()
+        place = ParallelConfig(tp_size=2, nnodes=2, node_rank=1)
+        tensors = received(*payload.entries, load_format=payload.load_format, place=place)
+    assert tensors.keys() == dict(named()).keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in named())

@@ -20,11 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+import numpy as np
 import torch
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, object_path
-from ebbtide.srt.weight_sync.payload.tensor_list import DeviceStorage, SharedTensor, encode_tensors
+from ebbtide.srt.weight_sync.payload.tensor_list import DeviceStorage, Listing
 from ebbtide.srt.weight_sync.payload.tensor_refs import DRIVER_HANDLE_BYTES, NUM_COUNTERS
 
 _COUNTER: Final = struct.Struct("=q")
@@ -39,7 +40,10 @@ class Payload(ABC):
 
     Attributes:
         entries: of `serialized_named_tensors`.
+        load_format: with which they are sent.
     """
+
+    load_format: str | None = None
 
     def __init__(self, entries: Sequence[bytes]) -> None:
         self.entries = list(entries)
@@ -215,7 +219,7 @@ def lend(
 
     Raises RuntimeError for memory that the driver does not share in this way.
     """
-    loan = borrowed(tensors, num_readers)
+    loan = borrowed(tensors, Places(tensors), num_readers)
     return LentTensors(loan.entries, tensors, loan.counts, keep)
 
 
@@ -233,45 +237,59 @@ class Loan:
     begins: list[int]
 
 
-def borrowed(tensors: Sequence[tuple[str, torch.Tensor]], num_readers: int, *, stays: bool = False) -> Loan:
+class Places:
+    """Names and shapes of tensors, and where they lie.
+
+    Attributes:
+        address_T: of each one's first element; 0 for what is empty.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.listing = Listing(tensors)
+        address_T = np.array([tensor.data_ptr() for _, tensor in tensors], dtype=np.int64)
+        self.address_T = np.where(self.listing.num_bytes_T > 0, address_T, 0)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Places):
+            return NotImplemented
+        return self.listing.form == other.listing.form and np.array_equal(self.address_T, other.address_T)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def borrowed(
+    tensors: Sequence[tuple[str, torch.Tensor]], places: Places, num_readers: int, *, stays: bool = False
+) -> Loan:
     """As `lend`, without the tensors.
 
     Args:
+        places: theirs.
         stays: the memory stays where it is, and may stay mapped until the counts are let go of.
     """
+    order_T = np.argsort(places.address_T, kind="stable")
+    sorted_T = places.address_T[order_T]
     # What is empty lies in the first storage, which has no memory.
-    storages = [("", b"", 0)]
-    numbers: dict[int, int] = {}
-    listed = []
-    begin = end = number = 0
-    for name, tensor in tensors:
-        address = tensor.data_ptr()
-        if tensor.numel() == 0:
-            listed.append(shared_tensor(name, tensor, 0, 0))
-            continue
-        if not begin <= address < end:
-            begin, num_bytes = driver().range_of(address)
-            end, number = begin + num_bytes, numbers.setdefault(begin, len(storages))
-            if number == len(storages):
-                storages.append((uuid_of(tensor.device), driver().handle_of(begin), num_bytes))
-        offset, rest = divmod(address - begin, tensor.element_size())
-        if rest:
-            raise RuntimeError(f"{name} does not lie at a multiple of its elements' size")
-        listed.append(shared_tensor(name, tensor, offset, number))
+    storages, begins = [("", b"", 0)], [0]
+    storage_T = np.zeros(len(tensors), dtype=np.int64)
+    first = int(np.searchsorted(sorted_T, 0, side="right"))
+    while first < len(tensors):
+        begin, num_bytes = driver().range_of(int(sorted_T[first]))
+        end = int(np.searchsorted(sorted_T, begin + num_bytes))
+        storage_T[order_T[first:end]] = len(storages)
+        device = tensors[order_T[first]][1].device
+        storages.append((uuid_of(device), driver().handle_of(begin), num_bytes))
+        begins.append(begin)
+        first = end
+    listing = places.listing
+    offset_T, rest_T = np.divmod(places.address_T - np.array(begins)[storage_T], listing.itemsize_T)
+    for index in np.flatnonzero(rest_T)[:1].tolist():
+        raise RuntimeError(f"{tensors[index][0]} does not lie at a multiple of its elements' size")
     counts = Counts(num_readers, len(storages) - 1)
     entries = [
-        encode_tensors(
-            [DeviceStorage(*storage, 0, counts.name, reader) for storage in storages], listed, stays=stays
-        )
+        [DeviceStorage(*storage, 0, counts.name, reader) for storage in storages]
         for reader in range(num_readers)
     ]
-    return Loan(entries, counts, list(numbers))
-
-
-def shared_tensor(name: str, tensor: torch.Tensor, offset: int, storage: int) -> SharedTensor:
-    """A tensor's place in a payload: in the storage of this number, `offset` elements from its beginning."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return SharedTensor(name, dtype, tuple(tensor.shape), tuple(tensor.stride()), offset, storage)
+    return Loan(listing.encode(entries, storage_T, offset_T, stays=stays), counts, begins[1:])
 
 
 @functools.cache

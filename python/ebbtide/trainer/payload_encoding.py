@@ -27,22 +27,26 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
+import numpy as np
+import safetensors.torch
 import torch
 from torch.multiprocessing import reductions
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
-from ebbtide.srt.weight_sync.payload.tensor_list import HostStorage, encode_tensors
-from ebbtide.trainer.lending import LentTensors, Payload, lend, shared_tensor, uuid_of
+from ebbtide.srt.weight_sync.payload.tensor_list import HostStorage, Listing
+from ebbtide.trainer.lending import LentTensors, Payload, lend, uuid_of
 from ebbtide.trainer.standing_loans import StandingLoans
 
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT: Final = 64
+_PLAIN_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
 _PICKLE_PROTOCOL: Final = 4
 # These are places among the arguments of rebuild_cuda_tensor.
 _DEVICE_SLOT: Final = 6
@@ -83,6 +87,15 @@ class SharedTensors(Payload):
             self._storage = None
             # What is left now is the reference of a receiver that never took it.
             self._path.unlink(missing_ok=True)
+
+
+class WholeTensors(Payload):
+    """An entry for all ranks that holds the tensors themselves."""
+
+    load_format = "safetensors"
+
+    def close(self) -> None:
+        """There is no memory behind it."""
 
 
 class PayloadEncoder:
@@ -133,8 +146,9 @@ class PayloadEncoder:
         tensors = list(named_tensors)
         for item in tensors:
             _check_named_tensor(item)
-        if tensors and all(self._can_lend(tensor) for _, tensor in tensors):
-            _finish_work(tensors)
+        holders = {tensor.device for _, tensor in tensors}
+        if tensors and self._can_lend(tensors, holders):
+            _finish_work(holders)
             try:
                 if keep_mapped:
                     with self._lock:
@@ -144,12 +158,10 @@ class PayloadEncoder:
                 self._explain(error)
         return serialize_tensors(tensors, self._tp_size)
 
-    def _can_lend(self, tensor: torch.Tensor) -> bool:
-        if not all(_reaches(device, tensor.device) for device in self._devices):
+    def _can_lend(self, tensors: Sequence[tuple[str, torch.Tensor]], holders: Iterable[torch.device]) -> bool:
+        if not all(_reaches(device, holder) for device in self._devices for holder in holders):
             return False
-        # A reference does not say that elements are negated or repeated, nor what a subclass adds to them.
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        return is_plain and not (tensor.is_neg() or tensor.is_conj() or _repeats_elements(tensor))
+        return all(_is_plain(tensor) for _, tensor in tensors)
 
     def _let_go(self) -> None:
         """Let go of what was given up while it may have been read, and has been given back since."""
@@ -164,6 +176,31 @@ class PayloadEncoder:
             logger.warning("new weights are copied by way of the host: they cannot be shared: %s", reason)
 
 
+class WholeEncoder(PayloadEncoder):
+    """Makes payloads that reach ranks on any machine: tensors are copied into them."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+    def encode(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False
+    ) -> Payload:
+        """As `PayloadEncoder.encode`; the tensors may change at once."""
+        tensors = list(named_tensors)
+        for item in tensors:
+            _check_named_tensor(item)
+        _finish_work({tensor.device for _, tensor in tensors})
+        return WholeTensors([safetensors_image(tensors)])
+
+
+def safetensors_image(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    """Tensors as the bytes of a safetensors file."""
+    # Copies: the format refuses tensors that share memory, as tied ones do.
+    return safetensors.torch.save(
+        {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named_tensors}
+    )
+
+
 def _reaches(reader: torch.device, device: torch.device) -> bool:
     """Whether kernels on one device can read the memory of the other."""
     if reader.type != "cuda" or device.type != "cuda":
@@ -171,13 +208,21 @@ def _reaches(reader: torch.device, device: torch.device) -> bool:
     return reader == device or torch.cuda.can_device_access_peer(reader, device)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a reference says all of it: not that elements are negated or repeated, nor what a subclass
+    adds to them."""
+    if type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or tensor.is_conj():
+        return False
+    return tensor.is_contiguous() or not _repeats_elements(tensor)
+
+
 def _repeats_elements(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
-def _finish_work(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Waits for what computes the tensors: the stream it was launched on is not this thread's."""
-    for device in {tensor.device for _, tensor in tensors}:
+def _finish_work(devices: Iterable[torch.device]) -> None:
+    """Waits for what computes there: the stream that it was launched on is not this thread's."""
+    for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -197,18 +242,21 @@ def serialize_tensors(
     tensors = list(named_tensors)
     for item in tensors:
         _check_named_tensor(item)
-    _finish_work(tensors)
+    _finish_work({tensor.device for _, tensor in tensors})
     sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for _, tensor in tensors]
     storage, handle = _allocate(max(sum(sizes), _ALIGNMENT))
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    listed, start = [], 0
-    for (name, tensor), size in zip(tensors, sizes, strict=True):
+    views, starts = [], [0, *accumulate(sizes)][:-1]
+    for (name, tensor), start in zip(tensors, starts, strict=True):
         used = tensor.numel() * tensor.element_size()
         view = flat[start : start + used].view(tensor.dtype).view(tensor.shape)
         view.copy_(tensor.detach())
-        listed.append(shared_tensor(name, view, start // tensor.element_size(), 0))
-        start += size
-    entries = [encode_tensors([_shared_storage(storage)], listed) for _ in range(num_entries)]
+        views.append((name, view))
+    listing = Listing(views)
+    storage_T = np.zeros(len(views), dtype=np.int64)
+    offset_T = np.array(starts, dtype=np.int64) // listing.itemsize_T
+    storages = [[_shared_storage(storage)] for _ in range(num_entries)]
+    entries = listing.encode(storages, storage_T, offset_T)
     return SharedTensors(entries, storage, handle)
 
 
@@ -219,13 +267,18 @@ def _shared_storage(storage: torch.UntypedStorage) -> HostStorage:
 
 
 def _check_named_tensor(item: object) -> None:
-    match item:
-        case (str(name), torch.Tensor() as tensor):
-            if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-                described = f"{tensor.dtype} of layout {tensor.layout} on {tensor.device}"
-                raise RequestRejected(f"{name}: expected a dense tensor with data, got {described}")
-        case _:
-            raise RequestRejected(f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}")
+    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[1], torch.Tensor):
+        raise _refused_item(item)
+    name, tensor = item
+    if not isinstance(name, str):
+        raise _refused_item(item)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        described = f"{tensor.dtype} of layout {tensor.layout} on {tensor.device}"
+        raise RequestRejected(f"{name}: expected a dense tensor with data, got {described}")
+
+
+def _refused_item(item: object) -> RequestRejected:
+    return RequestRejected(f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}")
 
 
 def _allocate(num_bytes: int) -> tuple[torch.UntypedStorage, bytes]:

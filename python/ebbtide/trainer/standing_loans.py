@@ -7,13 +7,13 @@ which the same names lie elsewhere, or when the loans are closed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import torch
 
-from ebbtide.trainer.lending import LentTensors, Loan, borrowed, driver
+from ebbtide.trainer.lending import LentTensors, Loan, Places, borrowed, driver
 
 NamedTensors: TypeAlias = Sequence[tuple[str, torch.Tensor]]
 
@@ -26,13 +26,13 @@ class _Standing:
     """A loan, and what its tensors were: they themselves may be freed.
 
     Attributes:
-        places: name, address and form of each tensor.
+        places: where they lay.
         ids: of the allocations, in the order of `loan.begins`.
     """
 
     loan: Loan
     names: tuple[str, ...]
-    places: Hashable
+    places: Places
     ids: tuple[int | None, ...]
 
     @property
@@ -60,7 +60,7 @@ class StandingLoans:
 
         Raises RuntimeError for memory that the driver does not share.
         """
-        places = _places(tensors)
+        places = Places(tensors)
         standing = self._by_name.get(tensors[0][0])
         is_known = standing is not None and standing.places == places and standing.is_there
         if standing is None or not is_known or not standing.loan.counts.are_zero:
@@ -80,7 +80,7 @@ class StandingLoans:
         for standing in list(dict.fromkeys(self._by_name.values())):
             self._end(standing)
 
-    def _new(self, tensors: NamedTensors, places: Hashable) -> _Standing:
+    def _new(self, tensors: NamedTensors, places: Places) -> _Standing:
         names = tuple(name for name, _ in tensors)
         for name in names:
             if (former := self._by_name.get(name)) is not None:
@@ -88,7 +88,7 @@ class StandingLoans:
         loans = list(dict.fromkeys(self._by_name.values()))
         for oldest in loans[: max(0, len(loans) + 1 - MAX_LOANS)]:
             self._end(oldest)
-        loan = borrowed(tensors, self._num_readers, stays=True)
+        loan = borrowed(tensors, places, self._num_readers, stays=True)
         loan.counts.hold(stays=True)
         standing = _Standing(loan, names, places, _ids(loan.begins))
         self._by_name.update(dict.fromkeys(names, standing))
@@ -109,13 +109,6 @@ class StandingLoans:
         for name in standing.names:
             if self._by_name.get(name) is standing:
                 del self._by_name[name]
-
-
-def _places(tensors: NamedTensors) -> Hashable:
-    return tuple(
-        (name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        for name, tensor in tensors
-    )
 
 
 def _ids(begins: Sequence[int]) -> tuple[int | None, ...]:

@@ -24,14 +24,13 @@ from uuid import uuid4
 
 import msgspec
 import psutil
-import safetensors.torch
 import torch
 
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
 from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
 from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
 from ebbtide.trainer.gathering import ChangeHeader
-from ebbtide.trainer.payload_encoding import PayloadEncoder
+from ebbtide.trainer.payload_encoding import PayloadEncoder, safetensors_image
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 Transport = Literal["auto", "memory", "body", "broadcast"]
@@ -307,7 +306,7 @@ class ServerTarget:
     ) -> Mapping[str, Any]:
         if self._encoder is None:
             fields = {"load_format": "safetensors", **_change_fields(changes)}
-            return self._update([_safetensors_image(tensors)], fields, timeout_s)
+            return self._update([safetensors_image(tensors)], fields, timeout_s)
         keep_mapped = self._keep_mapped and changes is None
         with self._encoder.encode(tensors, keep_mapped=keep_mapped) as payload:
             return self._update(payload.entries, _change_fields(changes), timeout_s)
@@ -452,13 +451,6 @@ def _as_error(answer: urllib.error.HTTPError) -> EbbtideError:
         return EngineError(message)
     fields = {name: value for name, value in body.items() if name not in _ERROR_FIELDS}
     return RequestRejected(message, answer.code, **fields)
-
-
-def _safetensors_image(tensors: NamedTensors) -> bytes:
-    # Copies: the format refuses tensors that share memory, as tied ones do.
-    return safetensors.torch.save(
-        {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
-    )
 
 
 def _own_devices() -> dict[str, str]:

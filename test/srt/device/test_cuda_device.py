@@ -41,10 +41,15 @@ def test_copies_follow_what_was_launched_before_them(device):
     torch.cuda._sleep(200_000_000)
     source.fill_(7)
     with device.copying():
+        torch.cuda._sleep(200_000_000)
         destination.copy_(source)
+    # And what follows them, launched on this thread's stream, is not ahead of them.
+    device.follow_copies()
+    seen = destination.clone()
+    assert not device.copies_done()
     device.synchronize()
     assert device.copies_done()
-    assert destination.unique().tolist() == [7]
+    assert destination.unique().tolist() == seen.unique().tolist() == [7]
 
 
 def test_asking_whether_copies_are_done_does_not_wait(device):

@@ -1,6 +1,8 @@
 """Changes of some elements: how they are coded, written into fused and sharded parameters, and summed up."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +12,22 @@ from transformers import AutoConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+from ebbtide.srt.model_executor.destination import Destination
 from ebbtide.srt.model_executor.loader import load_weights
-from ebbtide.srt.model_executor.weight_store import Destination, WeightStore
+from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.models.sharding import Part
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.delta.folder import STATE, PulledState, read_state, write_state
+from ebbtide.srt.weight_sync.delta.folder import (
+    INDEX,
+    STATE,
+    PulledState,
+    manifest_of,
+    read_chain,
+    read_state,
+    version_folder,
+    write_state,
+)
 from ebbtide.srt.weight_sync.delta.gap_coding import decode_positions, encode_positions
 from ebbtide.srt.weight_sync.delta.patch import Operation, Patch, Place
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of, state_sum
@@ -157,6 +169,55 @@ def test_what_was_pulled_is_noted_and_a_whole_copy_of_another_engines_is_a_folde
     (tmp_path / STATE).write_text("{")
     with pytest.raises(RequestRejected, match="cannot be read"):
         read_state(tmp_path)
+
+
+PART = {"weight_map": {"w": "part.safetensors"}}
+TOLD = {"version": "1", "base_version": "0", "delta_encoding": "xor"}
+TOLD |= {"compression_format": "zstd", "checksum_format": "xxh3-128"}
+ENTRY = {"name": "w", "payload_key": "w", "payload_file": "part.safetensors", "checksum": "0"}
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"metadata": {**TOLD, "base_version": "7"}, **PART}, "expected version 1 of 0, got 1 of 7"),
+        ({"metadata": {**TOLD, "delta_encoding": "gzip"}, **PART}, "expected xor or overwrite"),
+        ({"metadata": {**TOLD, "checksum_format": ["md5"]}, **PART}, "expected xor or overwrite, zstd, and "),
+        ({"metadata": {**TOLD, "version": None}, **PART}, "cannot be read"),
+        ({"metadata": TOLD, "weight_map": ["part.safetensors"]}, "cannot be read"),
+        ({"metadata": TOLD, "weight_map": {"w": "../part.safetensors"}}, "names of files of this folder"),
+        ({"metadata": {}, **PART}, "is a whole checkpoint"),
+        (None, "version 1 is not ready"),
+    ],
+)
+def test_an_index_that_cannot_be_is_refused(tmp_path: Path, index: Any, message: str) -> None:
+    folder = version_folder(tmp_path, 1)
+    folder.mkdir()
+    if index is not None:
+        (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(RequestRejected, match=message):
+        read_chain(tmp_path, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"version": 2}, "expected version 1 of 0, got 2 of 0"),
+        ({"tensors": None}, "cannot be read"),
+        ({"tensors": [{**ENTRY, "payload_key": "x"}]}, "the names of tensors as their keys"),
+        ({"tensors": [{**ENTRY, "payload_file": "a/b"}]}, "expected files of this folder"),
+        (
+            {"tensors": [ENTRY, {**ENTRY, "name": "v", "payload_key": "v", "checksum_algorithm": None}]},
+            "None",
+        ),
+    ],
+)
+def test_a_manifest_that_cannot_be_is_refused(tmp_path: Path, told: Any, message: str) -> None:
+    file = manifest_of(tmp_path, 1)
+    file.parent.mkdir()
+    file.write_text(json.dumps({"version": 1, "base_version": 0, "tensors": [ENTRY], **told}))
+    with pytest.raises(RequestRejected, match=message):
+        read_chain(tmp_path, 0, 1)
 
 
 def test_a_store_says_where_its_tensors_lie_in_every_copy(tmp_path: Path) -> None:

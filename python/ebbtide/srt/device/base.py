@@ -37,12 +37,20 @@ class Device(Protocol):
         """Wait until everything launched so far has run."""
         ...
 
-    def copying(self) -> AbstractContextManager[None]:
-        """Work launched inside runs beside forward passes, and after all that was launched before."""
+    def copying(self, *, beside: bool = False) -> AbstractContextManager[None]:
+        """Work launched inside runs beside forward passes, and after all that was launched before.
+
+        Args:
+            beside: not after what was launched outside: it has nothing to do with that.
+        """
         ...
 
     def copies_done(self) -> bool:
         """Whether everything launched inside `copying` has run. Does not wait."""
+        ...
+
+    def follow_copies(self) -> None:
+        """Have all that is launched from here on run after what was launched inside `copying`."""
         ...
 
     def trim(self) -> None:

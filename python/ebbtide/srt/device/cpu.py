@@ -22,12 +22,15 @@ class CpuDevice:
     def synchronize(self) -> None:
         """Return: on a CPU a call has run when it returns."""
 
-    def copying(self) -> AbstractContextManager[None]:
+    def copying(self, *, beside: bool = False) -> AbstractContextManager[None]:
         """Copies run where they are launched."""
         return nullcontext()
 
     def copies_done(self) -> bool:
         return True
+
+    def follow_copies(self) -> None:
+        """They have run."""
 
     def trim(self) -> None:
         """Nothing is kept for reuse."""

@@ -53,13 +53,17 @@ class CudaDevice:
         _cuda.synchronize(self._index)
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
+    def copying(self, *, beside: bool = False) -> Iterator[None]:
         """Work launched inside goes to a stream of its own, after all that this thread's stream has so far.
 
         What it reads must live until `copies_done`: a tensor that was made outside, on another stream, would
         be given to the next who asks as soon as it is dropped.
+
+        Args:
+            beside: not after what this thread's stream has, but at once.
         """
-        self._copy_stream.wait_stream(_cuda.current_stream(self._index))
+        if not beside:
+            self._copy_stream.wait_stream(_cuda.current_stream(self._index))
         try:
             with _cuda.stream(self._copy_stream):
                 yield
@@ -70,6 +74,10 @@ class CudaDevice:
         """Whether everything launched inside `copying` has run. Does not wait."""
         is_done: bool = self._copied.query()
         return is_done
+
+    def follow_copies(self) -> None:
+        """Have this thread's stream wait for what was launched inside `copying`; the host does not."""
+        _cuda.current_stream(self._index).wait_event(self._copied)
 
     def trim(self) -> None:
         """Give what torch's allocator keeps for reuse back to the device."""

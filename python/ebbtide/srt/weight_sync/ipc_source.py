@@ -157,7 +157,7 @@ class IpcConversation:
             self._memory.note(ref.storage)
         if ref.dtype != torch.uint8 or len(ref.shape) != 1 or ref.stride != (1,):
             raise RequestRejected(f"the buffer: expected bytes (1-D uint8), got {ref.dtype} of {ref.shape}")
-        self._memory.want(ref)
+        self._memory.want(ref.storage)
         for _ in self._memory.open():
             pass
         buffer = self._memory.tensor(ref)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.stored_tensor import StoredTensor
@@ -17,6 +19,7 @@ from ebbtide.srt.weight_sync.payload.bucket import Places, tensors_in
 from ebbtide.srt.weight_sync.payload.tensor_refs import (
     TensorHeader,
     TensorRef,
+    TensorTable,
 )
 
 NamedTensor: TypeAlias = tuple[str, torch.Tensor | StoredTensor]
@@ -60,18 +63,27 @@ class WeightSource:
         self._memory = BorrowedMemory() if memory is None else memory
 
     @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    @property
     def near_bytes(self) -> int | None:
         """How much it is, if all of it lies in memory that this rank's device reads: in bytes of its own.
 
         Bytes of another device's count as so many as take as long.
         """
         cost = 1 if self._is_on_device else self._memory.cost
-        return None if cost is None else cost * sum(entry.num_bytes for entry in self.entries)
+        return None if cost is None else cost * self.num_bytes
 
     @property
     def notes(self) -> dict[object, Any] | None:
-        """What follows from its entries and from where its memory is, kept for the next one of the same; None
-        where there may be no such."""
+        """What follows from its entries, kept for the next one of the same; None where nothing is kept."""
+        return None
+
+    @property
+    def place_notes(self) -> dict[object, Any] | None:
+        """The same of what follows from where its memory is, too."""
         return self._memory.notes
 
     def open(self) -> Iterator[int]:
@@ -133,7 +145,7 @@ def borrowed_source(
         RequestRejected: 400, some of it is not there, or out of reach.
     """
     for _, ref in refs:
-        memory.want(ref)
+        memory.want(ref.storage)
     headers = [TensorHeader(name, ref.shape, ref.dtype) for name, ref in refs]
     # One by one, so that no tensor outlives the memory that it views.
     return WeightSource(
@@ -143,6 +155,47 @@ def borrowed_source(
 
 def packed_source(flat: TensorRef, places: Places, memory: BorrowedMemory) -> WeightSource:
     """As `borrowed_source`, of tensors that lie in a flat one: see `tensors_in`."""
-    memory.want(flat)
+    memory.want(flat.storage)
     headers = [header for header, _ in places]
     return WeightSource(headers, lambda: tensors_in(memory.tensor(flat), places), memory=memory)
+
+
+class TableSource(WeightSource):
+    """Tensors of a table, in a sender's memory.
+
+    Attributes:
+        table: what they are.
+
+    Raises:
+        RequestRejected: 400, some of the memory is not there, or out of reach.
+    """
+
+    def __init__(self, table: TensorTable, memory: BorrowedMemory, *, direct: bool = False) -> None:
+        for storage in table.used_storages:
+            memory.want(storage)
+
+        # One by one, so that no tensor outlives the memory that it views.
+        def read() -> Iterator[NamedTensor]:
+            return ((name, memory.tensor(ref)) for name, ref in table.refs())
+
+        super().__init__(table.form.headers, read, direct=direct, memory=memory)
+        self.table = table
+
+    @property
+    def num_bytes(self) -> int:
+        return self.table.form.num_bytes
+
+    @property
+    def notes(self) -> dict[object, Any]:
+        return self.table.form.notes
+
+    @property
+    def address_T(self) -> NDArray[np.int64]:
+        """Where the tensors begin, once they are opened on a device."""
+        table = self.table
+        begin_S = np.array([self._memory.address(storage) for storage in table.storages], dtype=np.int64)
+        return begin_S[table.storage_T] + table.offset_T * table.form.itemsize_T
+
+    def tensor(self, index: int) -> torch.Tensor | StoredTensor:
+        """One of them; as those of iteration."""
+        return self._memory.tensor(self.table.ref(index))

@@ -28,15 +28,16 @@ from ebbtide.srt.weight_sync.payload.bucket import (
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
 from ebbtide.srt.weight_sync.payload.pickle_reader import Budget, Record, read_by_slices
-from ebbtide.srt.weight_sync.payload.tensor_list import MAGIC_STAYS, MAGICS, decode_tensors
+from ebbtide.srt.weight_sync.payload.tensor_list import MAGIC_STAYS, MAGICS, TensorForms, decode_tensors
 from ebbtide.srt.weight_sync.payload.tensor_refs import (
     AnyStorageRef,
     TensorHeader,
     TensorRef,
+    TensorTable,
     natural,
     tensor_shape,
 )
-from ebbtide.srt.weight_sync.source import WeightSource, borrowed_source, packed_source
+from ebbtide.srt.weight_sync.source import TableSource, WeightSource, borrowed_source, packed_source
 
 _STARTS: Final = (b"\x80", *MAGICS)
 _METADATA_FIELDS: Final = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
@@ -73,9 +74,13 @@ def raw_base64(entry: bytes | str) -> bytes:
 
 
 def decode_by_slices(
-    data: bytes, note: Callable[[AnyStorageRef], None], budget: Budget | None = None
+    data: bytes,
+    note: Callable[[AnyStorageRef], None],
+    budget: Budget | None = None,
+    forms: TensorForms | None = None,
 ) -> Generator[int, None, object]:
-    """Decodes what a payload describes: plain values, `TensorRef`s, and records by class name.
+    """Decodes what a payload describes: plain values, `TensorRef`s, and records by class name; or a
+    `TensorTable`.
 
     Yields the bytes of each slice: hundreds of tensors take long. `LocalSerializedTensor` and
     `FlattenedTensorMetadata` arrive as `Record`s and are checked by `as_metadata` and `local_values`.
@@ -83,12 +88,13 @@ def decode_by_slices(
     Args:
         note: is told of every reference to the sender's memory as it is read, so that those of a payload that
             is refused half-way can be given back.
+        forms: the names and shapes of the tables before it.
 
     Raises:
         RequestRejected: 400, for anything outside wire_api section 4.4. It names the global.
     """
     if data.startswith(MAGICS):
-        return (yield from decode_tensors(data, note))
+        return (yield from decode_tensors(data, note, forms))
     return (yield from read_by_slices(data, recording(note), budget))
 
 
@@ -121,6 +127,7 @@ def open_by_slices(
     place: ParallelConfig = ONE_RANK,
     cuda: CudaIpc | None = None,
     keeper: KeptMemory | None = None,
+    forms: TensorForms | None = None,
 ) -> Generator[int, None, WeightSource]:
     """Opens this rank's part of `serialized_named_tensors`; yields the bytes of each slice just decoded.
 
@@ -130,6 +137,7 @@ def open_by_slices(
         place: which of the engine's ranks this is.
         cuda: opens tensors on the device that this rank runs on; None where that is the CPU.
         keeper: of the payloads whose memory stays mapped; None: of all it is unmapped again.
+        forms: the names and shapes of the payloads before it.
 
     Raises:
         RequestRejected: 400, for anything that is wrong with the payload. Nothing has been written then, and
@@ -146,9 +154,9 @@ def open_by_slices(
     try:
         data = raw_payload(entry)
         if keeper is not None and data.startswith(MAGIC_STAYS):
-            decoded = yield from _decode_kept(data, place.tp_rank, memory, keeper)
+            decoded = yield from _decode_kept(data, place.tp_rank, memory, keeper, forms)
         else:
-            decoded = yield from _decode(data, place.tp_rank, memory)
+            decoded = yield from _decode(data, place.tp_rank, memory, forms)
         return _OPENERS[load_format](decoded, memory)
     except BaseException:
         memory.close()
@@ -156,12 +164,12 @@ def open_by_slices(
 
 
 def _decode_kept(
-    data: bytes, tp_rank: int, memory: BorrowedMemory, keeper: KeptMemory
+    data: bytes, tp_rank: int, memory: BorrowedMemory, keeper: KeptMemory, forms: TensorForms | None
 ) -> Generator[int, None, object]:
     """What a payload describes whose memory stays; one of the same bytes has been decoded before."""
     kept = keeper.take(data)
     if kept is None:
-        decoded = yield from _decode(data, tp_rank, memory)
+        decoded = yield from _decode(data, tp_rank, memory, forms)
         kept = keeper.add(data, memory.lent_by_device, decoded)
         if kept is None:
             return decoded
@@ -172,8 +180,10 @@ def _decode_kept(
     return kept.decoded
 
 
-def _decode(pickled: bytes, tp_rank: int, memory: BorrowedMemory) -> Generator[int, None, object]:
-    decoding = _decode_all(pickled, tp_rank, memory)
+def _decode(
+    pickled: bytes, tp_rank: int, memory: BorrowedMemory, forms: TensorForms | None
+) -> Generator[int, None, object]:
+    decoding = _decode_all(pickled, tp_rank, memory, forms)
     try:
         while True:
             try:
@@ -187,10 +197,12 @@ def _decode(pickled: bytes, tp_rank: int, memory: BorrowedMemory) -> Generator[i
         raise
 
 
-def _decode_all(pickled: bytes, tp_rank: int, memory: BorrowedMemory) -> Generator[int, None, object]:
+def _decode_all(
+    pickled: bytes, tp_rank: int, memory: BorrowedMemory, forms: TensorForms | None
+) -> Generator[int, None, object]:
     """What a payload describes, with this rank's tensor in the place of each `LocalSerializedTensor`."""
     budget = Budget()
-    decoded = yield from decode_by_slices(pickled, memory.note, budget)
+    decoded = yield from decode_by_slices(pickled, memory.note, budget, forms)
     if not isinstance(decoded, list):
         return decoded
     for index, item in enumerate(decoded):
@@ -227,6 +239,8 @@ def _entry_of(
 
 
 def _open_named(decoded: object, memory: BorrowedMemory, *, direct: bool = False) -> WeightSource:
+    if isinstance(decoded, TensorTable):
+        return TableSource(decoded, memory, direct=direct)
     if not isinstance(decoded, list):
         raise RequestRejected(f"the payload: expected a list of (name, tensor), got {kind_of(decoded)}")
     return borrowed_source([_named_ref(item) for item in decoded], memory, direct=direct)

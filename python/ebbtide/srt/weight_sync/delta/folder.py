@@ -181,7 +181,8 @@ def _read_index(source_dir: Path, version: int) -> PublishedDelta:
                 f"{folder} is a whole checkpoint: update_weights_from_disk from it, and pull what follows it"
             )
         told = int(metadata["version"]), int(metadata["base_version"])
-        kinds = encoding, metadata["compression_format"], metadata["checksum_format"]
+        files = list(weight_map.values())
+        kinds = encoding, str(metadata["compression_format"]), str(metadata["checksum_format"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestRejected(f"{file} cannot be read: {error!r}") from error
     if told != (version, version - 1):
@@ -192,7 +193,7 @@ def _read_index(source_dir: Path, version: int) -> PublishedDelta:
         raise RequestRejected(
             f"{file}: expected {' or '.join(ENCODINGS)}, zstd, and {', '.join(_CHECKSUMS)}; got {kinds}"
         )
-    if not all(isinstance(part, str) and "/" not in part for part in weight_map.values()):
+    if not all(isinstance(part, str) and "/" not in part for part in files):
         raise RequestRejected(f"{file}: weight_map: expected names of files of this folder")
     return PublishedDelta(folder, version, version - 1, encoding, kinds[2], weight_map)
 
@@ -205,7 +206,7 @@ def _read_manifest(file: Path, version: int) -> PublishedDelta:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         told = int(manifest["version"]), int(manifest["base_version"])
         records = {record["name"]: record for record in manifest["tensors"]}
-        kinds = {record.get("checksum_algorithm", "sha256") for record in records.values()}
+        kinds = {str(record.get("checksum_algorithm", "sha256")) for record in records.values()}
         checksums = {name: record.get("checksum") or record["sha256"] for name, record in records.items()}
         weight_map = {name: record["payload_file"] for name, record in records.items()}
         is_keyed = all(record["payload_key"] == name for name, record in records.items())

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# Of SplitMix64 (Steele, Lea, Flood, 2014).
+# SplitMix64's factors (Steele, Lea, Flood, 2014).
 MIXING_FACTORS: Final = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 LOW_32_BITS: Final = 0xFFFFFFFF
 # Rows and columns are told apart by these.
@@ -54,7 +54,7 @@ def state_sum(part: Tensor, first_row: int = 0, first_column: int = 0) -> Tensor
 
 
 def sum_of_changes(positions: Tensor, before: Tensor, after: Tensor, num_columns: int) -> Tensor:
-    """By how much the sum of a tensor changes.
+    """What a change adds to the sum of a tensor.
 
     Args:
         positions: int64, flat, of the whole tensor.

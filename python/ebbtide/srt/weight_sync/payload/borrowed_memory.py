@@ -44,6 +44,8 @@ class BorrowedMemory:
         self._wanted: dict[CudaStorageRef, None] = {}
         self._blocks: dict[bytes, SharedBlock] = {}
         self._mapped: dict[object, Mapping] = {}
+        # Of the mappings, by their beginnings, as far as they were looked at.
+        self._ends: dict[int, int] = {}
         self._opened: dict[object, list[CudaStorageRef]] = {}
         self._given_back: set[CudaStorageRef] = set()
         self._awaited: set[CudaStorageRef] = set()
@@ -52,7 +54,7 @@ class BorrowedMemory:
     def stay_in(self, keeper: KeptMemory, payload: KeptPayload) -> None:
         """What it maps stays mapped, and what is mapped already is used; until `close` it is in use."""
         self._stays_in = keeper, payload
-        self._mapped = payload.mapped
+        self._mapped, self._ends = payload.mapped, payload.ends
 
     @property
     def notes(self) -> dict[object, Any] | None:
@@ -68,18 +70,18 @@ class BorrowedMemory:
         """The references to memory of devices that were noted."""
         return [ref for ref in self._noted if isinstance(ref, CudaStorageRef)]
 
-    def want(self, ref: TensorRef) -> None:
-        """Check a tensor's memory.
+    def want(self, storage: AnyStorageRef | None) -> None:
+        """Check the memory of tensors.
 
         Raises:
             RequestRejected: it is not there, or out of reach of this engine's device.
         """
-        match ref.storage:
+        match storage:
             case StorageRef():
-                self._block(ref.storage)
+                self._block(storage)
             case CudaStorageRef():
-                self._check_reach(ref.storage)
-                self._wanted[ref.storage] = None
+                self._check_reach(storage)
+                self._wanted[storage] = None
 
     @property
     def cost(self) -> int | None:
@@ -96,17 +98,19 @@ class BorrowedMemory:
         Raises:
             RequestRejected: the sender has ended, or the memory is not what the payload says.
         """
-        ends: dict[int, int] = {}
+        looked_at: set[tuple[bytes, int]] = set()
         with Counters() as counters:
             for ref in self._wanted:
                 assert self._cuda is not None
-                if counters.add(ref, 0) == 0 and not self._is_kept:
+                counter = ref.counter_file, ref.counter_index
+                if counter not in looked_at and not self._is_kept and counters.add(ref, 0) == 0:
                     raise RequestRejected(f"{told(ref)} was given back before: serialize the tensors anew")
+                looked_at.add(counter)
                 key = self._cuda.key(ref)
                 if key not in self._mapped:
                     self._mapped[key] = self._cuda.open(ref)
                 self._opened.setdefault(key, []).append(ref)
-                check_extent(self._cuda, self._mapped[key].address, ref, ends)
+                check_extent(self._cuda, self._mapped[key].address, ref, self._ends)
                 yield ref.num_bytes
 
     def tensor(self, ref: TensorRef) -> torch.Tensor | StoredTensor:
@@ -122,6 +126,12 @@ class BorrowedMemory:
                 storage = self._storage(ref.storage)
         empty = torch.empty(0, dtype=ref.dtype, device=storage.device)
         return empty.set_(storage, ref.offset, ref.shape, ref.stride)
+
+    def address(self, storage: AnyStorageRef | None) -> int:
+        """Where device memory is mapped that is open; 0 for what is not wanted."""
+        if not isinstance(storage, CudaStorageRef) or storage not in self._wanted:
+            return 0
+        return self._mapping(storage).address + storage.offset_bytes
 
     def release(self) -> Iterator[int]:
         """Give the device memory back, once all that reads it has run; yields the bytes of each mapping."""
@@ -194,29 +204,38 @@ class BorrowedMemory:
             raise RequestRejected("a CUDA tensor can be opened by one rank only: send one entry per rank")
         self._cost = max(self._cost, cost)
 
-    def _storage(self, ref: CudaStorageRef) -> torch.UntypedStorage:
+    def _mapping(self, ref: CudaStorageRef) -> Mapping:
         assert self._cuda is not None
         mapping = self._mapped.get(self._cuda.key(ref))
         if mapping is None:
             raise EngineError(f"{told(ref)} is read before it was opened")
+        return mapping
+
+    def _storage(self, ref: CudaStorageRef) -> torch.UntypedStorage:
+        assert self._cuda is not None
+        mapping = self._mapping(ref)
         if ref.event is not None and ref not in self._awaited:
             self._cuda.wait(ref.event)
             self._awaited.add(ref)
         return mapping.storage(ref.offset_bytes, ref.num_bytes)
 
     def _give_back_opened(self, counters: Counters) -> None:
-        while self._opened:
-            _, refs = self._opened.popitem()
-            self._give_back(refs, counters)
+        opened, self._opened = self._opened, {}
+        self._give_back([ref for refs in opened.values() for ref in refs], counters)
 
     def _give_back(self, refs: Sequence[CudaStorageRef], counters: Counters) -> None:
         if not self._owns_references:
             return
+        # Thousands of allocations may be counted in one place.
+        by_counter: dict[tuple[bytes, int], list[CudaStorageRef]] = {}
         for ref in refs:
             if ref not in self._given_back:
                 self._given_back.add(ref)
-                if not self._is_kept or counters.add(ref, 0) != 0:
-                    counters.add(ref, -1)
+                by_counter.setdefault((ref.counter_file, ref.counter_index), []).append(ref)
+        for alike in by_counter.values():
+            num_left = counters.add(alike[0], 0) if self._is_kept else len(alike)
+            if num_left:
+                counters.add(alike[0], -min(len(alike), num_left))
 
     def _close_blocks(self, noted: Sequence[StorageRef]) -> None:
         """Let go of the blocks, and drop the references, also those that travelled unread."""

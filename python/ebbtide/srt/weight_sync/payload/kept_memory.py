@@ -35,6 +35,7 @@ class KeptPayload:
         refs: to the sender's memory.
         decoded: what the payload describes.
         mapped: see `BorrowedMemory`, in part until it was opened for the first time.
+        ends: of the mappings, see `check_extent`.
         notes: what follows from the payload and from where its memory is mapped, for who works it out.
     """
 
@@ -42,6 +43,7 @@ class KeptPayload:
         self.refs = refs
         self.decoded = decoded
         self.mapped: dict[object, Mapping] = {}
+        self.ends: dict[int, int] = {}
         self.notes: dict[object, Any] = {}
         self.num_users = 0
 

@@ -1,7 +1,9 @@
-"""The engine's own payload: tensors in memory that is shared, as a list in MessagePack.
+"""The engine's own payload: tensors in memory that is shared, as tables in MessagePack.
 
-It says what torch's pickles of shared tensors say, and is read a hundred times quicker: once per storage, and
-without a step of Python for each opcode.
+It says what torch's pickles of shared tensors say, and is read a thousand times quicker. Names and shapes
+stand by themselves, and are the same from update to update as a rule: what was worked out of them is kept.
+
+Shapes: T tensors.
 """
 
 from __future__ import annotations
@@ -10,23 +12,30 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
+import numpy as np
+import torch
 from msgspec import Meta, Struct
+from numpy.typing import NDArray
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.tensor_refs import (
     AnyStorageRef,
-    TensorRef,
+    Layout,
+    TensorForm,
+    TensorTable,
+    checked_layout,
     device_storage,
-    dtype_named,
     host_storage,
-    tensor_within,
 )
 
 # What no pickle, no base64 and no safetensors image of less than a petabyte begins with.
-MAGIC: Final = b"\xebEBT\x01\0\0\0"
+MAGIC: Final = b"\xebEBT\x02\0\0\0"
 # The same of memory that stays: it is not to be unmapped before the sender lets go of its file of counts.
-MAGIC_STAYS: Final = b"\xebEBT\x01\x01\0\0"
+MAGIC_STAYS: Final = b"\xebEBT\x02\x01\0\0"
 MAGICS: Final = (MAGIC, MAGIC_STAYS)
+
+# So many names make a slice.
+NAMES_AT_ONCE: Final = 64
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
 
@@ -50,44 +59,123 @@ class DeviceStorage(Struct, frozen=True, array_like=True, tag="device", forbid_u
     counter_index: _Count
 
 
-class SharedTensor(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor by name. `storage` is the number of its storage; `offset` counts elements."""
-
-    name: str
+class _Layout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     dtype: str
     shape: tuple[_Count, ...]
     stride: tuple[_Count, ...]
-    offset: _Count
-    storage: _Count
+
+
+class _Form(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`layout_T`: the number of each tensor's layout, 32 bits."""
+
+    names: list[str]
+    layouts: list[_Layout]
+    layout_T: bytes
 
 
 class _TensorList(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`form`: a `_Form`; `storage_T`, `offset_T`: the number of each tensor's storage, and its offset in
+    elements, 64 bits."""
+
     storages: list[HostStorage | DeviceStorage]
-    tensors: list[SharedTensor]
+    form: bytes
+    storage_T: bytes
+    offset_T: bytes
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(_TensorList)
+_FORM_DECODER: Final = msgspec.msgpack.Decoder(_Form)
 
 
-def encode_tensors(
-    storages: Sequence[HostStorage | DeviceStorage], tensors: Sequence[SharedTensor], *, stays: bool = False
-) -> bytes:
-    """The payload of tensors that lie in these storages.
+class Listing:
+    """Tensors as a payload lists them, apart from where they lie.
 
-    Args:
-        stays: the memory stays where it is, and may stay mapped, see `kept_memory`.
+    Attributes:
+        form: names and shapes, as they are sent.
+        itemsize_T, num_bytes_T: of each.
     """
-    return (MAGIC_STAYS if stays else MAGIC) + _ENCODER.encode(_TensorList(list(storages), list(tensors)))
+
+    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        numbers: dict[_LayoutKey, int] = {}
+        layout_T = np.array(
+            [numbers.setdefault(_layout_key(tensor), len(numbers)) for _, tensor in tensors], dtype=np.int64
+        )
+        layouts = [_layout(*key) for key in numbers]
+        itemsize_L = np.array([dtype.itemsize for dtype, _, _ in numbers], dtype=np.int64)
+        num_elements_L = np.array([shape.numel() for _, shape, _ in numbers], dtype=np.int64)
+        self.itemsize_T = itemsize_L[layout_T]
+        self.num_bytes_T = (itemsize_L * num_elements_L)[layout_T]
+        names = [name for name, _ in tensors]
+        self.form = _ENCODER.encode(_Form(names, layouts, layout_T.astype("<i4").tobytes()))
+
+    def encode(
+        self,
+        entries: Sequence[Sequence[HostStorage | DeviceStorage]],
+        storage_T: NDArray[np.int64],
+        offset_T: NDArray[np.int64],
+        *,
+        stays: bool = False,
+    ) -> list[bytes]:
+        """A payload for each list of storages, of the same tensors in them.
+
+        Args:
+            storage_T, offset_T: the number of each one's storage, and its place there, in elements.
+            stays: the memory stays where it is, and may stay mapped, see `kept_memory`.
+        """
+        columns = [column.astype("<i8").tobytes() for column in (storage_T, offset_T)]
+        begin = MAGIC_STAYS if stays else MAGIC
+        lists = (_TensorList(list(storages), self.form, *columns) for storages in entries)
+        return [begin + _ENCODER.encode(listed) for listed in lists]
+
+
+# Of a contiguous tensor the stride follows from the shape, and takes as long to ask for.
+_LayoutKey: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...] | None]
+
+
+def _layout_key(tensor: torch.Tensor) -> _LayoutKey:
+    return tensor.dtype, tensor.shape, None if tensor.is_contiguous() else tensor.stride()
+
+
+def _layout(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...] | None) -> _Layout:
+    if stride is None:
+        stride = torch.empty(shape, device="meta").stride()
+    return _Layout(str(dtype).removeprefix("torch."), tuple(shape), stride)
+
+
+class TensorForms:
+    """Names and shapes of the last payloads by the bytes that said them, the least recently used first."""
+
+    MAX_BYTES: Final = 16 << 20
+
+    def __init__(self) -> None:
+        self._forms: dict[bytes, TensorForm] = {}
+
+    def take(self, data: bytes) -> Generator[int, None, TensorForm]:
+        """What these bytes say; in slices where they are new.
+
+        Raises RequestRejected where they are not of this kind.
+        """
+        form = self._forms.pop(data, None)
+        if form is None:
+            form = yield from _decode_form(data)
+        self._forms[data] = form
+        num_over = sum(map(len, self._forms)) - self.MAX_BYTES
+        while num_over > 0:
+            oldest = next(iter(self._forms))
+            num_over -= len(oldest)
+            del self._forms[oldest]
+        return form
 
 
 def decode_tensors(
-    data: bytes, note: Callable[[AnyStorageRef], None]
-) -> Generator[int, None, list[tuple[str, TensorRef]]]:
+    data: bytes, note: Callable[[AnyStorageRef], None], forms: TensorForms | None = None
+) -> Generator[int, None, TensorTable]:
     """The tensors of a payload that begins with one of `MAGICS`, described and not opened; in slices.
 
     Args:
         note: is told of every reference ahead of the first slice, so that all can be given back.
+        forms: of the payloads before it.
 
     Raises:
         RequestRejected: the payload is not of this form, or a tensor does not lie within its storage.
@@ -100,7 +188,7 @@ def decode_tensors(
     problems: list[RequestRejected] = []
     for number, storage in enumerate(listed.storages):
         try:
-            storages.append(_reference(storage, f"the payload: storage {number}"))
+            storages.append(_reference(storage, number))
         except RequestRejected as problem:
             problems.append(problem)
             continue
@@ -109,40 +197,51 @@ def decode_tensors(
     if problems:
         raise problems[0]
     yield len(data)
-    tensors = []
-    for tensor in listed.tensors:
-        tensors.append((tensor.name, _tensor(tensor, storages)))
-        yield len(tensor.name)
-    return tensors
+    form = yield from (TensorForms() if forms is None else forms).take(listed.form)
+    num_tensors = len(form.names)
+    columns = (_column(data, "<i8", num_tensors) for data in (listed.storage_T, listed.offset_T))
+    return TensorTable.checked(form, storages, *columns)
 
 
-def _reference(storage: HostStorage | DeviceStorage, where: str) -> AnyStorageRef | None:
-    match storage:
-        case HostStorage():
-            return host_storage(where, storage.manager, storage.handle, storage.num_bytes)
-        case DeviceStorage():
-            return device_storage(
-                where,
-                storage.device,
-                storage.handle,
-                storage.num_bytes,
-                storage.offset_bytes,
-                storage.counter_file,
-                storage.counter_index,
-                None,
-                False,
-            )
+def _decode_form(data: bytes) -> Generator[int, None, TensorForm]:
+    try:
+        told = _FORM_DECODER.decode(data)
+    except msgspec.DecodeError as error:
+        raise RequestRejected(f"the payload's names and shapes: {error}"[:500]) from error
+    layout_T = _column(told.layout_T, "<i4", len(told.names))
+    if len(layout_T) and not 0 <= layout_T.min() <= layout_T.max() < len(told.layouts):
+        raise RequestRejected(f"the payload: a tensor's layout is none of the {len(told.layouts)} given")
+    first_by_layout = dict(zip(layout_T[::-1].tolist(), reversed(told.names), strict=True))
+    layouts: list[Layout] = []
+    for number, layout in enumerate(told.layouts):
+        where = first_by_layout.get(number, "a layout of no tensor")[:200]
+        layouts.append(checked_layout(where, layout.dtype, layout.shape, layout.stride))
+        yield 1
+    form = TensorForm(told.names, layouts, layout_T)
+    for first in range(0, len(told.names), NAMES_AT_ONCE):
+        form.describe(first, first + NAMES_AT_ONCE)
+        yield 1
+    return form
 
 
-def _tensor(tensor: SharedTensor, storages: Sequence[AnyStorageRef | None]) -> TensorRef:
-    where = tensor.name[:200]
-    if tensor.storage >= len(storages):
-        raise RequestRejected(f"{where}: storage {tensor.storage}: the payload has {len(storages)}")
-    return tensor_within(
+def _column(data: bytes, kind: str, num_tensors: int) -> NDArray[np.int64]:
+    if len(data) != num_tensors * np.dtype(kind).itemsize:
+        raise RequestRejected(f"the payload: a column of {num_tensors} tensors has {len(data)} bytes")
+    return np.frombuffer(data, kind).astype(np.int64)
+
+
+def _reference(storage: HostStorage | DeviceStorage, number: int) -> AnyStorageRef | None:
+    where = f"the payload: storage {number}"
+    if isinstance(storage, HostStorage):
+        return host_storage(where, storage.manager, storage.handle, storage.num_bytes)
+    return device_storage(
         where,
-        storages[tensor.storage],
-        dtype_named(tensor.dtype, where),
-        tensor.offset,
-        tensor.shape,
-        tensor.stride,
+        storage.device,
+        storage.handle,
+        storage.num_bytes,
+        storage.offset_bytes,
+        storage.counter_file,
+        storage.counter_index,
+        None,
+        False,
     )

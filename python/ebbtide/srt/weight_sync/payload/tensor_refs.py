@@ -1,15 +1,22 @@
 """What a payload says of tensors: checked descriptions, and references to memory that is not opened yet.
 
+One by one, or thousands as columns. Shapes: T tensors, L layouts, S storages.
+
 Source: wire_api sections 4.2 and 4.3.
 """
 
+from __future__ import annotations
+
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from functools import lru_cache
+from typing import Any, Final, Self, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ebbtide.srt.errors import RequestRejected
 
@@ -143,18 +150,23 @@ def tensor_within(
 
 
 def _check_bounds(ref: TensorRef, where: str) -> None:
-    if len(ref.shape) != len(ref.stride):
-        raise RequestRejected(f"{where}: {len(ref.shape)} sizes but {len(ref.stride)} strides")
+    num_spanned = _num_spanned(where, ref.shape, ref.stride)
     available = ref.storage.num_bytes if ref.storage is not None else 0
     itemsize = ref.dtype.itemsize
-    num_elements = math.prod(ref.shape)
-    last = ref.offset + sum((size - 1) * step for size, step in zip(ref.shape, ref.stride, strict=True))
-    end = last + 1 if num_elements else ref.offset
-    if end * itemsize > available:
+    if (ref.offset + num_spanned) * itemsize > available:
         raise RequestRejected(f"{where}: the tensor reaches beyond its storage of {available} bytes")
     # A copy of an expanded view can be larger than any memory; what is sent must exist.
-    if num_elements * itemsize > available:
+    if math.prod(ref.shape) * itemsize > available:
         raise RequestRejected(f"{where}: the tensor repeats elements: send tensor.contiguous()")
+
+
+def _num_spanned(where: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """From the first element to the last, both included; 0 where there is none."""
+    if len(shape) != len(stride):
+        raise RequestRejected(f"{where}: {len(shape)} sizes but {len(stride)} strides")
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def host_storage(where: str, manager: object, handle: object, num_bytes: object) -> StorageRef:
@@ -183,7 +195,7 @@ def device_storage(
         return None
     if not _is_memory_handle(handle):
         raise RequestRejected(f"{name}: memory handle: not one that torch makes")
-    if not isinstance(counter_file, bytes) or not _COUNTER_FILE.fullmatch(counter_file):
+    if not isinstance(counter_file, bytes) or not _is_counter_file(counter_file):
         raise RequestRejected(f"{name}: reference counter file: expected the form /torch_<pid>_<n>")
     if type(counter_index) is not int or counter_index >= NUM_COUNTERS:
         raise RequestRejected(f"{name}: reference counter index: expected 0 to {NUM_COUNTERS - 1}")
@@ -203,6 +215,12 @@ def device_storage(
     )
 
 
+# Thousands of references of a payload say the same.
+@lru_cache(maxsize=16)
+def _is_counter_file(name: bytes) -> bool:
+    return _COUNTER_FILE.fullmatch(name) is not None
+
+
 def _is_memory_handle(handle: object) -> bool:
     if not isinstance(handle, bytes):
         return False
@@ -213,9 +231,145 @@ def _is_memory_handle(handle: object) -> bool:
 
 
 def is_device(value: object) -> bool:
-    is_uuid = type(value) is str and re.fullmatch(r"[0-9a-fA-F-]{36}", value) is not None
-    return is_count(value) or is_uuid
+    return is_count(value) or (type(value) is str and _is_uuid(value))
+
+
+@lru_cache(maxsize=16)
+def _is_uuid(value: str) -> bool:
+    return re.fullmatch(r"[0-9a-fA-F-]{36}", value) is not None
 
 
 def is_count(value: object) -> bool:
     return type(value) is int and value >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What tensors of one kind look like.
+
+    Attributes:
+        num_spanned: elements from the first to the last, both included.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    num_spanned: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one behind the other, in their order."""
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step != expected:
+                return self.num_bytes == 0
+            expected *= size
+        return True
+
+
+def checked_layout(where: str, dtype: str, shape: object, stride: object) -> Layout:
+    """Raises RequestRejected for what no tensor looks like, which it calls `where`."""
+    kind = dtype_named(dtype, where)
+    whole, steps = tensor_shape(shape, f"{where}: shape"), sizes(stride, f"{where}: stride")
+    layout = Layout(kind, whole, steps, _num_spanned(where, whole, steps))
+    if max(layout.num_spanned, layout.num_bytes) > _MAX_INT:
+        raise RequestRejected(f"{where}: the tensor reaches beyond any storage")
+    return layout
+
+
+class TensorForm:
+    """Names and shapes: what the tensors of many payloads have in common.
+
+    Args:
+        layout_T: the number of each one's layout.
+
+    Attributes:
+        headers: as far as they were asked for by `describe`.
+        notes: what follows from all of this, kept for the next payload by who works it out.
+    """
+
+    def __init__(self, names: Sequence[str], layouts: Sequence[Layout], layout_T: NDArray[np.int64]) -> None:
+        self.names = names
+        self.headers: list[TensorHeader] = []
+        self.notes: dict[object, Any] = {}
+        self._layouts = layouts
+        self._layout_T = layout_T
+        self.itemsize_T = self._each([layout.dtype.itemsize for layout in layouts])
+        self.num_bytes_T = self._each([layout.num_bytes for layout in layouts])
+        self.num_spanned_T = self._each([layout.num_spanned for layout in layouts])
+        self.is_contiguous_T = self._each([layout.is_contiguous for layout in layouts]).astype(bool)
+        self.num_bytes: int = sum(self.num_bytes_T.tolist())
+
+    def describe(self, first: int, end: int) -> None:
+        """Make the headers of these, which come next."""
+        layouts = self._layouts
+        for name, number in zip(self.names[first:end], self._layout_T[first:end].tolist(), strict=True):
+            layout = layouts[number]
+            self.headers.append(TensorHeader(name, layout.shape, layout.dtype))
+
+    def layout(self, index: int) -> Layout:
+        """What one of them looks like."""
+        return self._layouts[int(self._layout_T[index])]
+
+    def _each(self, by_layout: Sequence[int]) -> NDArray[np.int64]:
+        return np.array(by_layout, dtype=np.int64)[self._layout_T]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorTable:
+    """Tensors that were checked to lie within their storages, none of which is opened yet.
+
+    Attributes:
+        storages: None: one without memory.
+        storage_T, offset_T: the number of each one's storage, and its place there, in elements.
+    """
+
+    form: TensorForm
+    storages: Sequence[AnyStorageRef | None]
+    storage_T: NDArray[np.int64]
+    offset_T: NDArray[np.int64]
+
+    @classmethod
+    def checked(
+        cls,
+        form: TensorForm,
+        storages: Sequence[AnyStorageRef | None],
+        storage_T: NDArray[np.int64],
+        offset_T: NDArray[np.int64],
+    ) -> Self:
+        """Raises RequestRejected where one of them does not lie within its storage."""
+        made = cls(form, storages, storage_T, offset_T)
+        is_known_T = (storage_T >= 0) & (storage_T < len(storages))
+        for index in np.flatnonzero(~is_known_T)[:1].tolist():
+            raise RequestRejected(
+                f"{form.names[index][:200]}: storage {storage_T[index]}: the payload has {len(storages)}"
+            )
+        num_bytes_S = np.array([0 if one is None else one.num_bytes for one in storages], dtype=np.int64)
+        available_T = num_bytes_S[storage_T]
+        is_within_T = offset_T <= available_T // form.itemsize_T - form.num_spanned_T
+        is_right_T = is_within_T & (offset_T >= 0) & (form.num_bytes_T <= available_T)
+        for index in np.flatnonzero(~is_right_T)[:1].tolist():
+            made.ref(index)  # says what is wrong
+            raise AssertionError("the two checks of a tensor's place differ")
+        return made
+
+    def ref(self, index: int) -> TensorRef:
+        """One of them by itself."""
+        layout, storage = self.form.layout(index), self.storages[int(self.storage_T[index])]
+        where = self.form.names[index][:200]
+        offset = int(self.offset_T[index])
+        return tensor_within(where, storage, layout.dtype, offset, layout.shape, layout.stride)
+
+    def refs(self) -> Iterator[tuple[str, TensorRef]]:
+        """All of them, by name."""
+        return ((name, self.ref(index)) for index, name in enumerate(self.form.names))
+
+    @property
+    def used_storages(self) -> list[AnyStorageRef]:
+        """Those that tensors lie in, each once."""
+        listed = (self.storages[number] for number in np.unique(self.storage_T).tolist())
+        return [storage for storage in listed if storage is not None]
