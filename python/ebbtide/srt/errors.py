@@ -59,6 +59,10 @@ class OutOfDeviceMemory(EbbtideError):
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
 
+    def refusal(self, message: str) -> RequestRejected:
+        """The refusal of the request that needed it: 409, with both figures."""
+        return RequestRejected(message, 409, needed_bytes=self.needed_bytes, free_bytes=self.free_bytes)
+
 
 ERROR_TYPES = {
     400: "BadRequestError",

@@ -161,7 +161,7 @@ class NullChunks:
         self._memory.wanted_bytes += len(chunks) * CHUNK_BYTES
 
     def take_spare(self) -> int:
-        """For a second copy; how many there were."""
+        """Take what is there for a second copy; returns how many chunks there were."""
         taken = min(self.num_spare, NUM_WEIGHT_CHUNKS)
         self.num_spare -= taken
         return taken

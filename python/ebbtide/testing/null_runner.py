@@ -36,7 +36,7 @@ class NullRunner:
         needed: the memory that a forward pass reads.
         kv: what its pages hold is checked; None: it is not.
         num_steps: forward passes so far.
-        num_under_way: of those, the ones that nobody has waited for.
+        follows_passes: what is launched now runs after the passes under way, as copies on a stream do.
     """
 
     VOCAB_SIZE = 1000
@@ -46,8 +46,25 @@ class NullRunner:
         self.needed: list[NullMemory] = []
         self.kv: NullKV | None = None
         self.num_steps = 0
-        self.num_under_way = 0
+        self.follows_passes = False
+        self._under_way: list[NullStep] = []
         self._sampled_by_row: dict[int, int] = {}
+
+    @property
+    def num_under_way(self) -> int:
+        """Forward passes that nobody has waited for."""
+        return len(self._under_way)
+
+    def change(self, value: int | None) -> None:
+        """Have other weights. Passes under way read the old ones where this runs after them."""
+        self.value = value
+        if self.follows_passes:
+            for step in self._under_way:
+                step.value = value
+
+    def ended(self, step: NullStep) -> None:
+        """It was waited for."""
+        self._under_way.remove(step)
 
     def token(self, seed: int, position: int, value: int) -> int:
         """The token that weights of this value sample at this output position."""
@@ -59,7 +76,6 @@ class NullRunner:
         assert all(memory.resident_bytes for memory in self.needed), "a forward pass ran on released memory"
         self._check_tokens(plan, value)
         self.num_steps += 1
-        self.num_under_way += 1
         if before_masks is not None and any(spec.mask is not None for spec in plan.specs):
             before_masks()
         tokens = [
@@ -77,7 +93,9 @@ class NullRunner:
             if spec.logprobs is not None and spec.logprobs.start is not None
         }
         output_logprobs = self._logprobs(len(tokens), wanted, value) if wanted else None
-        return NullStep(self, value, StepResult(tokens, output_logprobs, input_logprobs))
+        step = NullStep(self, value, StepResult(tokens, output_logprobs, input_logprobs))
+        self._under_way.append(step)
+        return step
 
     def _logprobs(self, num_positions: int, wanted: Sequence[LogprobSpec], value: int) -> LogprobArrays:
         """The same number for every token that is asked for; the most likely ones are the first ids."""
@@ -146,16 +164,20 @@ class FinishedStep:
         return self.result
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class NullStep:
-    """A step that counts as under way until its result is asked for: nothing of it may change meanwhile."""
+    """A step that counts as under way until its result is asked for: nothing of it may change meanwhile.
+
+    Attributes:
+        value: of the weights when it ends.
+    """
 
     runner: NullRunner
-    value: int
+    value: int | None
     result: StepResult
 
     def wait(self) -> StepResult:
-        self.runner.num_under_way -= 1
+        self.runner.ended(self)
         assert self.runner.value == self.value, "the weights changed under a forward pass"
         assert all(memory.resident_bytes for memory in self.runner.needed), "memory went under a forward pass"
         return self.result

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +23,18 @@ from ebbtide.testing.null_runner import NullRunner
 
 
 class NullCopies:
-    """To launch a copy is to have it run."""
+    """To launch a copy is to have it run: after the passes under way, unless it is to run beside them."""
 
-    def copying(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def __init__(self, runner: NullRunner) -> None:
+        self._runner = runner
+
+    @contextmanager
+    def copying(self, *, beside: bool = False) -> Iterator[None]:
+        self._runner.follows_passes = not beside
+        try:
+            yield
+        finally:
+            self._runner.follows_passes = False
 
     def copies_done(self) -> bool:
         return True
@@ -104,7 +112,7 @@ class NullWeights:
 
     @property
     def copies(self) -> NullCopies:
-        return NullCopies()
+        return NullCopies(self.runner)
 
     def open(self, request: WeightUpdateRequest) -> Slices[IncomingWeights]:
         yield from ()
@@ -161,7 +169,7 @@ class NullWeights:
         self.live.update(values)
         live = [value for value in self.live.values() if value is not None]
         is_whole = len(live) == len(self.live)
-        self.runner.value = sum(value * (i + 1) for i, value in enumerate(live)) if is_whole else None
+        self.runner.change(sum(value * (i + 1) for i, value in enumerate(live)) if is_whole else None)
 
     def lose(self) -> None:
         """The memory behind them was released."""
@@ -344,6 +352,9 @@ class _NullIncoming:
 
     def check_sums(self, shares: Sequence[Mapping[str, int]]) -> None:
         raise NotImplementedError("these are whole weights")
+
+    def finish(self) -> None:
+        """To launch a copy was to have it run."""
 
     def nonfinite(self) -> list[str]:
         return self._nonfinite

@@ -289,7 +289,7 @@ async def test_an_abort_by_rid_reaches_every_output_of_its_batch(engine: Engine)
         (["batch", "unknown"], ["batch_0", "batch_1", "unknown"]),
         ("bat", ["bat"]),
     ]:
-        task = asyncio.create_task(engine.manager.control(AbortReq(rid=rid, report=True)))
+        task = asyncio.create_task(engine.manager.control.call(AbortReq(rid=rid, report=True)))
         (call,) = await engine.received()
         assert isinstance(call, ControlCall)
         assert call.request == AbortReq(rid=expected, report=True)
@@ -314,7 +314,7 @@ async def test_a_reply_overtakes_the_chunks_of_many_streams(engine: Engine) -> N
             assert logprobs == [(-token_id, token_id, None) for token_id in chunk["output_ids"]]
 
     async def ask() -> int:
-        await engine.manager.control(PingReqInput())
+        await engine.manager.control.call(PingReqInput())
         return sum(map(len, chunks.values()))
 
     def output(rid: str, token_id: int, finish: FinishReason | None = None) -> RequestOutput:
@@ -348,11 +348,14 @@ async def test_a_dead_engine_ends_everything_that_waits_and_everything_to_come(
 ) -> None:
     manager = engine.manager
     generation = await manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": stream})
-    tasks = [asyncio.create_task(drain(generation)), asyncio.create_task(manager.control(PingReqInput()))]
+    tasks = [
+        asyncio.create_task(drain(generation)),
+        asyncio.create_task(manager.control.call(PingReqInput())),
+    ]
     await asyncio.sleep(0)
     manager.fail("the scheduler died: SIGKILL")
     manager.fail("and then the rest of it")
-    for task in (*tasks, manager.control(PingReqInput())):
+    for task in (*tasks, manager.control.call(PingReqInput())):
         with pytest.raises(EngineError, match="SIGKILL"):
             await task
     with pytest.raises(EngineError, match="SIGKILL"):
@@ -387,7 +390,7 @@ class Nonsense(msgspec.Struct, tag=True):
 
 @scripted()
 async def test_a_message_that_cannot_be_read_fails_loudly(engine: Engine) -> None:
-    task = asyncio.create_task(engine.manager.control(PingReqInput()))
+    task = asyncio.create_task(engine.manager.control.call(PingReqInput()))
     await engine.received()
     engine._outbox.send(Nonsense())
     with pytest.raises(EngineError, match="Nonsense"):

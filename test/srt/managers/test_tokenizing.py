@@ -150,7 +150,7 @@ async def test_an_abort_meanwhile_ends_it_as_soon_as_it_is_known(
     engine: Engine, request_: Any, reply: Any, message: str, is_sent: bool
 ) -> None:
     slow = await begin(engine)
-    control = asyncio.create_task(engine.manager.control(request_))
+    control = asyncio.create_task(engine.manager.control.call(request_))
     [call] = await engine.received()
     if is_sent:
         # Behind the control request, which does not reach it.
@@ -177,7 +177,7 @@ async def test_an_abort_meanwhile_ends_it_as_soon_as_it_is_known(
 @scripted(tokenizer=Waiting)
 async def test_what_aborts_nothing_leaves_it_alone(engine: Engine, request_: Any, reply: Any) -> None:
     slow = await begin(engine)
-    control = asyncio.create_task(engine.manager.control(request_))
+    control = asyncio.create_task(engine.manager.control.call(request_))
     [call] = await engine.received()
     await engine.send_message(ControlReply(id=call.id, reply=reply))
     await asyncio.wait([control])
@@ -247,7 +247,7 @@ async def test_a_client_that_leaves_while_its_batch_is_sent_has_the_sent_part_ab
 async def test_an_abort_while_a_batch_is_sent_ends_all_of_it(engine: Engine) -> None:
     batch = asyncio.create_task(engine.manager.prepare(BATCH))
     messages = await engine.some()
-    control = asyncio.create_task(engine.manager.control(AbortReq(rid="r")))
+    control = asyncio.create_task(engine.manager.control.call(AbortReq(rid="r")))
     while not any(isinstance(message, ControlCall) for message in messages):
         messages += await engine.some()
     call = next(message for message in messages if isinstance(message, ControlCall))

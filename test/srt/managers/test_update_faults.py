@@ -32,7 +32,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.scheduling.weights import weight_io
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.model_executor.weight_store import Destination
+from ebbtide.srt.model_executor.destination import Destination
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
@@ -261,7 +261,7 @@ class BusyDevice(CpuDevice):
         self.log: list[str] = []
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
+    def copying(self, *, beside: bool = False) -> Iterator[None]:
         assert not self.is_copying
         self.is_copying, self.is_done = True, False
         try:
@@ -272,6 +272,9 @@ class BusyDevice(CpuDevice):
     def copies_done(self) -> bool:
         assert not self.is_copying, "a question while copies are launched would never be answered by yes"
         return self.is_done
+
+    def follow_copies(self) -> None:
+        self.log.append("follow_copies")
 
     def synchronize(self) -> None:
         self.is_done = True
@@ -368,22 +371,30 @@ class TestCopiesBesideForwardPasses:
         assert device.log == ["synchronize"]
         assert rank.store.checksum() == before
 
-    def test_an_update_in_place_is_whole_before_a_forward_pass(
+    @pytest.mark.parametrize("is_cancelled", [False, True])
+    def test_forward_passes_run_behind_the_copies_of_an_update_in_place(
         self,
         rank: RealRank,
         device: BusyDevice,
         checkpoints: tuple[Path, Path],
+        closed: list[bool],
         monkeypatch: pytest.MonkeyPatch,
+        is_cancelled: bool,
     ) -> None:
         monkeypatch.setattr(rank.store.arena, "stage_by_chunks", no_room)
-        call = rank.call(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1])))
+        call = rank.call(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1]), weight_version="b"))
         for _ in range(20):
             rank.scheduler.turn()
-            assert not rank.scheduler.control.allows_forward
+            assert rank.scheduler.control.allows_forward == ("follow_copies" in device.log)
+        assert rank.scheduler.control.updates.version == "b"
         assert call not in rank.replies
-        device.is_done = True
+        if is_cancelled:
+            rank.apply(ReleaseMemoryOccupationReqInput(tags=("weights",)))
+        else:
+            device.is_done = True
         for _ in range(3):
             rank.scheduler.turn()
+        assert closed == [True], "the sender has its memory back when nothing reads it"
         assert not rank.replies[call].staged
         assert rank.replies[call].content == "valid"
-        assert rank.scheduler.control.allows_forward
+        assert rank.replies[call].num_nonfinite == 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ebbtide.srt.errors import EngineError
-from ebbtide.srt.memory_saver.graph_pool import ALIGNMENT_BYTES, Blocks, GraphPool
+from ebbtide.srt.memory_saver.graph_pool import ALIGNMENT_BYTES, BlockCutter, GraphPool
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
@@ -20,7 +20,7 @@ steps = st.lists(st.one_of(st.integers(1, 20_000), st.integers(-8, -1)), max_siz
 @given(steps)
 def test_blocks_never_overlap_and_all_room_comes_back(steps):
     capacity = 64 * 1024
-    blocks, taken = Blocks(capacity), []
+    blocks, taken = BlockCutter(capacity), []
     for step in steps:
         if step > 0:
             start = blocks.take(step)

@@ -25,6 +25,7 @@ from ebbtide.srt.managers.io_struct import (
     StateReport,
     TokenizedGenerateReqInput,
     Verdict,
+    WeightUpdateRequest,
 )
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests
 from ebbtide.srt.managers.scheduling.output_processor import PROMPT_TAIL, OutputProcessor
@@ -129,6 +130,8 @@ class Scheduler:
             if self.control.allows_forward:
                 self._forward()
             else:
+                # Whatever keeps the next pass from running may have been launched behind this one.
+                self._settle()
                 self._pace.note_idle()
                 if not self.control.can_run:
                     self._step_log.note_blocked(self.control.reason)
@@ -167,8 +170,10 @@ class Scheduler:
                 self._shelf().load(message)
             case ControlCall():
                 self.progress.begin(f"{type(message.request).__name__} {message.id}")
-                self._settle()
-                self.control.apply(message)
+                if not isinstance(message.request, WeightUpdateRequest):
+                    self._settle()
+                # What an update brings is read beside the pass under way.
+                self.control.apply(message, self._settle)
                 self.answer()
             case Verdict():
                 self._settle()
@@ -213,9 +218,8 @@ class Scheduler:
         self.progress.begin("a forward pass")
         result = launched.step.wait()
         now = time.monotonic()
-        self._pace.note_step(
-            now - max(launched.at_s, self._committed_s), len(launched.batch.plan.input_ids_T)
-        )
+        began = max(launched.at_s, self._committed_s, self._pace.copied_at_s)
+        self._pace.note_step(now - began, len(launched.batch.plan.input_ids_T))
         self._committed_s = now
         output = self._processor.commit(launched.batch, result)
         if output is not None:

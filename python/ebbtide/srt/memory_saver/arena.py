@@ -79,7 +79,7 @@ class Arena(ABC):
 
     @abstractmethod
     def repay(self) -> None:
-        """Of a shadow's memory, give up what was lent for it; of most arenas nothing ever is."""
+        """Give up what was lent for a shadow's memory; for most arenas nothing ever is."""
 
     @abstractmethod
     def shrink(self, num_bytes: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.memory_saver.arena import round_up
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.virtual_arena import Slot, VirtualArena
+from ebbtide.srt.memory_saver.virtual_arena import ChunkSlot, VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.base import Handle, VirtualMemory
 
 
@@ -222,7 +222,7 @@ class ChunkArena(VirtualArena):
         """Whether lenders wait for chunks of this twin."""
         return self._num_borrowed > 0 and self._pool.is_owed_more
 
-    def _discard(self, slot: Slot) -> None:
+    def _discard(self, slot: ChunkSlot) -> None:
         if slot.handle is not None and self._is_owed_more:
             if slot.is_mapped:
                 self._unmap(slot)

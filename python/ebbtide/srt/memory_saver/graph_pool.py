@@ -25,7 +25,7 @@ _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, cty
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
 
-class Blocks:
+class BlockCutter:
     """Cuts blocks out of a range of bytes, each at the lowest place where it fits."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -82,7 +82,7 @@ class GraphPool:
         # The first attribute is the first to go: as it ends, the pool calls the functions below.
         self._pool: Any = None
         self._arena = arena
-        self._blocks = Blocks(arena.num_bytes)
+        self._blocks = BlockCutter(arena.num_bytes)
         # Never given out: an arena may itself be memory of torch's, which knows a block by its address.
         self._blocks.take(ALIGNMENT_BYTES)
         self._functions = (_ALLOCATE(self._allocate), _FREE(self._free))

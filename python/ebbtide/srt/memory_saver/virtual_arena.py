@@ -16,7 +16,7 @@ from ebbtide.srt.memory_saver.virtual_memory.base import Handle, VirtualMemory
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class ChunkSlot:
     """A chunk's place in the reservation.
 
     Attributes:
@@ -68,7 +68,7 @@ class VirtualArena(Arena):
         self._chunk_bytes = chunk_bytes
         step = round_up(chunk_bytes, vm.granularity) if chunk_bytes is not None else self.virtual_bytes
         self._slots = [
-            Slot(offset, min(step, self.virtual_bytes - offset))
+            ChunkSlot(offset, min(step, self.virtual_bytes - offset))
             for offset in range(0, self.virtual_bytes, step or 1)
         ]
         self._is_closed = False
@@ -192,17 +192,17 @@ class VirtualArena(Arena):
     def _create(self, num_bytes: int) -> Handle:
         return self._vm.create(num_bytes)
 
-    def _map(self, slot: Slot, handle: Handle) -> None:
+    def _map(self, slot: ChunkSlot, handle: Handle) -> None:
         assert self._reservation is not None
         self._vm.map(self._reservation, slot.offset, handle)
         slot.is_mapped = True
 
-    def _map_again(self, slots: Iterable[Slot]) -> None:
+    def _map_again(self, slots: Iterable[ChunkSlot]) -> None:
         for slot in slots:
             assert slot.handle is not None
             self._map(slot, slot.handle)
 
-    def _unmap(self, slot: Slot) -> None:
+    def _unmap(self, slot: ChunkSlot) -> None:
         assert self._reservation is not None
         self._vm.unmap(self._reservation, slot.offset, slot.num_bytes)
         slot.is_mapped = False
@@ -210,13 +210,13 @@ class VirtualArena(Arena):
     def _make_mapped_accessible(self) -> None:
         self._make_accessible(slot for slot in self._slots if slot.is_mapped)
 
-    def _make_accessible(self, slots: Iterable[Slot]) -> None:
+    def _make_accessible(self, slots: Iterable[ChunkSlot]) -> None:
         """Each run of adjacent slots in one call."""
         for run in _runs(slots):
             assert self._reservation is not None
             self._vm.make_accessible(self._reservation, run[0].offset, _num_bytes(run))
 
-    def _unmap_all(self, slots: Iterable[Slot]) -> Generator[list[Slot], None, None]:
+    def _unmap_all(self, slots: Iterable[ChunkSlot]) -> Generator[list[ChunkSlot], None, None]:
         """Yields the slots that each call has unmapped: whole runs, where a call cannot break off."""
         for run in _runs(slots):
             for part in [run] if self._vm.keeps_for_free else [[slot] for slot in run]:
@@ -226,7 +226,7 @@ class VirtualArena(Arena):
                     slot.is_mapped = False
                 yield part
 
-    def _discard_all(self, slots: Iterable[Slot]) -> None:
+    def _discard_all(self, slots: Iterable[ChunkSlot]) -> None:
         held = [slot for slot in slots if slot.is_held]
         if held:
             self._vm.drain()
@@ -235,7 +235,7 @@ class VirtualArena(Arena):
         for slot in held:
             self._discard(slot)
 
-    def _discard(self, slot: Slot) -> None:
+    def _discard(self, slot: ChunkSlot) -> None:
         """Give a slot's memory back; called again after an error it does what is left.
 
         The handle is released first: its contents need not be kept at the unmap then, so that it cannot run
@@ -247,7 +247,7 @@ class VirtualArena(Arena):
         if slot.is_mapped:
             self._unmap(slot)
 
-    def _discard_by_calls(self, slot: Slot) -> Generator[int, None, None]:
+    def _discard_by_calls(self, slot: ChunkSlot) -> Generator[int, None, None]:
         """As `_discard`, yielding bytes.
 
         Where a handle can be unmapped and kept for free, the driver's work is in two calls of about the same
@@ -264,9 +264,9 @@ class VirtualArena(Arena):
         yield rest_bytes
 
 
-def _runs(slots: Iterable[Slot]) -> list[list[Slot]]:
+def _runs(slots: Iterable[ChunkSlot]) -> list[list[ChunkSlot]]:
     """Slots in order, cut where they are not adjacent."""
-    runs: list[list[Slot]] = []
+    runs: list[list[ChunkSlot]] = []
     for slot in slots:
         if runs and runs[-1][-1].offset + runs[-1][-1].num_bytes == slot.offset:
             runs[-1].append(slot)
@@ -275,5 +275,5 @@ def _runs(slots: Iterable[Slot]) -> list[list[Slot]]:
     return runs
 
 
-def _num_bytes(slots: Iterable[Slot]) -> int:
+def _num_bytes(slots: Iterable[ChunkSlot]) -> int:
     return sum(slot.num_bytes for slot in slots)

@@ -19,6 +19,7 @@ from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionShape, Progress, kinds_of
 from ebbtide.srt.layers.attention.registry import choose_backend
+from ebbtide.srt.layers.fp8 import SCALE_LAYOUTS
 from ebbtide.srt.layers.kernels.launch import card, has_fp8
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
@@ -228,19 +229,19 @@ def _quantization(model_config: ModelConfig, device: torch.device) -> Quantizati
 
     Raises ConfigurationError where this device has no products of them.
     """
-    if model_config.quantization is None:
+    if (name := model_config.quantization) is None:
         return None
     if device.type == "cuda":
         if not has_fp8(device):
             raise ConfigurationError(
-                "quantization=fp8: expected a GPU that multiplies e4m3, Hopper (compute capability 9.0) or "
-                f"later, found {card(device)}"
+                f"quantization={name}: expected a GPU that multiplies e4m3, Hopper (compute capability 9.0) "
+                f"or later, found {card(device)}"
             )
         if model_config.dtype != "bfloat16":
             raise ConfigurationError(
-                f"quantization=fp8: expected dtype bfloat16 on a GPU, got {model_config.dtype}"
+                f"quantization={name}: expected dtype bfloat16 on a GPU, got {model_config.dtype}"
             )
-    return Quantization(model_config.quantization_exclude)
+    return Quantization(model_config.quantization_exclude, SCALE_LAYOUTS[name])
 
 
 def _log_staging(kv_pool: KVPool, weight_store: WeightStore, *, can_lend: bool) -> None:

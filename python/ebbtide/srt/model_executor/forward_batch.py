@@ -174,7 +174,10 @@ def _indptr(counts_R: NDArray[np.int32]) -> NDArray[np.int32]:
 def _prompt_rows(plan: BatchPlan, ends_R: NDArray[np.int64]) -> list[PromptRows]:
     """Rows that predict a prompt position after `LogprobSpec.start`: the row at position p predicts p + 1."""
     rows = []
-    for request, spec in enumerate(plan.specs):
+    # One new token that samples is the last of a prompt, or no part of it: nothing is looked at for each of
+    # the many that decode.
+    for request in np.flatnonzero((plan.num_new_R > 1) | ~plan.samples_R).tolist():
+        spec = plan.specs[request]
         if (wanted_from := _first_wanted(spec)) is None:
             continue
         start, num_new = int(plan.starts_R[request]), int(plan.num_new_R[request])

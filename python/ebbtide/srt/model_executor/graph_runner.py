@@ -208,10 +208,17 @@ class DecodeGraphs:
             kind = StepKind.SHARED
         elif self._is_even(layout.lens_R):
             kind = StepKind.EVEN
+        fitting = self._fitting(StepKind.ANY, num_requests)
+        assert fitting is not None
+        special = self._fitting(kind, num_requests)
+        if special is None or (kind is StepKind.EVEN and special.size > fitting.size):
+            return fitting
+        return special
+
+    def _fitting(self, kind: StepKind, num_requests: int) -> _Captured | None:
         captured = self._captured[kind]
-        if not captured or captured[-1].size < num_requests:
-            captured = self._captured[StepKind.ANY]
-        return captured[bisect_left(captured, num_requests, key=lambda one: one.size)]
+        place = bisect_left(captured, num_requests, key=lambda one: one.size)
+        return captured[place] if place < len(captured) else None
 
     @property
     def _by_size(self) -> list[_Captured]:

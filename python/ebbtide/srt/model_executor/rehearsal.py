@@ -23,6 +23,8 @@ from torch import Tensor
 
 from ebbtide.srt.distributed.parallel_group import LoneRank
 from ebbtide.srt.layers.attention.base import AttentionShape, LayerAttention, Progress
+from ebbtide.srt.layers.attention.few_requests import FewRequests, serves_few
+from ebbtide.srt.layers.attention.paged_kernel import DevicePages
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.model_executor.sampling.sampler import Sampler
 from ebbtide.srt.models.base import CausalLM
@@ -84,16 +86,22 @@ def _apart(model: CausalLM) -> Iterator[None]:
 
 
 class _WithoutAttention:
-    """What a layer does with its queries, keys and values before it attends; nothing is kept."""
+    """What a layer does with its queries, keys and values in Triton; nothing is kept."""
 
     def __init__(self, shape: AttentionShape, num_tokens: int, device: torch.device) -> None:
         size = (1, shape.page_size, shape.num_kv_heads, shape.head_dim)
         self._page = torch.empty(size, dtype=shape.kv_dtype, device=device)
         self._nowhere_T = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+        self._few: FewRequests | None = None
+        if serves_few(shape, num_tokens):
+            numbers = torch.zeros(num_tokens + 1, dtype=torch.int32, device=device)
+            self._few = FewRequests(shape, DevicePages(numbers, numbers, numbers, numbers[:num_tokens]))
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         from ebbtide.srt.layers.kernels.rope import rotate_and_store
 
+        if self._few is not None:
+            self._few.attend(layer.kind, qkv_TNH, rope, norms, self._nowhere_T, self._page, self._page)
         q_TNH = rotate_and_store(qkv_TNH, rope, norms, self._nowhere_T, self._page, self._page)
         return torch.zeros_like(q_TNH)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -49,7 +49,39 @@ class Run:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
+class RunTable:
+    """Where the tensors of a table go, those of them that are copied as they are.
+
+    Args:
+        runs: of each tensor; None: it is not.
+
+    Attributes:
+        is_run_T: which ones are.
+    """
+
+    def __init__(self, runs: Sequence[Run | None]) -> None:
+        listed = [_NOWHERE if run is None else run for run in runs]
+        self.is_run_T = np.array([run is not None for run in runs], dtype=bool)
+        self._offset_T = np.array([run.offset for run in listed], dtype=np.int64)
+        self._num_bytes_T = np.array([run.num_bytes for run in listed], dtype=np.int64)
+        self._skipped_T = np.array([run.skipped_bytes for run in listed], dtype=np.int64)
+        self._masks_T2 = np.array([EXPONENTS.get(run.dtype, (0, 0)) for run in listed], dtype=np.int64)
+
+    def spans(
+        self, address_T: NDArray[np.int64], arena_address: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The numbers of those that can be copied from these addresses [S], and their spans [S, 5]."""
+        source_T, destination_T = address_T + self._skipped_T, arena_address + self._offset_T
+        is_aligned_T = (source_T | destination_T | self._num_bytes_T) % ALIGNMENT_BYTES == 0
+        chosen_S = np.flatnonzero(self.is_run_T & is_aligned_T)
+        columns = [source_T, destination_T, self._num_bytes_T, *self._masks_T2.reshape(-1, 2).T]
+        return chosen_S, np.stack(columns, axis=1)[chosen_S]
+
+
+_NOWHERE: Final = Run(0, 0, 0, torch.uint8)
+
+
+@dataclass(slots=True)
 class PlannedSpans:
     """Copies into weights that begin at an address: good for others of the same tensors, wherever they go.
 
@@ -57,12 +89,21 @@ class PlannedSpans:
         names: of what is copied, and then of what is quantised.
         spans_S5: as `SpanCopies` takes them.
         quantized_S8: as `QuantizedSpans` takes them.
+        ready: them, for weights that begin at the address; empty: not made yet.
     """
 
     names: tuple[str, ...]
     spans_S5: NDArray[np.int64]
     quantized_S8: NDArray[np.int64]
     address: int
+    ready: list[SpanCopies | QuantizedSpans] = field(default_factory=list)
+
+    def move(self, address: int) -> None:
+        """Be for weights that begin there."""
+        self.spans_S5[:, 1] += address - self.address
+        self.quantized_S8[:, 1:3] += address - self.address
+        self.address = address
+        self.ready.clear()
 
 
 class WeightCopies:
@@ -77,6 +118,7 @@ class WeightCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._tables: list[tuple[list[str], NDArray[np.int64]]] = []
         self._spans: dict[str, tuple[int, ...]] = {}
         self._quantized: dict[str, tuple[int, ...]] = {}
         self._names: tuple[str, ...] = ()
@@ -97,6 +139,20 @@ class WeightCopies:
             return False
         self._spans[name] = (source, destination, run.num_bytes, *EXPONENTS.get(run.dtype, (0, 0)))
         return True
+
+    def plan_table(
+        self, names: Sequence[str], address_T: NDArray[np.int64], runs: RunTable, arena_address: int
+    ) -> list[int]:
+        """As `plan`, of contiguous tensors on the device at these addresses, no two of one name.
+
+        Returns the numbers of those that are to be copied in some other way.
+        """
+        chosen_S, spans_S5 = runs.spans(address_T, arena_address)
+        self._tables.append(([names[index] for index in chosen_S.tolist()], spans_S5))
+        left_T = np.ones(len(names), dtype=bool)
+        left_T[chosen_S] = False
+        left: list[int] = np.flatnonzero(left_T).tolist()
+        return left
 
     def plan_quantized(self, name: str, part: Tensor, region: Tensor, scales: Tensor) -> bool:
         """As `plan`, of what this rank holds of a tensor that is to be quantised into region and scales."""
@@ -123,10 +179,12 @@ class WeightCopies:
         Args:
             address: where the weights begin. What is returned may be taken again, for others.
         """
-        if not self._spans and not self._quantized:
+        tables = [*self._tables, (list(self._spans), _table(self._spans, 5))]
+        names = (*(name for listed, _ in tables for name in listed), *self._quantized)
+        if not names:
             return None
-        names = (*self._spans, *self._quantized)
-        planned = PlannedSpans(names, _table(self._spans, 5), _table(self._quantized, 8), address)
+        spans_S5 = np.concatenate([spans for _, spans in tables])
+        planned = PlannedSpans(names, spans_S5, _table(self._quantized, 8), address)
         self.take(planned, address)
         return planned
 
@@ -136,14 +194,17 @@ class WeightCopies:
         from ebbtide.srt.layers.kernels.copy_spans import SpanCopies
         from ebbtide.srt.layers.kernels.fp8_quantize import QuantizedSpans
 
-        spans_S5, quantized_S8 = planned.spans_S5.copy(), planned.quantized_S8.copy()
-        spans_S5[:, 1] += address - planned.address
-        quantized_S8[:, 1:3] += address - planned.address
-        self._names, self._ready = planned.names, []
-        if len(spans_S5):
-            self._ready.append(SpanCopies(spans_S5, self._device))
-        if len(quantized_S8):
-            self._ready.append(QuantizedSpans(quantized_S8, self._device))
+        if address != planned.address:
+            planned.move(address)
+        if planned.ready:
+            for ready in planned.ready:
+                ready.found_S.zero_()
+        else:
+            if len(planned.spans_S5):
+                planned.ready.append(SpanCopies(planned.spans_S5, self._device))
+            if len(planned.quantized_S8):
+                planned.ready.append(QuantizedSpans(planned.quantized_S8, self._device))
+        self._names, self._ready = planned.names, planned.ready
 
     def launch(self) -> Iterator[int]:
         """Launch what is ready; yields the bytes of each kernel. To be run to its end."""
@@ -156,8 +217,7 @@ class WeightCopies:
         """Once everything that was launched has run: the names of what holds NaN or Inf."""
         if self._is_found is None:
             return []
-        named = zip(self._names, self._is_found.tolist(), strict=True)
-        return [name for name, is_found in named if is_found]
+        return [self._names[index] for index in np.flatnonzero(self._is_found.numpy()).tolist()]
 
 
 def _table(spans: dict[str, tuple[int, ...]], width: int) -> NDArray[np.int64]:

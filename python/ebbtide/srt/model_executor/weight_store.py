@@ -4,20 +4,21 @@ import hashlib
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.layers.fp8 import BLOCK, FP8, SCALES_SUFFIX, dequantize, quantize_into
+from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, FP8, SCALE_LAYOUTS, dequantize
 from ebbtide.srt.mem_cache.kv_scales import scale_place
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.chunk_pool import ChunkArena
 from ebbtide.srt.memory_saver.saver import ArenaSource
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.model_executor.kept_sums import KeptSums
+from ebbtide.srt.model_executor.destination import Destination, row_slices
 from ebbtide.srt.model_executor.weight_copies import (
     CONVERTIBLE,
     Run,
@@ -27,8 +28,8 @@ from ebbtide.srt.model_executor.weight_copies import (
 )
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.quantizing import Quantization, quantize
-from ebbtide.srt.models.sharding import Part, Placement, replace_parameter, shard
-from ebbtide.srt.stored_tensor import StoredTensor, copy_into, whole
+from ebbtide.srt.models.sharding import Placement, replace_parameter, shard
+from ebbtide.srt.stored_tensor import StoredTensor, copy_into
 
 ALIGNMENT_BYTES = 256
 LOCAL_SLICE_BYTES = 64 << 20
@@ -38,8 +39,6 @@ TRANSFER_BYTES = 16 << 20
 OTHER_PRECISION = "--quantization, --quantization-exclude"
 # So much of a sender's names and shapes is repeated in a message.
 MAX_TEXT = 200
-
-AnyTensor = TypeVar("AnyTensor", Tensor, StoredTensor, Tensor | StoredTensor)
 
 
 @dataclass(frozen=True)
@@ -68,57 +67,6 @@ class Slot:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Destination:
-    """Where a tensor goes on this rank.
-
-    Attributes:
-        region: of a parameter, which may be wider than what is written.
-        part: what this rank holds of the tensor; None: all of it.
-        is_first: whether no rank before this one holds the same.
-        scales: those of the region, where it holds 8 bits of each element: a tensor of more is quantised.
-    """
-
-    region: Tensor
-    part: Part | None
-    is_first: bool = True
-    scales: Tensor | None = None
-
-    def is_like(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Whether such a tensor could be received here as it is: byte for byte, in one piece."""
-        same = self.part is None and tuple(self.region.shape) == shape and self.region.dtype == dtype
-        return same and self.region.is_contiguous()
-
-    def part_of(self, tensor: AnyTensor) -> AnyTensor:
-        """What this rank holds of a whole tensor."""
-        part = self.part
-        return tensor if part is None else tensor.narrow(part.dim, part.start, part.length)
-
-    @property
-    def telling(self) -> Tensor:
-        """What holds NaN or Inf if what was written does."""
-        return self.region if self.scales is None else self.scales
-
-    def write(self, tensor: Tensor) -> None:
-        """Write a whole tensor that the store's `check` accepts."""
-        for _ in self.write_by_slices(tensor, self.region.nbytes):
-            pass
-
-    def write_by_slices(self, tensor: Tensor | StoredTensor, slice_bytes: int) -> Iterator[int]:
-        """As `write`, yielding the bytes of each slice of about so many just written."""
-        part, region, scales = self.part_of(tensor), self.region, self.scales
-        if scales is None or tensor.dtype == region.dtype:
-            for piece, room in _row_slices(part, region, slice_bytes):
-                copy_into(room, piece)
-                yield room.nbytes
-            return
-        for piece, room in _row_slices(part, region, slice_bytes, multiple_of=BLOCK):
-            num_blocks = -(-len(room) // BLOCK)
-            quantize_into(room, scales[:num_blocks], whole(piece))
-            scales = scales[num_blocks:]
-            yield room.nbytes
-
-
 class WeightStore:
     """All parameters of a model, or of a rank's part of it, laid out in one `weights` arena.
 
@@ -135,7 +83,8 @@ class WeightStore:
 
     Attributes:
         notes: what those who write find out of its tensors, kept for the next one who asks for the same.
-        sums: of the live weights, kept for those who check what they will hold.
+        sums: this rank's shares of tensors' sums (`state_sum`) in the live weights, by checkpoint name, if
+            they are known: then a delta is summed up alone, and not all that it is of.
         num_chunks: of the arena, on the rank where it has most; 0 where it has none that change places.
 
     Raises ConfigurationError where the model cannot be divided among them, or not be quantised.
@@ -152,6 +101,7 @@ class WeightStore:
         self._model = model
         self._group: ParallelGroup = SoloGroup() if group is None else group
         self._placements = shard(model, self._group)
+        self._layout = BLOCKS if quantization is None else quantization.layout
         self._scales: dict[str, Placement] = (
             {} if quantization is None else quantize(model, self._placements, quantization)
         )
@@ -172,7 +122,7 @@ class WeightStore:
         self._wanted: frozenset[str] = frozenset()
         self._wanted = frozenset(name for name in self._placements if not self.ignored(name))
         self.generation = 0
-        self.sums = KeptSums()
+        self.sums: Mapping[str, int] = {}
         self.notes: dict[object, Any] = {}
         self._runs = {
             False: {
@@ -188,7 +138,7 @@ class WeightStore:
             replace_parameter(model, name, self.arena.view(slot.offset, slot.shape, slot.dtype))
         if self.device.type == "cuda":
             compile_copies(self.device)
-            if self._scales:
+            if self._scales and self._layout is BLOCKS:
                 compile_quantizing(self.device)
 
     @property
@@ -232,8 +182,10 @@ class WeightStore:
         expected = self._expected_shape(name, direct)
         if expected is None:
             reason = "the model has no parameter of this name"
-            if self._expected_shape(name.removesuffix(SCALES_SUFFIX), direct) is not None:
-                reason = f"its weight is not kept in 8 bits here ({OTHER_PRECISION})"
+            for layout in SCALE_LAYOUTS.values():
+                weight = name.removesuffix(layout.suffix)
+                if weight != name and self._expected_shape(weight, direct) is not None:
+                    reason = self._kept_as(weight, direct)
             return TensorProblem(name[:MAX_TEXT], reason)
         if tuple(shape) != expected:
             return TensorProblem(name, f"expected shape {list(expected)}, got {str(list(shape))[:MAX_TEXT]}")
@@ -241,7 +193,7 @@ class WeightStore:
         if dtype != parameter_dtype and dtype not in CONVERTIBLE:
             reason = f"expected {parameter_dtype} or a type that converts to it, got {dtype}"
             if dtype == FP8:
-                reason += f": it is not kept in 8 bits here ({OTHER_PRECISION})"
+                reason += f": {self._kept_as(name, direct)}"
             return TensorProblem(name, reason)
         return None
 
@@ -259,7 +211,7 @@ class WeightStore:
             found = others.get(weight, "nothing")
             lacks = None if weight in others else (weight, weight)
             return TensorProblem(name, f"expected with it {weight} in {FP8}, got {found}", lacks)
-        scales = name + SCALES_SUFFIX
+        scales = name + self._layout.suffix
         if dtype == FP8 and self._slot(name, direct).dtype == FP8 and scales not in others:
             expected = self._expected_shape(scales, direct)
             shape = list(expected) if expected is not None else "?"
@@ -275,6 +227,11 @@ class WeightStore:
     def is_quantized(self, name: str) -> bool:
         """Whether a tensor is kept in 8 bits."""
         return name in self._placements and self._slot(name, direct=False).dtype == FP8
+
+    @property
+    def scaled_by(self) -> str:
+        """What has one scale in a weight that is kept in 8 bits."""
+        return str(self._layout)
 
     def check_bits(self, name: str, dtype: torch.dtype) -> TensorProblem | None:
         """What stands against changing some elements of a tensor that `check` accepts, bit for bit."""
@@ -312,7 +269,7 @@ class WeightStore:
         if destination is None:
             return
         if shadow is None:
-            self.generation += 1
+            self.note_write()
         region = destination.region
         is_near = isinstance(tensor, Tensor) and tensor.device == region.device
         yield from destination.write_by_slices(tensor, region.nbytes if is_near else TRANSFER_BYTES)
@@ -324,12 +281,19 @@ class WeightStore:
         if not direct and self.ignored(name):
             return False
         if self._slot(name, direct).dtype == FP8 != tensor.dtype:
+            if self._layout is CHANNELS:
+                return False
             place = self.destination(name, shadow, direct)
             assert place is not None
             assert place.scales is not None
             return copies.plan_quantized(name, place.part_of(tensor), place.region, place.scales)
         run = self._runs[direct].get(name)
         return run is not None and copies.plan(name, tensor, run, self.address(shadow))
+
+    def run(self, name: str, dtype: torch.dtype, direct: bool = False) -> Run | None:
+        """Where a tensor goes that `check` accepts, if it is copied as it is."""
+        run = None if not direct and self.ignored(name) else self._runs[direct].get(name)
+        return run if run is not None and run.dtype == dtype != torch.float64 else None
 
     def address(self, shadow: Shadow | None) -> int:
         """Where the weights begin, those of the staged copy or the live ones."""
@@ -344,13 +308,13 @@ class WeightStore:
             return None
         part = None if direct else self._place(name).part
         is_first = self._group.rank == 0 if part is None else part.is_first
-        return Destination(
-            self._region(name, shadow, direct), part, is_first, self._scales_region(name, shadow, direct)
-        )
+        scales = self._scales_region(name, shadow, direct)
+        return Destination(self._region(name, shadow, direct), part, is_first, scales, self._layout)
 
-    def note_write(self) -> None:
-        """The live weights are about to be written, or have been, by somebody else."""
+    def note_write(self, sums: Mapping[str, int] = MappingProxyType({})) -> None:
+        """The live weights are about to be written, or have been; `sums`: what is known of theirs then."""
         self.generation += 1
+        self.sums = sums
 
     def covered(self, name: str, direct: bool = False) -> frozenset[str]:
         """The checkpoint names that writing `name` makes valid."""
@@ -365,10 +329,10 @@ class WeightStore:
         things between two slices, as long as the live weights stay as they are.
         """
         kept = sorted(self.names - frozenset(written))
-        scales = [scale for name in kept if (scale := name + SCALES_SUFFIX) in self._scales]
+        scales = [scale for name in kept if (scale := name + self._layout.suffix) in self._scales]
         for name in (*kept, *scales):
             source, destination = self._region(name, None), self._region(name, shadow)
-            for piece, room in _row_slices(source, destination, LOCAL_SLICE_BYTES):
+            for piece, room in row_slices(source, destination, LOCAL_SLICE_BYTES):
                 copy_into(room, piece)
                 yield room.nbytes
 
@@ -387,7 +351,7 @@ class WeightStore:
         The shadow then holds the former weights: not to be read, but to be made live again.
         """
         self.arena.swap(shadow, maps_former=False)
-        self.generation += 1
+        self.note_write()
 
     def stored_as(self, name: str) -> str:
         """The name under which a tensor is read: the embedding's for an output layer that is tied to it."""
@@ -404,7 +368,7 @@ class WeightStore:
             raise RequestRejected(f"the model has no parameter {name!r}")
         mine, placement = self._region(name, None), self._place(name)
         if (scales := self._scales_region(name, None)) is not None:
-            mine = dequantize(mine[:max_rows], scales)
+            mine = dequantize(mine[:max_rows], scales, self._layout)
         part = placement.part
         if part is None:
             return mine[:max_rows].to(torch.float32, copy=True)
@@ -436,14 +400,23 @@ class WeightStore:
 
     def _weight_of(self, name: str, direct: bool) -> str | None:
         """The name of the values that belong to scales; None if it is no name of scales."""
-        weight = name.removesuffix(SCALES_SUFFIX)
+        weight = name.removesuffix(self._layout.suffix)
         is_known = weight in self._slots if direct else name in self._scales
         return weight if is_known and weight != name else None
 
     def _scales_region(self, name: str, shadow: Shadow | None, direct: bool = False) -> Tensor | None:
         if self._slot(name, direct).dtype != FP8:
             return None
-        return self._region(name + SCALES_SUFFIX, shadow, direct)
+        return self._region(name + self._layout.suffix, shadow, direct)
+
+    def _kept_as(self, weight: str, direct: bool) -> str:
+        """How a weight is kept, for who sends it otherwise."""
+        if self._slot(weight, direct).dtype != FP8:
+            return f"its weight is not kept in 8 bits here ({OTHER_PRECISION})"
+        scales, layout = weight + self._layout.suffix, self._layout
+        shape = self._expected_shape(scales, direct)
+        told = "?" if shape is None else list(shape)
+        return f"its weight has a scale for each {layout} here: {scales}, float32 of shape {told}"
 
     def _run(self, name: str) -> Run | None:
         """Where a tensor of a checkpoint goes, if it goes there as it is, in one piece."""
@@ -470,16 +443,3 @@ class WeightStore:
             return parameter
         target = self._place(name).target
         return parameter.narrow(target.dim, target.start, target.length)
-
-
-def _row_slices(
-    source: Tensor | StoredTensor, destination: Tensor, slice_bytes: int, multiple_of: int = 1
-) -> Iterator[tuple[Tensor | StoredTensor, Tensor]]:
-    """Pairs of rows of two tensors of one shape, of at most `slice_bytes` in the destination, or so many."""
-    if destination.nbytes <= slice_bytes or source.dim() == 0:
-        yield source, destination
-        return
-    num_rows = slice_bytes // max(1, destination[:1].nbytes)
-    num_rows = max(multiple_of, num_rows // multiple_of * multiple_of)
-    pieces = torch.split(source, num_rows) if isinstance(source, Tensor) else source.split(num_rows)
-    yield from zip(pieces, torch.split(destination, num_rows), strict=True)

@@ -91,12 +91,19 @@ class Soak:
         """These operations one after the other, beside streams; both have ended when it returns."""
         self._is_over = False
         streams = [asyncio.create_task(self._streams(number)) for number in range(self._args.streams)]
-        for name in names:
-            self._tally.operations[name] += 1
-            await self._storms[name][1]()
-            await self._run_again()
-            await self._wait()
-        self._is_over = True
+        try:
+            for name in names:
+                self._tally.operations[name] += 1
+                try:
+                    await self._storms[name][1]()
+                except Exception as error:
+                    self._tally.failures += 1
+                    self._tally.note(f"{name}: {type(error).__name__}: {error}")
+                await self._run_again()
+                await self._wait()
+        finally:
+            # Streams end by themselves: a request that ends while it is cancelled may miss that.
+            self._is_over = True
         await asyncio.wait_for(asyncio.gather(*streams), REPLY_TIMEOUT_S)
         await self._settle()
 
@@ -312,11 +319,7 @@ class Soak:
             self._kept.send(self._weights, self._next_version())
 
         mode, chance = self._rng.choice(["in_place", "retract"]), self._rng.random()
-        try:
-            await asyncio.to_thread(send, mode, stays=chance < 0.6, moves=chance < 0.2)
-        except Exception as error:
-            self._tally.failures += 1
-            self._tally.note(f"session: {type(error).__name__}: {error}")
+        await asyncio.to_thread(send, mode, stays=chance < 0.6, moves=chance < 0.2)
 
     async def _session_given_up(self) -> None:
         """Other weights, which must never be seen."""
@@ -356,7 +359,13 @@ class Soak:
         )
         assert process.stdout is not None
         self.senders.append(process.pid)
-        entries = json.loads(await process.stdout.readline())
+        line = await process.stdout.readline()
+        if not line:
+            # On a busy machine torch's manager of shared memory may not come up in time.
+            self._tally.operations["sender that could not lend"] += 1
+            await process.wait()
+            return
+        entries = json.loads(line)
         update = asyncio.create_task(
             self._post(
                 "update_weights_from_tensor",

@@ -9,6 +9,7 @@ from fixtures.scripted_engine import as_tests
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
+from ebbtide.srt.managers.api.live_outputs import LiveOutputs
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     ContinueGenerationReqInput,
@@ -28,7 +29,7 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.client = ControlClient(self)
+        self.client = ControlClient(self, LiveOutputs())
 
     def send(self, message: ControlCall | Verdict) -> None:
         self.calls.append(message)

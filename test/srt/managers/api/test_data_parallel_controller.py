@@ -11,6 +11,7 @@ from fixtures.scripted_engine import STATE, as_tests, updated
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
+from ebbtide.srt.managers.api.live_outputs import LiveOutputs
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,
@@ -101,7 +102,7 @@ class Setup:
         self.replicas = [Replica() for _ in range(num_replicas)]
         self.inbox = Inbox()
         self.controller = DataParallelController(self.replicas, self.inbox, tp_size, method)
-        self.client = ControlClient(self.controller)
+        self.client = ControlClient(self.controller, LiveOutputs())
         self.passed_on: list[ManagerInput] = []
 
     async def read(self) -> None:

@@ -89,7 +89,7 @@ class Copies:
         self._clock, self._each_s = clock, each_s
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
+    def copying(self, *, beside: bool = False) -> Iterator[None]:
         self.is_launching = True
         yield
         self.is_launching = False

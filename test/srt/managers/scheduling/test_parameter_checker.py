@@ -24,6 +24,9 @@ class Store:
         self.tensors = parameters
         self.generation = 0
 
+    def note_write(self) -> None:
+        self.generation += 1
+
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.tensors.items()
 

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
+from ebbtide.srt.managers import assembly
 from ebbtide.srt.managers.io_struct import PauseGenerationReqInput, PauseGenerationReqOutput, PauseMode
-from ebbtide.srt.managers.scheduling import assembly
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.testing import SchedulerHarness, default_schedule

@@ -77,14 +77,18 @@ class ControlPlane:
         """Whether there is anything to advance."""
         return self.operations.any_pending or bool(self._held)
 
-    def apply(self, call: ControlCall) -> None:
-        """Carry a request out; its reply is sent when the effect holds, now or after further `advance`s."""
+    def apply(self, call: ControlCall, settle: Callable[[], None]) -> None:
+        """Carry a request out; its reply is sent when the effect holds, now or after further `advance`s.
+
+        Args:
+            settle: as `advance` has it; a pass is under way only where the request is a weight update.
+        """
         if self.operations.stands_alone or self._held:
             self._held.append(call)
         else:
-            self._start(call)
+            self._start(call, settle)
 
-    def _start(self, call: ControlCall) -> None:
+    def _start(self, call: ControlCall, settle: Callable[[], None]) -> None:
         request, stall = call.request, LongestStall()
         outcome: AnyReply | Operation
         try:
@@ -98,7 +102,7 @@ class ControlPlane:
             self.operations.stalls.note(request, stall)
             self._reply(call.id, outcome)
             return
-        self.operations.start(call.id, request, outcome, is_joint=call.is_joint)
+        self.operations.start(call.id, request, outcome, settle, is_joint=call.is_joint)
         timeout_s = request.row.deadline(request, self.updates.timeout_s)
         if timeout_s is not None and self.operations.is_pending(call.id):
             self._set_deadline(call.id, timeout_s)
@@ -125,7 +129,7 @@ class ControlPlane:
                 if isinstance(held, Verdict):
                     self.operations.decide(held.id, held.refusal)
                 else:
-                    self._start(held)
+                    self._start(held, settle)
             self.operations.advance(settle)
 
     def expire(self, deadline_id: str) -> None:

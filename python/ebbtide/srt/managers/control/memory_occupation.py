@@ -330,11 +330,8 @@ class MemoryOccupation:
             if with_weights:
                 self._memories[MemoryTag.WEIGHTS].prepare_release(keep=True)
         except OutOfDeviceMemory as error:
-            raise RequestRejected(
-                f"no room to keep what is to outlive the release: {error}. Nothing was released",
-                409,
-                needed_bytes=error.needed_bytes,
-                free_bytes=error.free_bytes,
+            raise error.refusal(
+                f"no room to keep what is to outlive the release: {error}. Nothing was released"
             ) from error
 
     def _release(self, tag: MemoryTag) -> int:
@@ -409,12 +406,9 @@ def _out_of_memory_refused(work: Work[T]) -> Work[T]:
     try:
         return (yield from work)
     except OutOfDeviceMemory as error:
-        raise RequestRejected(
+        raise error.refusal(
             f"not enough device memory for all of kv_cache: {error.needed_bytes} bytes are needed, "
-            f"{error.free_bytes} are free. It is released again; free memory and try again",
-            409,
-            needed_bytes=error.needed_bytes,
-            free_bytes=error.free_bytes,
+            f"{error.free_bytes} are free. It is released again; free memory and try again"
         ) from error
 
 

@@ -92,14 +92,21 @@ class Operations:
         return bool(self._pending)
 
     def start(
-        self, call_id: str, request: ControlRequest, operation: Operation, *, is_joint: bool = False
+        self,
+        call_id: str,
+        request: ControlRequest,
+        operation: Operation,
+        settle: Callable[[], None],
+        *,
+        is_joint: bool = False,
     ) -> None:
-        """Run the first slice, where no forward pass is under way.
+        """Run the first slice. The reply follows when the operation ends, maybe at once.
 
-        The reply follows when the operation ends, maybe at once.
+        Args:
+            settle: as `advance` has it; a pass is under way only where that slice touches nothing of it.
         """
         self._pending[call_id] = _Pending(request, operation, is_joint)
-        self._turn(call_id, operation.__next__)
+        self._turn(call_id, operation.__next__, settle)
 
     def go_on(self, work: Work[None]) -> None:
         """Have work done that no reply waits for, from the next turn on; a failure is logged."""

@@ -66,6 +66,14 @@ class Stall:
         if self._began is None:
             self._began = time.perf_counter()
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within, a forward pass comes to its end that was launched before."""
+        started = time.perf_counter()
+        yield
+        if self._began is not None:
+            self._began += time.perf_counter() - started
+
     def end(self) -> None:
         """Forward passes can run again."""
         if self._began is not None:
@@ -83,11 +91,13 @@ class Pace:
 
     Attributes:
         prefill_token_s: what a token took in the last pass that was mainly prefill; None: there was none.
+        copied_at_s: of the monotonic clock: when the last copies had run that passes were launched behind.
     """
 
     def __init__(self) -> None:
         self._step_s: float | None = None
         self.prefill_token_s: float | None = None
+        self.copied_at_s = 0.0
 
     def note_step(self, step_s: float, num_tokens: int = 1) -> None:
         """A forward pass over so many new tokens took so long, from one to the next."""
@@ -105,6 +115,8 @@ class Pace:
         activity: Activity,
         stall: Stall | None = None,
         copies: CopyStream | None = None,
+        *,
+        waits: bool = True,
     ) -> Work[tuple[int, T]]:
         """Do the work, letting a forward pass in after every turn; returns its bytes and its result.
 
@@ -115,13 +127,15 @@ class Pace:
                 the next one with it.
             stall: notes the turns; while it lasts no pass can run, so there is nothing to be kept short for.
             copies: where the work launches its copies. The end is when they have run.
+            waits: False: it is when they are launched, behind the forward pass under way.
         """
         num_bytes = 0
         with closing(slices):
             while True:
+                is_beside = waits and activity is Activity.COPYING
                 with (
                     stall.measure() if stall else nullcontext(),
-                    copies.copying() if copies else nullcontext(),
+                    copies.copying(beside=is_beside) if copies else nullcontext(),
                 ):
                     turn_s, left_bytes = self._budget(stall is not None and stall.lasts)
                     until_s = time.perf_counter() + turn_s
@@ -136,14 +150,22 @@ class Pace:
                         result: T = end.value
                         break
                 yield activity
-        # Asked outside, where nothing more is being launched.
-        is_held_up = stall is not None and stall.lasts
+        if copies is not None and waits:
+            # Asked outside, where nothing more is being launched.
+            yield from self._copied(copies, activity, is_held_up=stall is not None and stall.lasts)
+        return num_bytes, result
+
+    def behind(self, copies: CopyStream) -> Work[None]:
+        """Until copies have run that forward passes were launched behind."""
+        yield from self._copied(copies, Activity.COPYING, is_held_up=True)
+        self.copied_at_s = time.monotonic()
+
+    def _copied(self, copies: CopyStream, activity: Activity, *, is_held_up: bool) -> Work[None]:
         wait_s = LONGEST_TURN_S if is_held_up else WAIT_SHARE * min(self._step_s or 0.0, LONGEST_TURN_S)
         wait_until_s = time.perf_counter() + wait_s
-        while copies is not None and not copies.copies_done():
+        while not copies.copies_done():
             if time.perf_counter() >= wait_until_s:
                 yield activity
-        return num_bytes, result
 
     def _budget(self, is_held_up: bool) -> tuple[float, float]:
         """The seconds of a turn, and the bytes that it may launch."""

@@ -23,20 +23,26 @@ Fact = TypeVar("Fact")
 class Activity(enum.Enum):
     """What an operation that is not done yet is doing."""
 
-    WORKING = enum.auto()  # it wants its next slice as soon as the forward pass in between is done
-    COPYING = enum.auto()  # the same, but a forward pass may be under way then: it touches nothing of it
-    WAITING = enum.auto()  # it waits for requests, for other operations, for what others send, or for ranks
-    # that copy; forward passes overlap meanwhile
-    HOLDING = enum.auto()  # it waits for ranks that work between forward passes: none is under way then
-    ALONE = enum.auto()  # it waits for other ranks, and nothing else of the control plane, no forward pass
-    # either, happens before it has come to its end: on one rank it would be a single step
-    BOUNDARY = (
-        enum.auto()
-    )  # it is about to do what no forward pass under way may see: that pass is brought to
-    # its end, and the operation goes on in the same turn
-    DRAINING = enum.auto()  # it waits for requests to end, and need not if other replicas have refused
-    PREPARED = enum.auto()  # the next slice is the commit, and will not be refused: of what several replicas
-    # commit together it comes with their verdict, otherwise at once
+    # It wants its next slice as soon as the forward pass in between is done.
+    WORKING = enum.auto()
+    # The same, but a forward pass may be under way then: it touches nothing of it.
+    COPYING = enum.auto()
+    # It waits for requests, other operations, what others send, or ranks that copy; forward passes
+    # overlap meanwhile.
+    WAITING = enum.auto()
+    # It waits for ranks that work between forward passes: none is under way then.
+    HOLDING = enum.auto()
+    # It waits for other ranks, and nothing else of the control plane, no forward pass either, happens before
+    # it has come to its end: on one rank it would be a single step.
+    ALONE = enum.auto()
+    # It is about to do what no forward pass under way may see: that pass is brought to its end, and the
+    # operation goes on in the same turn.
+    BOUNDARY = enum.auto()
+    # It waits for requests to end, and need not if other replicas have refused.
+    DRAINING = enum.auto()
+    # The next slice is the commit, and will not be refused: of what several replicas commit together it comes
+    # with their verdict, otherwise at once.
+    PREPARED = enum.auto()
 
 
 # What is done, or waited for, while no forward pass is under way.
@@ -79,8 +85,12 @@ class Overruled(RequestRejected):
 class CopyStream(Protocol):
     """Where copies are launched that run beside forward passes."""
 
-    def copying(self) -> AbstractContextManager[None]:
-        """Copies that are launched within run beside forward passes, after all that was launched before."""
+    def copying(self, *, beside: bool = False) -> AbstractContextManager[None]:
+        """Copies that are launched within run beside forward passes, after all that was launched before.
+
+        Args:
+            beside: not after the forward pass under way: they touch nothing of it.
+        """
         ...
 
     def copies_done(self) -> bool:

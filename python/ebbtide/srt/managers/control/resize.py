@@ -153,11 +153,8 @@ class KVSize:
             try:
                 saved.append(self._pool.save(plan))
             except OutOfDeviceMemory as error:
-                raise RequestRejected(
-                    f"no room to keep the KV of running requests: {error}. Nothing was changed",
-                    409,
-                    needed_bytes=error.needed_bytes,
-                    free_bytes=error.free_bytes,
+                raise error.refusal(
+                    f"no room to keep the KV of running requests: {error}. Nothing was changed"
                 ) from error
 
         try:
@@ -189,11 +186,8 @@ class KVSize:
             try:
                 return self._pool.add(part)
             except OutOfDeviceMemory as error:
-                raise RequestRejected(
-                    f"no memory for a larger KV cache: {error}. Nothing was changed",
-                    409,
-                    needed_bytes=error.needed_bytes,
-                    free_bytes=error.free_bytes,
+                raise error.refusal(
+                    f"no memory for a larger KV cache: {error}. Nothing was changed"
                 ) from error
 
         try:
@@ -219,7 +213,7 @@ class KVSize:
         return moved_bytes
 
     def _part_of(self, num_chunks: int) -> int:
-        """Of so many chunks, those that change hands at once."""
+        """How many of so many chunks change hands at once."""
         if self._num_running() == 0:
             return num_chunks
         return min(num_chunks, max(1, PART_BYTES // self._pool.chunk_bytes))

@@ -11,7 +11,7 @@ from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, ControlRequest, Stall
 
 
 class LongestStall:
-    """Of one request: its longest turn, or the longest time for which everything else waited."""
+    """The longest turn of one request, or the longest time for which everything else waited for it."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0

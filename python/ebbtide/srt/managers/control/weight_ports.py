@@ -95,6 +95,10 @@ class IncomingWeights(Protocol):
         """
         ...
 
+    def finish(self) -> None:
+        """Wait until the copies have run."""
+        ...
+
     def nonfinite(self) -> list[str]:
         """Once the copies have run: which of the tensors hold NaN or Inf on this rank."""
         ...
@@ -153,7 +157,10 @@ class Staging(Protocol):
         ...
 
     def commit(self) -> None:
-        """Make what was written the live weights: all of it, between two forward passes."""
+        """Make what was written the live weights: all of it, between two forward passes.
+
+        Copies into the live ones need only be launched: forward passes run behind them.
+        """
         ...
 
     def roll_back(self) -> None:
@@ -185,7 +192,7 @@ class TrialPass(Protocol):
     vocab_size: int
 
     def logprobs(self, input_ids: Sequence[int]) -> list[float]:
-        """Of each token but the first, by the live weights; the lowest float32 for what is not finite.
+        """The logprob of each token but the first, by the live weights; the lowest float32 if not finite.
 
         The same on all ranks, in the same turn, with no forward pass under way.
 

@@ -17,7 +17,7 @@ class GrowthReserve:
         self._share = self.SHARE_AT_START
 
     def pages(self, num_tokens: int) -> int:
-        """For so many tokens that running requests may still generate."""
+        """How many are kept for so many tokens that running requests may still generate."""
         return int(self._share * num_tokens) // self._page_size
 
     def note_step(self) -> None:

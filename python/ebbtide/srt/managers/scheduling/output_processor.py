@@ -248,7 +248,7 @@ def _add_routes(batch: ScheduledBatch, routes: Routes, live: NDArray[np.int64]) 
 
 
 def _routed_experts(req: Req) -> RoutedExperts | None:
-    """Of all tokens that were computed but the last, which nobody fed back."""
+    """The experts of all tokens that were computed: not of the last one, which nobody fed back."""
     end = min(req.num_tokens - 1, req.routes.end)
     if req.routes_from is None or end <= req.routes_from:
         return None

@@ -65,7 +65,7 @@ class TimeLimits:
         return False
 
     def _find(self, arrival: str) -> Req | None:
-        """By its number, not its rid: another request may have that by now."""
+        """The live request that arrived as this one; another may have its rid by now."""
         live = (*self._policy.running, *self._policy.queued)
         return next((req for req in live if req.arrival == int(arrival)), None)
 

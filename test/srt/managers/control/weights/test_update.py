@@ -1,13 +1,14 @@
 """Weight updates: control_semantics section 2, on the real scheduler with null parts."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fixtures.control import IN_PLACE, PROMPT, Harness, updating
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control import pace
+from ebbtide.srt.managers.control import pace, stalls
 from ebbtide.srt.managers.io_struct import (
     FinishReason,
     GetWeightsByNameReqInput,
@@ -126,9 +127,11 @@ class TestBurst:
 def test_in_place_the_whole_time_from_the_first_write_to_the_commit_is_a_stall(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a clock that ticks with every look at it: only a staged update lets forward passes in."""
-    clock = itertools.count()
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: float(next(clock)))
+    """On a clock that ticks with every look of theirs at it: only a staged update lets forward passes in."""
+    looks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(looks)), monotonic=lambda: float(next(looks)))
+    for module in (pace, stalls):
+        monkeypatch.setattr(module, "time", clock)
     staged = harness.update(3)
     harness.weights.num_staged = 0
     in_place = harness.update(4)

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final, NoReturn, TypeAlias
 
 from ebbtide.srt.errors import RequestRejected, drop_frames
@@ -227,8 +228,13 @@ class Pieces:
 
 def _summary_of(incoming: IncomingWeights) -> str:
     """What must be the same on every rank."""
-    names = zlib.crc32("\n".join(sorted(incoming.names)).encode())
+    names = _sum_of(incoming.names)
     return f"{incoming.num_tensors} tensors ({incoming.num_ignored} ignored, names {names:08x})"
+
+
+@lru_cache(maxsize=16)
+def _sum_of(names: frozenset[str]) -> int:
+    return zlib.crc32("\n".join(sorted(names)).encode())
 
 
 def _refuse_problems(incoming: IncomingWeights) -> None:

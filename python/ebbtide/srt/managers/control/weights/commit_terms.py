@@ -142,11 +142,18 @@ class CommitConditions:
         return self._generation.drain() if terms.mode is PauseMode.WAIT else nullcontext()
 
     def ready(self, terms: CommitTerms) -> Iterator[Activity]:
-        """Wait for running requests, if they are to end first; then, at a boundary, look again."""
+        """Wait for running requests, if they are to end first; then look again.
+
+        That is at a boundary only where the pass under way may bring a refusal to its end: behind it fewer
+        requests may run, and not more.
+        """
         while self._waits(terms) and self._requests.num_running > 0:
             yield Activity.DRAINING
-        yield Activity.BOUNDARY
-        self.check(terms)
+        try:
+            self.check(terms)
+        except RequestRejected:
+            yield Activity.BOUNDARY
+            self.check(terms)
 
     def mode(self, terms: CommitTerms) -> PauseMode | None:
         """What is to become of running requests; None where they are paused, and it is not ours to say."""

@@ -5,56 +5,42 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
+
+from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.pace import Pace, Stall, is_burst
 from ebbtide.srt.managers.control.phases import at_once
-from ebbtide.srt.managers.control.ports import Activity, CopyStream, Ranks, Slices, Work
+from ebbtide.srt.managers.control.ports import (
+    Activity,
+    CopyStream,
+    DeadlinePassed,
+    OutOfStep,
+    Ranks,
+    Slices,
+    Work,
+)
 from ebbtide.srt.managers.control.weight_content import Valid, WeightContent
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, Staging, Weights
+from ebbtide.srt.managers.control.weights.lacking import MAX_TOLD, Lacking
 from ebbtide.srt.managers.io_struct import UpdateWeightsReqOutput
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# So many names, or refusals, are listed in a message.
-MAX_TOLD: Final = 10
 # The memory of so many buckets of a session stays mapped, in case that the next ones lie in it.
 MAX_MAPPED: Final = 4
-
-
-@dataclass
-class _Refused:
-    """An update that was refused.
-
-    Attributes:
-        names: what it was to write and nobody has written since; None: not even its names could be read.
-    """
-
-    reason: str
-    names: frozenset[str] | None
-
-    def make_up(self, names: frozenset[str]) -> None:
-        """These were written."""
-        if self.names is not None:
-            self.names -= names
-
-    @property
-    def told(self) -> dict[str, Any]:
-        names = None if self.names is None else sorted(self.names)[:MAX_TOLD]
-        return {"message": self.reason, "names": names}
 
 
 class WeightSession:
     """What one commit will change. `close` before the commit is the rollback.
 
-    It is incomplete from the refusal of an update on, until others have written all that this was to write.
     Source: control_semantics section 2.
 
     Attributes:
+        lacks: what was to come to it and has not.
         deadline_id: of the deadline at which it is aborted; None for the session of a single request.
         session_id: what its client calls it.
         names: the checkpoint names that have been written whole.
@@ -91,9 +77,7 @@ class WeightSession:
         self.canary_message = ""
         self.stall = Stall()
         self._is_spoilt = False
-        self._refused: list[_Refused] = []
-        # Of what two tensors write, those that have come without the other, and what that is called.
-        self._halves: dict[str, str] = {}
+        self.lacks = Lacking()
         self._weights = weights
         self._lender = lender
         self._content = content
@@ -101,6 +85,8 @@ class WeightSession:
         self._pace = pace
         self._staging: Staging | None = None
         self._unmap: list[Slices[None]] = []
+        # Its copies are launched, and may not have run.
+        self._unfinished: IncomingWeights | None = None
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -125,12 +111,37 @@ class WeightSession:
             num_tensors=num_tensors,
             num_ignored=num_ignored,
             num_bytes=num_bytes,
-            stall_ms=self.stall.longest_ms,
+            stall_ms=0.0,
             num_paused_requests=0,
             content=content.content,
             num_missing=content.num_missing,
-            num_nonfinite=len(self.nonfinite),
-            message=f"{message} {self.told_of_nonfinite}" if self.nonfinite else message,
+            message=message,
+        )
+
+    def message(self, version: str | None) -> str:
+        """What is said of its commit, which gives the weights this version, if any."""
+        told = [f"Updated {self.num_tensors} tensors."]
+        if version is not None:
+            told.append(f"Weight version updated to {version}.")
+        return " ".join([*told, *filter(None, [self.canary_message])])
+
+    def concluded(self, reply: UpdateWeightsReqOutput) -> UpdateWeightsReqOutput:
+        """The reply to its commit, behind `finish`; the log has it too."""
+        logger.info(
+            "weights updated: version=%s tensors=%d bytes=%d staged=%s stall_ms=%.1f",
+            reply.weight_version,
+            reply.num_tensors,
+            reply.num_bytes,
+            self.is_staged,
+            self.stall.longest_ms,
+        )
+        return self.with_outcome(reply)
+
+    def with_outcome(self, reply: UpdateWeightsReqOutput) -> UpdateWeightsReqOutput:
+        """A reply with what is known once the copies have run."""
+        message = f"{reply.message} {self.told_of_nonfinite}" if self.nonfinite else reply.message
+        return structs.replace(
+            reply, stall_ms=self.stall.longest_ms, num_nonfinite=len(self.nonfinite), message=message
         )
 
     @property
@@ -138,31 +149,6 @@ class WeightSession:
         """Which tensors hold NaN or Inf, as a sentence."""
         listed = ", ".join(sorted(self.nonfinite)[:MAX_TOLD])
         return f"{len(self.nonfinite)} tensors hold NaN or Inf: {listed}."
-
-    def note_refused(self, reason: str, names: frozenset[str] | None) -> None:
-        """An update was refused that was to write these names; None: nobody knows which."""
-        self._refused.append(_Refused(reason, names))
-
-    def require_complete(self) -> None:
-        """Refuse to commit half of what was sent."""
-        if self._halves:
-            lacking = sorted(set(self._halves.values()))
-            raise RequestRejected(
-                f"the session is incomplete: {len(lacking)} tensors that belong to others of 8 bits did not "
-                f"come: {', '.join(lacking[:MAX_TOLD])}. Send them, or abort_weight_update; allow_incomplete "
-                "leaves these weights as they were",
-                409,
-            )
-        left = [refused for refused in self._refused if refused.names != frozenset()]
-        if left:
-            raise RequestRejected(
-                f"the session is incomplete: {len(left)} of its updates were refused, and what they were to "
-                f"write was not sent again: {'; '.join(refused.reason for refused in left[:MAX_TOLD])}. Send "
-                "it, or abort_weight_update; allow_incomplete commits what there is",
-                409,
-                refusals=[refused.told for refused in left[:MAX_TOLD]],
-                num_refusals=len(left),
-            )
 
     @property
     def overwrites_what_serves(self) -> bool:
@@ -293,59 +279,58 @@ class WeightSession:
         if not incoming.is_sent or not incoming.receive_into(self._staging):
             return frozenset()
         if not self.is_staged:
-            yield from self._lose(incoming)
+            yield Activity.BOUNDARY
+            self._lose(incoming)
         overwritten = self.names & _touched(incoming)
         self.names -= overwritten
         return overwritten
 
-    def write(self, incoming: IncomingWeights) -> Work[int]:
+    def write(self, incoming: IncomingWeights, *, waits: bool = True) -> Work[int]:
         """Write one update's tensors, which were prepared; returns their bytes.
 
         If it fails, they count as not written.
+
+        Args:
+            waits: False: the copies go into live weights that serve. They are launched behind the forward
+                pass under way; this returns at its end, and the commit follows at once. The next pass is
+                launched behind the copies, and behind that comes `finish`.
         """
+        self._unfinished = None if waits else incoming
         if incoming.needs_copy and self._staging is not None:
             yield from self._complete(self._staging)
         elif incoming.is_delta and self._staging is not None:
             yield from self._lay_base(incoming, self._staging)
         else:
             self.names -= _touched(incoming)
-            for half in incoming.halves:
-                self._halves.pop(half, None)
+            self.lacks.forget(incoming)
         num_bytes = 0
         if self._staging is not None:
             num_bytes = yield from self._copy(incoming, self._staging)
-        self.names |= incoming.names | self._joined(incoming)
-        for refused in self._refused:
-            refused.make_up(incoming.sent | incoming.names)
+        self.names = _union(self.names, _union(incoming.names, self.lacks.note_written(incoming)))
         self._is_spoilt = False
         self.num_tensors += incoming.num_tensors
         self.num_ignored += incoming.num_ignored
         self.num_bytes += num_bytes
+        if not waits:
+            with self.stall.apart():
+                yield Activity.BOUNDARY
         return num_bytes
 
-    def _joined(self, incoming: IncomingWeights) -> frozenset[str]:
-        """The weights whose second half has come."""
-        joined = set()
-        for half, (other, weight) in incoming.halves.items():
-            if self._halves.pop(other, None) is None:
-                self._halves[half] = other
-            else:
-                joined.add(weight)
-        for half, other in list(self._halves.items()):
-            if half in incoming.names or other in incoming.names:
-                del self._halves[half]
-        return frozenset(joined)
-
     def _copy(self, incoming: IncomingWeights, staging: Staging) -> Work[int]:
-        if not self.is_staged:
-            yield from self._lose(incoming)
+        if self._unfinished is not None:
+            # Copies are launched behind the forward pass under way.
+            self._lose(incoming)
+        elif not self.is_staged:
+            yield Activity.BOUNDARY
+            self._lose(incoming)
         # Until it is written whole, on all ranks.
         self._is_spoilt = incoming.needs_copy or incoming.is_delta
-        kind = Activity.COPYING if self.is_staged else Activity.WORKING
+        is_beside = self.is_staged or self._unfinished is not None
+        kind = Activity.COPYING if is_beside else Activity.WORKING
         work = self._copied(incoming, staging, kind)
         (num_bytes, _), found = yield from self._ranks.survey(kind, work, lambda copied: copied[1])
         self._note_nonfinite(incoming, frozenset[str]().union(*found))
-        if incoming.is_sent:
+        if incoming.is_sent and self._unfinished is None:
             incoming.close()
         return num_bytes
 
@@ -353,12 +338,37 @@ class WeightSession:
         self, incoming: IncomingWeights, staging: Staging, kind: Activity
     ) -> Work[tuple[int, list[str]]]:
         """This rank's part: bytes, and what holds NaN or Inf."""
-        writing = self._pace.turns(incoming.write(staging), kind, self.stall, self._weights.copies)
-        num_bytes, _ = yield from writing
-        nonfinite = incoming.nonfinite()
+        slices, copies, waits = incoming.write(staging), self._weights.copies, self._unfinished is None
+        num_bytes, _ = yield from self._pace.turns(slices, kind, self.stall, copies, waits=waits)
+        nonfinite = incoming.nonfinite() if waits else []
         if not (incoming.is_sent or self.stall.lasts):
             self._keep_mapped(incoming)
         return num_bytes, nonfinite
+
+    def finish(self) -> Work[None]:
+        """Behind the commit of what `write` did not wait for: until the copies have run.
+
+        Raises:
+            OutOfStep: they failed, and what serves is a mixture.
+        """
+        incoming, self._unfinished = self._unfinished, None
+        if incoming is None:
+            return
+
+        def finished() -> Work[list[str]]:
+            yield from self._pace.behind(self._weights.copies)
+            return incoming.nonfinite()
+
+        try:
+            _, found = yield from self._ranks.survey(Activity.COPYING, finished(), lambda names: names)
+        except (DeadlinePassed, RequestRejected):
+            # What serves already is not given up: the rest is waited for in one piece.
+            incoming.finish()
+            found = [incoming.nonfinite()]
+        except Exception as error:
+            raise OutOfStep(f"weights that serve could not be written: {error}") from error
+        self.stall.end()
+        self._note_nonfinite(incoming, frozenset[str]().union(*found))
 
     def _lay_base(self, incoming: IncomingWeights, staging: Staging) -> Work[None]:
         """Have what a delta changes in the copy, and what is to become of it checked."""
@@ -390,13 +400,13 @@ class WeightSession:
             _run(self._unmap.pop(0))
 
     def _note_nonfinite(self, incoming: IncomingWeights, names: frozenset[str]) -> None:
-        self.nonfinite = (self.nonfinite - incoming.sent) | names
+        if self.nonfinite or names:
+            self.nonfinite = (self.nonfinite - incoming.sent) | names
         if names:
             logger.warning("a weight update: %s", self.told_of_nonfinite)
 
-    def _lose(self, incoming: IncomingWeights) -> Work[None]:
-        """The live weights are a mixture from here to the commit: no forward pass may see them."""
-        yield Activity.BOUNDARY
+    def _lose(self, incoming: IncomingWeights) -> None:
+        """The live weights are a mixture from here to the commit: no further forward pass may see them."""
         if isinstance(self._content.state, Valid):
             self.stall.begin()
         self._content.lose(_touched(incoming))
@@ -419,7 +429,8 @@ class WeightSession:
         if self._staging is not None:
             self._ranks.certainly(self._staging.commit)
         self._content.note_written(self.names)
-        self.stall.end()
+        if self._unfinished is None:
+            self.stall.end()
 
     def release(self) -> Work[None]:
         """After the commit, give the copy's memory to whom it was borrowed from, the rest to the system."""
@@ -476,4 +487,9 @@ def _run(slices: Slices[None]) -> None:
 
 def _touched(incoming: IncomingWeights) -> frozenset[str]:
     """What does not hold any more, on the way from one set of weights to the next."""
-    return incoming.names | {weight for _, weight in incoming.halves.values()}
+    return _union(incoming.names, frozenset(weight for _, weight in incoming.halves.values()))
+
+
+def _union(first: frozenset[str], second: frozenset[str]) -> frozenset[str]:
+    """Sets of all names are not copied where one has nothing to add: no pass runs meanwhile."""
+    return first | second if first and second else first or second

@@ -26,6 +26,7 @@ from ebbtide.srt.managers.control.ports import (
     DeadlinePassed,
     HandlerTable,
     Operation,
+    OutOfStep,
     Ranks,
     Requests,
     Work,
@@ -58,6 +59,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
+    UpdateWeightsReqOutput,
     UpdateWeightVersionReqInput,
     UpdateWeightVersionReqOutput,
     WeightSessionReqOutput,
@@ -217,7 +219,7 @@ class WeightUpdates:
         except Exception as error:
             session = self._session
             if session is not None and request.session_id in (None, session.session_id):
-                session.note_refused(str(error), contents.names)
+                session.lacks.note_refused(str(error), contents.names)
             raise
 
     def _update(self, request: WeightUpdateRequest, contents: Contents, stages: Stages) -> Operation:
@@ -247,15 +249,14 @@ class WeightUpdates:
                 if session.overwrites_what_serves:
                     # There is no way back from the first byte on: other replicas are waited for before it.
                     mode = yield from self._agree(session, terms, stages)
-                    yield from session.write(incoming)
+                    yield from session.write(incoming, waits=False)
                     stages.end("write")
                 else:
                     yield from session.write(incoming)
                     mode = yield from self._agree(session, terms, stages)
                 reply = self._commit(session, terms, mode)
                 stages.end("commit")
-                yield from self._breathe(session, incoming)
-                return reply
+                return (yield from self._breathe(session, reply, incoming))
 
     def _update_from_senders(self, request: PiecewiseRequest, stages: Stages) -> Operation:
         with self._line.turn() as has_come, ExitStack() as opened:
@@ -279,14 +280,13 @@ class WeightUpdates:
                 return self._conditions.ready(terms)
 
             yield from self._take(pieces, session, ready_in_place)
-            session.require_complete()
+            session.lacks.require_nothing()
             with self._conditions.draining(terms):
                 mode = yield from self._agree(session, terms, stages)
                 reply = self._commit(session, terms, mode)
                 stages.end("commit")
                 pieces.finish()
-                yield from self._breathe(session)
-                return reply
+                return (yield from self._breathe(session, reply))
 
     def _take(
         self, pieces: Pieces, session: WeightSession, ready_in_place: Callable[[], Iterator[Activity]]
@@ -325,7 +325,7 @@ class WeightUpdates:
         session.folder = folder_of(request) or session.folder
         num_tensors, num_ignored, num_bytes = map(operator.sub, session.counts, before)
         message, counts = f"Staged {num_tensors} tensors.", (num_tensors, num_ignored, num_bytes)
-        return session.reply(self.version, message, counts, is_committed=False)
+        return session.with_outcome(session.reply(self.version, message, counts, is_committed=False))
 
     def _begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         try:
@@ -352,7 +352,7 @@ class WeightUpdates:
             session = self._require_session()
             self._require_named(request, 409)
             if not request.allow_incomplete:
-                session.require_complete()
+                session.lacks.require_nothing()
             flush_cache = session.flush_cache if request.flush_cache is None else request.flush_cache
             terms = self._trials.terms(request, flush_cache)
             self._conditions.check(terms)
@@ -365,8 +365,7 @@ class WeightUpdates:
             self._session = None
             self._why_closed = "it was ended already"
             with closing(session):
-                yield from self._breathe(session)
-            return reply
+                return (yield from self._breathe(session, reply))
 
     def _agree(self, session: WeightSession, terms: CommitTerms, stages: Stages) -> Work[PauseMode | None]:
         """Make the session whole, wait for the boundary, and for the verdict of all replicas.
@@ -376,6 +375,8 @@ class WeightUpdates:
         yield from session.complete()
         stages.end("stage")
         yield from self._conditions.ready(terms)
+        if not session.overwrites_what_serves:
+            yield Activity.BOUNDARY
         stages.end("drain")
         if terms.canary is not None:
             session.canary_message = yield from self._trials.run(terms.canary, session)
@@ -385,7 +386,9 @@ class WeightUpdates:
         stages.end("vote")
         return mode
 
-    def _commit(self, session: WeightSession, terms: CommitTerms, mode: PauseMode | None) -> AnyReply:
+    def _commit(
+        self, session: WeightSession, terms: CommitTerms, mode: PauseMode | None
+    ) -> UpdateWeightsReqOutput:
         """Commit at a boundary: weights, version and cache together."""
         version = terms.version if terms.version is not None else session.version
         with session.stall.measure():
@@ -397,20 +400,7 @@ class WeightUpdates:
                 self.model_path, self.load_format = session.folder
             if terms.flush_cache:
                 self._requests.flush_cache()
-        message = f"Updated {session.num_tensors} tensors."
-        if version is not None:
-            message += f" Weight version updated to {self.version}."
-        if session.canary_message:
-            message += f" {session.canary_message}"
-        logger.info(
-            "weights updated: version=%s tensors=%d bytes=%d staged=%s stall_ms=%.1f",
-            self.version,
-            session.num_tensors,
-            session.num_bytes,
-            session.is_staged,
-            session.stall.longest_ms,
-        )
-        reply = session.reply(self.version, message, session.counts, is_committed=True)
+        reply = session.reply(self.version, session.message(version), session.counts, is_committed=True)
         return structs.replace(reply, num_paused_requests=num_paused)
 
     def _verdict(self) -> Iterator[Activity]:
@@ -456,23 +446,33 @@ class WeightUpdates:
                 "a weight update session is open: end_weight_update or abort_weight_update first", 409
             )
 
-    def _breathe(self, session: WeightSession, incoming: IncomingWeights | None = None) -> Work[None]:
-        """Let forward passes in between the commit and giving memory back, piece by piece.
+    def _breathe(
+        self,
+        session: WeightSession,
+        reply: UpdateWeightsReqOutput,
+        incoming: IncomingWeights | None = None,
+    ) -> Work[AnyReply]:
+        """Let forward passes in between the commit and giving memory back; returns the reply.
 
-        Where none is waited for the copy goes in one piece: requests that were retracted have prompts to
-        compute first, and the reply would wait for a long step after each. The sender has its memory back
-        with the reply; the driver, which takes milliseconds to end mappings, is told behind it. What is
-        committed stays so: no deadline, cancellation or failure changes the reply any more.
+        Where no request runs the copy goes in one piece: those that were retracted have prompts to compute
+        first. The driver takes milliseconds to end a sender's mappings, and is told behind the reply. What
+        is committed stays so, whatever deadline, cancellation or failure comes.
         """
-        if not isinstance(self._generation.state, Paused) and self._requests.num_running > 0:
-            try:
+        is_waited_for = not isinstance(self._generation.state, Paused) and self._requests.num_running > 0
+        try:
+            if is_waited_for:
                 # A pass is launched ahead of all that is left.
                 yield Activity.WORKING if session.is_staged else Activity.COPYING
-                if session.is_staged:
-                    yield from session.release()
-            except (DeadlinePassed, RequestRejected, EngineError) as error:
-                logger.warning("memory of an update is given back in one piece: %r", error)
+            yield from session.finish()
+            if is_waited_for and session.is_staged:
+                yield from session.release()
+        except OutOfStep:
+            raise
+        except (DeadlinePassed, RequestRejected, EngineError) as error:
+            logger.warning("an update that serves is brought to its end in one piece: %r", error)
+            yield from session.finish()
         self._operations.go_on(session.detach(incoming))
+        return session.concluded(reply)
 
     # -------------------------------------------------------------------------------------------- effects
 

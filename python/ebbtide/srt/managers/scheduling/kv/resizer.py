@@ -182,7 +182,10 @@ class KVResizer:
         self._removed = [chunk for chunk in self._removed if chunk not in added]
 
     def _give_up(self, chunks: Sequence[int]) -> int:
-        """Of memory that was released meanwhile they are not brought back."""
+        """Have these chunks no more; where the memory was released meanwhile, no resume brings them back.
+
+        Returns the bytes that this gives back.
+        """
         assert self._memory is not None
         if self._memory.is_resident:
             return self._memory.remove(chunks)
@@ -195,6 +198,6 @@ class KVResizer:
 
     @property
     def _num_pages(self) -> int:
-        """With those that are lent for a while."""
+        """The pages of the pool, with those that are lent for a while."""
         allocator = self._policy.allocator
         return allocator.num_pages + allocator.num_withdrawn - allocator.num_pages_of(self._removed)

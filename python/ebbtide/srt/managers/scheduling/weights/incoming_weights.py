@@ -16,16 +16,16 @@ from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.managers.control.ports import OutOfStep, Slices
 from ebbtide.srt.managers.control.weight_ports import Staging
 from ebbtide.srt.memory_saver.arena import Shadow
-from ebbtide.srt.model_executor.kept_sums import KeptSums
-from ebbtide.srt.model_executor.weight_copies import NonFinite, PlannedSpans, WeightCopies
-from ebbtide.srt.model_executor.weight_store import Destination, TensorProblem, WeightStore
+from ebbtide.srt.model_executor.destination import Destination
+from ebbtide.srt.model_executor.weight_copies import NonFinite, PlannedSpans, Run, RunTable, WeightCopies
+from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
 from ebbtide.srt.stored_tensor import StoredTensor, whole
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel
 from ebbtide.srt.weight_sync.delta.target import StoreTarget
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
-from ebbtide.srt.weight_sync.source import WeightSource
+from ebbtide.srt.weight_sync.source import NamedTensor, TableSource, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges
 from ebbtide.srt.weight_sync.state_dict_source import StateDictConversation
 
@@ -48,17 +48,12 @@ class InPlace:
         self._device = device
 
     def sums(self) -> Mapping[str, int]:
-        """What is known of the sums of what is there, see `KeptSums`."""
-        return self._store.sums.at(self._store.generation)
+        """What is known of the sums of what is there, see `WeightStore.sums`."""
+        return self._store.sums
 
     def note_write(self, names: Iterable[str], sums: Mapping[str, int] = MappingProxyType({})) -> None:
         """These are about to be written, or have been; `sums`: what is known of theirs from then on."""
-        store = self._store
-        kept = KeptSums(store.generation + 1, self.sums())
-        store.note_write()
-        kept.forget(names)
-        kept.note(sums)
-        store.sums = kept
+        self._store.note_write(_sums_after(self._store.sums, names, sums))
 
     def complete(self, written: frozenset[str]) -> Slices[None]:
         """There is no copy to complete."""
@@ -72,8 +67,8 @@ class InPlace:
         yield from ()
 
     def commit(self) -> None:
-        """Everything is where it belongs, once the copies have run."""
-        self._device.synchronize()
+        """Everything is where it belongs, once the copies have run: forward passes run behind them."""
+        self._device.follow_copies()
 
     def roll_back(self) -> None:
         raise AssertionError("there is no way back from what was written in place")
@@ -93,14 +88,13 @@ class Staged:
         self._store = store
         self._device = device
         # What nobody writes here is copied from the live weights as they are now.
-        self._sums = KeptSums(store.generation, store.sums.at(store.generation))
+        self._generation, self._sums = store.generation, store.sums
 
     def sums(self) -> Mapping[str, int]:
-        return self._sums.at(self._store.generation)
+        return self._sums if self._generation == self._store.generation else {}
 
     def note_write(self, names: Iterable[str], sums: Mapping[str, int] = MappingProxyType({})) -> None:
-        self._sums.forget(names)
-        self._sums.note(sums)
+        self._sums = _sums_after(self._sums, names, sums)
 
     def complete(self, written: frozenset[str]) -> Slices[None]:
         yield from self._store.complete(self.shadow, written)
@@ -109,9 +103,9 @@ class Staged:
     def commit(self) -> None:
         store = self._store
         self._device.synchronize()
-        former, own = store.sums.at(store.generation), self.sums()
+        former, own = store.sums, self.sums()
         store.commit(self.shadow)
-        store.sums, self._sums = (KeptSums(store.generation, sums) for sums in (own, former))
+        store.sums, self._sums, self._generation = own, former, store.generation
 
     def roll_back(self) -> None:
         # What the shadow holds after a commit are the weights before it.
@@ -127,11 +121,29 @@ class Staged:
         self.shadow.close()
 
 
+def _sums_after(
+    known: Mapping[str, int], written: Iterable[str], sums: Mapping[str, int]
+) -> Mapping[str, int]:
+    """What is known of tensors' sums once these have been written, and hold something of these sums."""
+    left = dict(known)
+    if left:
+        for name in written:
+            left.pop(name, None)
+    return {**left, **sums}
+
+
 class _Checked(NamedTuple):
-    """What `IncomingTensors.check` finds out of a payload that fits."""
+    """What `IncomingTensors.check` finds out of a payload that fits.
+
+    Attributes:
+        scales: the tensors that hold scales of others, where they are written as they are.
+        runs: where those of a table go; None where a name stands there twice.
+    """
 
     names: frozenset[str]
     sent: frozenset[str]
+    scales: frozenset[str]
+    runs: RunTable | None
     num_tensors: int
     num_ignored: int
     halves: dict[str, tuple[str, str]]
@@ -158,8 +170,9 @@ class IncomingTensors:
         self.num_ignored = 0
         self.halves: dict[str, tuple[str, str]] = {}
         self.num_tensors = len(source.entries)
-        self.sent = frozenset(entry.name for entry in source.entries)
         self.names = store.names if source.entries else frozenset[str]()
+        self.sent = self._scales = frozenset[str]()
+        self._runs: RunTable | None = None
         self._source = source
         self._store = store
         self._device = device
@@ -179,9 +192,10 @@ class IncomingTensors:
 
     def check(self) -> Slices[None]:
         """Find what stands against writing them, and what they cover."""
-        if self._loader is not None:
-            return
         source, store = self._source, self._store
+        if self._loader is not None:
+            self.sent = frozenset(entry.name for entry in source.entries)
+            return
         # As a rule a delta is of the same tensors as the one before it.
         form = source.form if isinstance(source, DeltaSource) else None
         notes = store.notes if form is not None else source.notes
@@ -189,12 +203,19 @@ class IncomingTensors:
             None if notes is None else notes.get((_Checked, source.direct))
         )
         if known is not None and known[0] == form:
-            self.names, self.sent, self.num_tensors, self.num_ignored, self.halves = known[1]
+            found = known[1]
+            self.names, self.sent, self._scales, self._runs = found[:4]
+            self.num_tensors, self.num_ignored, self.halves = found[4:]
             return
         covered: set[str] = set()
         others: set[str] = set()
+        scales: set[str] = set()
+        runs: list[Run | None] = []
         dtypes = {entry.name: entry.dtype for entry in source.entries}
         for entry in source.entries:
+            if not self.is_delta and store.is_scales(entry.name, source.direct):
+                scales.add(entry.name)
+            runs.append(store.run(entry.name, entry.dtype, source.direct))
             problem = store.check(entry.name, entry.shape, entry.dtype, source.direct)
             if problem is None:
                 problem = self._problem_beside(entry, dtypes)
@@ -215,8 +236,15 @@ class IncomingTensors:
         self.num_tensors -= self.num_ignored
         self.names = frozenset(covered)
         self.sent = frozenset(covered | others)
+        self._scales = frozenset(scales)
+        if isinstance(source, TableSource) and len(dtypes) == len(runs):
+            are_alike = source.table.form.is_contiguous_T.tolist()
+            self._runs = RunTable(
+                [run if is_alike else None for run, is_alike in zip(runs, are_alike, strict=True)]
+            )
         if notes is not None and not self.problems:
-            found = _Checked(self.names, self.sent, self.num_tensors, self.num_ignored, self.halves)
+            counts = self.num_tensors, self.num_ignored
+            found = _Checked(self.names, self.sent, self._scales, self._runs, *counts, self.halves)
             notes[_Checked, source.direct] = (form, found)
 
     def _problem_beside(self, entry: TensorHeader, dtypes: dict[str, torch.dtype]) -> TensorProblem | None:
@@ -233,7 +261,7 @@ class IncomingTensors:
         source, store = self._source, self._store
         if not isinstance(source, BroadcastSource) or not source.can_receive_in_place(store.device):
             return False
-        if self._scale_names():  # They are looked at before anything is written.
+        if self._scales:  # They are looked at before anything is written.
             return False
 
         def destinations() -> list[Destination | None]:
@@ -269,22 +297,14 @@ class IncomingTensors:
         planning = self._plan(staging)
         while True:
             # Where the copies will be launched, the sender's events are awaited too.
-            with self._device.copying():
+            with self._device.copying(beside=staging.is_staged):
                 if (planned := next(planning, None)) is None:
                     return
             yield planned
 
-    def _scale_names(self) -> frozenset[str]:
-        """The tensors that hold scales of others, where they are written as they are."""
-        source = self._source
-        if self._loader is not None or self.is_delta:
-            return frozenset()
-        names = (entry.name for entry in source.entries)
-        return frozenset(name for name in names if self._store.is_scales(name, source.direct))
-
     def _check_scales(self) -> Slices[None]:
         """Refuse scales that are none, before anything is written."""
-        names = self._scale_names()
+        names = self._scales
         if not names:
             return
         with self._device.copying():
@@ -299,13 +319,13 @@ class IncomingTensors:
         yield len(found)
 
     def _plan(self, staging: InPlace | Staged) -> Iterator[int]:
-        notes, key = self._source.notes, (PlannedSpans, self._source.direct)
+        notes, key = self._source.place_notes, (PlannedSpans, self._source.direct)
         address = self._store.address(staging.shadow)
         if notes is not None and (known := notes.get(key)) is not None:
             self._copies.take(known, address)
             yield 1
             return
-        for number, (name, tensor) in enumerate(self._source):
+        for number, (name, tensor) in enumerate(self._to_plan(address)):
             assert isinstance(tensor, Tensor), "what is near lies on the device"
             self._others.pop(name, None)
             if not self._store.plan(self._copies, name, tensor, staging.shadow, self._source.direct):
@@ -316,6 +336,15 @@ class IncomingTensors:
         if notes is not None and planned is not None and not self._others:
             notes[key] = planned
         yield 1
+
+    def _to_plan(self, address: int) -> Iterable[NamedTensor]:
+        """The tensors that are to be planned one by one: most of a table are planned here, all at once."""
+        source = self._source
+        if not isinstance(source, TableSource) or self._runs is None:
+            return source
+        names = source.table.form.names
+        left = self._copies.plan_table(names, source.address_T, self._runs, address)
+        return ((names[index], source.tensor(index)) for index in left)
 
     def write(self, staging: Staging) -> Slices[None]:
         """Launch the copies; what was received in its place is there."""
@@ -386,11 +415,14 @@ class IncomingTensors:
         self._changes = None
         return self._source.detach()
 
+    def finish(self) -> None:
+        # If it ends early, copies from the sender's memory are still under way.
+        if not self._device.copies_done():
+            self._device.synchronize()
+
     def close(self) -> None:
         try:
-            if not self._device.copies_done():
-                # It ends early: copies from the sender's memory are still under way.
-                self._device.synchronize()
+            self.finish()
         finally:
             self._changes = None
             self._others.clear()

@@ -116,7 +116,7 @@ class ParameterChecker:
 
     def fill(self, skipped: Sequence[str]) -> None:
         """Write random bytes to the parameters. They are there when it returns."""
-        self._store.generation += 1
+        self._store.note_write()
         for _, parameter in self._chosen(skipped):
             for piece in _pieces(parameter):
                 piece.random_(0, 256)

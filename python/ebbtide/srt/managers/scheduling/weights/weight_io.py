@@ -44,6 +44,7 @@ from ebbtide.srt.weight_sync.handle_source import open_handles
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
+from ebbtide.srt.weight_sync.payload.tensor_list import TensorForms
 from ebbtide.srt.weight_sync.published_source import PublishedSource
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.sparse_source import open_sparse
@@ -81,6 +82,7 @@ class EngineWeights:
             _, _, index = device.name.partition(":")
             self._cuda = TorchCudaIpc(int(index), device.uuid)
         self._keeper = None if self._cuda is None else KeptMemory(self._cuda)
+        self._forms = TensorForms()
 
     @property
     def copies(self) -> CopyStream:
@@ -143,7 +145,7 @@ class EngineWeights:
     def precision_of(self, name: str) -> str:
         if not self._store.is_quantized(name):
             return ""
-        return "dequantized: it is kept as float8_e4m3fn, with a scale for each block of 128 x 128"
+        return f"dequantized: it is kept as float8_e4m3fn, with a scale for each {self._store.scaled_by}"
 
     def read(self, name: str, max_rows: int) -> list[Any]:
         rows: list[Any] = self._store.read(name, max_rows).tolist()
@@ -187,6 +189,7 @@ class EngineWeights:
                         place=self._config.parallel,
                         cuda=self._cuda,
                         keeper=self._keeper,
+                        forms=self._forms,
                     )
                 )
             case UpdateWeightsFromDistributedReqInput():

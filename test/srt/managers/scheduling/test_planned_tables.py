@@ -1,0 +1,152 @@
+"""Tensors that a table lists in a device's memory: planned all at once, and written as one by one."""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from fixtures.checkpoints import make_checkpoint
+from fixtures.gpu_memory import UUID, Counters, Gpu
+from fixtures.payloads import open_payload
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.managers.scheduling.weights.incoming_weights import IncomingTensors, InPlace
+from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
+from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+from ebbtide.srt.model_executor.weight_copies import EXPONENTS, WeightCopies
+from ebbtide.srt.model_executor.weight_store import WeightStore
+from ebbtide.srt.models.registry import build_model
+from ebbtide.srt.slices import finish
+from ebbtide.srt.weight_sync.payload.tensor_list import DeviceStorage, Listing, TensorForms
+
+Named = list[tuple[str, torch.Tensor]]
+NORM = "model.norm.weight"
+EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
+ROTARY = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Named:
+    """A mixture of experts, each tensor by itself."""
+    folder = make_checkpoint(tmp_path / "a", "Qwen3MoeForCausalLM")
+    return sorted(load_file(folder / "model.safetensors").items())
+
+
+class HostCopies:
+    """Stands in for the kernel."""
+
+    def __init__(self, spans_S5: NDArray[np.int64], device: torch.device) -> None:
+        self.found_S = torch.zeros(len(spans_S5), dtype=torch.int32)
+        self._spans = spans_S5.tolist()
+
+    def launch(self, launch_bytes: int) -> Iterator[int]:
+        for number, (source, destination, num_bytes, lower, upper) in enumerate(self._spans):
+            assert (lower, upper) == EXPONENTS[torch.float32]
+            ctypes.memmove(destination, source, num_bytes)
+            copied = np.frombuffer((ctypes.c_char * num_bytes).from_address(destination), np.float32)
+            self.found_S[number] = int(not np.isfinite(copied).all())
+            yield num_bytes
+
+
+@pytest.fixture
+def store(named: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightStore]:
+    kernels = "ebbtide.srt.layers.kernels"
+    monkeypatch.setitem(sys.modules, f"{kernels}.copy_spans", SimpleNamespace(SpanCopies=HostCopies))
+    monkeypatch.setitem(sys.modules, f"{kernels}.fp8_quantize", SimpleNamespace(QuantizedSpans=None))
+    config = AutoConfig.from_pretrained(tmp_path / "a")
+    model = build_model(config.architectures[0], config, torch.float32, torch.device("cpu"))
+    opened = WeightStore(model, VirtualMemorySaver(HostVirtualMemory()))
+    yield opened
+    opened.arena.close()
+
+
+def lend(named: Named, gpu: Gpu, counters: Counters) -> bytes:
+    """A payload of all of them, by turns in two allocations, behind some bytes of others."""
+    rooms, ends, offset_T = [torch.zeros(4 << 20, dtype=torch.uint8) for _ in range(2)], [64, 64], []
+    for number, (_, tensor) in enumerate(named):
+        at = ends[number % 2]
+        place = torch.empty(0, dtype=tensor.dtype)
+        place.set_(
+            rooms[number % 2].untyped_storage(), at // tensor.itemsize, tensor.shape, tensor.stride()
+        ).copy_(tensor)
+        offset_T.append(at // tensor.itemsize)
+        ends[number % 2] += -(-tensor.nbytes // 64) * 64
+    storages = [
+        DeviceStorage(
+            UUID, gpu.handle(room.untyped_storage()), room.nbytes, 0, counters.name, counters.take()
+        )
+        for room in rooms
+    ]
+    storage_T = np.arange(len(named)) % 2
+    [data] = Listing(named).encode([storages], storage_T, np.array(offset_T))
+    return data
+
+
+def write(store: WeightStore, data: bytes, gpu: Gpu, forms: TensorForms) -> tuple[IncomingTensors, list[str]]:
+    """One update as a GPU's is planned; the names of what was copied in some other way."""
+    device = CpuDevice()
+    incoming = IncomingTensors(open_payload([data], None, cuda=gpu, forms=forms), store, device)
+    incoming._is_planned = True
+    incoming._copies = WeightCopies(torch.device("cpu"))
+    finish(incoming.check())
+    assert incoming.problems == []
+    staging = InPlace(store, device)
+    finish(incoming.open(staging))
+    others = list(incoming._others)
+    finish(incoming.write(staging))
+    incoming.close()
+    return incoming, others
+
+
+def stored(store: WeightStore, name: str) -> torch.Tensor:
+    return store.read(name, 10**9)
+
+
+def test_every_byte_arrives_time_after_time_wherever_the_tensors_lie(
+    store: WeightStore, named: Named, gpu: Gpu, counters: Counters
+) -> None:
+    forms = TensorForms()
+    for sign in (1, -1):
+        sent = [(name, tensor * sign) for name, tensor in named]
+        incoming, others = write(store, lend(sent, gpu, counters), gpu, forms)
+        assert (others, incoming.names, incoming.nonfinite()) == ([], store.names, [])
+        assert all(torch.equal(stored(store, name), tensor) for name, tensor in sent)
+    assert not any(counters.values)
+
+
+def test_what_is_not_copied_as_it_is_is_written_one_by_one(
+    store: WeightStore, named: Named, gpu: Gpu, counters: Counters
+) -> None:
+    given = dict(named)
+    given[EXPERT] = given[EXPERT].t().contiguous().t()
+    given[NORM] = given[NORM].double()
+    sent = [*given.items(), (ROTARY, torch.zeros(4))]
+    forms = TensorForms()
+    for _ in range(2):
+        incoming, others = write(store, lend(sent, gpu, counters), gpu, forms)
+        assert sorted(others) == sorted([EXPERT, NORM, ROTARY])
+        assert (incoming.num_tensors, incoming.num_ignored) == (len(named), 1)
+        assert all(torch.equal(stored(store, name), tensor) for name, tensor in named)
+
+
+def test_of_two_tensors_of_one_name_the_later_one_counts(
+    store: WeightStore, named: Named, gpu: Gpu, counters: Counters
+) -> None:
+    later = (NORM, dict(named)[NORM] + 1)
+    sent = [*named, later]
+    incoming, _ = write(store, lend(sent, gpu, counters), gpu, TensorForms())
+    assert torch.equal(stored(store, NORM), later[1])
+    assert incoming.names == store.names
+
+
+def test_nan_is_told_by_name(store: WeightStore, named: Named, gpu: Gpu, counters: Counters) -> None:
+    dict(named)[EXPERT][1, 1] = torch.nan
+    incoming, _ = write(store, lend(named, gpu, counters), gpu, TensorForms())
+    assert incoming.nonfinite() == [EXPERT]
