@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from common import write_result
 from gpu_common import Shape, engine_args, model_folder, parse, parser_of
 from gpu_goals import WORKLOADS
 from gpu_throughput import TINY_WORKLOADS, tokens_per_s
+from gpu_trainer_ranks import TrainerRanks
 from gpu_update_default import Bench, checkpoint_shapes
 
 from ebbtide import Engine
@@ -60,13 +60,10 @@ def throughput(args: Namespace, engine: Engine, shape: Shape, figures: Figures, 
 def update(args: Namespace, engine: Engine, shape: Shape, figures: Figures, **what: Any) -> None:
     """All tensors of the sender's, in_place, with streams that decode."""
     bench = Bench(args, engine, shape)
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    bench.weights = [
-        (name, torch.empty(size, dtype=dtype, device=args.device).normal_(0, 0.02))
-        for name, size in checkpoint_shapes(shape).items()
-    ]
     updates = {"in_place": lambda: bench.update("in_place", flush=False)}
-    runs = asyncio.run(bench.steady(NUM_STREAMS, updates))
+    with TrainerRanks(checkpoint_shapes(shape), args.device, 1) as bench.ranks:
+        sent_bytes = bench.ranks.num_bytes
+        runs = asyncio.run(bench.steady(NUM_STREAMS, updates))
     for key, goal in UPDATE_GOALS.items():
         values = [run[key] for run in runs["in_place"]]
         normal = [run["stall_ms"] for run in runs["normal"]]
@@ -78,7 +75,7 @@ def update(args: Namespace, engine: Engine, shape: Shape, figures: Figures, **wh
             most=round(max(values), 2),
             goal=goal if what["precision"] == "fp8" else None,
             normal_gap_ms=round(float(np.median(normal)), 2),
-            sent_bytes=sum(tensor.nbytes for _, tensor in bench.weights),
+            sent_bytes=sent_bytes,
             all_runs=runs,
         )
 
@@ -86,13 +83,13 @@ def update(args: Namespace, engine: Engine, shape: Shape, figures: Figures, **wh
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", default=list(GOALS), choices=tuple(GOALS))
-    parser.add_argument("--precisions", nargs="+", default=["fp8"], choices=("bf16", "fp8"))
+    parser.add_argument("--precisions", nargs="+", default=["fp8"], choices=("bf16", "fp8", "w8a8_fp8"))
     parser.add_argument("--parts", nargs="+", default=["throughput", "update"])
     args = parse(parser, argv)
     figures = Figures(args)
     for model in args.models:
         for precision in args.precisions:
-            given = {"quantization": "fp8"} if precision == "fp8" else {}
+            given = {} if precision == "bf16" else {"quantization": precision}
             what = {"model": model, "precision": precision}
             started = time.perf_counter()
             with (

@@ -25,15 +25,15 @@ from torch import Tensor
 
 from ebbtide.srt.layers.activation import Activation
 from ebbtide.srt.layers.kernels.fp8_product import cublas_product, quantize_tokens
-from ebbtide.srt.layers.small_batch import multiply
 from ebbtide.srt.layers.small_batch.fp8_products import (
+    MAX_STATIONARY,
+    PassingConfig,
     QuantizedConfig,
     StationaryConfig,
     choose_quantized,
     multiply_one,
     multiply_quantized,
 )
-from ebbtide.srt.layers.small_batch.tuning import Shape, default_config
 
 SHAPES = {
     "qkv": (6144, 4096),
@@ -82,11 +82,14 @@ class Case:
         return graph_us(body) / (rounds * len(self.weights))
 
 
-def stationary_configs(case: Case) -> list[StationaryConfig]:
+def configs_of_one(case: Case) -> list[StationaryConfig | PassingConfig]:
     """Around that which is taken."""
-    tiles = [(4, 2, 4), (4, 1, 4), (2, 2, 4), (2, 1, 4), (8, 1, 8), (8, 1, 4)]
-    if case.columns > 8192:
-        tiles = [(1, 4, 8), (1, 2, 8), (2, 2, 8), (2, 1, 8)]
+    if case.columns > MAX_STATIONARY:
+        passing = [
+            (rows, words, warps) for rows in (2, 4, 8, 16) for words in (512, 1024) for warps in (4, 8)
+        ]
+        return [PassingConfig(*tile) for tile in passing if tile[0] * tile[1] <= 8192]
+    tiles = [(4, 2, 4), (4, 1, 4), (2, 2, 4), (2, 4, 4), (2, 1, 4), (1, 4, 4), (8, 1, 8), (8, 1, 4)]
     return [StationaryConfig(*tile) for tile in tiles]
 
 
@@ -108,8 +111,8 @@ def variants(name: str, case: Case) -> dict[str, Callable[[Tensor], Any]]:
     found: dict[str, Callable[[Tensor], Any]] = {}
     values, x_scales = quantize_tokens(x)
     if tokens == 1:
-        for one in stationary_configs(case):
-            found[f"stationary {_told(one)}"] = lambda w, c=one: (
+        for one in configs_of_one(case):
+            found[f"{_kind(one)} {_told(one)}"] = lambda w, c=one: (
                 multiply_one(x, None, 0.0, w, scales, None, out, c, gated=gated),
                 out,
             )[1]
@@ -119,16 +122,14 @@ def variants(name: str, case: Case) -> dict[str, Callable[[Tensor], Any]]:
                 multiply_quantized(values, x_scales, w, scales, None, out, c, gated=gated),
                 out,
             )[1]
-    if tokens == 1:
-        config = default_config(1, Shape(out.shape[1], case.columns, gated is not None, True))
-        found["few"] = lambda w: (
-            multiply(x, None, 0.0, w, None, out, gated=gated, scales=scales, config=config),
-            out,
-        )[1]
     return found | ({} if tokens == 1 else library_variants(case))
 
 
-def _told(config: QuantizedConfig | StationaryConfig) -> str:
+def _kind(config: StationaryConfig | PassingConfig) -> str:
+    return "passing" if isinstance(config, PassingConfig) else "stationary"
+
+
+def _told(config: QuantizedConfig | StationaryConfig | PassingConfig) -> str:
     return "/".join(str(int(value)) for value in vars(config).values())
 
 

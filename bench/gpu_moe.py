@@ -48,7 +48,7 @@ SHAPES = {
     "mixtral": (4096, MoeConfig(8, 2, 14_336, renormalize=True)),
     "mixtral_tp2": (4096, MoeConfig(8, 2, 7168, renormalize=True)),
 }
-NUM_TOKENS = (1, 32, 256, 4096)
+NUM_TOKENS = (1, 32, 256, 1024, 4096, 8192)
 NUM_RUNS = 5
 DEVICE = torch.device("cuda")
 
@@ -182,9 +182,7 @@ def make_layer(hidden: int, config: MoeConfig) -> MoeMLP:
 def starts(num_tokens: int, config: MoeConfig) -> list[Plan]:
     """Sizes of blocks that may suit so many tokens."""
     share = num_tokens * config.num_experts_per_token / config.num_experts
-    found = [
-        plan for size, plan in DEFAULTS.items() if size <= max(16, 4 * share) and size >= min(128, share)
-    ]
+    found = [plan for size, plan in DEFAULTS.items() if size <= max(16, 4 * share) and size >= min(64, share)]
     return [ONE_BY_ONE] * (num_tokens <= 8) + found
 
 

@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "as_served": {},
     "fp8_kv": {"kv_cache_dtype": "fp8_e4m3"},
     "fp8_weights": {"quantization": "fp8"},
+    "fp8_rows": {"quantization": "w8a8_fp8"},
     "fp8_both": {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
 }
 BLOCK = 128
@@ -69,21 +70,26 @@ def summary(delta: NDArray[np.float64]) -> dict[str, float]:
     }
 
 
-def in_eight_bits(model: Any) -> Any:
-    """The same model with matrices of layers as they are in 8 bits, and with what they multiply quantised."""
+def in_eight_bits(model: Any, block: int | None = BLOCK) -> Any:
+    """The same model with matrices of layers as they are in 8 bits, and with what they multiply quantised.
+
+    Args:
+        block: None: a row of a matrix has one scale, and so has a token.
+    """
 
     def fake(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return (x / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale
 
     def quantize_tokens(module: torch.nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        groups = given[0].float().unflatten(-1, (-1, BLOCK))
+        groups = given[0].float().unflatten(-1, (-1, given[0].shape[-1] if block is None else block))
         scale = (groups.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-30)
         return (fake(groups, scale).flatten(-2).to(given[0].dtype),)
 
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and ".layers." in name:
             rows, columns = module.weight.shape
-            blocks = module.weight.data.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+            height, width = (1, columns) if block is None else (block, block)
+            blocks = module.weight.data.float().view(rows // height, height, columns // width, width)
             scale = (blocks.abs().amax((1, 3), keepdim=True) / 448).clamp(min=1e-30)
             module.weight.data = fake(blocks, scale).view(rows, columns).to(module.weight.dtype)
             module.register_forward_pre_hook(quantize_tokens)
@@ -110,18 +116,12 @@ def measure(
             both = [differences(model, prompts, outputs) for model in references.values()]
             rows["transformers_bfloat16"] = {"float32": summary(both[1] - both[0])}
             print("transformers", _line("float32", rows["transformers_bfloat16"]["float32"]), flush=True)
-            quantized = in_eight_bits(
-                AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(args.device)
-            )
-            theirs = differences(quantized, prompts, outputs)
-            rows["reference_fp8_weights"] = {
-                dtype: summary(delta - theirs) for dtype, delta in zip(references, both, strict=True)
-            }
-            print(
-                "reference   ",
-                *(_line(dtype, rows["reference_fp8_weights"][dtype]) for dtype in references),
-                flush=True,
-            )
+            for name, block in (("fp8_weights", BLOCK), ("fp8_rows", None)):
+                plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(args.device)
+                theirs = differences(in_eight_bits(plain, block), prompts, outputs)
+                row = {dtype: summary(delta - theirs) for dtype, delta in zip(references, both, strict=True)}
+                rows[f"reference_{name}"] = row
+                print(f"reference {name}", *(_line(dtype, row[dtype]) for dtype in references), flush=True)
     return rows
 
 

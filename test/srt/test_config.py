@@ -169,7 +169,9 @@ def test_it_travels_to_other_processes_and_keeps_the_arguments(folder: Path) -> 
     args = ServerArgs(model_path=str(folder), page_size=8)
     config = resolve(args)
     received = pickle.loads(pickle.dumps(config))
-    assert received.model.hf_config.to_dict() == config.model.hf_config.to_dict()
+    assert received.model == config.model
+    # No class of transformers', which a rank would have to import.
+    assert json.dumps(vars(config.model.hf_config))
     assert (received.cache, received.schedule, received.server_args) == (config.cache, config.schedule, args)
     args.page_size = 9
     assert config.server_args.page_size == 8

@@ -6,15 +6,13 @@ import copy
 import logging
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from types import SimpleNamespace
+from typing import Final
 
 from ebbtide.srt import hf_folder
 from ebbtide.srt.argument_checks import check_arguments, seconds_from, sees_cuda, settled
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import OWN_SCHEDULE_POLICIES, ServerArgs, bare_host
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +38,12 @@ class ModelConfig:
 
     Attributes:
         path, tokenizer_path: local folders.
-        hf_config: transformers' config, overrides merged in.
+        hf_config: the fields of transformers' config, overrides merged in.
         dtype: float32, bfloat16 or float16.
         context_len: tokens of prompt and output together.
         eos_token_ids: of config.json and generation_config.json; the tokenizer's own may add to them.
         fp32_lm_head: whether logits are computed in float32, whatever the dtype.
-        quantization: "fp8", or None where weights keep their dtype.
+        quantization: "fp8" (blocks), "w8a8_fp8" (rows), or None where weights keep their dtype.
         quantization_exclude: patterns of modules that keep it anyway, see `models.quantizing.Quantization`.
     """
 
@@ -56,7 +54,7 @@ class ModelConfig:
     architecture: str
     architectures: list[str]
     model_type: str
-    hf_config: PreTrainedConfig
+    hf_config: SimpleNamespace
     dtype: str
     context_len: int
     vocab_size: int
@@ -291,8 +289,7 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
     hidden_size = hf_folder.positive_int(folder, hf_config, "hidden_size")
     longest = hf_folder.positive_int(folder, hf_config, "max_position_embeddings")
     dtype = hf_folder.declared_dtype(folder, hf_config) if args.dtype == "auto" else _dtype_name(args.dtype)
-    in_checkpoint = hf_folder.fp8_exclusions(folder, hf_config)
-    quantization = "fp8" if in_checkpoint is not None else args.quantization
+    quantization, kept = hf_folder.quantization(folder, hf_config, args.quantization)
     return ModelConfig(
         path=str(folder),
         tokenizer_path=str(tokenizer),
@@ -316,7 +313,7 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
         skip_tokenizer_init=args.skip_tokenizer_init,
         fp32_lm_head=args.enable_fp32_lm_head,
         quantization=quantization,
-        quantization_exclude=(*(in_checkpoint or ()), *(args.quantization_exclude or ())),
+        quantization_exclude=(*kept, *(args.quantization_exclude or ())),
     )
 
 

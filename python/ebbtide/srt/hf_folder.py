@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 from ebbtide.srt.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
@@ -42,8 +40,11 @@ def local_folder(argument: str, given: str, revision: str | None, *, with_weight
         ) from error
 
 
-def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str) -> PreTrainedConfig:
-    """transformers' config of the folder, with the overrides merged into config.json's fields."""
+def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str) -> SimpleNamespace:
+    """The fields of transformers' config of the folder, with the overrides merged into config.json's.
+
+    They are values of JSON: a rank that is sent them imports no transformers, which takes a second.
+    """
     overrides = _parse_overrides(overrides_json)
     if not (folder / "config.json").is_file():
         raise ConfigurationError(
@@ -59,10 +60,11 @@ def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str
             config = type(config).from_dict({**raw, **overrides})
     except Exception as error:  # transformers answers a bad config with exceptions of many kinds
         raise ConfigurationError(f"{folder}/config.json: {_first_line(error)}") from error
-    return config
+    other_names = {name: getattr(config, name, None) for name in config.attribute_map}
+    return SimpleNamespace(**{**other_names, **config.to_dict()})
 
 
-def architectures(folder: Path, hf_config: PreTrainedConfig) -> list[str]:
+def architectures(folder: Path, hf_config: SimpleNamespace) -> list[str]:
     """The model classes that config.json names; at least one."""
     names = getattr(hf_config, "architectures", None)
     if not names:
@@ -72,7 +74,7 @@ def architectures(folder: Path, hf_config: PreTrainedConfig) -> list[str]:
     return list(names)
 
 
-def positive_int(folder: Path, hf_config: PreTrainedConfig, name: str) -> int:
+def positive_int(folder: Path, hf_config: SimpleNamespace, name: str) -> int:
     """A field of config.json that must be there."""
     value = getattr(hf_config, name, None)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -80,10 +82,10 @@ def positive_int(folder: Path, hf_config: PreTrainedConfig, name: str) -> int:
     return value
 
 
-def declared_dtype(folder: Path, hf_config: PreTrainedConfig) -> str:
+def declared_dtype(folder: Path, hf_config: SimpleNamespace) -> str:
     """The dtype of the checkpoint by its config.json; transformers' default, float32, where it has none."""
     declared = getattr(hf_config, "dtype", None)
-    name = str(declared if declared is not None else "float32").removeprefix("torch.")
+    name = str(declared if declared is not None else "float32")
     if name not in ("float32", "bfloat16", "float16"):
         raise ConfigurationError(
             f"{folder}/config.json: expected dtype float32, bfloat16 or float16, got {name}; "
@@ -92,20 +94,39 @@ def declared_dtype(folder: Path, hf_config: PreTrainedConfig) -> str:
     return name
 
 
-def fp8_exclusions(folder: Path, hf_config: PreTrainedConfig) -> tuple[str, ...] | None:
-    """The modules that a checkpoint in FP8 keeps in more bits; None for one that is not quantised.
+def quantization(
+    folder: Path, hf_config: SimpleNamespace, wanted: str | None
+) -> tuple[str | None, tuple[str, ...]]:
+    """How weights are kept, as `--quantization` calls it, and the modules that a checkpoint keeps otherwise.
 
-    Raises ConfigurationError for any other quantisation than blocks of 128 × 128 in e4m3.
+    Args:
+        wanted: what was asked for: it is done with weights that are not quantised yet.
+
+    Raises ConfigurationError for a checkpoint in anything but e4m3 with a scale for each block of 128 × 128
+    or each row, and activations that are quantised as they come; or where another form was asked for.
     """
+    stored = _stored_quantization(folder, hf_config)
+    if stored is None:
+        return wanted, ()
+    if wanted not in (None, stored[0]):
+        raise ConfigurationError(
+            f"quantization={wanted}: the weights in {folder} are kept as {stored[0]} already: expected that, "
+            "or nothing"
+        )
+    return stored
+
+
+def _stored_quantization(folder: Path, hf_config: SimpleNamespace) -> tuple[str, tuple[str, ...]] | None:
     given = getattr(hf_config, "quantization_config", None)
     if given is None:
         return None
-    fields = given if isinstance(given, dict) else given.to_dict()
+    if given.get("quant_method") == "compressed-tensors":
+        return _compressed_tensors(folder, given)
     found = {
-        "quant_method": fields.get("quant_method"),
-        "fmt": fields.get("fmt", "e4m3"),
-        "weight_block_size": fields.get("weight_block_size"),
-        "activation_scheme": fields.get("activation_scheme", "dynamic"),
+        "quant_method": given.get("quant_method"),
+        "fmt": given.get("fmt", "e4m3"),
+        "weight_block_size": given.get("weight_block_size"),
+        "activation_scheme": given.get("activation_scheme", "dynamic"),
     }
     expected = {
         "quant_method": "fp8",
@@ -115,13 +136,45 @@ def fp8_exclusions(folder: Path, hf_config: PreTrainedConfig) -> tuple[str, ...]
     }
     if found != expected:
         raise ConfigurationError(
-            f"{folder}/config.json: quantization_config: expected {expected}, or none, got {found}"
+            f"{folder}/config.json: quantization_config: expected {expected}, or compressed-tensors with a "
+            f"scale for each row, or none, got {found}"
         )
-    names = fields.get("modules_to_not_convert") or fields.get("ignored_layers") or ()
-    return tuple(str(name) for name in names)
+    names = given.get("modules_to_not_convert") or given.get("ignored_layers") or ()
+    return "fp8", tuple(str(name) for name in names)
 
 
-def eos_token_ids(folder: Path, hf_config: PreTrainedConfig) -> frozenset[int]:
+def _compressed_tensors(folder: Path, fields: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """One group of all `Linear`, with a scale for each row of weights and each token."""
+    expected = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+    }
+    groups = fields.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, dict) else []
+    found = [_fields_of(group, expected) for group in groups]
+    if found != [expected]:
+        raise ConfigurationError(
+            f"{folder}/config.json: quantization_config: expected of compressed-tensors one group, "
+            f"{expected}, got {found}"
+        )
+    names = tuple(str(name) for name in fields.get("ignore") or ())
+    if patterns := [name for name in names if name.startswith("re:")]:
+        raise ConfigurationError(
+            f"{folder}/config.json: quantization_config: ignore: expected names of modules, got {patterns}: "
+            "write them out"
+        )
+    return "w8a8_fp8", names
+
+
+def _fields_of(given: Any, expected: Any) -> Any:
+    """What is given, cut down to what something is expected of."""
+    if not isinstance(given, dict) or not isinstance(expected, dict):
+        return given
+    return {key: _fields_of(given.get(key), value) for key, value in expected.items()}
+
+
+def eos_token_ids(folder: Path, hf_config: SimpleNamespace) -> frozenset[int]:
     """The ids that end a text, by config.json and generation_config.json together."""
     in_config = _ids(folder / "config.json", getattr(hf_config, "eos_token_id", None))
     path = folder / "generation_config.json"

@@ -203,3 +203,74 @@ def test_parts_of_rows_are_put_together(device: str, heads: tuple[int, int, int]
     merge_parts(parts.to(device), sums.to(device), num_parts.to(device), out)
 
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lens", "splits", "window", "soft_cap", "norm_offset"),
+    [([1, 33, 210], 4, None, None, None), ([70, 64], 1, None, 2.0, 1.0), ([160, 5], 4, 90, None, 0.0)],
+)
+def test_few_requests_are_rotated_stored_and_attended_to_at_once(
+    device: str,
+    lens: list[int],
+    splits: int,
+    window: int | None,
+    soft_cap: float | None,
+    norm_offset: float | None,
+) -> None:
+    """Several times: what counts the parts is left as it was. The last row is one that nobody asked for."""
+    from ebbtide.srt.layers.kernels.few_decode import Cut, attend_few
+    from ebbtide.srt.layers.kernels.paged_attention import Pages
+
+    torch.manual_seed(len(lens))
+    dtype = torch.bfloat16 if HAS_GPU else torch.float32
+    num_q, num_kv, head_dim = 6, 2, 64
+    count = len(lens)
+    qkv = torch.randn(count + 1, num_q + 2 * num_kv, head_dim).to(dtype)
+    norms = None
+    if norm_offset is not None:
+        norms = HeadNorms(*torch.randn(2, head_dim).to(dtype), 1e-6, norm_offset)
+    rope = RotaryEmbedding(ROPE, head_dim, CPU)(torch.tensor([*lens, 1]) - 1, dtype)
+    used = [-(-length // PAGE_SIZE) for length in lens]
+    tables = torch.randperm(sum(used)).int().split(used)
+    places = [(table.long()[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten() for table in tables]
+    slots = torch.tensor([int(place[length - 1]) for place, length in zip(places, lens, strict=True)] + [-1])
+    k, v = torch.randn(2, sum(used), PAGE_SIZE, num_kv, head_dim).to(device, dtype)
+    last = torch.tensor([(length - 1) % PAGE_SIZE + 1 for length in lens] + [0], dtype=torch.int32)
+    indptr = torch.tensor([0, *used, 0], dtype=torch.int32).cumsum(0).int()
+    indices = torch.cat(tables).to(device)
+    pages = Pages(indptr.to(device), indptr.to(device), indices, last.to(device), most_new=1)
+    arrivals = torch.zeros((count + 1) * num_kv, dtype=torch.int32, device=device)
+    on_device = norms and replace(
+        norms, q_weight=norms.q_weight.to(device), k_weight=norms.k_weight.to(device)
+    )
+
+    for _ in range(2):
+        out = attend_few(
+            qkv.to(device),
+            Rope(rope.cos_T1H.to(device), rope.sin_T1H.to(device)),
+            on_device,
+            slots.to(device),
+            k,
+            v,
+            pages,
+            arrivals,
+            scale=0.2,
+            window=window,
+            soft_cap=soft_cap,
+            cut=Cut(splits, 64),
+        )
+
+    assert not arrivals.any()
+    q_TNH, k_TKH, v_TKH = expected_heads(qkv, rope, norms, num_kv)
+    keys, values = (side.flatten(0, 1).float().cpu() for side in (k, v))
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(keys[slots[:-1]], k_TKH[:-1], rtol=tolerance, atol=tolerance)
+    assert torch.equal(values[slots[:-1]], v_TKH[:-1])
+    for row, (place, length) in enumerate(zip(places, lens, strict=True)):
+        seen = place[max(0, length - (window or length)) : length]
+        heads = (side[seen].repeat_interleave(num_q // num_kv, 1) for side in (keys, values))
+        score, value = torch.einsum("nh,lnh->nl", q_TNH[row], next(heads)) * 0.2, next(heads)
+        if soft_cap is not None:
+            score = soft_cap * torch.tanh(score / soft_cap)
+        expected = torch.einsum("nl,lnh->nh", score.softmax(-1), value)
+        torch.testing.assert_close(out[row].float().cpu(), expected, rtol=tolerance, atol=tolerance)

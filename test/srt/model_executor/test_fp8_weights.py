@@ -1,5 +1,6 @@
 """Weights of 8 bits: quantised where they land, or as they come; held against a reference in plain torch."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ import pytest
 import torch
 from fixtures.checkpoints import edit_config, make_checkpoint
 from fixtures.eight_bits import (
+    COMPRESSED_TENSORS,
     PROJECTIONS,
     SHAPE,
+    SUFFIXES,
     in_eight_bits,
     is_quantized,
     quantized,
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from ebbtide.srt.distributed.parallel_group import SoloGroup
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
-from ebbtide.srt.layers.fp8 import FP8, quantize_into
+from ebbtide.srt.layers.fp8 import FP8, SCALE_LAYOUTS, quantize_into
 from ebbtide.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
@@ -41,6 +44,7 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 DOWN, EMBED = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
 SCALES = DOWN + "_scale_inv"
+BY_BLOCK_AND_ROW = pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8"])
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +59,10 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def expected(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def expected(tensors: dict[str, Tensor], quantization: str = "fp8") -> dict[str, Tensor]:
     """What the engine says that it holds of them."""
     return {
-        name: restored(*quantized(tensor)) if is_quantized(name) else tensor.float()
+        name: restored(*quantized(tensor, quantization)) if is_quantized(name) else tensor.float()
         for name, tensor in tensors.items()
     }
 
@@ -74,19 +78,22 @@ def update(tensors: dict[str, Tensor], **fields: Any) -> UpdateWeightsFromTensor
     )
 
 
+@BY_BLOCK_AND_ROW
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-def test_blocks_are_quantised_as_the_reference_does_it(dtype: torch.dtype) -> None:
+def test_weights_are_quantised_as_the_reference_does_it(dtype: torch.dtype, quantization: str) -> None:
+    layout = SCALE_LAYOUTS[quantization]
     weight = (torch.randn(256, 384) * torch.logspace(-6, 2, 384)).to(dtype)
     weight[:128, :128] = 0
-    values, scales = torch.empty(256, 384, dtype=FP8), torch.empty(2, 3)
-    quantize_into(values, scales, weight)
+    weight[5] = 0
+    values, scales = torch.empty(256, 384, dtype=FP8), torch.empty(layout.shape(256, 384))
+    quantize_into(values, scales, weight, layout)
 
-    expected_values, expected_scales = quantized(weight)
+    expected_values, expected_scales = quantized(weight, quantization)
     assert torch.equal(values.view(torch.uint8), expected_values.view(torch.uint8))
     assert torch.equal(scales, expected_scales)
     weight[5, 5] = float("nan")
-    quantize_into(values, scales, weight)
-    assert scales.isnan().tolist() == [[True, False, False], [False, False, False]]
+    quantize_into(values, scales, weight, layout)
+    assert scales.isnan().nonzero().tolist() == [[0 if quantization == "fp8" else 5, 0]]
 
 
 def test_experts_are_quantised_one_by_one(tmp_path: Path) -> None:
@@ -100,32 +107,46 @@ def test_experts_are_quantised_one_by_one(tmp_path: Path) -> None:
     assert without.store.num_bytes > plain.store.num_bytes
     with pytest.raises(ConfigurationError, match=r"experts.1.* are one weight with"):
         RealRank(folder, quantization="fp8", quantization_exclude=["experts.1"])
+    with pytest.raises(ConfigurationError, match=r"layers.0.mlp.experts are experts.*quantization=fp8"):
+        RealRank(folder, quantization="w8a8_fp8")
+    RealRank(folder, quantization="w8a8_fp8", quantization_exclude=["experts"])
     as_it_is = RealRank(rewrite_in_eight_bits(folder))
     assert as_it_is.store.checksum() == plain.store.checksum()
 
 
-def test_a_checkpoint_in_8_bits_is_what_the_engine_makes_of_its_weights(path: Path, tmp_path: Path) -> None:
-    plain = RealRank(path, quantization="fp8")
+@BY_BLOCK_AND_ROW
+def test_a_checkpoint_in_8_bits_is_what_the_engine_makes_of_its_weights(
+    quantization: str, path: Path, tmp_path: Path
+) -> None:
+    plain = RealRank(path, quantization=quantization)
     tensors = load_file(path / "model.safetensors")
-    assert_same(plain.values, expected(tensors))
+    assert_same(plain.values, expected(tensors, quantization))
     assert plain.store.num_bytes < 0.6 * sum(tensor.nbytes for tensor in tensors.values())
 
     folder = make_checkpoint(tmp_path, ARCHITECTURE, seed=1, dtype="bfloat16", **SHAPE)
-    as_it_is = RealRank(rewrite_in_eight_bits(folder))
+    as_it_is = RealRank(rewrite_in_eight_bits(folder, quantization))
     assert as_it_is.store.checksum() == plain.store.checksum()
     # A name of the scales says what is stored; get_weights_by_name multiplies it out.
-    assert torch.equal(as_it_is.store.read(SCALES, 1), quantized(tensors[DOWN])[1])
+    scales = quantized(tensors[DOWN], quantization)[1]
+    assert torch.equal(as_it_is.store.read(DOWN + SUFFIXES[quantization], 1000), scales)
     reply = plain.apply(GetWeightsByNameReqInput(name=DOWN, truncate_size=2))
-    assert reply.values == restored(*quantized(tensors[DOWN]))[:2].tolist()
-    assert "float8_e4m3fn" in reply.message
+    assert reply.values == expected({DOWN: tensors[DOWN]}, quantization)[DOWN][:2].tolist()
+    assert f"float8_e4m3fn, with a scale for each {SCALE_LAYOUTS[quantization]}" in reply.message
+    other = next(iter(SUFFIXES.keys() - {quantization}))
+    with pytest.raises(ConfigurationError, match=f"are kept as {quantization} already"):
+        RealRank(folder, quantization=other)
 
 
-@pytest.mark.parametrize("how", ["disk", "tensors", "pairs", "session"])
+@pytest.mark.parametrize(
+    ("how", "quantization"),
+    [(how, "fp8") for how in ("disk", "tensors", "pairs", "session")]
+    + [(how, "w8a8_fp8") for how in ("tensors", "pairs")],
+)
 @pytest.mark.parametrize("staging", ["always", "never"])
 def test_updates_are_quantised_where_they_land(
-    how: str, staging: str, path: Path, new: dict[str, Tensor], tmp_path: Path
+    how: str, quantization: str, staging: str, path: Path, new: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    rank = RealRank(path, quantization="fp8", update_staging=staging)
+    rank = RealRank(path, quantization=quantization, update_staging=staging)
     match how:
         case "disk":
             folder = make_checkpoint(tmp_path, ARCHITECTURE, seed=2, dtype="bfloat16", **SHAPE)
@@ -133,7 +154,7 @@ def test_updates_are_quantised_where_they_land(
         case "tensors":
             reply = rank.apply(update(new))
         case "pairs":
-            reply = rank.apply(update(in_eight_bits(new)))
+            reply = rank.apply(update(in_eight_bits(new, quantization)))
         case "session":
             rank.apply(BeginWeightUpdateReqInput())
             for some in (dict(list(new.items())[:9]), dict(list(new.items())[9:])):
@@ -141,7 +162,7 @@ def test_updates_are_quantised_where_they_land(
             reply = rank.apply(EndWeightUpdateReqInput())
     assert reply.success, reply.message
     assert reply.staged is (staging == "always")
-    assert_same(rank.values, expected(new))
+    assert_same(rank.values, expected(new, quantization))
 
 
 def test_what_an_update_leaves_out_keeps_its_values_and_scales(path: Path, new: dict[str, Tensor]) -> None:
@@ -225,11 +246,39 @@ def test_bad_pairs_are_refused_and_change_nothing(what: str, path: Path, new: di
         assert rank.store.checksum() == before
 
 
-def test_8_bits_are_refused_where_weights_have_more(path: Path, new: dict[str, Tensor]) -> None:
-    rank = RealRank(path)
-    reply = rank.apply(update(in_eight_bits(new)))
+@pytest.mark.parametrize(
+    ("kept", "sent", "reason"),
+    [
+        (None, "fp8", r"not kept in 8 bits here \(--quantization"),
+        (None, "w8a8_fp8", r"not kept in 8 bits here \(--quantization"),
+        ("w8a8_fp8", "fp8", r"a scale for each row here: \S+.weight_scale, float32 of shape \[\d+, 1\]"),
+        ("fp8", "w8a8_fp8", r"block of 128 x 128 here: \S+.weight_scale_inv, float32 of shape \[\d, \d\]"),
+    ],
+)
+def test_8_bits_are_refused_where_weights_are_kept_otherwise(
+    kept: str | None, sent: str, reason: str, path: Path, new: dict[str, Tensor]
+) -> None:
+    rank = RealRank(path, quantization=kept)
+    before = rank.store.checksum()
+    reply = rank.apply(update(in_eight_bits(new, sent)))
     assert not reply.success
-    assert "not kept in 8 bits here (--quantization" in reply.message
+    assert re.search(reason, reply.message), reply.message
+    assert rank.store.checksum() == before
+
+
+def test_scales_of_rows_are_looked_at_before_anything_is_written(path: Path, new: dict[str, Tensor]) -> None:
+    rank = RealRank(path, quantization="w8a8_fp8")
+    before, pairs = rank.store.checksum(), in_eight_bits(new, "w8a8_fp8")
+    name = DOWN + "_scale"
+    for bad, reason in (
+        (pairs[name].T, rf"expected shape \[{len(new[DOWN])}, 1\]"),
+        (pairs[name] * 0, "finite and above zero"),
+        (pairs[name] * torch.nan, "finite and above zero"),
+    ):
+        reply = rank.apply(update({DOWN: pairs[DOWN], name: bad.contiguous()}))
+        assert re.search(reason, reply.message), reply.message
+    assert "expected with them" in rank.apply(update({DOWN: pairs[DOWN]})).message
+    assert rank.store.checksum() == before
 
 
 @pytest.mark.parametrize(
@@ -256,6 +305,12 @@ def test_other_quantisations_and_sizes_are_refused_and_modules_excluded(path: Pa
     edit_config(folder, quantization_config={"quant_method": "awq"})
     with pytest.raises(ConfigurationError, match=r"quantization_config: expected .*'fp8'.* got .*'awq'"):
         RealRank(folder)
+    edit_config(folder, quantization_config={**COMPRESSED_TENSORS, "config_groups": {}})
+    with pytest.raises(ConfigurationError, match=r"expected of compressed-tensors one group, .*, got \[\]"):
+        RealRank(folder)
+    edit_config(folder, quantization_config={**COMPRESSED_TENSORS, "ignore": ["re:.*head"]})
+    with pytest.raises(ConfigurationError, match="write them out"):
+        RealRank(folder)
     rank = RealRank(path, quantization="fp8", quantization_exclude=["o_proj", "model.layers.1.*"])
     kept = {name for name in rank.store.names if rank.store.is_quantized(name)}
     assert {name.split(".")[-2] for name in kept} == set(PROJECTIONS) - {"o_proj"}
@@ -271,15 +326,19 @@ class Half(SoloGroup):
         self.rank = rank
 
 
-def test_ranks_hold_their_parts_of_values_and_scales(path: Path, new: dict[str, Tensor]) -> None:
+@BY_BLOCK_AND_ROW
+def test_ranks_hold_their_parts_of_values_and_scales(
+    quantization: str, path: Path, new: dict[str, Tensor]
+) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path)
-    pairs = in_eight_bits(new)
+    pairs = in_eight_bits(new, quantization)
+    terms = Quantization(layout=SCALE_LAYOUTS[quantization])
     for rank in range(2):
         model = build_model(ARCHITECTURE, config, torch.bfloat16, torch.device("cpu"))
         saver = VirtualMemorySaver(HostVirtualMemory())
-        store = WeightStore(model, saver, group=Half(rank), quantization=Quantization())
+        store = WeightStore(model, saver, group=Half(rank), quantization=terms)
         held = {}
         for sent in (new, pairs):
             for name, tensor in sent.items():
@@ -291,7 +350,9 @@ def test_ranks_hold_their_parts_of_values_and_scales(path: Path, new: dict[str, 
         assert down.scales is not None
         columns = slice(128 * rank, 128 * (rank + 1))
         assert torch.equal(down.region.float(), pairs[DOWN].float()[:, columns])
-        assert torch.equal(down.scales, pairs[SCALES][:, rank : rank + 1])
+        # Of rows that ranks divide everyone has the same scales.
+        scales = pairs[DOWN + SUFFIXES[quantization]]
+        assert torch.equal(down.scales, scales if quantization == "w8a8_fp8" else scales[:, rank : rank + 1])
         store.arena.close()
 
 

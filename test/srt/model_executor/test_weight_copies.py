@@ -29,9 +29,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param, 0) if HAS_GPU else torch.device("cpu")
 
 
-@pytest.mark.parametrize("is_taken_again", [False, True])
+@pytest.mark.parametrize("taken_again", [None, "there", "elsewhere"])
 def test_planned_copies_bring_every_byte_and_name_what_is_not_finite(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, is_taken_again: bool
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, taken_again: str | None
 ) -> None:
     monkeypatch.setattr(weight_copies, "LAUNCH_BYTES", 1_000_000)
     tensors = {
@@ -56,10 +56,12 @@ def test_planned_copies_bring_every_byte_and_name_what_is_not_finite(
 
     planned = copies.prepare(arena.data_ptr())
     assert planned is not None
-    if is_taken_again:
-        # To weights that lie elsewhere.
-        copies, arena = WeightCopies(device), torch.zeros_like(arena)
+    if taken_again is not None:
+        list(copies.launch())
+        arena = arena.zero_() if taken_again == "there" else torch.zeros_like(arena)
+        copies = WeightCopies(device)
         copies.take(planned, arena.data_ptr())
+        assert not any(ready.found_S.any() for ready in planned.ready)
     kernels = list(copies.launch())
     assert (sum(kernels), len(kernels)) == (end + 64, 2)
 

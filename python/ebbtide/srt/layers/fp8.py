@@ -1,13 +1,15 @@
 """Weights of 8 bits (e4m3) with a scale for each block of 128 × 128, and the products with them.
 
 A weight is values · scale, block by block, where scale = the block's largest magnitude / 448. Checkpoints of
-DeepSeek-V3 and Qwen3-FP8 keep them alike, and call the scales `weight_scale_inv`.
+DeepSeek-V3 and Qwen3-FP8 keep them alike, and call the scales `weight_scale_inv`. With a scale for each row
+instead the products are those of `fp8_channels`.
 
 Shapes: T tokens, K columns, O outputs, R rows of a weight, B and C blocks along rows and columns.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
@@ -15,32 +17,69 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.layers.activation import Activation
-from ebbtide.srt.layers.linear import Linear, linear
+from ebbtide.srt.layers.linear import Linear, QuantizedTokens, linear
 from ebbtide.srt.layers.moe import Experts, run_experts
 from ebbtide.srt.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
-    from ebbtide.srt.layers.small_batch import Normed
+    from ebbtide.srt.layers.linear import Begun
 
 BLOCK: Final = 128
 FP8: Final = torch.float8_e4m3fn
 LARGEST: Final = 448.0
-# What the parameter with the scales is called: the name of the one with the values, and this behind it.
-SCALES_SUFFIX: Final = "_scale_inv"
 
 
-def num_blocks(size: int) -> int:
-    """Blocks along a dimension; the last one may be narrower."""
-    return -(-size // BLOCK)
+@dataclass(frozen=True)
+class ScaleLayout:
+    """How the scales of a weight lie.
+
+    Attributes:
+        quantization: what `--quantization` calls it.
+        suffix: what the parameter with the scales is called: the name of the one with the values, and this.
+        block_rows, block_columns: what has one scale; None: all columns.
+        multiple_of: what sizes of weights are multiples of.
+    """
+
+    quantization: str
+    suffix: str
+    block_rows: int
+    block_columns: int | None
+    multiple_of: int
+
+    def shape(self, num_rows: int, num_columns: int) -> tuple[int, int]:
+        """Of the scales; the last blocks may be narrower."""
+        columns = 1 if self.block_columns is None else -(-num_columns // self.block_columns)
+        return -(-num_rows // self.block_rows), columns
+
+    def __str__(self) -> str:
+        return "row" if self.block_columns is None else f"block of {self.block_rows} x {self.block_columns}"
 
 
-def quantize_into(values_RK: Tensor, scales_BC: Tensor, weight_RK: Tensor) -> None:
+BLOCKS: Final = ScaleLayout("fp8", "_scale_inv", BLOCK, BLOCK, multiple_of=BLOCK)
+# cuBLAS takes multiples of 16.
+CHANNELS: Final = ScaleLayout("w8a8_fp8", "_scale", 1, None, multiple_of=16)
+SCALE_LAYOUTS: Final = {layout.quantization: layout for layout in (BLOCKS, CHANNELS)}
+
+
+def quantize_into(
+    values_RK: Tensor,
+    scales_BC: Tensor,
+    weight_RK: Tensor,
+    layout: ScaleLayout = BLOCKS,
+    first_column: int = 0,
+) -> None:
     """Write a weight as values and scales, on their device. Any floating type, any device.
 
     Divisions and roundings are those of float32 and of torch's own conversion, on every device: to nearest,
     ties to even. A block of zeros has the scale 1. One with NaN or Inf has a scale that is none.
+
+    Args:
+        first_column: of the weight's columns that are written; scales of rows are those of all columns.
     """
     weight_RK = weight_RK.to(values_RK.device, non_blocking=True)
+    if layout is CHANNELS:
+        _quantize_rows_into(values_RK, scales_BC, weight_RK, first_column)
+        return
     if weight_RK.is_cuda:
         from ebbtide.srt.layers.kernels.fp8_quantize import quantize_blocks
 
@@ -59,8 +98,25 @@ def quantize_into(values_RK: Tensor, scales_BC: Tensor, weight_RK: Tensor) -> No
         values_RK[rows].copy_(quantized)
 
 
-def dequantize(values_RK: Tensor, scales_BC: Tensor) -> Tensor:
-    """The weight, float32."""
+def _quantize_rows_into(values_RJ: Tensor, scales_R1: Tensor, weight_RK: Tensor, first_column: int) -> None:
+    if weight_RK.is_cuda:
+        from ebbtide.srt.layers.kernels.fp8_rows import quantize_rows
+
+        quantize_rows(weight_RK, values_RJ, scales_R1, first_column)
+        return
+    # Some rows at a time: what is computed with stays in the cache.
+    pieces = (torch.split(x, BLOCK) for x in (weight_RK, values_RJ, scales_R1))
+    for piece, values, scales in zip(*pieces, strict=True):
+        wide = piece.to(torch.float32)
+        scale = wide.abs().amax(1, keepdim=True) / LARGEST
+        scales.copy_(torch.where(scale == 0, 1.0, scale))
+        values.copy_(wide.narrow(1, first_column, values.shape[1]) / scales)
+
+
+def dequantize(values_RK: Tensor, scales_BC: Tensor, layout: ScaleLayout = BLOCKS) -> Tensor:
+    """The weight, float32; of its first rows where the values are those."""
+    if layout is CHANNELS:
+        return values_RK.to(torch.float32) * scales_BC[: len(values_RK)]
     wide = scales_BC.repeat_interleave(BLOCK, 0)[: values_RK.shape[0]]
     return values_RK.to(torch.float32) * wide.repeat_interleave(BLOCK, 1)[:, : values_RK.shape[1]]
 
@@ -70,42 +126,57 @@ def are_scales(scales: Tensor) -> Tensor:
     return ((scales > 0) & scales.isfinite()).all()
 
 
-class Fp8Linear(Linear):
-    """A `Linear` whose weight has 8 bits.
-
-    One token on a GPU is multiplied as it is, and the weight is widened as it is read; of several, each group
-    of 128 columns of a token is quantised too. On a CPU products are those of the weight in float32, and
+class EightBitLinear(Linear):
+    """A `Linear` whose weight has 8 bits. On a CPU products are those of the weight in float32, and
     activations keep their dtype.
 
     Args:
         plain: with parameters on the meta device; what it becomes has its sizes, bias and ranks.
-
-    Attributes:
-        weight_scale_inv: float32 [B, C].
     """
 
     def __init__(self, plain: Linear) -> None:
         super().__init__(1, 1, bias=False, dtype=FP8)
         self.group = plain.group
         self.bias = plain.bias
-        self.weight = _meta(tuple(plain.weight.shape), FP8)
-        self.weight_scale_inv = _meta_scales(plain.weight)
-
-    @property
-    def scales(self) -> Tensor | None:
-        return self.weight_scale_inv
+        self.weight = on_meta(tuple(plain.weight.shape), FP8)
 
     def multiply(self, x_TK: Tensor, bias_O: Tensor | None) -> Tensor:
         if x_TK.is_cuda:
             return self._quantized_product(x_TK, None, bias_O)
-        weight_OK = dequantize(self.weight, self.weight_scale_inv)
         bias_O = None if bias_O is None else bias_O.to(torch.float32)
-        return linear(x_TK.to(torch.float32), weight_OK, bias_O).to(x_TK.dtype)
+        return linear(x_TK.to(torch.float32), self._dequantized(), bias_O).to(x_TK.dtype)
 
     def multiply_normed(self, x_TK: Tensor, norm: RMSNorm, bias_O: Tensor | None) -> Tensor:
         if x_TK.is_cuda:
             return self._quantized_product(x_TK, norm, bias_O)
         return self.multiply(norm(x_TK), bias_O)
+
+    def _dequantized(self) -> Tensor:
+        """The weight in float32, [O, K]."""
+        raise NotImplementedError
+
+    def _quantized_product(self, x_TK: Tensor, norm: RMSNorm | None, bias_O: Tensor | None) -> Tensor:
+        """On a GPU, of tokens that are normalised first if there is a norm: [T, O]."""
+        raise NotImplementedError
+
+
+class Fp8Linear(EightBitLinear):
+    """The one with a scale for each block of the weight.
+
+    One token on a GPU is multiplied as it is, and the weight is widened as it is read; of several, each group
+    of 128 columns of a token is quantised too.
+
+    Attributes:
+        weight_scale_inv: float32 [B, C].
+    """
+
+    def __init__(self, plain: Linear) -> None:
+        super().__init__(plain)
+        self.weight_scale_inv = _meta_scales(plain.weight)
+
+    @property
+    def scales(self) -> Tensor | None:
+        return self.weight_scale_inv
 
     def multiply_onto(self, residual_TO: Tensor, x_TK: Tensor) -> None:
         if x_TK.is_cuda and self.bias is None:
@@ -113,18 +184,28 @@ class Fp8Linear(Linear):
         else:
             residual_TO += self.multiply(x_TK, self.bias)
 
+    def project(self, x_TD: Tensor, norm: RMSNorm | None = None, begun: Begun | None = None) -> Tensor:
+        if not isinstance(begun, QuantizedTokens):
+            return super().project(x_TD, norm, begun)
+        product_TO = self._product_of(*begun, len(x_TD))
+        return product_TO if self.bias is None else product_TO.add_(self.bias)
+
     def project_gated(
-        self, x_TD: Tensor, norm: RMSNorm, activation: Activation, begun: Normed | None = None
+        self, x_TD: Tensor, norm: RMSNorm, activation: Activation, begun: Begun | None = None
     ) -> Tensor:
         if not self._multiplies_few(x_TD) or self.bias is not None:
             return super().project_gated(x_TD, norm, activation, begun)
-        from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens
         from ebbtide.srt.layers.small_batch.fp8_products import multiply_quantized
 
-        tokens = quantize_tokens(x_TD.contiguous(), norm.weight, norm.eps, norm.offset)
+        tokens = _tokens_of(x_TD, norm, begun)
         out_TI = x_TD.new_empty((len(x_TD), len(self.weight) // 2))
         multiply_quantized(*tokens, self.weight, self.weight_scale_inv, None, out_TI, gated=activation)
         return out_TI
+
+    def add_to(self, residual_TO: Tensor, x_TD: Tensor, then: RMSNorm | None = None) -> Begun | None:
+        if not self._adds_in_eight_bits(residual_TO):
+            return super().add_to(residual_TO, x_TD, then)
+        return self._add_product(residual_TO, _tokens_of(x_TD), then)
 
     def add_gated_to(
         self,
@@ -132,47 +213,63 @@ class Fp8Linear(Linear):
         norm: RMSNorm,
         activation: Activation,
         down: Linear,
-        begun: Normed | None = None,
+        begun: Begun | None = None,
         then: RMSNorm | None = None,
-    ) -> Normed | None:
-        is_quantized = (
-            residual_TO.is_cuda and len(residual_TO) > 1 and self.bias is None and down.bias is None
-        )
-        if not is_quantized or not isinstance(down, Fp8Linear):
+    ) -> Begun | None:
+        is_quantized = residual_TO.is_cuda and len(residual_TO) > 1 and self.bias is None
+        if not (is_quantized and isinstance(down, Fp8Linear) and down.bias is None):
             return super().add_gated_to(residual_TO, norm, activation, down, begun, then)
-        tokens = self._gated_in_eight_bits(residual_TO, norm, activation)
-        if down.group.size > 1:
-            down.group.add_reduced_(down._product_of(*tokens, len(residual_TO)), residual_TO)
-        else:
-            down._product_of(*tokens, len(residual_TO), residual_TO)
+        tokens = self._gated_in_eight_bits(residual_TO, norm, activation, begun)
+        if down._adds_in_eight_bits(residual_TO):
+            return down._add_product(residual_TO, tokens, then)
+        down.group.add_reduced_(down._product_of(*tokens, len(residual_TO)), residual_TO)
         return None
 
     def _gated_in_eight_bits(
-        self, x_TD: Tensor, norm: RMSNorm, activation: Activation
-    ) -> tuple[Tensor, Tensor]:
-        from ebbtide.srt.layers.kernels.fp8_product import quantize_gated, quantize_tokens, room_for_tokens
+        self, x_TD: Tensor, norm: RMSNorm, activation: Activation, begun: Begun | None
+    ) -> QuantizedTokens:
+        from ebbtide.srt.layers.kernels.fp8_product import quantize_gated, room_for_tokens
         from ebbtide.srt.layers.small_batch.fp8_products import gates_at_once, multiply_quantized
 
         num_rows = len(self.weight) // 2
-        if self._multiplies_few(x_TD) and gates_at_once(num_rows, x_TD.shape[1]):
-            tokens = quantize_tokens(x_TD.contiguous(), norm.weight, norm.eps, norm.offset)
-            values_TI, scales_TG = room_for_tokens(len(x_TD), num_rows, x_TD.device)
-            operands = (*tokens, self.weight, self.weight_scale_inv)
-            multiply_quantized(
-                *operands, None, values_TI[: len(x_TD)], gated=activation, out_scales_TG=scales_TG
-            )
-            return values_TI, scales_TG
-        if self._multiplies_few(x_TD):
-            return quantize_tokens(self.project_gated(x_TD, norm, activation))
-        return quantize_gated(self.multiply_normed(x_TD, norm, None), activation)
+        if not self._multiplies_few(x_TD):
+            tokens = _tokens_of(x_TD, norm, begun)
+            return QuantizedTokens(*quantize_gated(self._product_of(*tokens, len(x_TD)), activation))
+        if not gates_at_once(num_rows, x_TD.shape[1]):
+            return _tokens_of(self.project_gated(x_TD, norm, activation, begun))
+        tokens = _tokens_of(x_TD, norm, begun)
+        values_TI, scales_TG = room_for_tokens(len(x_TD), num_rows, x_TD.device)
+        operands = (*tokens, self.weight, self.weight_scale_inv)
+        multiply_quantized(*operands, None, values_TI[: len(x_TD)], gated=activation, out_scales_TG=scales_TG)
+        return QuantizedTokens(values_TI, scales_TG)
+
+    def _adds_in_eight_bits(self, residual_TO: Tensor) -> bool:
+        """Whether a product is added to the residual here, and tokens have 8 bits."""
+        return residual_TO.is_cuda and len(residual_TO) > 1 and self.bias is None and self.group.size == 1
+
+    def _add_product(
+        self, residual_TO: Tensor, tokens: QuantizedTokens, then: RMSNorm | None
+    ) -> QuantizedTokens | None:
+        """residual += the product with tokens in 8 bits, and the norm that follows, in 8 bits again."""
+        from ebbtide.srt.layers.kernels.fp8_product import add_and_quantize, cublas_product
+        from ebbtide.srt.layers.small_batch.fp8_products import MAX_TOKENS
+
+        num_tokens = len(residual_TO)
+        operands = (*tokens, self.weight, self.weight_scale_inv)
+        product_TO = cublas_product(*operands) if then is not None and num_tokens > MAX_TOKENS else None
+        if then is None or product_TO is None:
+            # Of few tokens each has one program in a norm: sums are quicker where every output has one.
+            self._product_of(*tokens, num_tokens, residual_TO)
+            return None if then is None else _tokens_of(residual_TO, then)
+        return QuantizedTokens(*add_and_quantize(residual_TO, product_TO, then.weight, then.eps, then.offset))
+
+    def _dequantized(self) -> Tensor:
+        return dequantize(self.weight, self.weight_scale_inv)
 
     def _quantized_product(
         self, x_TK: Tensor, norm: RMSNorm | None, bias_O: Tensor | None, residual_TO: Tensor | None = None
     ) -> Tensor:
-        from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens
-
-        normed = () if norm is None else (norm.weight, norm.eps, norm.offset)
-        product_TO = self._product_of(*quantize_tokens(x_TK.contiguous(), *normed), len(x_TK), residual_TO)
+        product_TO = self._product_of(*_tokens_of(x_TK, norm), len(x_TK), residual_TO)
         return product_TO if bias_O is None else product_TO.add_(bias_O)
 
     def _product_of(
@@ -210,8 +307,20 @@ class Fp8Linear(Linear):
         return super().few_token_kernels(x_TD) if len(x_TD) == 1 else None
 
 
+def _tokens_of(x_TK: Tensor, norm: RMSNorm | None = None, begun: Begun | None = None) -> QuantizedTokens:
+    """norm(x), or x, in 8 bits, where nobody has seen to that."""
+    if isinstance(begun, QuantizedTokens):
+        return begun
+    from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens
+
+    normed = () if norm is None else (norm.weight, norm.eps, norm.offset)
+    return QuantizedTokens(*quantize_tokens(x_TK.contiguous(), *normed))
+
+
 class Fp8Experts(Experts):
-    """`Experts` whose weights have 8 bits. Activations keep their dtype.
+    """`Experts` whose weights have 8 bits.
+
+    As with `Fp8Linear`, on a GPU few tokens keep their precision and more of them are quantised.
 
     Args:
         plain: with parameters on the meta device; what it becomes has its sizes, ranks and routes.
@@ -224,14 +333,19 @@ class Fp8Experts(Experts):
         super().__init__(plain.config, 1, FP8)
         self.group, self.layer = plain.group, plain.layer
         self.recorder, self.given = plain.recorder, plain.given
-        self.gate_up_proj = _meta(tuple(plain.gate_up_proj.shape), FP8)
-        self.down_proj = _meta(tuple(plain.down_proj.shape), FP8)
+        self.gate_up_proj = on_meta(tuple(plain.gate_up_proj.shape), FP8)
+        self.down_proj = on_meta(tuple(plain.down_proj.shape), FP8)
         self.gate_up_proj_scale_inv = _meta_scales(plain.gate_up_proj)
         self.down_proj_scale_inv = _meta_scales(plain.down_proj)
 
-    @property
-    def scales(self) -> tuple[Tensor, Tensor] | None:
-        return self.gate_up_proj_scale_inv, self.down_proj_scale_inv
+    def run_fused(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TD: Tensor | None
+    ) -> Tensor:
+        from ebbtide.srt.layers.kernels.fp8_moe import fused_quantized_experts
+
+        weights = (self.gate_up_proj, self.down_proj)
+        scales = self.gate_up_proj_scale_inv, self.down_proj_scale_inv
+        return fused_quantized_experts(x_TD, *weights, weights_TK, experts_TK, scales, residual_TD)
 
     def run(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         gate_up_RD = dequantize(self.gate_up_proj, self.gate_up_proj_scale_inv)
@@ -241,8 +355,9 @@ class Fp8Experts(Experts):
 
 
 def _meta_scales(weight: Tensor) -> nn.Parameter:
-    return _meta((num_blocks(weight.shape[0]), num_blocks(weight.shape[1])), torch.float32)
+    return on_meta(BLOCKS.shape(*weight.shape), torch.float32)
 
 
-def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+def on_meta(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    """A parameter without memory."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)

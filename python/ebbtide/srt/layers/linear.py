@@ -6,7 +6,7 @@ Shapes: T tokens, D inputs, O outputs, I intermediate size.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from ebbtide.srt.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
     from ebbtide.srt.layers.small_batch import Normed
+
+    # A norm of the residual that whoever wrote it has begun with: what comes next takes what it knows.
+    Begun: TypeAlias = "Normed | QuantizedTokens"
 
 # For float32 torch asks MKL, which leaves half of what a CPU can do unused where it does not know the CPU:
 # measured on AMD EPYC, oneDNN takes 0.5–0.7 of the time at every number of rows. Narrower types go to oneDNN
@@ -31,6 +34,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
     return F.linear(x, weight, bias)
+
+
+class QuantizedTokens(NamedTuple):
+    """norm(x) in 8 bits, of `layers.kernels.fp8_product`.
+
+    Attributes:
+        values_TK: e4m3; more rows than there are tokens.
+        scales_TG: float32, of each group of 128 columns.
+    """
+
+    values_TK: Tensor
+    scales_TG: Tensor
 
 
 class Linear(nn.Module):
@@ -68,7 +83,7 @@ class Linear(nn.Module):
         """By which the weight's blocks are to be multiplied; None: they are as they should be."""
         return None
 
-    def project(self, x_TD: Tensor, norm: RMSNorm | None = None, begun: Normed | None = None) -> Tensor:
+    def project(self, x_TD: Tensor, norm: RMSNorm | None = None, begun: Begun | None = None) -> Tensor:
         """The product with norm(x), or x: [T, O] of this rank's outputs.
 
         Args:
@@ -77,13 +92,13 @@ class Linear(nn.Module):
         return self._project(x_TD, norm, self.bias, begun)
 
     def project_gated(
-        self, x_TD: Tensor, norm: RMSNorm, activation: Activation, begun: Normed | None = None
+        self, x_TD: Tensor, norm: RMSNorm, activation: Activation, begun: Begun | None = None
     ) -> Tensor:
         """activation(gate) · up of norm(x), [T, I]; the gates' rows of the weight come first."""
         if self.bias is None and (kernels := self.few_token_kernels(x_TD)) is not None:
             x_TD, weight = _foldable(x_TD, norm)
             product: Tensor = kernels.norm_gate_up(
-                x_TD, weight, norm.eps, self.weight, activation, self.scales, begun
+                x_TD, weight, norm.eps, self.weight, activation, self.scales, _normed(kernels, begun)
             )
             return product
         return gated(self.multiply_normed(x_TD, norm, self.bias), activation)
@@ -94,9 +109,9 @@ class Linear(nn.Module):
         norm: RMSNorm,
         activation: Activation,
         down: Linear,
-        begun: Normed | None = None,
+        begun: Begun | None = None,
         then: RMSNorm | None = None,
-    ) -> Normed | None:
+    ) -> Begun | None:
         """residual += what `down` makes of the residual's `project_gated`, in place; see `add_to`."""
         return down.add_to(residual_TO, self.project_gated(residual_TO, norm, activation, begun), then)
 
@@ -104,7 +119,7 @@ class Linear(nn.Module):
         """The product, [T, O], where each rank holds some of the inputs: all ranks' products added up."""
         return self.group.all_reduce_(self._part(x_TD))
 
-    def add_to(self, residual_TO: Tensor, x_TD: Tensor, then: RMSNorm | None = None) -> Normed | None:
+    def add_to(self, residual_TO: Tensor, x_TD: Tensor, then: RMSNorm | None = None) -> Begun | None:
         """residual += x Wᵀ (+ b), in place. Each rank holds some of the inputs, and all of the bias.
 
         Args:
@@ -115,7 +130,7 @@ class Linear(nn.Module):
             self.group.add_reduced_(self._part(x_TD), residual_TO)
         elif (kernels := self.few_token_kernels(x_TD)) is not None:
             follows = None if then is None or then.offset != 0.0 else (then.weight, then.eps)
-            begun: Normed | None = kernels.linear_add_(
+            begun: Begun | None = kernels.linear_add_(
                 x_TD, self.weight, self.bias, residual_TO, self.scales, follows
             )
             return begun
@@ -152,12 +167,13 @@ class Linear(nn.Module):
         return self._project(x_TD, None, self.bias if self.group.rank == 0 else None)
 
     def _project(
-        self, x_TD: Tensor, norm: RMSNorm | None, bias_O: Tensor | None, begun: Normed | None = None
+        self, x_TD: Tensor, norm: RMSNorm | None, bias_O: Tensor | None, begun: Begun | None = None
     ) -> Tensor:
         if (kernels := self.few_token_kernels(x_TD)) is not None:
             x_TD, weight = (x_TD, None) if norm is None else _foldable(x_TD, norm)
             eps = norm.eps if norm is not None else 0.0
-            product: Tensor = kernels.norm_linear(x_TD, weight, eps, self.weight, bias_O, self.scales, begun)
+            known = _normed(kernels, begun)
+            product: Tensor = kernels.norm_linear(x_TD, weight, eps, self.weight, bias_O, self.scales, known)
             return product
         return self.multiply(x_TD, bias_O) if norm is None else self.multiply_normed(x_TD, norm, bias_O)
 
@@ -168,3 +184,8 @@ def _foldable(x_TD: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | None]:
     They know no offset: with one the inputs are normalised here, and there is no weight.
     """
     return (x_TD, norm.weight) if norm.offset == 0.0 else (norm(x_TD), None)
+
+
+def _normed(kernels: ModuleType, begun: Begun | None) -> Normed | None:
+    """What kernels for few tokens know how to go on with."""
+    return begun if isinstance(begun, kernels.Normed) else None

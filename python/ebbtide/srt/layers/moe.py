@@ -84,14 +84,18 @@ class Experts(nn.Module):
             torch.empty(num_experts * hidden_size, inner, dtype=dtype, device="meta"), requires_grad=False
         )
 
-    @property
-    def scales(self) -> tuple[Tensor, Tensor] | None:
-        """By which blocks of the weights are to be multiplied; None: they are as they should be."""
-        return None
-
     def run(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """The weighted sum on a device without kernels of ours."""
         return run_experts(x_TD, self.gate_up_proj, self.down_proj, weights_TK, experts_TK)
+
+    def run_fused(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TD: Tensor | None
+    ) -> Tensor:
+        """The weighted sum by kernels of ours: added to the residual, in place, where there is one."""
+        from ebbtide.srt.layers.kernels.fused_moe import fused_experts
+
+        weights = (self.gate_up_proj, self.down_proj)
+        return fused_experts(x_TD, *weights, weights_TK, experts_TK, residual_TD=residual_TD)
 
     def forward(self, x_TD: Tensor, logits_TE: Tensor) -> Tensor:
         """The weighted sum [T, D] of each token's experts, whom the router's scores choose."""
@@ -108,12 +112,10 @@ class Experts(nn.Module):
         """What this rank's columns add to the sum: in place where there is a residual."""
         top_k, renormalize = self.config.num_experts_per_token, self.config.renormalize
         if x_TD.is_cuda:
-            from ebbtide.srt.layers.kernels.fused_moe import fused_experts
             from ebbtide.srt.layers.kernels.moe_routing import route as route_at_once
 
             routed = self._settle(logits_TE, *route_at_once(logits_TE, top_k, renormalize))
-            weights = (self.gate_up_proj, self.down_proj)
-            return fused_experts(x_TD, *weights, *routed, residual_TD=residual_TD, scales=self.scales)
+            return self.run_fused(x_TD, *routed, residual_TD)
         chosen = self._settle(logits_TE, *route(logits_TE, top_k, renormalize))
         out_TD = self.run(x_TD, *chosen)
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)

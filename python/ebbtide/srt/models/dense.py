@@ -25,7 +25,7 @@ from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rope_config
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM, Split, WeightMap, divided, projection, stacked
 
 if TYPE_CHECKING:
-    from ebbtide.srt.layers.small_batch import Normed
+    from ebbtide.srt.layers.linear import Begun
 
 # What config.json calls them → what they are here.
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -163,7 +163,7 @@ class Attention(nn.Module):
         self.k_norm = config.norm(dtype, self.head_dim) if config.qk_norm else None
 
     def heads(
-        self, x_TD: Tensor, norm: RMSNorm, rope: Rope, step: AttentionStep, begun: Normed | None = None
+        self, x_TD: Tensor, norm: RMSNorm, rope: Rope, step: AttentionStep, begun: Begun | None = None
     ) -> Tensor:
         """Attention of norm(x), [T, N·H]: what `o_proj` projects back. `begun`: see `Linear.project`."""
         qkv_TO = self.qkv_proj.project(x_TD, norm, begun)
@@ -183,8 +183,8 @@ class MLP(Protocol):
     takes_begun: bool
 
     def add_to(
-        self, residual_TD: Tensor, norm: RMSNorm, begun: Normed | None, then: RMSNorm | None
-    ) -> Normed | None:
+        self, residual_TD: Tensor, norm: RMSNorm, begun: Begun | None, then: RMSNorm | None
+    ) -> Begun | None:
         """residual += MLP of norm(residual), in place. `begun`, `then`: see `Linear`."""
         ...
 
@@ -201,13 +201,13 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
-    def inner(self, x_TD: Tensor, norm: RMSNorm, begun: Normed | None = None) -> Tensor:
+    def inner(self, x_TD: Tensor, norm: RMSNorm, begun: Begun | None = None) -> Tensor:
         """What `down_proj` projects back, of norm(x)."""
         return self.gate_up_proj.project_gated(x_TD, norm, self.activation, begun)
 
     def add_to(
-        self, residual_TD: Tensor, norm: RMSNorm, begun: Normed | None, then: RMSNorm | None
-    ) -> Normed | None:
+        self, residual_TD: Tensor, norm: RMSNorm, begun: Begun | None, then: RMSNorm | None
+    ) -> Begun | None:
         return self.gate_up_proj.add_gated_to(residual_TD, norm, self.activation, self.down_proj, begun, then)
 
 
@@ -229,9 +229,9 @@ class Block(nn.Module):
         rope: Rope,
         step: AttentionStep,
         rows_M: Tensor | None = None,
-        begun: Normed | None = None,
+        begun: Begun | None = None,
         then: RMSNorm | None = None,
-    ) -> tuple[Tensor, Normed | None]:
+    ) -> tuple[Tensor, Begun | None]:
         """Adds to `x_TD` in place: nothing else refers to the residual stream.
 
         Args:

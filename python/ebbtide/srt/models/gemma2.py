@@ -26,7 +26,7 @@ from ebbtide.srt.models.dense import (
 )
 
 if TYPE_CHECKING:
-    from ebbtide.srt.layers.small_batch import Normed
+    from ebbtide.srt.layers.linear import Begun
 
 
 class GemmaBlock(Block):
@@ -45,9 +45,9 @@ class GemmaBlock(Block):
         rope: Rope,
         step: AttentionStep,
         rows_M: Tensor | None = None,
-        begun: Normed | None = None,
+        begun: Begun | None = None,
         then: RMSNorm | None = None,
-    ) -> tuple[Tensor, Normed | None]:
+    ) -> tuple[Tensor, Begun | None]:
         attention, mlp = self.self_attn, self.mlp
         heads_TO = attention.heads(x_TD, self.input_layernorm, rope, step)
         x_TD += self.post_attention_layernorm(attention.o_proj.project_summed(heads_TO))

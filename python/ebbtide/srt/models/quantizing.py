@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.fp8 import BLOCK, SCALES_SUFFIX, Fp8Experts, Fp8Linear, num_blocks
+from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, Fp8Experts, Fp8Linear, ScaleLayout
+from ebbtide.srt.layers.fp8_channels import ChannelLinear
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.moe import Experts
 from ebbtide.srt.models.base import CausalLM
@@ -27,9 +28,11 @@ class Quantization:
     Attributes:
         exclude: patterns of checkpoint modules that keep their dtype, as `model.layers.0.*` or `*.o_proj`; a
             pattern without a wildcard also means everything below that module.
+        layout: of the scales.
     """
 
     exclude: tuple[str, ...] = ()
+    layout: ScaleLayout = BLOCKS
 
     def excludes(self, module: str) -> bool:
         """Whether a checkpoint's module keeps its dtype."""
@@ -48,24 +51,32 @@ def quantize(
     Output layers, embeddings, norms and routers keep their dtype.
 
     Returns:
-        Where the scales of a checkpoint go, by their names: those of the weights with `_scale_inv` behind.
+        Where the scales of a checkpoint go, by their names: those of the weights with the layout's suffix.
 
-    Raises ConfigurationError, naming the tensor, for what cannot be cut into blocks.
+    Raises ConfigurationError, naming the tensor, for what cannot be cut into blocks, and for experts whose
+    rows would have scales.
     """
     scales: dict[str, Placement] = {}
+    layout = quantization.layout
     for module_name, names in _chosen(model, placements, quantization).items():
-        scales |= {name + SCALES_SUFFIX: _scales_of(name, placements[name]) for name in names}
-        plain = model.get_submodule(module_name)
+        scales |= {name + layout.suffix: _scales_of(name, placements[name], layout) for name in names}
         model.set_submodule(
-            module_name, Fp8Experts(plain) if isinstance(plain, Experts) else Fp8Linear(_linear(plain))
+            module_name, _in_eight_bits(module_name, model.get_submodule(module_name), layout)
         )
     logger.info("weights in 8 bits: %d of %d tensors", len(scales), len(placements))
     return scales
 
 
-def _linear(module: nn.Module) -> Linear:
+def _in_eight_bits(name: str, module: nn.Module, layout: ScaleLayout) -> nn.Module:
+    if isinstance(module, Experts):
+        if layout is CHANNELS:
+            raise ConfigurationError(
+                f"quantization={layout.quantization}: {name} are experts, which are kept in blocks: choose "
+                f"quantization={BLOCKS.quantization}, or name them in quantization_exclude"
+            )
+        return Fp8Experts(module)
     assert isinstance(module, Linear), f"{type(module)} has no weight that is quantised"
-    return module
+    return ChannelLinear(module) if layout is CHANNELS else Fp8Linear(module)
 
 
 def _chosen(
@@ -97,7 +108,7 @@ def _told(names: list[str]) -> str:
     return ", ".join(sorted(names)[:MAX_TOLD]) + (", ..." if len(names) > MAX_TOLD else "")
 
 
-def _scales_of(name: str, placement: Placement) -> Placement:
+def _scales_of(name: str, placement: Placement, layout: ScaleLayout) -> Placement:
     target, part = placement.target, placement.part
     held = list(target.shape)
     sizes = {"it begins at": target.start, "its length is": target.length}
@@ -105,21 +116,29 @@ def _scales_of(name: str, placement: Placement) -> Placement:
         held[part.dim] = part.length
         sizes["a rank's part begins at"] = part.start
     sizes |= {"rows": held[0], "columns": held[1]}
-    wrong = {what: size for what, size in sizes.items() if size % BLOCK}
+    wrong = {what: size for what, size in sizes.items() if size % layout.multiple_of}
     if wrong:
         told = ", ".join(f"{what} {size}" for what, size in wrong.items())
+        ways = "choose another tp_size, or name it in quantization_exclude"
+        if layout is BLOCKS:
+            ways += f"; quantization={CHANNELS.quantization} takes multiples of {CHANNELS.multiple_of}"
         raise ConfigurationError(
-            f"quantization=fp8: {name} of this rank cannot be cut into blocks of {BLOCK} ({told}): "
-            "choose another tp_size, or name it in quantization_exclude"
+            f"quantization={layout.quantization}: {name} of this rank cannot be cut into blocks of "
+            f"{layout.multiple_of} ({told}): {ways}"
         )
+    step = (layout.block_rows, layout.block_columns)[target.dim]
+    assert step is not None, f"{name} is fused by columns"
     scales_target = replace(
         target,
-        parameter=target.parameter + SCALES_SUFFIX,
-        start=target.start // BLOCK,
-        length=target.length // BLOCK,
-        shape=(num_blocks(target.shape[0]), num_blocks(target.shape[1])),
+        parameter=target.parameter + layout.suffix,
+        start=target.start // step,
+        length=target.length // step,
+        shape=layout.shape(*target.shape),
         split=None,
     )
-    if part is not None:
-        part = replace(part, start=part.start // BLOCK, length=part.length // BLOCK)
+    if part is None:
+        return Placement(scales_target, None)
+    step = (layout.block_rows, layout.block_columns)[part.dim]
+    # Where ranks divide the columns of rows with a scale each, everyone has all scales.
+    part = None if step is None else replace(part, start=part.start // step, length=part.length // step)
     return Placement(scales_target, part)

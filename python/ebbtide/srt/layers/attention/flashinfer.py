@@ -29,6 +29,7 @@ from ebbtide.srt.layers.attention.base import (
     fp8_problem,
     scaled_outputs_,
 )
+from ebbtide.srt.layers.attention.few_requests import FewRequests, serves_few
 from ebbtide.srt.layers.attention.flashinfer_compile import compile_kernels
 from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel, can_list, saves_time
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
@@ -76,6 +77,8 @@ class _Layers:
         from ebbtide.srt.layers.kernels.rope import rotate_and_store
 
         k_PSKH, v_PSKH = self._k_PSKH[layer.layer], self._v_PSKH[layer.layer]
+        if step.few is not None:
+            return step.few.attend(layer.kind, qkv_TNH, rope, norms, step.slots_T, k_PSKH, v_PSKH)
         scales = self._scales[layer.layer]
         if scales is not None and scales.are_recorded:
             scales.record(*split_heads(qkv_TNH, rope, norms, k_PSKH.shape[2])[1:])
@@ -112,10 +115,11 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A planned step."""
+    """A planned step: by parts, or of so few requests that one kernel does everything."""
 
     parts: dict[AttentionKind, list[_Part]]
     slots_T: Tensor
+    few: FewRequests | None = None
 
 
 class FlashInferAttention(AttentionBackend):
@@ -203,7 +207,9 @@ class FlashInferAttention(AttentionBackend):
 
     def has_even(self, batch_size: int) -> bool:
         # From there on no request is cut in any step.
-        plans = not (on_cuda_cores(self._shape) or decodes_fp8(self._shape))
+        plans = not (
+            on_cuda_cores(self._shape) or decodes_fp8(self._shape) or serves_few(self._shape, batch_size)
+        )
         return plans and batch_size < unsplit_from(self._shape, self._device)
 
     def is_even(self, lens_R: NDArray[np.int32]) -> bool:
@@ -288,8 +294,11 @@ class GraphDecode:
             buffers.last_page_len_B[:batch_size],
         )
         self._rows = slice(0, batch_size)
-        self._step = _Step({}, buffers.slots_B[:batch_size])
+        few = FewRequests(shape, self._pages) if items is None and serves_few(shape, batch_size) else None
+        self._step = _Step({}, buffers.slots_B[:batch_size], few)
         self._planned: dict[AttentionKind, PagedKernel] = {}
+        if few is not None:
+            return
         for kind, each in kernels.items():
             if items is not None and each.shared is not None:
                 self._step.parts[kind] = [_Part(each.shared, items, self._pages, self._rows)]

@@ -1,8 +1,8 @@
 """Experts for so few tokens that hardly two of them have one in common: each reads its experts' weights.
 
 Products stay per column, in float32, until the end; the next tile is read while one is multiplied. The
-weighted sum over a token's experts is part of the second product, and so is the residual. Weights of 8 bits
-(SCALED) come with a scale for each block of 128 × 128; no tile of rows lies in two.
+weighted sum over a token's experts is part of the second product, and so is the residual. `fp8_moe` has those
+for weights of 8 bits.
 
 Shapes: T tokens, D hidden, K experts per token, I an expert's inner size, S = T·K slots, R rows of a weight.
 """
@@ -26,7 +26,6 @@ def few_tokens_(
     weights_TK: Tensor,
     experts_TK: Tensor,
     plan: Plan,
-    scales: tuple[Tensor, Tensor] | None,
     *,
     add: bool,
 ) -> None:
@@ -34,12 +33,10 @@ def few_tokens_(
     (num_tokens, hidden), inner, top_k = x_TD.shape, down_RI.shape[1], experts_TK.shape[1]
     inner_SI = x_TD.new_empty((experts_TK.numel(), inner))
     gate_up, down = plan.gate_up, plan.down
-    gate_up_scales, down_scales = (None, None) if scales is None else scales
-    options = overlap_options(x_TD) | {"SCALED": scales is not None}
+    options = overlap_options(x_TD)
     _gate_up_kernel[(triton.cdiv(inner, gate_up.rows), experts_TK.numel())](
         x_TD,
         gate_up_RD,
-        gate_up_scales,
         inner_SI,
         experts_TK,
         HIDDEN=hidden,
@@ -53,7 +50,6 @@ def few_tokens_(
     _down_kernel[(triton.cdiv(hidden, down.rows), num_tokens)](
         inner_SI,
         down_RI,
-        down_scales,
         out_TD,
         weights_TK,
         experts_TK,
@@ -72,7 +68,6 @@ def few_tokens_(
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x_TD,
     gate_up_RD,
-    scales,
     inner_SI,
     experts_S,
     HIDDEN: tl.constexpr,
@@ -80,7 +75,6 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    SCALED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """silu(gate) · up of one slot, some columns of it."""
@@ -94,8 +88,6 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     inside = (rows < INNER)[:, None]
     gate_next = tl.load(tile, mask=inside & (columns < HIDDEN)[None, :], other=0.0)
     up_next = tl.load(tile + INNER * HIDDEN, mask=inside & (columns < HIDDEN)[None, :], other=0.0)
-    if SCALED:
-        gate_scales = scales + (expert * 2 * INNER + tl.program_id(0) * ROWS) // 128 * (HIDDEN // 128)
     gate = tl.zeros((ROWS, STEP), tl.float32)
     up = tl.zeros((ROWS, STEP), tl.float32)
     for start in range(0, HIDDEN, STEP):
@@ -104,15 +96,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         gate_next = tl.load(tile + start + STEP, mask=wanted, other=0.0)
         up_next = tl.load(tile + INNER * HIDDEN + start + STEP, mask=wanted, other=0.0)
         x = tl.load(x_at + start, mask=start + columns < HIDDEN, other=0.0).to(tl.float32)[None, :]
-        x_up = x
-        if SCALED:
-            places = (start + columns) // 128
-            there = start + columns < HIDDEN
-            x *= tl.load(gate_scales + places, mask=there, other=0.0)[None, :]
-            up_scales = gate_scales + INNER // 128 * (HIDDEN // 128)
-            x_up *= tl.load(up_scales + places, mask=there, other=0.0)[None, :]
         gate += gate_weight.to(tl.float32) * x
-        up += up_weight.to(tl.float32) * x_up
+        up += up_weight.to(tl.float32) * x
     gates = tl.sum(gate, axis=1)
     value = gates * tl.sigmoid(gates) * tl.sum(up, axis=1)
     at = inner_SI + slot.to(tl.int64) * INNER + rows
@@ -123,7 +108,6 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
 def _down_kernel(  # type: ignore[no-untyped-def]
     inner_SI,
     down_RI,
-    scales,
     out_TD,
     weights_S,
     experts_S,
@@ -133,7 +117,6 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     ADD: tl.constexpr,
-    SCALED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """Some columns of one token's output."""
@@ -151,7 +134,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((ROWS, STEP), tl.float32)
     for number in range(TOP_K * STEPS):
         slot, start = first_slot + number // STEPS, number % STEPS * STEP
-        weight, this_expert = ahead, expert
+        weight = ahead
         after = number + 1
         next_start = after % STEPS * STEP
         is_there = after < TOP_K * STEPS
@@ -164,10 +147,6 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         value = tl.load(
             inner_SI + slot.to(tl.int64) * INNER + start + columns, mask=start + columns < INNER, other=0.0
         ).to(tl.float32)
-        if SCALED:
-            first_scale = (this_expert * HIDDEN + tl.program_id(0) * ROWS) // 128 * (INNER // 128)
-            places = scales + first_scale + (start + columns) // 128
-            value *= tl.load(places, mask=start + columns < INNER, other=0.0)
         total += weight.to(tl.float32) * (value * tl.load(weights_S + slot))[None, :]
     product = tl.sum(total, axis=1)
     at = out_TD + token.to(tl.int64) * HIDDEN + rows

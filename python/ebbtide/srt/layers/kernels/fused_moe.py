@@ -3,8 +3,7 @@
 With more than a few tokens, products run over the blocks of `moe_routing`, and the outputs of a token's
 experts are added up behind them; few tokens have kernels of their own (`few_token_moe`).
 
-Weights of 8 bits (SCALED) are widened as they are read, and each block of 128 × 128 has a scale; activations
-keep their dtype.
+`fp8_moe` has those for weights of 8 bits.
 
 Imported on CUDA only: a CPU installation has no Triton.
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.kernels.few_token_moe import few_tokens_
 from ebbtide.srt.layers.kernels.launch import overlap_options
-from ebbtide.srt.layers.kernels.moe_plan import Layer, Plan, Tile, choose_plan, within_blocks
+from ebbtide.srt.layers.kernels.moe_plan import Layer, Plan, Tile, choose_plan
 from ebbtide.srt.layers.kernels.moe_routing import follow, list_slots
 
 _SUMMED_COLUMNS = 1024
@@ -38,7 +37,6 @@ def fused_experts(
     experts_TK: Tensor,
     plan: Plan | None = None,
     residual_TD: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The weighted sum [T, D] of each token's experts.
 
@@ -48,15 +46,12 @@ def fused_experts(
         weights_TK, experts_TK: from `route`.
         plan: None for `choose_plan`'s.
         residual_TD: what the sum is added to, in place, and returned; None for a tensor of its own.
-        scales: of the weights, where these have 8 bits.
     """
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
     layer = Layer(len(down_RI) // hidden, experts_TK.shape[1], hidden, inner)
     plan = plan or choose_plan(len(x_TD), layer, x_TD.dtype, x_TD.device)
     out_TD = x_TD.new_empty(x_TD.shape) if residual_TD is None else residual_TD
-    if scales is not None:
-        plan = within_blocks(plan)
-    arguments = (out_TD, x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, plan, scales)
+    arguments = (out_TD, x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, plan)
     if plan.block_tokens == 1:
         few_tokens_(*arguments, add=residual_TD is not None)
     else:
@@ -72,21 +67,18 @@ def _by_blocks_(
     weights_TK: Tensor,
     experts_TK: Tensor,
     plan: Plan,
-    scales: tuple[Tensor, Tensor] | None,
     *,
     add: bool,
 ) -> None:
-    (num_tokens, hidden), inner = x_TD.shape, down_RI.shape[1]
+    hidden, inner = x_TD.shape[1], down_RI.shape[1]
     num_slots, top_k = experts_TK.numel(), experts_TK.shape[1]
     blocks = list_slots(experts_TK, len(down_RI) // hidden, plan.block_tokens)
     inner_SI, out_SD = x_TD.new_empty((num_slots, inner)), x_TD.new_empty((num_slots, hidden))
     constants: dict[str, Any] = {"HIDDEN": hidden, "INNER": inner, "BLOCK_T": plan.block_tokens}
-    constants |= overlap_options(x_TD) | {"SCALED": scales is not None}
-    gate_up_scales, down_scales = (None, None) if scales is None else scales
+    constants |= overlap_options(x_TD)
     _gate_up_kernel[(blocks.number * triton.cdiv(inner, plan.gate_up.rows),)](
         x_TD,
         gate_up_RD,
-        gate_up_scales,
         inner_SI,
         blocks.experts,
         blocks.slots,
@@ -98,7 +90,6 @@ def _by_blocks_(
     _down_kernel[(blocks.number * triton.cdiv(hidden, plan.down.rows),)](
         inner_SI,
         down_RI,
-        down_scales,
         out_SD,
         weights_TK,
         blocks.experts,
@@ -107,15 +98,21 @@ def _by_blocks_(
         **constants,
         **_cut(plan.down),
     )
+    add_up_(out_TD, out_SD, add=add)
+
+
+def add_up_(out_TD: Tensor, out_SD: Tensor, *, add: bool) -> None:
+    """The outputs of each token's experts, added up, into `out_TD` or on top of it."""
+    num_tokens, hidden = out_TD.shape
     _sum_kernel[(num_tokens, triton.cdiv(hidden, _SUMMED_COLUMNS))](
         out_SD,
         out_TD,
         HIDDEN=hidden,
-        TOP_K=top_k,
+        TOP_K=len(out_SD) // num_tokens,
         COLUMNS=_SUMMED_COLUMNS,
         ADD=add,
         num_warps=4,
-        **overlap_options(x_TD),
+        **overlap_options(out_TD),
     )
 
 
@@ -132,7 +129,6 @@ def _cut(tile: Tile) -> dict[str, int]:
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x_TD,
     gate_up_RD,
-    scales,
     inner_SI,
     block_experts,
     block_slots,
@@ -143,7 +139,6 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    SCALED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """silu(gate) · up of one block, some columns of it.
@@ -168,11 +163,6 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     gate_pointers = gate_up_RD + gate_places
     up_pointers = gate_pointers + INNER * HIDDEN
     x_pointers = x_TD + tokens[None, :] * HIDDEN + columns[:, None]
-    if SCALED:
-        gate_scales = scales + (expert.to(tl.int64) * 2 * INNER + part * ROWS) // 128 * (HIDDEN // 128)
-        up_scales = gate_scales + INNER // 128 * (HIDDEN // 128)
-        # One tile ahead: they are too few for an asynchronous copy.
-        next_gate_scale, next_up_scale = tl.load(gate_scales), tl.load(up_scales)
     gate = tl.zeros([ROWS, BLOCK_T], dtype=tl.float32)
     up = tl.zeros([ROWS, BLOCK_T], dtype=tl.float32)
     for first in range(0, HIDDEN, STEP):
@@ -185,15 +175,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
             x = tl.load(x_pointers + first, mask=real[:, None], other=0.0)
             gate_weight = tl.load(gate_pointers + first, mask=real[None, :], other=0.0)
             up_weight = tl.load(up_pointers + first, mask=real[None, :], other=0.0)
-        if SCALED:
-            gate_scale, up_scale = next_gate_scale, next_up_scale
-            group = tl.minimum(first + STEP, HIDDEN - 1) // 128
-            next_gate_scale, next_up_scale = tl.load(gate_scales + group), tl.load(up_scales + group)
-            gate += tl.dot(gate_weight.to(x.dtype), x, input_precision="ieee") * gate_scale
-            up += tl.dot(up_weight.to(x.dtype), x, input_precision="ieee") * up_scale
-        else:
-            gate = tl.dot(gate_weight, x, gate, input_precision="ieee")
-            up = tl.dot(up_weight, x, up, input_precision="ieee")
+        gate = tl.dot(gate_weight, x, gate, input_precision="ieee")
+        up = tl.dot(up_weight, x, up, input_precision="ieee")
     value = gate * tl.sigmoid(gate) * up
     places = slots.to(tl.int64)[None, :] * INNER + rows[:, None]
     mask = filled[None, :] & (rows < INNER)[:, None]
@@ -204,7 +187,6 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
 def _down_kernel(  # type: ignore[no-untyped-def]
     inner_SI,
     down_RI,
-    scales,
     out_SD,
     weights_S,
     block_experts,
@@ -215,7 +197,6 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    SCALED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """The weighted outputs of one block, some columns of them."""
@@ -237,9 +218,6 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     down_places = expert.to(tl.int64) * (HIDDEN * INNER) + row_places[:, None] * INNER + columns[None, :]
     down_pointers = down_RI + down_places
     value_pointers = inner_SI + sources[None, :] * INNER + columns[:, None]
-    if SCALED:
-        first_scale = scales + (expert.to(tl.int64) * HIDDEN + part * ROWS) // 128 * (INNER // 128)
-        next_scale = tl.load(first_scale)
     out = tl.zeros([ROWS, BLOCK_T], dtype=tl.float32)
     for first in range(0, INNER, STEP):
         if INNER % STEP == 0:
@@ -249,12 +227,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
             real = columns < INNER - first
             value = tl.load(value_pointers + first, mask=real[:, None], other=0.0)
             weight = tl.load(down_pointers + first, mask=real[None, :], other=0.0)
-        if SCALED:
-            scale = next_scale
-            next_scale = tl.load(first_scale + tl.minimum(first + STEP, INNER - 1) // 128)
-            out += tl.dot(weight.to(value.dtype), value, input_precision="ieee") * scale
-        else:
-            out = tl.dot(weight, value, out, input_precision="ieee")
+        out = tl.dot(weight, value, out, input_precision="ieee")
     out *= weights[None, :]
     places = slots.to(tl.int64)[None, :] * HIDDEN + rows[:, None]
     mask = filled[None, :] & (rows < HIDDEN)[:, None]

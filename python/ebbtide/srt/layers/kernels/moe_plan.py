@@ -9,7 +9,7 @@ Shapes: E experts, D hidden, I an expert's inner size.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -99,18 +99,6 @@ def choose_plan(num_tokens: int, layer: Layer, dtype: torch.dtype, device: torch
     # Room for half as much again as an expert's share.
     room = 3 * num_tokens * layer.top_k // (2 * layer.num_experts)
     return DEFAULTS[next((size for size in DEFAULTS if room <= size), 128)]
-
-
-def within_blocks(plan: Plan) -> Plan:
-    """The same for weights of 8 bits: no tile lies in two blocks of 128 × 128."""
-    if plan.block_tokens == 1:
-        return plan
-
-    def cut(tile: Tile) -> Tile:
-        # As many bytes are in flight as of twice as wide a type with half of the columns.
-        return replace(tile, rows=min(tile.rows, 128), step=128 if tile.step >= 64 else tile.step)
-
-    return replace(plan, gate_up=cut(plan.gate_up), down=cut(plan.down))
 
 
 @cache

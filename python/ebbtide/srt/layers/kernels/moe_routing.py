@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
-LIST_CHUNK = 1024
+LIST_CHUNK, LONG_LIST_CHUNK = 1024, 4096
 # Up to so many slots every program counts all of them by itself.
 FEW_SLOTS = 4096
 # Lower than any score a router gives, and finite.
@@ -79,7 +79,7 @@ def list_slots(experts_TK: Tensor, num_experts: int, block_tokens: int) -> Block
     options = overlap_options(experts_TK)
     is_counted = num_slots > FEW_SLOTS
     if is_counted:
-        _count_kernel[(num_experts,)](experts_TK, counts_E, num_slots, CHUNK=LIST_CHUNK, **options)
+        _count_kernel[(num_experts,)](experts_TK, counts_E, num_slots, CHUNK=LONG_LIST_CHUNK, **options)
     _list_kernel[(num_experts,)](
         experts_TK,
         counts_E,
@@ -92,7 +92,7 @@ def list_slots(experts_TK: Tensor, num_experts: int, block_tokens: int) -> Block
         BLOCK_S=max(16, triton.next_power_of_2(min(num_slots, FEW_SLOTS))),
         BLOCK_T=block_tokens,
         IS_COUNTED=is_counted,
-        CHUNK=LIST_CHUNK if is_counted else min(LIST_CHUNK, max(16, triton.next_power_of_2(num_slots))),
+        CHUNK=LONG_LIST_CHUNK if is_counted else min(LIST_CHUNK, max(16, triton.next_power_of_2(num_slots))),
         **options,
     )
     return Blocks(num_blocks, block_experts, block_slots)

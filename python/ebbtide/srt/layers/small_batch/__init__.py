@@ -117,8 +117,7 @@ def multiply(
     """All of the above, with the block sizes of `config`, or those that suit the shape.
 
     Args:
-        scales: of a weight of 8 bits, one for each block of 128 × 128; it is multiplied as it is read, and
-            activations keep their dtype.
+        scales: of a weight of 8 bits, one for each block of 128 × 128; of one token, which keeps its dtype.
         gated: the activation of the gates, where the weight holds gates and ups.
         overlapped: whether kernels start before their predecessors end; it changes no result.
         begun: the norm of x, where it has been begun; a kernel for one token does not ask.
@@ -126,9 +125,9 @@ def multiply(
 
     Raises ValueError for tensors that the kernels would read wrongly, or too many tokens.
     """
-    shape = Shape(out_TO.shape[1], x_TK.shape[1], gated is not None, scales is not None)
+    shape = Shape(out_TO.shape[1], x_TK.shape[1], gated is not None)
     _check(x_TK, weight, out_TO, shape, scales)
-    if scales is not None and config is None and len(x_TK) == 1 and fp8_products.is_narrow(shape.num_columns):
+    if scales is not None:
         operands = (x_TK, norm_weight_K, eps, weight, scales, bias, out_TO)
         fp8_products.multiply_one(*operands, gated=gated, add=add)
         return None
@@ -139,7 +138,7 @@ def multiply(
     gates = {"GATED": gated is not None, "GELU": gated == "gelu_tanh"}
     switches = gates | {"BIAS": bias is not None, "ADD": add} | launch
     if isinstance(config, MatvecConfig):
-        _matvec(x_TK, norm_weight_K, eps, weight, scales, bias, out_TO, config, switches)
+        _matvec(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches)
         return None
     if begun is not None:
         x_TK, norm_weight_K, eps = begun.x_TD, None, begun.eps
@@ -147,7 +146,7 @@ def multiply(
         x_TK = _normalise(x_TK, norm_weight_K, eps, launch)
         norm_weight_K = None
     given = None if begun is None else begun.sums_TB
-    return _product(x_TK, norm_weight_K, eps, weight, scales, bias, out_TO, config, switches, given, then)
+    return _product(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches, given, then)
 
 
 def _check(x_TK: Tensor, weight: Tensor, out_TO: Tensor, shape: Shape, scales: Tensor | None) -> None:
@@ -157,6 +156,8 @@ def _check(x_TK: Tensor, weight: Tensor, out_TO: Tensor, shape: Shape, scales: T
         raise ValueError(f"a weight of {tuple(weight.shape)} does not fit {shape}")
     if not (x_TK.is_contiguous() and weight.is_contiguous() and out_TO.is_contiguous()):
         raise ValueError("the tensors must be contiguous")
+    if scales is not None and len(x_TK) > 1:
+        raise ValueError(f"{len(x_TK)} tokens by a weight of 8 bits; these kernels take one")
     if scales is not None and scales.shape != (
         _ceil_div(len(weight), 128),
         _ceil_div(shape.num_columns, 128),
@@ -171,7 +172,6 @@ def _matvec(
     norm: Tensor | None,
     eps: float,
     weight: Tensor,
-    scales: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
     config: MatvecConfig,
@@ -182,7 +182,6 @@ def _matvec(
         x,
         norm,
         weight,
-        scales,
         bias,
         out,
         num_rows,
@@ -192,7 +191,6 @@ def _matvec(
         BLOCK_COLUMNS=config.block_columns,
         FOLD_NORM=norm is not None,
         EVEN=num_rows % config.block_rows == 0 and num_columns % config.block_columns == 0,
-        SCALED=scales is not None,
         num_warps=config.num_warps,
         num_stages=1,
         **switches,
@@ -219,7 +217,6 @@ def _product(
     norm: Tensor | None,
     eps: float,
     weight: Tensor,
-    scales: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
     config: ProductConfig,
@@ -249,7 +246,6 @@ def _product(
         x,
         norm,
         weight,
-        scales,
         bias,
         out,
         partial,
@@ -272,7 +268,6 @@ def _product(
         NORM_NEXT=normed is not None,
         FOLD_NORM=norm is not None,
         EVEN=num_rows % config.block_rows == 0 and num_columns % split_columns == 0,
-        SCALED=scales is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **switches,

@@ -21,70 +21,11 @@ import triton.language as tl
 
 from ebbtide.srt.layers.kernels.activation import activate
 from ebbtide.srt.layers.kernels.fp8_quantize import divided
-from ebbtide.srt.layers.small_batch.kernels import _announce, _await, _prefetch
+from ebbtide.srt.layers.kernels.fp8_words import four_of, fours, row_sums
+from ebbtide.srt.layers.kernels.prefetch import prefetch
+from ebbtide.srt.layers.small_batch.kernels import _announce, _await
 
 _GROUP: Any = tl.constexpr(128)
-
-
-@triton.jit
-def _floats(words):
-    """The lower and the upper bfloat16 of words of 32 bits, float32."""
-    return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _four(words, ASM: tl.constexpr):
-    """The four numbers of 8 bits in words of 32, float32."""
-    if ASM:
-        a, b, c, d = tl.inline_asm_elementwise(
-            """{
-                .reg .b16 low, high, p, q;
-                .reg .b32 first, second;
-                mov.b32 {low, high}, $4;
-                cvt.rn.f16x2.e4m3x2 first, low;
-                cvt.rn.f16x2.e4m3x2 second, high;
-                mov.b32 {p, q}, first;
-                cvt.f32.f16 $0, p;
-                cvt.f32.f16 $1, q;
-                mov.b32 {p, q}, second;
-                cvt.f32.f16 $2, p;
-                cvt.f32.f16 $3, q;
-            }""",
-            "=f,=f,=f,=f,r",
-            [words],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        a = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        b = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        c = ((words >> 16) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        d = ((words >> 24) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return a, b, c, d
-
-
-@triton.jit
-def _four_of(ptr, word, inside, ASM: tl.constexpr):
-    """Four neighbours in bfloat16 at a time, float32."""
-    if ASM:
-        four = tl.load(ptr + word, mask=inside, other=0)
-        low, high = four.to(tl.int32), (four >> 32).to(tl.int32)
-        a, b = _floats(low)
-        c, d = _floats(high)
-    else:
-        a = tl.load(ptr + 4 * word, mask=inside, other=0.0)
-        b = tl.load(ptr + 4 * word + 1, mask=inside, other=0.0)
-        c = tl.load(ptr + 4 * word + 2, mask=inside, other=0.0)
-        d = tl.load(ptr + 4 * word + 3, mask=inside, other=0.0)
-    return a, b, c, d
-
-
-@triton.jit
-def _row_sums(words, x0, x1, x2, x3, scale, ASM: tl.constexpr):
-    w0, w1, w2, w3 = _four(words, ASM)
-    four = w0 * x0[None, :] + w1 * x1[None, :] + w2 * x2[None, :] + w3 * x3[None, :]
-    return tl.sum(four * scale[None, :], axis=1)
 
 
 @triton.jit
@@ -130,9 +71,9 @@ def stationary(
         up_groups = num_rows // _GROUP * (NUM_COLUMNS // _GROUP)
         scale_up = tl.load(scales + up_groups, mask=inside, other=0.0)
     if FOLD_NORM:
-        n0, n1, n2, n3 = _four_of(norm_ptr, word, inside, ASM)
+        n0, n1, n2, n3 = four_of(norm_ptr, word, inside, ASM)
     _await(OVERLAPPED)
-    x0, x1, x2, x3 = _four_of(x_ptr, word, inside, ASM)
+    x0, x1, x2, x3 = four_of(x_ptr, word, inside, ASM)
     inverse_norm = 1.0
     if FOLD_NORM:
         squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, axis=0)
@@ -145,9 +86,9 @@ def stationary(
         ahead_up = words_up
         if GATED:
             ahead_up = tl.load(ahead_at + up_distance, mask=more, other=0, eviction_policy="evict_first")
-        result = _row_sums(words, x0, x1, x2, x3, scale, ASM) * inverse_norm
+        result = row_sums(words, x0, x1, x2, x3, scale, ASM) * inverse_norm
         if GATED:
-            up = _row_sums(words_up, x0, x1, x2, x3, scale_up, ASM) * inverse_norm
+            up = row_sums(words_up, x0, x1, x2, x3, scale_up, ASM) * inverse_norm
             result = activate(result, GELU) * up
         out_rows = first_row + step * BLOCK_ROWS + row
         if BIAS:
@@ -156,6 +97,83 @@ def stationary(
             result += tl.load(out_ptr + out_rows).to(tl.float32)
         tl.store(out_ptr + out_rows, result.to(out_ptr.dtype.element_ty))
         words, words_up = ahead, ahead_up
+
+
+@triton.jit
+def passing(
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    eps,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    FOLD_NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+    ASM: tl.constexpr,
+) -> None:
+    """One token of many columns, which passes by while each program keeps its rows. Pointers as above."""
+    _announce(OVERLAPPED)
+    WORDS: tl.constexpr = NUM_COLUMNS // 4
+    first_row = tl.program_id(0) * BLOCK_ROWS
+    row, word = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_WORDS)
+    wanted = (word < WORDS)[None, :] & (row >= 0)[:, None]
+    up_distance = num_rows.to(tl.int64) * WORDS
+    tile = weight_ptr + (first_row + row).to(tl.int64)[:, None] * WORDS + word[None, :]
+    scales = scale_ptr + first_row // _GROUP * (NUM_COLUMNS // _GROUP) + word // 32
+    up_groups = num_rows // _GROUP * (NUM_COLUMNS // _GROUP)
+    ahead = tl.load(tile, mask=wanted, other=0, eviction_policy="evict_first")
+    scale_ahead = tl.load(scales, mask=word < WORDS, other=0.0)
+    ahead_up, scale_up_ahead = ahead, scale_ahead
+    if GATED:
+        ahead_up = tl.load(tile + up_distance, mask=wanted, other=0, eviction_policy="evict_first")
+        scale_up_ahead = tl.load(scales + up_groups, mask=word < WORDS, other=0.0)
+    _await(OVERLAPPED)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_WORDS), tl.float32)
+    total_up = tl.zeros((BLOCK_ROWS, BLOCK_WORDS), tl.float32)
+    squares = tl.zeros((BLOCK_WORDS,), tl.float32)
+    for start in range(0, WORDS, BLOCK_WORDS):
+        words, words_up, scale, scale_up = ahead, ahead_up, scale_ahead, scale_up_ahead
+        following = start + BLOCK_WORDS
+        there = following + word < WORDS
+        wanted = there[None, :] & (row >= 0)[:, None]
+        ahead = tl.load(tile + following, mask=wanted, other=0, eviction_policy="evict_first")
+        scale_ahead = tl.load(scales + following // 32, mask=there, other=0.0)
+        if GATED:
+            ahead_up = tl.load(
+                tile + up_distance + following, mask=wanted, other=0, eviction_policy="evict_first"
+            )
+            scale_up_ahead = tl.load(scales + up_groups + following // 32, mask=there, other=0.0)
+        inside = start + word < WORDS
+        x0, x1, x2, x3 = four_of(x_ptr, start + word, inside, ASM)
+        if FOLD_NORM:
+            squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
+            n0, n1, n2, n3 = four_of(norm_ptr, start + word, inside, ASM)
+            x0, x1, x2, x3 = x0 * n0, x1 * n1, x2 * n2, x3 * n3
+        total += fours(words, x0, x1, x2, x3, ASM) * scale[None, :]
+        if GATED:
+            total_up += fours(words_up, x0, x1, x2, x3, ASM) * scale_up[None, :]
+    result = tl.sum(total, axis=1)
+    inverse_norm = 1.0
+    if FOLD_NORM:
+        inverse_norm = tl.rsqrt(tl.sum(squares, axis=0) / NUM_COLUMNS + eps)
+    result *= inverse_norm
+    if GATED:
+        result = activate(result, GELU) * (tl.sum(total_up, axis=1) * inverse_norm)
+    out_rows = first_row + row
+    if BIAS:
+        result += tl.load(bias_ptr + out_rows).to(tl.float32)
+    if ADD:
+        result += tl.load(out_ptr + out_rows).to(tl.float32)
+    tl.store(out_ptr + out_rows, result.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -234,9 +252,9 @@ def quantized(
     if OVERLAPPED:
         lines = tl.arange(0, 4) * 128
         first = weight_ptr + rows.to(tl.int64)[:, None] * NUM_COLUMNS + begin + lines[None, :]
-        _prefetch(first)
+        prefetch(first)
         if GATED:
-            _prefetch(first + up_distance)
+            prefetch(first + up_distance)
     num_groups: tl.constexpr = SPLIT_COLUMNS // _GROUP
     first_group = split * num_groups
     # One scale of 128 rows; of fewer rows they share it.

@@ -40,7 +40,7 @@ class QuantizedConfig:
 
 @dataclass(frozen=True)
 class StationaryConfig:
-    """How one token is multiplied.
+    """How one token is multiplied whose columns fit into the registers of a program's threads.
 
     Attributes:
         block_rows: that are read at once, by all threads of a program.
@@ -53,7 +53,20 @@ class StationaryConfig:
     num_warps: int
 
 
-_STATIONARY = StationaryConfig(4, 2, 4)
+@dataclass(frozen=True)
+class PassingConfig:
+    """How one token of more columns is multiplied: rows of a program, and words of each read at once."""
+
+    block_rows: int
+    block_words: int
+    num_warps: int
+
+
+def choose_one(num_columns: int, *, gated: bool) -> StationaryConfig | PassingConfig:
+    """The best of what was tried on an H200."""
+    if num_columns > MAX_STATIONARY:
+        return PassingConfig(2, 512, 4) if gated else PassingConfig(4, 512, 8)
+    return StationaryConfig(2, 2, 4) if gated else StationaryConfig(4, 2, 4)
 
 
 def multiply_one(
@@ -64,15 +77,16 @@ def multiply_one(
     scales: Tensor,
     bias: Tensor | None,
     out_1O: Tensor,
-    config: StationaryConfig = _STATIONARY,
+    config: StationaryConfig | PassingConfig | None = None,
     *,
     gated: Activation | None = None,
     add: bool = False,
 ) -> None:
-    """x Wᵀ (+ b) of one token and at most MAX_STATIONARY columns; arguments as in `small_batch.multiply`."""
+    """x Wᵀ (+ b) of one token; arguments as in `small_batch.multiply`."""
     num_columns, num_rows = x_1K.shape[1], out_1O.shape[1]
+    config = config or choose_one(num_columns, gated=gated is not None)
     words = torch.int64 if x_1K.is_cuda else x_1K.dtype
-    fp8_kernels.stationary[(num_rows // (config.block_rows * config.num_steps),)](
+    operands = (
         x_1K.view(words),
         norm_weight_K.view(words) if norm_weight_K is not None else None,
         weight.view(torch.int32),
@@ -81,19 +95,26 @@ def multiply_one(
         out_1O,
         num_rows,
         eps,
-        NUM_COLUMNS=num_columns,
-        BLOCK_WORDS=1 << (num_columns // 4 - 1).bit_length(),
-        BLOCK_ROWS=config.block_rows,
-        STEPS=config.num_steps,
-        FOLD_NORM=norm_weight_K is not None,
-        GATED=gated is not None,
-        GELU=gated == "gelu_tanh",
-        BIAS=bias is not None,
-        ADD=add,
-        ASM=x_1K.is_cuda,
-        num_warps=config.num_warps,
-        num_stages=1,
+    )
+    switches = {
+        "NUM_COLUMNS": num_columns,
+        "BLOCK_ROWS": config.block_rows,
+        "FOLD_NORM": norm_weight_K is not None,
+        "GATED": gated is not None,
+        "GELU": gated == "gelu_tanh",
+        "BIAS": bias is not None,
+        "ADD": add,
+        "ASM": x_1K.is_cuda,
+        "num_warps": config.num_warps,
+        "num_stages": 1,
         **overlap_options(x_1K),
+    }
+    if isinstance(config, PassingConfig):
+        grid = (num_rows // config.block_rows,)
+        fp8_kernels.passing[grid](*operands, BLOCK_WORDS=config.block_words, **switches)
+        return
+    fp8_kernels.stationary[(num_rows // (config.block_rows * config.num_steps),)](
+        *operands, BLOCK_WORDS=1 << (num_columns // 4 - 1).bit_length(), STEPS=config.num_steps, **switches
     )
 
 
@@ -173,11 +194,6 @@ def choose_quantized(num_tokens: int, num_rows: int, num_columns: int) -> Quanti
         if tokens == 64
         else QuantizedConfig(tokens, 128, splits, 8, 4)
     )
-
-
-def is_narrow(num_columns: int) -> bool:
-    """Whether so many columns of a token fit into the registers of a program's threads."""
-    return num_columns <= MAX_STATIONARY
 
 
 def gates_at_once(num_rows: int, num_columns: int) -> bool:

@@ -9,9 +9,8 @@ The norm is folded into the product: x/rms(x)·n Wᵀ = (x·n Wᵀ)/rms(x), and 
 
 The names in capitals are compile-time constants. FOLD_NORM: scale x by the norm's weight, and the product by
 1/rms(x). GATED: the weight holds twice num_rows rows, gates first. GELU: the gates' activation, else silu.
-ADD: out += product. EVEN: the blocks divide rows and columns. SCALED: the weight has 8 bits and each block of
-128 × 128 a scale; a tile of rows, or of the columns of a dot, lies in one block. OVERLAPPED: launched as a
-dependent; the interpreter does not know the instructions.
+ADD: out += product. EVEN: the blocks divide rows and columns. OVERLAPPED: launched as a dependent; the
+interpreter does not know the instructions.
 """
 
 # Triton has no types, and a kernel is not Python.
@@ -23,11 +22,10 @@ import triton
 import triton.language as tl
 
 from ebbtide.srt.layers.kernels.activation import activate
+from ebbtide.srt.layers.kernels.prefetch import prefetch
 
 # Bits of a cache line.
 _LINE_BITS: Any = tl.constexpr(1024)
-# Rows and columns of a weight that share a scale.
-_SCALED: Any = tl.constexpr(128)
 
 
 @triton.jit
@@ -42,19 +40,6 @@ def _await(OVERLAPPED: tl.constexpr) -> None:
     """Wait until the kernel before has ended and what it wrote can be read."""
     if OVERLAPPED:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _prefetch(pointers) -> None:
-    """Bring the lines of these addresses into the second-level cache; nobody waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -76,7 +61,6 @@ def matvec(
     x_ptr,
     norm_ptr,
     weight_ptr,
-    scale_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
@@ -90,7 +74,6 @@ def matvec(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
-    SCALED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
     """One token: each program owns some rows. Products stay per column, in float32, until the end."""
@@ -131,16 +114,9 @@ def matvec(
         if FOLD_NORM:
             squares += x * x
             x *= tl.load(norm_ptr + here, mask=here < NUM_COLUMNS, other=0.0).to(tl.float32)
-        x_up = x
-        if SCALED:
-            scales = scale_ptr + first_row // _SCALED * tl.cdiv(NUM_COLUMNS, _SCALED) + here // _SCALED
-            x *= tl.load(scales, mask=here < NUM_COLUMNS, other=0.0)
-            if GATED:
-                scales += num_rows // _SCALED * tl.cdiv(NUM_COLUMNS, _SCALED)
-                x_up *= tl.load(scales, mask=here < NUM_COLUMNS, other=0.0)
         total += _by_eights(weight.to(tl.float32) * x[None, :], BLOCK_ROWS, BLOCK_COLUMNS)
         if GATED:
-            total_up += _by_eights(weight_up.to(tl.float32) * x_up[None, :], BLOCK_ROWS, BLOCK_COLUMNS)
+            total_up += _by_eights(weight_up.to(tl.float32) * x[None, :], BLOCK_ROWS, BLOCK_COLUMNS)
     product = tl.sum(total, axis=1)
     if FOLD_NORM:
         scale = tl.rsqrt(tl.sum(squares, axis=0) / NUM_COLUMNS + eps)
@@ -162,7 +138,6 @@ def product(
     x_ptr,
     norm_ptr,
     weight_ptr,
-    scale_ptr,
     bias_ptr,
     out_ptr,
     partial_ptr,
@@ -189,7 +164,6 @@ def product(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
-    SCALED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
     """Several tokens, on tensor cores: rows of the weight are the rows of the product, tokens its columns.
@@ -218,15 +192,12 @@ def product(
         # Behind the last row or column the address of another line of this weight.
         first = weight_ptr + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * NUM_COLUMNS
         first += tl.minimum(lines, NUM_COLUMNS - 1)[None, :]
-        _prefetch(first)
+        prefetch(first)
         if GATED:
-            _prefetch(first + up_distance)
+            prefetch(first + up_distance)
     if FOLD_NORM:
         norm_ahead = tl.load(norm_ptr + begin + columns, mask=begin + columns < NUM_COLUMNS, other=0.0)
     _await(OVERLAPPED)
-    if SCALED:
-        scale_row = scale_ptr + tl.program_id(0) * BLOCK_ROWS // _SCALED * tl.cdiv(NUM_COLUMNS, _SCALED)
-        scale_distance = num_rows // _SCALED * tl.cdiv(NUM_COLUMNS, _SCALED)
     total = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
     total_up = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
     squares = tl.zeros((BLOCK_TOKENS,), tl.float32)
@@ -247,20 +218,12 @@ def product(
             x_float = x.to(tl.float32)
             squares += tl.sum(x_float * x_float, axis=1)
             x = (x_float * norm[None, :]).to(x.dtype)
-        if SCALED:
-            scale = tl.load(scale_row + (begin + start) // _SCALED)
-            total += tl.dot(weight.to(x.dtype), tl.trans(x)) * scale
-        else:
-            total = tl.dot(weight, tl.trans(x), total)
+        total = tl.dot(weight, tl.trans(x), total)
         if GATED:
             weight_up = _read(
                 row_starts + up_distance + here[None, :], inside & (here < NUM_COLUMNS)[None, :], EVEN
             )
-            if SCALED:
-                scale_up = tl.load(scale_row + scale_distance + (begin + start) // _SCALED)
-                total_up += tl.dot(weight_up.to(x.dtype), tl.trans(x)) * scale_up
-            else:
-                total_up = tl.dot(weight_up, tl.trans(x), total_up)
+            total_up = tl.dot(weight_up, tl.trans(x), total_up)
     # Tokens first: then neighbouring threads write neighbouring elements.
     result = tl.trans(total)
     result_up = tl.trans(total_up)

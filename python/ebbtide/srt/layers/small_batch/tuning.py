@@ -19,23 +19,21 @@ TILES_FILE = Path(__file__).with_name("tiles.json")
 
 @dataclass(frozen=True)
 class Shape:
-    """A product. `num_rows` are outputs; a gated weight holds twice as many rows, a scaled one has 8 bits."""
+    """A product. `num_rows` are outputs; a gated weight holds twice as many rows."""
 
     num_rows: int
     num_columns: int
     gated: bool = False
-    scaled: bool = False
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weight, bfloat16 or of 8 bits without its scales."""
-        return self.num_rows * self.num_columns * (2 if self.gated else 1) * (1 if self.scaled else 2)
+        """Bytes of the weight, bfloat16."""
+        return self.num_rows * self.num_columns * (2 if self.gated else 1) * 2
 
     @property
     def key(self) -> str:
         """What the file of measured tiles calls it."""
-        kind = (",gated" if self.gated else "") + (",fp8" if self.scaled else "")
-        return f"rows={self.num_rows},columns={self.num_columns}{kind}"
+        return f"rows={self.num_rows},columns={self.num_columns}{',gated' if self.gated else ''}"
 
 
 @dataclass(frozen=True)

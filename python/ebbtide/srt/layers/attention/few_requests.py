@@ -1,0 +1,64 @@
+"""Decode steps of few requests, whose attention is one kernel from projection to projection.
+
+With so few requests a layer's attention takes as long as its kernels need to start and to end: one of them
+in place of three, which is in place while the projection still runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
+from ebbtide.srt.layers.attention.paged_kernel import DevicePages
+from ebbtide.srt.layers.heads import HeadNorms, Rope
+
+# Up to so many (bench/gpu_few_decode.py, on an H200).
+MAX_REQUESTS = 32
+# Query heads that share a KV head: the rows of a product on tensor cores.
+_MAX_GROUP = 16
+
+
+def serves_few(shape: AttentionShape, num_requests: int) -> bool:
+    """Whether `FewRequests` serves a step of so many requests."""
+    is_power_of_2 = shape.head_dim & (shape.head_dim - 1) == 0
+    return (
+        num_requests <= MAX_REQUESTS
+        and shape.kv_dtype == shape.dtype
+        and shape.group <= _MAX_GROUP
+        and is_power_of_2
+    )
+
+
+class FewRequests:
+    """One new token per request, captured or not. Nothing is planned: kernels read lengths and pages.
+
+    Args:
+        pages: where lengths and pages are, with the new tokens counted in, when a step runs.
+    """
+
+    def __init__(self, shape: AttentionShape, pages: DevicePages) -> None:
+        from ebbtide.srt.layers.kernels.paged_attention import Pages
+
+        device = pages.kv_indices.device
+        num_requests = len(pages.last_page_len_R)
+        self._arrivals = torch.zeros(num_requests * shape.num_kv_heads, dtype=torch.int32, device=device)
+        self._pages = Pages(
+            pages.q_indptr_R1, pages.kv_indptr_R1, pages.kv_indices, pages.last_page_len_R, most_new=1
+        )
+
+    def attend(
+        self,
+        kind: AttentionKind,
+        qkv_TNH: Tensor,
+        rope: Rope,
+        norms: HeadNorms | None,
+        slots_T: Tensor,
+        k_PSKH: Tensor,
+        v_PSKH: Tensor,
+    ) -> Tensor:
+        """What a layer's rotation and attention come to: [T, N, H]."""
+        from ebbtide.srt.layers.kernels.few_decode import attend_few
+
+        tensors = (qkv_TNH, rope, norms, slots_T, k_PSKH, v_PSKH, self._pages, self._arrivals)
+        return attend_few(*tensors, **kind._asdict())

@@ -1,0 +1,435 @@
+"""Experts whose weights have 8 bits, as two grouped products.
+
+More than a few tokens are quantised too, by groups of 128 columns, and so is what lies between both products:
+tensor cores multiply 8 bits by 8, and 128 products at a time are scaled and added up in float32, as in
+`fp8_product`. Few tokens keep their precision: each reads the weights of its experts, word by word, as
+`small_batch.fp8_kernels` does.
+
+Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner size, S = T·K slots, R rows of
+a weight, G groups of 128 columns. Kernels call D and I `HIDDEN` and `INNER`.
+"""
+
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens, room_for_tokens
+from ebbtide.srt.layers.kernels.fp8_quantize import divided
+from ebbtide.srt.layers.kernels.fp8_words import four_of, fours, row_sums
+from ebbtide.srt.layers.kernels.fused_moe import add_up_
+from ebbtide.srt.layers.kernels.launch import overlap_options
+from ebbtide.srt.layers.kernels.moe_plan import FEW_TOKENS
+from ebbtide.srt.layers.kernels.moe_routing import follow, list_slots
+from ebbtide.srt.layers.kernels.prefetch import prefetch
+
+GROUP = 128
+
+
+@dataclass(frozen=True)
+class ManyPlan:
+    """How many tokens are cut.
+
+    Attributes:
+        block_tokens: tokens of one expert that a program multiplies, a power of two ≥ 16.
+        gate_up, down: warps of a program, and tiles in shared memory.
+        down_rows: rows of the second weight that a program has, 64 or 128.
+    """
+
+    block_tokens: int
+    gate_up: tuple[int, int] = (8, 3)
+    down: tuple[int, int] = (8, 4)
+    down_rows: int = 128
+
+
+@dataclass(frozen=True)
+class FewPlan:
+    """How few tokens are cut.
+
+    Attributes:
+        rows: of the first weight, gates and ups, that are read at once.
+        steps: so many times by one program; `rows` · `steps` divides 128.
+        down_rows: of the second weight that a program has.
+    """
+
+    rows: int = 2
+    steps: int = 2
+    down_rows: int = 4
+    num_warps: int = 4
+
+
+# Words of a token's inner columns that are read at once.
+_MOST_WORDS = 1024
+
+
+def choose_fp8_plan(num_tokens: int, num_experts: int, top_k: int) -> ManyPlan | FewPlan:
+    """Few tokens one by one, others in blocks with room for half as much again as an expert's share."""
+    if num_tokens <= FEW_TOKENS:
+        return FewPlan()
+    room = 3 * num_tokens * top_k // (2 * num_experts)
+    return ManyPlan(16 if room <= 24 else 32 if room <= 48 else 64)
+
+
+def fused_quantized_experts(
+    x_TD: Tensor,
+    gate_up_RD: Tensor,
+    down_RI: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    scales: tuple[Tensor, Tensor],
+    residual_TD: Tensor | None = None,
+    plan: ManyPlan | FewPlan | None = None,
+) -> Tensor:
+    """The weighted sum [T, D] of each token's experts, as `fused_experts`, with weights of 8 bits.
+
+    Args:
+        x_TD: contiguous; D and I are multiples of 128.
+        gate_up_RD, down_RI: as `Experts` holds them, contiguous.
+        scales: of both, a number for each block of 128 × 128.
+        plan: None for `choose_fp8_plan`'s.
+    """
+    hidden = x_TD.shape[1]
+    plan = plan or choose_fp8_plan(len(x_TD), len(down_RI) // hidden, experts_TK.shape[1])
+    out_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
+    operands = (x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, scales)
+    if isinstance(plan, FewPlan):
+        _one_by_one_(out_TD, *operands, plan, add=residual_TD is not None)
+    else:
+        add_up_(out_TD, _by_blocks(*operands, plan), add=residual_TD is not None)
+    return out_TD
+
+
+def _by_blocks(
+    x_TD: Tensor,
+    gate_up_RD: Tensor,
+    down_RI: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    scales: tuple[Tensor, Tensor],
+    plan: ManyPlan,
+) -> Tensor:
+    """The weighted outputs of each token's experts, [S, D]."""
+    hidden, inner = x_TD.shape[1], down_RI.shape[1]
+    num_slots, top_k = experts_TK.numel(), experts_TK.shape[1]
+    blocks = list_slots(experts_TK, len(down_RI) // hidden, plan.block_tokens)
+    values_TD, x_scales_TG = quantize_tokens(x_TD)
+    values_SI, inner_scales_SG = room_for_tokens(num_slots, inner, x_TD.device)
+    out_SD = x_TD.new_empty((num_slots, hidden))
+    _gate_up_kernel[(blocks.number * (inner // GROUP),)](
+        values_TD,
+        x_scales_TG,
+        gate_up_RD,
+        scales[0],
+        values_SI,
+        inner_scales_SG,
+        blocks.experts,
+        blocks.slots,
+        num_slots,
+        len(values_TD),
+        len(values_SI),
+        HIDDEN=hidden,
+        INNER=inner,
+        TOP_K=top_k,
+        BLOCK_T=plan.block_tokens,
+        num_warps=plan.gate_up[0],
+        num_stages=plan.gate_up[1],
+        **overlap_options(x_TD),
+    )
+    _down_kernel[(blocks.number * (hidden // plan.down_rows),)](
+        values_SI,
+        inner_scales_SG,
+        down_RI,
+        scales[1],
+        out_SD,
+        weights_TK,
+        blocks.experts,
+        blocks.slots,
+        num_slots,
+        len(values_SI),
+        HIDDEN=hidden,
+        INNER=inner,
+        ROWS=plan.down_rows,
+        BLOCK_T=plan.block_tokens,
+        num_warps=plan.down[0],
+        num_stages=plan.down[1],
+        **overlap_options(x_TD),
+    )
+    return out_SD
+
+
+@triton.jit(do_not_specialize=["num_slots", "padded_tokens", "padded_slots"])
+def _gate_up_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    scales_ptr,
+    out_ptr,
+    out_scales_ptr,
+    block_experts,
+    block_slots,
+    num_slots,
+    padded_tokens,
+    padded_slots,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """silu(gate) · up of one block, one group of its columns, in 8 bits."""
+    GROUPS: tl.constexpr = HIDDEN // 128
+    follow(OVERLAPPED)
+    num_parts: tl.constexpr = INNER // 128
+    # Programs of one block follow each other, so that its tokens stay in the cache.
+    block, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
+    expert = tl.load(block_experts + block)
+    slots = tl.load(block_slots + block * BLOCK_T + tl.arange(0, BLOCK_T))
+    if expert < 0:
+        return
+    filled = slots < num_slots
+    # What is out of range reads something valid and is not stored.
+    tokens = tl.where(filled, slots // TOP_K, 0)
+    rows, columns = tl.arange(0, 128), tl.arange(0, 128)
+    first_row = expert.to(tl.int64) * (2 * INNER) + part * 128
+    gates = weight_ptr + (first_row + rows)[:, None] * HIDDEN + columns[None, :]
+    ups = gates + INNER * HIDDEN
+    gate_scales = scales_ptr + first_row // 128 * GROUPS
+    up_scales = gate_scales + INNER // 128 * GROUPS
+    x_at = x_ptr + tokens.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
+    x_scales = x_scales_ptr + tokens
+    # One tile ahead: they are too few for an asynchronous copy.
+    gate_scale, up_scale, x_scale = tl.load(gate_scales), tl.load(up_scales), tl.load(x_scales)
+    gate = tl.zeros((128, BLOCK_T), tl.float32)
+    up = tl.zeros((128, BLOCK_T), tl.float32)
+    for group in range(GROUPS):
+        ahead = tl.minimum(group + 1, GROUPS - 1)
+        next_gate_scale, next_up_scale = tl.load(gate_scales + ahead), tl.load(up_scales + ahead)
+        next_x_scale = tl.load(x_scales + ahead * padded_tokens)
+        x = tl.trans(tl.load(x_at + group * 128))
+        gate += tl.dot(tl.load(gates + group * 128), x) * (x_scale * gate_scale)[None, :]
+        up += tl.dot(tl.load(ups + group * 128), x) * (x_scale * up_scale)[None, :]
+        gate_scale, up_scale, x_scale = next_gate_scale, next_up_scale, next_x_scale
+    # Rounded as what is not quantised is.
+    value = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16).to(tl.float32)
+    largest = tl.max(tl.abs(value), axis=0)
+    scale = tl.where(largest > 0.0, tl.div_rn(largest, tl.full((BLOCK_T,), 448.0, tl.float32)), 1.0)
+    value = tl.trans(divided(value, scale[None, :])).to(tl.float8e4nv)
+    places = out_ptr + slots.to(tl.int64)[:, None] * INNER + part * 128 + rows[None, :]
+    tl.store(places, value, mask=filled[:, None])
+    tl.store(out_scales_ptr + part * padded_slots + slots, scale, mask=filled)
+
+
+@triton.jit(do_not_specialize=["num_slots", "padded_slots"])
+def _down_kernel(  # type: ignore[no-untyped-def]
+    inner_ptr,
+    inner_scales_ptr,
+    weight_ptr,
+    scales_ptr,
+    out_ptr,
+    weights_S,
+    block_experts,
+    block_slots,
+    num_slots,
+    padded_slots,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """The weighted outputs of one block, some columns of them."""
+    GROUPS: tl.constexpr = INNER // 128
+    num_parts: tl.constexpr = HIDDEN // ROWS
+    block, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
+    # The predecessor computes only what is multiplied here: the blocks were listed before it.
+    expert = tl.load(block_experts + block)
+    slots = tl.load(block_slots + block * BLOCK_T + tl.arange(0, BLOCK_T))
+    # A block without an expert lists no slots.
+    filled = (slots < num_slots) & (tl.zeros_like(slots) <= expert)
+    sources = tl.where(filled, slots, 0)
+    weights = tl.load(weights_S + sources)
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, 128)
+    first_row = tl.maximum(expert, 0).to(tl.int64) * HIDDEN + part * ROWS
+    row_starts = weight_ptr + (first_row + rows)[:, None] * INNER
+    scales = scales_ptr + first_row // 128 * GROUPS
+    if OVERLAPPED:
+        prefetch(row_starts + tl.arange(0, 2)[None, :] * 128)
+    scale = tl.load(scales)
+    follow(OVERLAPPED)
+    if expert < 0:
+        return
+    tiles = row_starts + columns[None, :]
+    values = inner_ptr + sources.to(tl.int64)[:, None] * INNER + columns[None, :]
+    inner_scales = inner_scales_ptr + sources
+    inner_scale = tl.load(inner_scales)
+    out = tl.zeros((ROWS, BLOCK_T), tl.float32)
+    for group in range(GROUPS):
+        ahead = tl.minimum(group + 1, GROUPS - 1)
+        next_scale = tl.load(scales + ahead)
+        next_inner_scale = tl.load(inner_scales + ahead * padded_slots)
+        value = tl.trans(tl.load(values + group * 128))
+        out += tl.dot(tl.load(tiles + group * 128), value) * (inner_scale * scale)[None, :]
+        scale, inner_scale = next_scale, next_inner_scale
+    out = tl.trans(out * weights[None, :])
+    places = out_ptr + slots.to(tl.int64)[:, None] * HIDDEN + part * ROWS + rows[None, :]
+    tl.store(places, out.to(out_ptr.dtype.element_ty), mask=filled[:, None])
+
+
+def _one_by_one_(
+    out_TD: Tensor,
+    x_TD: Tensor,
+    gate_up_RD: Tensor,
+    down_RI: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    scales: tuple[Tensor, Tensor],
+    plan: FewPlan,
+    *,
+    add: bool,
+) -> None:
+    """The weighted sum of each token's experts into `out_TD`, or added to it."""
+    (num_tokens, hidden), inner, top_k = x_TD.shape, down_RI.shape[1], experts_TK.shape[1]
+    inner_SI = x_TD.new_empty((experts_TK.numel(), inner))
+    words = torch.int64 if x_TD.is_cuda else x_TD.dtype
+    options = overlap_options(x_TD) | {"ASM": x_TD.is_cuda, "num_warps": plan.num_warps, "num_stages": 1}
+    _few_gate_up_kernel[(inner // (plan.rows * plan.steps), experts_TK.numel())](
+        x_TD.view(words),
+        gate_up_RD.view(torch.int32),
+        scales[0],
+        inner_SI,
+        experts_TK,
+        HIDDEN=hidden,
+        INNER=inner,
+        TOP_K=top_k,
+        BLOCK_WORDS=triton.next_power_of_2(hidden // 4),
+        ROWS=plan.rows,
+        STEPS=plan.steps,
+        **options,
+    )
+    _few_down_kernel[(hidden // plan.down_rows, num_tokens)](
+        inner_SI.view(words),
+        down_RI.view(torch.int32),
+        scales[1],
+        out_TD,
+        weights_TK,
+        experts_TK,
+        HIDDEN=hidden,
+        INNER=inner,
+        TOP_K=top_k,
+        BLOCK_WORDS=min(_MOST_WORDS, triton.next_power_of_2(inner // 4)),
+        ROWS=plan.down_rows,
+        ADD=add,
+        **options,
+    )
+
+
+@triton.jit
+def _few_gate_up_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    scales_ptr,
+    out_ptr,
+    experts_S,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    ASM: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """silu(gate) · up of one slot, some columns of it. The token stays in registers while rows go by."""
+    WORDS: tl.constexpr = HIDDEN // 4
+    GROUPS: tl.constexpr = HIDDEN // 128
+    follow(OVERLAPPED)
+    slot = tl.program_id(1)
+    expert = tl.load(experts_S + slot).to(tl.int64)
+    first_row = tl.program_id(0) * (ROWS * STEPS)
+    row, word = tl.arange(0, ROWS), tl.arange(0, BLOCK_WORDS)
+    inside = word < WORDS
+    wanted = inside[None, :] & (row >= 0)[:, None]
+    gates = weight_ptr + (expert * (2 * INNER) + first_row + row)[:, None] * WORDS + word[None, :]
+    ups = gates + INNER * WORDS
+    gate_words = tl.load(gates, mask=wanted, other=0, eviction_policy="evict_first")
+    up_words = tl.load(ups, mask=wanted, other=0, eviction_policy="evict_first")
+    # All of these rows lie in one row of blocks.
+    scale_at = scales_ptr + (expert * (2 * INNER) + first_row) // 128 * GROUPS + word // 32
+    gate_scale = tl.load(scale_at, mask=inside, other=0.0)
+    up_scale = tl.load(scale_at + INNER // 128 * GROUPS, mask=inside, other=0.0)
+    # By fours on the GPU, where pointers are those of words.
+    x_at = x_ptr + (slot // TOP_K).to(tl.int64) * (WORDS if ASM else HIDDEN)
+    x0, x1, x2, x3 = four_of(x_at, word, inside, ASM)
+    for step in range(STEPS):
+        more = wanted & (step + 1 < STEPS)
+        ahead = (step + 1) * (ROWS * WORDS)
+        next_gates = tl.load(gates + ahead, mask=more, other=0, eviction_policy="evict_first")
+        next_ups = tl.load(ups + ahead, mask=more, other=0, eviction_policy="evict_first")
+        gate = row_sums(gate_words, x0, x1, x2, x3, gate_scale, ASM)
+        value = gate * tl.sigmoid(gate) * row_sums(up_words, x0, x1, x2, x3, up_scale, ASM)
+        at = out_ptr + slot.to(tl.int64) * INNER + first_row + step * ROWS + row
+        tl.store(at, value.to(out_ptr.dtype.element_ty))
+        gate_words, up_words = next_gates, next_ups
+
+
+@triton.jit
+def _few_down_kernel(  # type: ignore[no-untyped-def]
+    inner_ptr,
+    weight_ptr,
+    scales_ptr,
+    out_ptr,
+    weights_S,
+    experts_S,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+    ASM: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Some columns of one token's output."""
+    WORDS: tl.constexpr = INNER // 4
+    GROUPS: tl.constexpr = INNER // 128
+    STEPS: tl.constexpr = (WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
+    token = tl.program_id(1)
+    first_row = tl.program_id(0) * ROWS
+    rows, word = first_row + tl.arange(0, ROWS), tl.arange(0, BLOCK_WORDS)
+    tile = weight_ptr + rows[:, None] * WORDS + word[None, :]
+    first_slot = token * TOP_K
+    # The predecessor computes only what is multiplied here: who the experts are was known before it.
+    expert = tl.load(experts_S + first_slot).to(tl.int64)
+    wanted = (word < WORDS)[None, :] & (rows < HIDDEN)[:, None]
+    ahead = tl.load(tile + expert * (HIDDEN * WORDS), mask=wanted, other=0, eviction_policy="evict_first")
+    follow(OVERLAPPED)
+    total = tl.zeros((ROWS, BLOCK_WORDS), tl.float32)
+    for number in range(TOP_K * STEPS):
+        slot, start = first_slot + number // STEPS, number % STEPS * BLOCK_WORDS
+        words, this_expert = ahead, expert
+        after = number + 1
+        is_there = after < TOP_K * STEPS
+        next_start = after % STEPS * BLOCK_WORDS
+        expert = tl.load(experts_S + first_slot + after // STEPS, mask=is_there, other=0).to(tl.int64)
+        # A comparison of tensors: Triton's interpreter takes no Python number for one side of an "and".
+        is_ahead = tl.zeros_like(word) < TOP_K * STEPS - after
+        wanted = ((next_start + word < WORDS) & is_ahead)[None, :] & (rows < HIDDEN)[:, None]
+        at = tile + expert * (HIDDEN * WORDS) + next_start
+        ahead = tl.load(at, mask=wanted, other=0, eviction_policy="evict_first")
+        inside = start + word < WORDS
+        scale_at = scales_ptr + (this_expert * HIDDEN + first_row) // 128 * GROUPS + (start + word) // 32
+        scale = tl.load(scale_at, mask=inside, other=0.0) * tl.load(weights_S + slot)
+        x_at = inner_ptr + slot.to(tl.int64) * (WORDS if ASM else INNER)
+        x0, x1, x2, x3 = four_of(x_at, start + word, inside, ASM)
+        total += fours(words, x0, x1, x2, x3, ASM) * scale[None, :]
+    product = tl.sum(total, axis=1)
+    out = out_ptr + token.to(tl.int64) * HIDDEN + rows
+    if ADD:
+        product += tl.load(out).to(tl.float32)
+    tl.store(out, product.to(out_ptr.dtype.element_ty))

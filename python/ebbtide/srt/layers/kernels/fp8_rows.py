@@ -1,0 +1,120 @@
+"""Rows to 8 bits (e4m3) with a scale each: of weights and of tokens; and their product, by cuBLAS.
+
+Shapes: T tokens, R rows, K columns, J of them, O outputs.
+"""
+
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.srt.layers.kernels.fp8_quantize import divided
+from ebbtide.srt.layers.kernels.launch import overlap_options
+
+if TYPE_CHECKING:
+    from ebbtide.srt.layers.norm import RMSNorm
+
+# cuBLAS wants multiples of 16, and so many take it no longer than fewer.
+_LEAST_TOKENS, _TOKENS = 32, 16
+
+
+def quantize_rows(weight_RK: Tensor, values_RJ: Tensor, scales_R1: Tensor, first_column: int = 0) -> None:
+    """Write `values_RJ`, of J columns from `first_column` on, and `scales_R1`, of all columns."""
+    weight_RK = weight_RK if weight_RK.stride(1) == 1 else weight_RK.contiguous()
+    _launch(weight_RK, None, values_RJ, scales_R1, first_column)
+
+
+def quantize_tokens(x_TK: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
+    """x, or norm(x), in e4m3, and its scales: [T', K] and [T', 1].
+
+    T' is T rounded up to what cuBLAS takes: what the rows behind T hold means nothing.
+    """
+    num_rows = max(_LEAST_TOKENS, -(-len(x_TK) // _TOKENS) * _TOKENS)
+    values_TK = torch.empty((num_rows, x_TK.shape[1]), dtype=torch.float8_e4m3fn, device=x_TK.device)
+    scales_T1 = torch.empty((num_rows, 1), dtype=torch.float32, device=x_TK.device)
+    _launch(x_TK.contiguous(), norm, values_TK, scales_T1)
+    return values_TK, scales_T1
+
+
+def product_of_rows(x_TK: Tensor, x_scales_T1: Tensor, weight_OK: Tensor, scales_O1: Tensor) -> Tensor:
+    """x Wᵀ, [T, O] in bfloat16; O and K multiples of 16."""
+    by_row = F.ScalingType.RowWise
+    product_TO: Tensor = F.scaled_mm(
+        x_TK, weight_OK.t(), x_scales_T1, by_row, scales_O1.t(), by_row, output_dtype=torch.bfloat16
+    )
+    return product_TO
+
+
+def _launch(
+    x_RK: Tensor, norm: RMSNorm | None, values_RJ: Tensor, scales_R1: Tensor, first_column: int = 0
+) -> None:
+    num_rows, num_columns = x_RK.shape
+    block = triton.next_power_of_2(num_columns)
+    _quantize[(num_rows,)](
+        x_RK,
+        None if norm is None else norm.weight,
+        values_RJ,
+        scales_R1,
+        x_RK.stride(0),
+        values_RJ.stride(0),
+        first_column,
+        values_RJ.shape[1],
+        0.0 if norm is None else norm.eps,
+        0.0 if norm is None else norm.offset,
+        COLUMNS=num_columns,
+        BLOCK=block,
+        NORM=norm is not None,
+        num_warps=min(16, max(4, block // 512)),
+        **overlap_options(x_RK),
+    )
+
+
+@triton.jit(do_not_specialize=["first_column"])
+def _quantize(  # type: ignore[no-untyped-def]
+    x_ptr,
+    norm_ptr,
+    values_ptr,
+    scales_ptr,
+    x_row,
+    values_row,
+    first_column,
+    stored_columns,
+    eps,
+    offset,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """One row per program."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = tl.arange(0, BLOCK)
+    inside = columns < COLUMNS
+    if NORM:
+        weight = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32) + offset
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    x = tl.load(x_ptr + row * x_row + columns, mask=inside, other=0.0)
+    if NORM:
+        wide = x.to(tl.float32)
+        # Rounded as the norm by itself rounds.
+        x = (wide * (1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / COLUMNS + eps)) * weight).to(x.dtype)
+    x = x.to(tl.float32)
+    # As integers magnitudes are in the same order, and NaN is above everything: a maximum would lose it.
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.broadcast_to(tl.max(bits, axis=0).to(tl.float32, bitcast=True), (1,))
+    scale = tl.div_rn(largest, tl.full((1,), 448.0, tl.float32))
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    stored = inside & (columns >= first_column) & (columns < first_column + stored_columns)
+    values = divided(x, scale).to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + row * values_row + columns - first_column, values, mask=stored)
+    tl.store(scales_ptr + row + tl.arange(0, 1), scale)
