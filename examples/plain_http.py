@@ -16,7 +16,8 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-PROMPT: dict[str, Any] = {"input_ids": list(range(10, 42))}
+# Every vocabulary has these, also the demo's of a few signs.
+PROMPT: dict[str, Any] = {"input_ids": [3, 4, 5, 6]}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
 
 

@@ -3,14 +3,15 @@
     python examples/ray_separate_trainer.py [--steps 3] [--model-path FOLDER]
     ray job submit --working-dir . -- python examples/ray_separate_trainer.py     # in a cluster
 
-Needs `pip install "ebbtide[ray]"`. On GPUs leave `device="cpu"` out: each replica then takes a GPU, and the
-trainer another one.
+Needs `pip install "ebbtide[ray]"`. With EXAMPLE_DEVICE=cuda each replica takes a GPU, and the trainer another
+one, or a CPU core if there is none left.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import tiny_rl
 from ebbtide.ray import RayFleet
 
 NUM_REPLICAS = 2
+ON_GPU = os.environ.get("EXAMPLE_DEVICE") == "cuda"
 
 
 @ray.remote(num_cpus=1)
@@ -28,6 +30,8 @@ class TrainerActor:
 
     def __init__(self, model_path: Path) -> None:
         self._trainer = tiny_rl.Trainer(model_path)
+        if ray.get_gpu_ids():
+            self._trainer.model.cuda()
 
     def learn(self, outputs: list[list[int]]) -> float:
         """One step; returns the mean reward."""
@@ -35,7 +39,7 @@ class TrainerActor:
 
     def weights(self) -> list[tuple[str, Any]]:
         """What the replicas are to serve next."""
-        return list(self._trainer.named_tensors())
+        return [(name, tensor.cpu()) for name, tensor in self._trainer.named_tensors()]
 
     def greedy(self) -> list[int]:
         """What they are to answer then."""
@@ -52,6 +56,13 @@ def roll_out(fleet: RayFleet, step: int) -> list[dict[str, Any]]:
     return outputs
 
 
+def kill_at_work(fleet: RayFleet, slot: int) -> None:
+    """Kill a replica as soon as it works on something."""
+    while fleet.status()[slot]["num_live"] == 0:
+        time.sleep(0.01)
+    ray.kill(fleet.engines[slot].actor)
+
+
 def run(model_path: Path, num_steps: int) -> None:
     """The loop; in step 1 a replica is killed while it works."""
     ray.init(
@@ -59,12 +70,13 @@ def run(model_path: Path, num_steps: int) -> None:
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), _path()])}},
         log_to_driver=False,
     )
-    trainer = TrainerActor.remote(model_path)
+    has_gpu_left = ray.cluster_resources().get("GPU", 0) > NUM_REPLICAS
+    trainer = TrainerActor.options(num_gpus=1 if ON_GPU and has_gpu_left else 0).remote(model_path)
     arguments = {"model_path": str(model_path), "weight_version": "0", **tiny_rl.SERVER_ARGUMENTS}
-    with RayFleet(NUM_REPLICAS, device="cpu", **arguments) as fleet:
+    with RayFleet(NUM_REPLICAS, device="cuda" if ON_GPU else "cpu", **arguments) as fleet:
         for step in range(num_steps):
             if step == 1:
-                threading.Timer(0.05, ray.kill, [fleet.engines[1].actor]).start()
+                threading.Thread(target=kill_at_work, args=(fleet, 1)).start()
             outputs = roll_out(fleet, step)
             moved = sum(output["meta_info"]["num_moves"] for output in outputs)
             versions = sorted({output["meta_info"]["weight_version"] for output in outputs})

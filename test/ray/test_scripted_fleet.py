@@ -274,6 +274,44 @@ def test_the_rid_of_a_batch_aborts_each_of_its_requests_wherever_it_is(
         assert aborted == [(["b_0", "b_1"], False), (["b", "c"], False)]
 
 
+@pytest.mark.parametrize("params", [{}, {"stop": ["x"]}], ids=["goes on", "begins anew"])
+def test_an_abort_that_no_replica_hears_ends_the_request_where_it_moves(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
+) -> None:
+    has_begun, may_die = threading.Event(), threading.Event()
+    stream, whole = ScriptedEngine.stream_behind, ScriptedEngine._whole
+
+    async def hold(engine: ScriptedEngine) -> None:
+        if engine is first_engine(fleet):
+            has_begun.set()
+            await asyncio.to_thread(may_die.wait)
+            raise engine.die()
+        num_asked = len(engine.asked)
+        async with asyncio.timeout(10):
+            while not any(method == "async_abort_request" for method, _ in engine.asked[num_asked:]):
+                await asyncio.sleep(0.01)
+
+    async def held_stream(engine: ScriptedEngine, *request: Any) -> AsyncGenerator[dict[str, Any], None]:
+        await hold(engine)
+        async for chunk in stream(engine, *request):
+            yield chunk
+
+    async def held_whole(engine: ScriptedEngine, fields: dict[str, Any]) -> dict[str, Any]:
+        await hold(engine)
+        return await whole(engine, fields)
+
+    monkeypatch.setattr(ScriptedEngine, "stream_behind", held_stream)
+    monkeypatch.setattr(ScriptedEngine, "_whole", held_whole)
+    answers: list[Any] = []
+    request = threading.Thread(target=lambda: answers.append(generate(fleet, rid="r", params=params)))
+    request.start()
+    has_begun.wait()
+    fleet.abort_request("r")
+    may_die.set()
+    request.join()
+    assert len(answers) == 1
+
+
 class TestUpdates:
     def update(self, fleet: ScriptedFleet) -> Any:
         return fleet.update_weights_from_disk("folder", weight_version="new")

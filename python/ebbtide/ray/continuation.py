@@ -54,10 +54,15 @@ class Continuation:
     Args:
         fields: of the request; one prompt, one output.
         is_incremental: answers hold what is new alone.
+
+    Attributes:
+        rid: what the replicas know it by.
+        num_moves: how many replicas have died of those that worked on it.
     """
 
     def __init__(self, fields: Mapping[str, Any], *, is_incremental: bool = False) -> None:
-        self._fields = {**fields, "rid": fields.get("rid") or uuid.uuid4().hex}
+        self.rid: str = fields.get("rid") or uuid.uuid4().hex
+        self._fields = {**fields, "rid": self.rid}
         self._params = sampling_params(fields.get("sampling_params"))
         if self._params.sampling_seed is None:
             # Any replica that goes on has to draw as the first one would have.
@@ -78,7 +83,7 @@ class Continuation:
         self._num_before = 0
         self._spans_before: list[dict[str, Any]] = []
         self._retractions_before = 0
-        self._num_moves = 0
+        self.num_moves = 0
 
     @property
     def num_tokens(self) -> int:
@@ -104,7 +109,7 @@ class Continuation:
 
     def move(self) -> None:
         """The replica has died: another one goes on, or begins anew."""
-        self._num_moves += 1
+        self.num_moves += 1
         if self.obstacle or self._prompt_ids is None:
             self._output_ids, self._text, self._lists = [], None, {}
             self._spans, self._kv_versions = [], []
@@ -119,9 +124,7 @@ class Continuation:
         if self._num_before == 0:
             return None
         assert self._prompt_ids is not None, "it comes with the first tokens"
-        return OutputSoFar(
-            self._fields["rid"], self._prompt_ids, list(self._output_ids), self._params_in_pieces
-        )
+        return OutputSoFar(self.rid, self._prompt_ids, list(self._output_ids), self._params_in_pieces)
 
     def next_fields(self) -> dict[str, Any]:
         """The request to the next replica."""
@@ -184,11 +187,11 @@ class Continuation:
         meta["weight_versions"] = self._spans
         meta["kv_weight_versions"] = list(self._kv_versions)
         meta["num_retractions"] = self._num_retractions
-        meta["replica"], meta["num_moves"] = replica, self._num_moves
+        meta["replica"], meta["num_moves"] = replica, self.num_moves
         finish = meta["finish_reason"]
         if finish is not None and finish["type"] == "length" and self._num_before:
             meta["finish_reason"] = {**finish, "length": finish["length"] + self._num_before}
-        if "e2e_latency" in meta and self._num_moves:
+        if "e2e_latency" in meta and self.num_moves:
             meta["e2e_latency"] = time.monotonic() - self._started_s
         body["meta_info"] = meta
         return body

@@ -10,11 +10,13 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Final, Self
 
 from ray.util.placement_group import PlacementGroup
 
+from ebbtide.ray.aborts import Aborts, repeated
 from ebbtide.ray.actor import ENGINE_METHODS
 from ebbtide.ray.batches import split_batch
 from ebbtide.ray.continuation import Continuation
@@ -84,6 +86,7 @@ class RayFleet:
         self._failure = ""
         # The rids of batches that were posted with a single one.
         self._batches: dict[str, list[str]] = {}
+        self._aborts = Aborts()
         self._changes = asyncio.Event()
         self._supervisors: list[asyncio.Task[None]] = []
         self._deaths: dict[int, str] = {}
@@ -174,14 +177,16 @@ class RayFleet:
             # Every answer holds all of those before it.
             return [answer async for answer in self._relay(fields, on_death, first)][-1]
         replica: Replica | None = first
-        while True:
-            replica = await self._choose(replica)
-            try:
-                with replica.working():
-                    return await replica.ask("generate", **fields)
-            except EngineError as error:
-                await self._after(replica, error, on_death, 0)
-            replica = None
+        with self._aborts.known(output.rid) as asked:
+            while True:
+                replica = await self._choose(replica)
+                try:
+                    with replica.working(), repeated(asked, replica, output):
+                        return await replica.ask("generate", **{**fields, "rid": output.rid})
+                except EngineError as error:
+                    await self._after(replica, error, on_death, 0)
+                output.move()
+                replica = None
 
     async def _relay(
         self, fields: Mapping[str, Any], on_death: str, first: Replica | None
@@ -190,26 +195,25 @@ class RayFleet:
         output = Continuation(fields, is_incremental=self._is_incremental and "stream" in fields)
         is_stream = bool(fields.get("stream"))
         replica = first
-        while True:
-            replica = await self._choose(replica)
-            try:
-                with replica.working():
-                    chunks = replica.engine.stream_behind(output.so_far, output.next_fields())
-                    try:
-                        async for chunk in chunks:
-                            yield output.add(chunk, replica.name)
+        with self._aborts.known(output.rid) as asked:
+            while True:
+                replica = await self._choose(replica)
+                try:
+                    with replica.working(), repeated(asked, replica, output):
+                        chunks = replica.engine.stream_behind(output.so_far, output.next_fields())
+                        async with aclosing(chunks):
+                            async for chunk in chunks:
+                                yield output.add(chunk, replica.name)
                         return
-                    finally:
-                        await chunks.aclose()
-            except EngineError as error:
-                await self._after(replica, error, on_death, output.num_tokens)
-                if is_stream and output.num_tokens and output.obstacle:
-                    raise EngineError(
-                        f"{replica.name} has died after {output.num_tokens} tokens of this request, which "
-                        f"cannot go on elsewhere with {output.obstacle}: {replica.reason}"
-                    ) from None
-            output.move()
-            replica = None
+                except EngineError as error:
+                    await self._after(replica, error, on_death, output.num_tokens)
+                    if is_stream and output.num_tokens and output.obstacle:
+                        raise EngineError(
+                            f"{replica.name} has died after {output.num_tokens} tokens of this request, "
+                            f"which cannot go on elsewhere with {output.obstacle}: {replica.reason}"
+                        ) from None
+                output.move()
+                replica = None
 
     async def _after(self, replica: Replica, error: EngineError, on_death: str, num_tokens: int) -> None:
         """Return if a request may go on elsewhere; raise otherwise."""
@@ -325,6 +329,7 @@ class RayFleet:
 
     async def _abort(self, rids: Sequence[str], abort_all: bool) -> Any:
         alone = [one for rid in rids for one in self._batches.get(rid, [rid])]
+        self._aborts.ask(alone, abort_all)
         return await self._control("abort_request", (alone, abort_all), {})
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -344,6 +349,8 @@ class RayFleet:
     async def _control(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._failure:
             raise EngineError(self._failure)
+        if method == "pause_generation" and "abort" in (*args[:1], kwargs.get("mode")):
+            self._aborts.ask([], abort_all=True)
         if method in JOINT_METHODS:
             answers = await self._updates.update(method, args, kwargs)
         elif method == "begin_weight_update":

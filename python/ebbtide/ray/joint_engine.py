@@ -185,7 +185,7 @@ class JointEngine(Engine):
     async def _read(self, index: int, first_byte: int) -> list[WeightPiece]:
         """A piece of a parameter, of every rank."""
         request = ReadWeightsReqInput(index=index, first_byte=first_byte, num_bytes=PIECE_BYTES)
-        reply = await self._in_loop(self._service.manager.control(request))
+        reply = await self._in_loop(self._service.manager.control.call(request))
         assert isinstance(reply, ReadWeightsReqOutput)
         return reply.pieces
 
