@@ -1,4 +1,4 @@
-"""The doctor: a verdict for this machine, and the right words for machines that lack something."""
+"""The doctor: a bearing for this machine, and the right words for machines that lack something."""
 
 from importlib import metadata
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from ebbtide import doctor
-from ebbtide.doctor import Verdict
+from ebbtide.doctor import Bearing
 from ebbtide.srt import kernel_cache
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import ConfigurationError
@@ -49,28 +49,28 @@ def test_a_requirement_is_met_or_the_fault_is_named(requirement: str, fault: str
 
 
 @pytest.mark.parametrize(
-    ("setting", "chosen", "verdict"),
+    ("setting", "chosen", "bearing"),
     [
-        ("always [madvise] never", "madvise", Verdict.GOOD),
-        ("[always] madvise never", "always", Verdict.GOOD),
-        ("always madvise [never]", "never", Verdict.NOTE),
-        (None, "unknown", Verdict.NOTE),
+        ("always [madvise] never", "madvise", Bearing.GOOD),
+        ("[always] madvise never", "always", Bearing.GOOD),
+        ("always madvise [never]", "never", Bearing.NOTE),
+        (None, "unknown", Bearing.NOTE),
     ],
 )
-def test_huge_pages(tmp_path: Path, setting: str | None, chosen: str, verdict: Verdict) -> None:
+def test_huge_pages(tmp_path: Path, setting: str | None, chosen: str, bearing: Bearing) -> None:
     path = tmp_path / "enabled"
     if setting is not None:
         path.write_text(setting)
     finding = doctor._huge_pages(path)
-    assert (finding.found, finding.verdict) == (chosen, verdict)
+    assert (finding.found, finding.bearing) == (chosen, bearing)
 
 
 def test_missing_or_small_shared_memory_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._shared_memory(tmp_path / "shm").verdict is Verdict.NOTE
+    assert doctor._shared_memory(tmp_path / "shm").bearing is Bearing.NOTE
     monkeypatch.setattr(doctor, "SMALL_SHM_BYTES", 1 << 62)
     assert "--shm-size" in doctor._shared_memory(tmp_path).meaning
     monkeypatch.setattr(doctor, "SMALL_SHM_BYTES", 0)
-    assert doctor._shared_memory(tmp_path).verdict is Verdict.GOOD
+    assert doctor._shared_memory(tmp_path).bearing is Bearing.GOOD
 
 
 def make_nvml(*names: str) -> SimpleNamespace:
@@ -90,11 +90,11 @@ def test_gpus_are_named_as_far_as_they_are_usable(tmp_path: Path) -> None:
         (tmp_path / name).touch()
 
     unusable = doctor._gpus(0, tmp_path)
-    assert (unusable.found, unusable.verdict) == ("2 NVIDIA", Verdict.NOTE)
+    assert (unusable.found, unusable.bearing) == ("2 NVIDIA", Bearing.NOTE)
     assert "torch sees no CUDA device" in unusable.meaning
 
     usable = doctor._gpus(2, tmp_path, make_nvml("Some GPU", "Some GPU"))
-    assert (usable.found, usable.verdict) == ("2, Some GPU (80 GiB)", Verdict.GOOD)
+    assert (usable.found, usable.bearing) == ("2, Some GPU (80 GiB)", Bearing.GOOD)
 
     def fail() -> None:
         raise RuntimeError("no driver")
@@ -151,13 +151,13 @@ def test_flashinfer_is_judged_by_its_tools_and_its_version(
     gpu: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = doctor._flashinfer()
-    assert (good.found, good.verdict) == ("0.6.12", Verdict.GOOD)
+    assert (good.found, good.bearing) == ("0.6.12", Bearing.GOOD)
 
     gpu["flashinfer-python"] = "0.7.0"
     other = doctor._flashinfer()
-    assert (other.found, other.verdict) == ("0.7.0, needs ==0.6.12", Verdict.NOTE)
+    assert (other.found, other.bearing) == ("0.7.0, needs ==0.6.12", Bearing.NOTE)
 
     monkeypatch.setattr(kernel_cache, "flashinfer_problem", lambda: "there is no nvcc")
     unusable = doctor._flashinfer()
-    assert (unusable.found, unusable.verdict) == ("not usable: there is no nvcc", Verdict.NOTE)
+    assert (unusable.found, unusable.bearing) == ("not usable: there is no nvcc", Bearing.NOTE)
     assert "slow" in unusable.meaning

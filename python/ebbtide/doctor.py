@@ -24,7 +24,7 @@ GIB = 1 << 30
 SMALL_SHM_BYTES = GIB
 
 
-class Verdict(enum.Enum):
+class Bearing(enum.Enum):
     """How a finding bears on running Ebbtide; the value is its colour."""
 
     GOOD = "green"
@@ -39,7 +39,7 @@ class Finding:
     subject: str
     found: str
     meaning: str
-    verdict: Verdict = Verdict.GOOD
+    bearing: Bearing = Bearing.GOOD
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,10 +50,10 @@ def main(argv: Sequence[str]) -> int:
     for heading in ("", "found", "what it means"):
         table.add_column(heading, overflow="fold")
     for finding in findings:
-        table.add_row(finding.subject, finding.found, finding.meaning, style=finding.verdict.value)
+        table.add_row(finding.subject, finding.found, finding.meaning, style=finding.bearing.value)
     console = Console()
     console.print(table)
-    missing = [finding.subject for finding in findings if finding.verdict is Verdict.MISSING]
+    missing = [finding.subject for finding in findings if finding.bearing is Bearing.MISSING]
     console.print(f"Ebbtide cannot run here: {', '.join(missing)}." if missing else "Ebbtide can run here.")
     return 1 if missing else 0
 
@@ -79,17 +79,17 @@ def _packages() -> Iterator[Finding]:
     try:
         requirements = [Requirement(line) for line in metadata.requires("ebbtide") or ()]
     except metadata.PackageNotFoundError:
-        yield Finding("packages", "ebbtide is not installed", "run: pip install -e python", Verdict.NOTE)
+        yield Finding("packages", "ebbtide is not installed", "run: pip install -e python", Bearing.NOTE)
         return
     needed = [one for one in requirements if one.marker is None]
     wrong = {one.name: fault for one in needed if (fault := _fault(one)) is not None}
     for name, fault in wrong.items():
-        yield Finding(name, fault, "the engine does not start without it", Verdict.MISSING)
+        yield Finding(name, fault, "the engine does not start without it", Bearing.MISSING)
     present = [f"{one.name} {metadata.version(one.name)}" for one in needed if one.name not in wrong]
     yield Finding("packages", ", ".join(present), "in the versions that Ebbtide was built for")
     lacking = [one for one in requirements if one.marker and one.marker.evaluate({"extra": "demo"})]
     if any(_fault(one) is not None for one in lacking):
-        yield Finding("demo", "matplotlib is not installed", "only `ebbtide demo` needs it", Verdict.NOTE)
+        yield Finding("demo", "matplotlib is not installed", "only `ebbtide demo` needs it", Bearing.NOTE)
 
 
 def _fault(requirement: Requirement) -> str | None:
@@ -124,7 +124,7 @@ def _arenas(has_gpu: bool) -> Iterator[Finding]:
     try:
         from ebbtide.srt.device.cpu import CpuDevice
     except ImportError as error:
-        yield Finding("memory", f"not looked at: {error}", "install the packages first", Verdict.MISSING)
+        yield Finding("memory", f"not looked at: {error}", "install the packages first", Bearing.MISSING)
         return
     try:
         device = CpuDevice()
@@ -142,9 +142,9 @@ def _arenas(has_gpu: bool) -> Iterator[Finding]:
     except Exception as error:  # whatever stops an arena here is what this command is for
         found = f"does not work: {error}"
         if has_gpu:
-            yield Finding("host memory saver", found, f"{only_if} need it", Verdict.NOTE)
+            yield Finding("host memory saver", found, f"{only_if} need it", Bearing.NOTE)
         else:
-            yield Finding("memory saver", found, "the engine needs it to start", Verdict.MISSING)
+            yield Finding("memory saver", found, "the engine needs it to start", Bearing.MISSING)
         return
     if has_gpu:
         yield Finding("host memory saver", "works", f"for {only_if}")
@@ -166,7 +166,7 @@ def _huge_pages(setting: Path) -> Finding:
     if chosen in ("always", "madvise"):
         return Finding("huge pages", chosen, "release and resume move 2 MiB at a time")
     meaning = "release and resume work, but slower: memory moves in small pages"
-    return Finding("huge pages", chosen, meaning, Verdict.NOTE)
+    return Finding("huge pages", chosen, meaning, Bearing.NOTE)
 
 
 def _shared_memory(mount: Path) -> Finding:
@@ -174,11 +174,11 @@ def _shared_memory(mount: Path) -> Finding:
         usage = shutil.disk_usage(mount)
     except OSError:
         meaning = "weights cannot be sent as tensors; from disk and as safetensors they can"
-        return Finding("shared memory", f"no {mount}", meaning, Verdict.NOTE)
+        return Finding("shared memory", f"no {mount}", meaning, Bearing.NOTE)
     found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {mount}"
     if usage.free < SMALL_SHM_BYTES:
         meaning = "small: tensors on their way to the engine must fit (in a container: --shm-size)"
-        return Finding("shared memory", found, meaning, Verdict.NOTE)
+        return Finding("shared memory", found, meaning, Bearing.NOTE)
     return Finding("shared memory", found, "tensors on their way to the engine must fit in it")
 
 
@@ -209,7 +209,7 @@ def _gpus(num_visible: int, devices: Path, nvml: Any = None) -> Finding:
             "torch sees no CUDA device, so the CPU is used: install a torch built for CUDA, and look at the "
             "driver (nvidia-smi) and at CUDA_VISIBLE_DEVICES"
         )
-        return Finding("GPU", f"{num_cards} NVIDIA", meaning, Verdict.NOTE)
+        return Finding("GPU", f"{num_cards} NVIDIA", meaning, Bearing.NOTE)
     found = ", ".join([str(num_visible), *_gpu_names(nvml)])
     meaning = "models run on the first one (--base-gpu-id chooses another, --device cpu none)"
     if num_visible > 1:
@@ -240,28 +240,28 @@ _GPU_PACKAGES = {
     "cuda-bindings": (
         "device memory can be released and resumed at the same addresses",
         "the engine does not start on the GPU without it (--device cpu does)",
-        Verdict.MISSING,
+        Bearing.MISSING,
     ),
     "torch_memory_saver": (
         "for --memory-saver-backend torch_memory_saver",
         "only --memory-saver-backend torch_memory_saver needs it",
-        Verdict.NOTE,
+        Bearing.NOTE,
     ),
     "nvidia-ml-py": (
         "tells what each process holds of the device",
         "what the engine holds of the device is estimated without it",
-        Verdict.NOTE,
+        Bearing.NOTE,
     ),
 }
 
 
 def _gpu_packages() -> Iterator[Finding]:
-    for name, (use, lack, verdict) in _GPU_PACKAGES.items():
+    for name, (use, lack, bearing) in _GPU_PACKAGES.items():
         requirement = _cuda_requirement(name)
         if (fault := _fault(requirement)) is None:
             yield Finding(name, metadata.version(requirement.name), use)
         else:
-            yield Finding(name, fault, f'{lack}; pip install "ebbtide[cuda]"', verdict)
+            yield Finding(name, fault, f'{lack}; pip install "ebbtide[cuda]"', bearing)
 
 
 def _flashinfer() -> Finding:
@@ -269,11 +269,11 @@ def _flashinfer() -> Finding:
 
     fallback = "attention is a Triton kernel's then: slower"
     if (problem := flashinfer_problem()) is not None:
-        return Finding("FlashInfer", f"not usable: {problem}", fallback, Verdict.NOTE)
+        return Finding("FlashInfer", f"not usable: {problem}", fallback, Bearing.NOTE)
     requirement = _cuda_requirement("flashinfer-python")
     if (fault := _fault(requirement)) is not None:
         meaning = "attention may fail: Ebbtide calls functions beneath FlashInfer's public ones"
-        return Finding("FlashInfer", fault, meaning, Verdict.NOTE)
+        return Finding("FlashInfer", fault, meaning, Bearing.NOTE)
     meaning = f"attention by its kernels; `ebbtide warmup` compiles them once, into {flashinfer_cache_dir()}"
     return Finding("FlashInfer", metadata.version(requirement.name), meaning)
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 from ebbtide.srt.errors import RequestRejected
 
 GREEDY_BELOW_TEMPERATURE = 1e-6
-# Of `custom_params`.
+# A key of `custom_params`.
 TOP_P_IDS = "return_top_p_token_ids"
 MAX_STOP_STRINGS = 32
 MAX_BAD_WORDS = 1024

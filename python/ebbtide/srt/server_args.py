@@ -184,9 +184,9 @@ class ServerArgs(SglangArguments):
     quantization: Annotated[
         str | None,
         Arg(
-            "Bits of weights: fp8 keeps blocks of 128 x 128 in e4m3 with a scale each (default: as the "
-            "checkpoint says).",
-            choices=("fp8",),
+            "Bits of weights: fp8 keeps blocks of 128 x 128 in e4m3 with a scale each, w8a8_fp8 rows "
+            "(default: as the checkpoint says).",
+            choices=("fp8", "w8a8_fp8"),
         ),
     ] = None
     quantization_exclude: Annotated[

@@ -1,7 +1,7 @@
 """The worked sequences of control_semantics section 4, over HTTP, on a real model, with streams in flight.
 
-On one rank, and with a KV cache in FP8 on two replicas of two ranks; on GPUs, of which there may be two, on
-each half of that too.
+On one rank, and in FP8 on two replicas of two ranks; on GPUs, of which there may be two, on each half of that
+too.
 """
 
 import asyncio
@@ -67,12 +67,12 @@ def checkpoint_b(tmp_path_factory: pytest.TempPathFactory, layout: Layout) -> Pa
 
 @pytest.fixture(scope="module")
 def reference_a(checkpoint_a: Path, layout: Layout) -> Reference:
-    return Reference(checkpoint_a, kv_cache_dtype=layout.kv_cache_dtype)
+    return Reference(checkpoint_a, **layout.precision)
 
 
 @pytest.fixture(scope="module")
 def reference_b(checkpoint_b: Path, layout: Layout) -> Reference:
-    return Reference(checkpoint_b, kv_cache_dtype=layout.kv_cache_dtype)
+    return Reference(checkpoint_b, **layout.precision)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     # Pages of 8 tokens: prompts share whole ones.
     fixed = {"enable_return_routed_experts": True, "max_total_tokens": 1024, "page_size": 8}
+    fixed["skip_tokenizer_init"] = True
     with Engine(model_path=str(checkpoint), **fixed, **request.param) as engine:
         yield engine
 

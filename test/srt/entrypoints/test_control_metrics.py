@@ -247,6 +247,8 @@ def test_pauses_for_garbage_collection_are_counted_while_they_are_watched() -> N
                 'vllm:rl_weight_update_operation_duration_seconds_bucket{le="600.0",operation="finish"} 0.0',
                 'vllm:rl_weight_update_operations_in_flight{operation="start"} 0.0',
                 'vllm:sleep_mode_operation_duration_seconds_count{operation="wake"} 0.0',
+                'vllm:sleep_mode_operations_in_flight{operation="release_kv_cache_memory"} 0.0',
+                'vllm:rl_weight_update_operation_duration_seconds_sum{operation="start_draft"} 0.0',
                 'vllm:generation_tokens_total{engine="0",model_name="tiny"} 3.0',
                 'vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 1.0',
                 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"} 1.0',

@@ -37,7 +37,7 @@ class Error(Reply, kw_only=True):
 
 
 class FinishReason(Struct, kw_only=True):
-    """Of `stop` there is `matched`, of `length` its `length`, of `abort` and `stale` the `message`."""
+    """`stop` comes with `matched`, `length` with its `length`, `abort` and `stale` with the `message`."""
 
     type: Literal["stop", "length", "abort", "stale"]
     matched: int | str | None = None
@@ -58,7 +58,7 @@ class VersionSpan(Struct, kw_only=True):
 class MetaInfo(Struct, kw_only=True):
     """Times are in seconds, and there once the output has ended.
 
-    So is `precision`: `weights` and `kv_cache`, a dtype each, or `fp8` and `fp8_e4m3`.
+    So is `precision`: `weights` and `kv_cache`, a dtype each, or `fp8` or `w8a8_fp8`, and `fp8_e4m3`.
     """
 
     id: str

@@ -35,8 +35,12 @@ class WeightMethods:
 
     @cached_property
     def _encoder(self) -> PayloadEncoder:
-        from ebbtide.trainer.payload_encoding import PayloadEncoder  # torch: whoever has tensors has it too
+        # torch: whoever has tensors has it too
+        from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
 
+        if self.server_args.nnodes > 1:
+            # Ranks of another machine open neither what is shared with this one nor what lies on its GPUs.
+            return WholeEncoder()
         return PayloadEncoder(self._service.rank_devices, self.server_args.tp_size)
 
     async def async_update_weights_from_tensor(
@@ -58,8 +62,8 @@ class WeightMethods:
 
         Args:
             named_tensors: serialized entries, as over HTTP; or (checkpoint name, tensor) pairs, read where
-                they are on a GPU that all ranks reach, else copied once. They must not change until the
-                answer.
+                they are on a GPU that all ranks reach, else copied once: with several nodes, into the
+                request. They must not change until the answer.
             changed, base_version: of the `load_format` "sparse", see `UpdateWeightsFromTensorReqInput`.
             keep_mapped: the tensors stay where they are: what is read on a GPU stays mapped for the next
                 update of the same. Memory of theirs that is freed is the device's again when the next one
@@ -76,7 +80,7 @@ class WeightMethods:
                     keep_mapped=keep_mapped,
                 )
                 entries = shared.enter_context(sent).entries
-                load_format = None if load_format in _WHOLE_TENSOR_FORMATS else load_format
+                load_format = sent.load_format if load_format in _WHOLE_TENSOR_FORMATS else load_format
             return await self._control(
                 io_struct.UpdateWeightsFromTensorReqInput,
                 serialized_named_tensors=entries,

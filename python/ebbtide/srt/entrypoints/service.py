@@ -147,7 +147,7 @@ class EngineService:
             loop.call_soon_threadsafe(note_death, message)
 
         self._processes.watch(hand_over)
-        await self._manager.control(PingReqInput(), HEALTH_TIMEOUT_S)
+        await self._manager.control.call(PingReqInput(), HEALTH_TIMEOUT_S)
         self._open_s = time.monotonic() - self._started_s
 
     def _connect(self) -> TokenizerManager:
@@ -272,7 +272,7 @@ class EngineService:
         async def carry_out() -> Reply:
             request, unknown = build_request(kind, fields)
             ignored.extend(unknown)
-            return await self.manager.control(request, vote=vote)
+            return await self.manager.control.call(request, vote=vote)
 
         reply = await self.metrics.control.observed(OPERATIONS[kind], carry_out())
         if kind.row.body_field is not None:
@@ -293,7 +293,7 @@ class EngineService:
         Raises:
             EngineError: otherwise.
         """
-        await self.manager.control(PingReqInput(), HEALTH_TIMEOUT_S)
+        await self.manager.control.call(PingReqInput(), HEALTH_TIMEOUT_S)
 
     async def check_generation(self) -> None:
         """As `check_health`; an engine that is idle and may run also generates a token."""
@@ -327,7 +327,7 @@ class EngineService:
 
     async def loads(self) -> list[Load]:
         """What every replica has to do, by dp_rank."""
-        reply = await self.manager.control(GetLoadReqInput(), HEALTH_TIMEOUT_S)
+        reply = await self.manager.control.call(GetLoadReqInput(), HEALTH_TIMEOUT_S)
         assert isinstance(reply, GetLoadReqOutput)
         return reply.loads
 

@@ -6,16 +6,14 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
-import msgspec
-
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.api.control_client import ControlClient, Vote
+from ebbtide.srt.managers.api.control_client import ControlClient
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.api.generate_request import (
     GenerationDraft,
@@ -33,17 +31,10 @@ from ebbtide.srt.managers.api.routed_experts import RoutedForm
 from ebbtide.srt.managers.api.stream_waker import StreamWaker
 from ebbtide.srt.managers.api.wait_warning import ForgottenPause, WaitWarning
 from ebbtide.srt.managers.io_struct import (
-    AbortGeneration,
-    AbortReq,
-    AbortReqOutput,
-    AnyControlRequest,
     ControlReply,
     ManagerInput,
-    PauseGenerationReqInput,
-    PauseGenerationReqOutput,
     PauseMode,
     PrepareGrammars,
-    Reply,
     RequestOutput,
     SchedulerInput,
     StateReport,
@@ -90,6 +81,7 @@ class TokenizerManager:
     Attributes:
         reports: what each replica last reported of its state machines, by dp_rank.
         ended: the outputs that may be continued.
+        control: sends control requests.
     """
 
     def __init__(
@@ -116,7 +108,7 @@ class TokenizerManager:
         self._normalizer = RequestNormalizer(limits, tokenizer, rng, self.ended)
         args = config.server_args
         self._request_log = RequestLog(args.log_requests_level) if args.log_requests else None
-        self._control = ControlClient(scheduler)
+        self.control = ControlClient(scheduler, self._live)
         self._waker = StreamWaker()
         # The tokenizers library lets go of the interpreter's lock while it works.
         self._threads = ThreadPoolExecutor(NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")
@@ -164,7 +156,7 @@ class TokenizerManager:
         self._failed.set_result(None)
         self._wait_warning.cancel()
         self.pause.cancel()
-        self._control.fail(message)
+        self.control.fail(message)
         for generation in self._live.clear():
             generation.fail(EngineError(message))
 
@@ -326,7 +318,7 @@ class TokenizerManager:
                     num_sent += 1
                     abort_message = self._live.note_sent(output.rid)
                     if abort_message is not None:
-                        self._abort([output.rid], abort_message)
+                        self.control.abort([output.rid], abort_message)
         except BaseException:
             self._live.release(output.rid for output in outputs[num_sent:])
             generation.close()
@@ -361,7 +353,7 @@ class TokenizerManager:
 
     def _abandon(self, generation: LiveGeneration) -> None:
         rids = self._live.abandon(generation)
-        self._abort(rids, "Aborted: the client disconnected")
+        self.control.abort(rids, "Aborted: the client disconnected")
         if self._request_log is not None:
             for rid in rids:
                 self._request_log.left(rid)
@@ -372,12 +364,7 @@ class TokenizerManager:
         message = f"Aborted: timeout_s of {timeout_s:g} s has passed"
         delay_s = arrival_s + timeout_s - time.monotonic()
         loop = asyncio.get_running_loop()
-        return loop.call_later(delay_s, lambda: self._abort(self._live.rids_of(generation), message))
-
-    def _abort(self, rids: Iterable[str], message: str) -> None:
-        if self._failure is None:
-            for rid in self._live.abort(rids, message):
-                self._scheduler.send(AbortGeneration(rid=rid, message=message))
+        return loop.call_later(delay_s, lambda: self.control.abort(self._live.rids_of(generation), message))
 
     def _token_text(self, token_id: int) -> str:
         text = self._token_texts.get(token_id)
@@ -394,27 +381,6 @@ class TokenizerManager:
         if self._state is None and len(self.reports) == self._num_replicas:
             self._state = merge_reports([self.reports[rank] for rank in range(self._num_replicas)])
         return self._state
-
-    async def control(
-        self, request: AnyControlRequest, timeout_s: float | None = None, vote: Vote | None = None
-    ) -> Reply:
-        """Carry out a control request and return its reply. See `ControlClient.call`."""
-        message = ""
-        unsent: list[str] = []
-        match request:
-            case AbortReq():
-                posted = [request.rid] if isinstance(request.rid, str) else request.rid
-                rids = [rid for name in posted for rid in self._live.expand(name)]
-                request = msgspec.structs.replace(request, rid=rids)
-                message = "Aborted by /abort_request"
-                unsent = [rid for rid in self._live.unsent if request.abort_all or rid in rids]
-            case PauseGenerationReqInput(mode=PauseMode.ABORT):
-                message = "Aborted by pause_generation"
-                unsent = self._live.unsent
-        reply = await self._control.call(request, timeout_s, vote)
-        # The schedulers did not know yet what was being tokenized.
-        self._abort(unsent, message)
-        return _with_more_aborted(reply, len(unsent))
 
     def _check_taken(self) -> None:
         paused = None if self.state is None else self.state.paused
@@ -452,7 +418,7 @@ class TokenizerManager:
                 if message.streamed is not None:
                     self._live.deliver_tokens(message.streamed, None, message.weight_version)
             case ControlReply():
-                self._control.resolve(message)
+                self.control.resolve(message)
             case StateReport():
                 self.reports[message.dp_rank] = message
                 self._state = None  # put together when it is asked for
@@ -485,16 +451,3 @@ def _cost_of_ids(prompt: Prompt) -> int:
 
 def _cost_of_message(output: TokenizedGenerateReqInput) -> int:
     return OVERHEAD_TOKENS + len(output.input_ids)
-
-
-def _with_more_aborted(reply: Reply, num_more: int) -> Reply:
-    match reply:
-        case AbortReqOutput() if num_more:
-            num_aborted = reply.num_aborted + num_more
-            return AbortReqOutput(
-                changed=True, num_aborted=num_aborted, message=f"Aborted {num_aborted} requests."
-            )
-        case PauseGenerationReqOutput():
-            return msgspec.structs.replace(reply, num_aborted=reply.num_aborted + num_more)
-        case _:
-            return reply

@@ -91,6 +91,12 @@ def test_parameters_come_by_query_or_body_and_the_query_wins(client: Client) -> 
         ("/init_weight_transfer_engine", {}, "body.init_info", "is needed"),
         ("/init_weight_transfer_engine", {"init_info": {"port": 1}}, "body.init_info", "unknown port"),
         ("/update_weights", {}, "body.update_info", "is needed"),
+        (
+            "/pull_weights",
+            {"local_checkpoint_dir": "", "source_dir": "/a", "target_version": 1},
+            "body.local_checkpoint_dir",
+            "length >= 1",
+        ),
         ("/weight_checker", {"action": "sum"}, "body.action", "expected one of checksum"),
         ("/weight_checker", {"action": "compare"}, "body.baseline", "is needed"),
         ("/start_weight_update", {"is_checkpoint_format": False}, "body.is_checkpoint_format", "only true"),
@@ -213,8 +219,9 @@ def test_what_servers_are_asked_for(client: Client) -> None:
     assert info["vllm_config"]["model_config"]["dtype"] == "torch.float32"
     assert "tp_size" in info
     assert json.loads(client.get("/server_info?config_format=text")["vllm_config"]) == info["vllm_config"]
-    refused = client.ask("GET", "/server_info?config_format=yaml", status=400)["error"]["message"]
-    assert "config_format: expected json or text" in refused
+    refused = client.ask("GET", "/server_info?config_format=yaml", status=400)["error"]
+    assert "config_format: expected json or text" in refused["message"]
+    assert refused["param"] == "query.config_format"
     assert client.post("/reset_mm_cache")["success"]
     assert client.post("/start_draft_weight_update", status=409)["error"]["type"] == "ConflictError"
     for path in ("/v1/load_lora_adapter", "/nemo-rl/refit/flush"):

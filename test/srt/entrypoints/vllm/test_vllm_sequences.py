@@ -447,25 +447,6 @@ def test_published_versions_are_pulled_and_committed_as_one(
     assert serves(changed[2])
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({"base_version": "000007"}, "expected version 1 of 0, got 1 of 7"),
-        ({"delta_encoding": "gzip"}, "expected xor or overwrite"),
-        ({"checksum_format": "md5"}, "expected xor or overwrite, zstd, and "),
-        ({"version": None}, "cannot be read"),
-    ],
-)
-def test_an_index_that_cannot_be_is_not_pulled(
-    server: Server, checkpoints: Any, tmp_path: Path, metadata: dict[str, Any], message: str
-) -> None:
-    weights = load_file(checkpoints.a / "model.safetensors")
-    publish(tmp_path, 1, weights, weights, **metadata)
-    asked = {"local_checkpoint_dir": str(tmp_path), "source_dir": str(tmp_path), "target_version": 1}
-    answer = server.post("/pull_weights", asked)
-    assert (answer.status_code, message in answer.json()["message"]) == (400, True)
-
-
 def test_skyrl_on_the_trainers_own_devices(
     server: Server, trainer: BroadcastingTrainer, checkpoints: Any
 ) -> None:

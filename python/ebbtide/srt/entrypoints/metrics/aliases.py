@@ -58,6 +58,8 @@ VLLM_OPERATIONS: Final = {
     },
     "sleep_mode": {"release_memory_occupation": "sleep", "resume_memory_occupation": "wake"},
 }
+# What never happens here under these names: rows of zeros, which dashboards expect.
+VLLM_ABSENT: Final = {"rl_weight_update": "start_draft", "sleep_mode": "release_kv_cache_memory"}
 SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")
 VLLM_BUCKETS: Final = frozenset(
     ("0.01", "0.1", "1.0", "10.0", "30.0", "60.0", "120.0", "300.0", "600.0", "+Inf")
@@ -103,7 +105,8 @@ class VllmAliases(Collector):
             if family.name in (DURATION, IN_PROGRESS):
                 suffix = "operation_duration_seconds" if family.name == DURATION else "operations_in_flight"
                 for group, operations in VLLM_OPERATIONS.items():
-                    yield _renamed(family, f"vllm:{group}_{suffix}", _by_operation(family, operations))
+                    rows = _by_operation(family, operations, VLLM_ABSENT[group])
+                    yield _renamed(family, f"vllm:{group}_{suffix}", rows)
         states = {state: {"engine": "0", "sleep_state": state} for state in SLEEP_STATES}
         yield _gauge(
             "vllm:engine_sleep_state",
@@ -140,8 +143,12 @@ def _renamed(family: Metric, name: str, samples: Iterable[Sample]) -> Metric:
     return alias
 
 
-def _by_operation(family: Metric, operations: Mapping[str, str]) -> list[Sample]:
-    """The samples of these operations, added up where several are one, in the buckets that vLLM has."""
+def _by_operation(family: Metric, operations: Mapping[str, str], absent: str) -> list[Sample]:
+    """The samples of these operations, added up where several are one, in the buckets that vLLM has.
+
+    Args:
+        absent: an operation that never happens.
+    """
     sums: dict[tuple[str, str, str | None], float] = {}
     for sample in family.samples:
         operation, bound = operations.get(sample.labels["operation"]), sample.labels.get("le")
@@ -153,6 +160,7 @@ def _by_operation(family: Metric, operations: Mapping[str, str]) -> list[Sample]
             continue
         key = (sample.name, operation, bound)
         sums[key] = sums.get(key, 0.0) + sample.value
+        sums[sample.name, absent, bound] = 0.0
     return [
         Sample(name, {"operation": operation} | ({} if bound is None else {"le": bound}), value)
         for (name, operation, bound), value in sums.items()

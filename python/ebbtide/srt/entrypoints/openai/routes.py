@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole, error_answer
 from ebbtide.srt.entrypoints.openai.answers import (
@@ -89,18 +90,7 @@ class OpenAIApi:
     ) -> Response:
         # Beside SGLang's `meta_info` they are told in its form.
         form = "int32" if wants_meta else self._service.config.server_args.routed_experts_format
-        starting = self._service.manager.prepare(
-            call.generate, call.render, is_incremental=True, routed_form=cast("RoutedForm", form)
-        )
-        if call.generate["stream"]:
-            return await answer_events(
-                request.receive,
-                starting,
-                lambda generation: write_chunks(writer, call, self._service.metrics.noting(generation)),
-            )
-        result = await answer_whole(request.receive, starting)
-        self._service.metrics.note(result)
-        return Json(write_answer(writer, call, result))
+        return await answer_call(self._service, request.receive, call, writer, form)
 
     async def _fields_of(self, request: Request) -> dict[str, Any]:
         """The body, and what headers say; the server says how tokens are named."""
@@ -147,3 +137,28 @@ class OpenAIApi:
     @functools.cached_property
     def _recommended(self) -> Mapping[str, Any]:
         return recommended_sampling(self._service.config.model.path)
+
+
+async def answer_call(
+    service: EngineService, receive: Receive, call: OpenAICall, writer: Writer, routed_form: str
+) -> Response:
+    """Carry a request out; its answer, or its chunks as events, are as the writer puts them.
+
+    Args:
+        routed_form: how routed experts are told.
+
+    Raises:
+        RequestRejected, EngineError, ClientDisconnect: as `answer_whole` and `answer_events`.
+    """
+    starting = service.manager.prepare(
+        call.generate, call.render, is_incremental=True, routed_form=cast("RoutedForm", routed_form)
+    )
+    if call.generate["stream"]:
+        return await answer_events(
+            receive,
+            starting,
+            lambda generation: write_chunks(writer, call, service.metrics.noting(generation)),
+        )
+    result = await answer_whole(receive, starting)
+    service.metrics.note(result)
+    return Json(write_answer(writer, call, result))

@@ -129,7 +129,7 @@ class AnswerReader:
         return AnswerParts(text, reasoning, self._bodies(calls))
 
     def _push_made(self, text: str, *, is_last: bool) -> AnswerParts:
-        """Of what a grammar makes. Cut short, it stays text."""
+        """Add text that a grammar has made, which is calls as a whole. Cut short, it stays text."""
         self._made += text
         if not is_last:
             return AnswerParts("", "", [])

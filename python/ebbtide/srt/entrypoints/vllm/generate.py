@@ -6,18 +6,18 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole
-from ebbtide.srt.entrypoints.openai.answers import Piece, known, stop_reason, write_answer, write_chunks
+from ebbtide.srt.entrypoints.openai.answers import Piece, known, stop_reason
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, Triple, prompt_logprobs
 from ebbtide.srt.entrypoints.openai.protocol import Usage
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, within_limits
+from ebbtide.srt.entrypoints.openai.routes import answer_call
 from ebbtide.srt.entrypoints.openai.unsupported_fields import check_salt
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.routing_headers import with_headers
@@ -34,7 +34,6 @@ from ebbtide.srt.entrypoints.vllm.tokens_protocol import (
 )
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_fields import PASSED_ON_FIELDS
-from ebbtide.srt.managers.api.routed_experts import RoutedForm
 
 _UNSUPPORTED = (
     *("features", "content_parts", "token_offsets"),
@@ -75,20 +74,7 @@ class TokensApi:
         if call.request.return_sampling_mask is None:
             common.generate["return_sampling_mask"] = args.return_sampling_mask
         form = "canonical" if request.url.path.startswith("/skyrl") else args.routed_experts_format
-        starting = self._service.manager.prepare(
-            common.generate,
-            is_incremental=True,
-            routed_form=cast("RoutedForm", form),
-        )
-        if call.request.stream:
-            return await answer_events(
-                request.receive,
-                starting,
-                lambda generation: write_chunks(writer, common, self._service.metrics.noting(generation)),
-            )
-        result = await answer_whole(request.receive, starting)
-        self._service.metrics.note(result)
-        return Json(write_answer(writer, common, result))
+        return await answer_call(self._service, request.receive, common, writer, form)
 
 
 def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_model: str) -> TokensCall:

@@ -27,7 +27,9 @@ def vllm_sections(config: EngineConfig, config_format: str) -> dict[str, Any]:
         RequestRejected: there is no such `config_format`.
     """
     if config_format not in ("json", "text"):
-        raise RequestRejected(f"config_format: expected json or text, got {config_format!r}")
+        raise RequestRejected(
+            f"config_format: expected json or text, got {config_format!r}", param="query.config_format"
+        )
     vllm_config = {
         "model_config": {
             "model": config.model.served_model_name,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ebbtide.srt.entrypoints.vllm.occupation import Body
 from ebbtide.srt.errors import RequestRejected
@@ -17,13 +18,15 @@ from ebbtide.srt.weight_sync.delta.folder import PulledState, read_chain, write_
 
 # What an engine serves that was not updated.
 FIRST_VERSION = "default"
+# An empty path would be the folder in which the server was started.
+Folder = Annotated[str, Meta(min_length=1)]
 
 
 class PullParameters(Struct, kw_only=True):
     """`target_version`: 0 is the checkpoint that the engine was started with. The hook is refused."""
 
-    local_checkpoint_dir: str
-    source_dir: str
+    local_checkpoint_dir: Folder
+    source_dir: Folder
     target_version: int
     pre_read_hook: str | None = None
 
@@ -60,7 +63,7 @@ async def pull(asked: PullParameters, serving: str) -> Body:
 class FetchInfo(Struct, kw_only=True):
     """How SkyRL's trainer publishes deltas. What is about a whole local copy has no meaning here."""
 
-    local_checkpoint_dir: str
+    local_checkpoint_dir: Folder
     base_model_path: str | None = None
     cloud_download_workers: int | None = None
     checkpoint_load_format: str | None = None
@@ -69,7 +72,7 @@ class FetchInfo(Struct, kw_only=True):
 
 class FetchParameters(Struct, kw_only=True):
     target_version: int
-    sync_dir: str | None = None
+    sync_dir: Folder | None = None
     uri: str | None = None
 
 

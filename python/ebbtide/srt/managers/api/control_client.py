@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
+
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.api.live_outputs import LiveOutputs
 from ebbtide.srt.managers.io_struct import (
+    AbortGeneration,
+    AbortReq,
+    AbortReqOutput,
     AnyControlRequest,
     AnyReply,
     ControlCall,
     ControlReply,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    PauseMode,
     Prepared,
     Refusal,
     Reply,
@@ -32,10 +41,17 @@ class _Part(NamedTuple):
 
 
 class ControlClient:
-    """Sends control requests and hands each caller the reply with its id. Lives in one event loop."""
+    """Sends control requests and hands each caller the reply with its id. Lives in one event loop.
 
-    def __init__(self, scheduler: SendEnd[ControlCall | Verdict]) -> None:
+    Args:
+        live: the outputs on their way. What aborts requests ends those too that schedulers do not know yet.
+    """
+
+    def __init__(
+        self, scheduler: SendEnd[ControlCall | Verdict | AbortGeneration], live: LiveOutputs
+    ) -> None:
         self._scheduler = scheduler
+        self._live = live
         self._ids = itertools.count()
         self._waiting: dict[str, asyncio.Future[AnyReply]] = {}
         self._parts: dict[str, _Part] = {}
@@ -58,6 +74,33 @@ class ControlClient:
             RequestRejected: the request was refused; nothing has changed.
             EngineError: the engine failed, or did not answer in time.
         """
+        request, unsent, message = self._told(request)
+        reply = await self._reply_to(request, timeout_s, vote)
+        self.abort(unsent, message)
+        return _with_more_aborted(reply, len(unsent))
+
+    def abort(self, rids: Iterable[str], message: str) -> None:
+        """End outputs; those that are about to be sent, as soon as they have been."""
+        if self._failure is None:
+            for rid in self._live.abort(rids, message):
+                self._scheduler.send(AbortGeneration(rid=rid, message=message))
+
+    def _told(self, request: AnyControlRequest) -> tuple[AnyControlRequest, list[str], str]:
+        """The request as the schedulers understand it; the outputs that they do not know, and their end."""
+        match request:
+            case AbortReq():
+                posted = [request.rid] if isinstance(request.rid, str) else request.rid
+                rids = [rid for name in posted for rid in self._live.expand(name)]
+                unsent = [rid for rid in self._live.unsent if request.abort_all or rid in rids]
+                return msgspec.structs.replace(request, rid=rids), unsent, "Aborted by /abort_request"
+            case PauseGenerationReqInput(mode=PauseMode.ABORT):
+                return request, self._live.unsent, "Aborted by pause_generation"
+            case _:
+                return request, [], ""
+
+    async def _reply_to(
+        self, request: AnyControlRequest, timeout_s: float | None, vote: Vote | None
+    ) -> Reply:
         if self._failure is not None:
             raise EngineError(self._failure)
         call_id = str(next(self._ids))
@@ -131,3 +174,16 @@ def _accepted(reply: AnyReply) -> Reply:
     if reply.status < 500:
         raise RequestRejected(reply.message, reply.status, **fields)
     raise EngineError(reply.message, **fields)
+
+
+def _with_more_aborted(reply: Reply, num_more: int) -> Reply:
+    match reply:
+        case AbortReqOutput() if num_more:
+            num_aborted = reply.num_aborted + num_more
+            return AbortReqOutput(
+                changed=True, num_aborted=num_aborted, message=f"Aborted {num_aborted} requests."
+            )
+        case PauseGenerationReqOutput():
+            return msgspec.structs.replace(reply, num_aborted=reply.num_aborted + num_more)
+        case _:
+            return reply

@@ -22,7 +22,7 @@ MASKS_AT_ONCE = 32
 
 
 class SupportColumns(Struct, frozen=True, array_like=True):
-    """Of N tokens in a row, as numbers of this machine.
+    """The sampling masks of N tokens in a row, as numbers of this machine.
 
     Attributes:
         ids: int32, of the tokens that could have been sampled in the place of the first, then of the next.
