@@ -38,6 +38,7 @@ from common import RESULTS, write_result
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.api.request_limits import RequestLimits
+from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
@@ -53,7 +54,6 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateRequest,
 )
-from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.scheduling.ranks.channels import open_rank_channels
 from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
@@ -180,7 +180,7 @@ class Api:
         self.manager.start()
 
     async def call(self, request: AnyControlRequest) -> None:
-        await self.manager.control(request, TIMEOUT_S)
+        await self.manager.control.call(request, TIMEOUT_S)
 
     async def bytes_of(self, request: AnyControlRequest) -> dict[str, int]:
         """What a call sends to all replicas, and gets back."""

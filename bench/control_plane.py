@@ -37,6 +37,7 @@ from transformers import Qwen3Config
 from ebbtide import Engine, ServerArgs
 from ebbtide.srt.config import EngineConfig, resolve
 from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
+from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AnyControlRequest,
@@ -52,7 +53,6 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from ebbtide.srt.managers.scheduling.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.scheduling.ranks.lockstep import Inbox
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
 from ebbtide.srt.mem_cache.page_table import PageTable

@@ -224,16 +224,22 @@ def checkpoint_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def gaps_between(all_times: list[list[float]], begun: float, ended: float) -> dict[str, float]:
-    """What streams saw in between: of the gaps that reach into it, in milliseconds."""
+def gaps_between(all_times: list[list[float]], begun: float, ended: float) -> dict[str, Any]:
+    """What streams saw in between: of the gaps that reach into it, in milliseconds; of one stream, each.
+
+    Raises RuntimeError where one of them had ended before.
+    """
     longest, usual = [], []
     for times in all_times:
         inside = [
             after - before for before, after in itertools.pairwise(times) if after > begun and before < ended
         ]
-        longest.append(max(inside, default=ended - begun))
+        if not inside:
+            raise RuntimeError(f"a stream of {len(times)} chunks had ended before it was looked at")
+        longest.append(max(inside))
         usual += inside
     return {
+        "gaps_ms": [round(gap * 1e3, 2) for gap in inside],
         "stall_ms": statistics.median(longest) * 1e3,
         "worst_stream_ms": max(longest) * 1e3,
         "median_gap_ms": statistics.median(usual) * 1e3,

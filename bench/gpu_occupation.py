@@ -54,13 +54,13 @@ class DriverProbe:
         prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         prop.location.id = torch.cuda.current_device()
-        self._prop = prop
+        self.properties = prop
         access = driver.CUmemAccessDesc()
         access.location = prop.location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self._access = access
+        self.access = access
 
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def call(self, name: str, *arguments: Any) -> Any:
         status, *values = getattr(self._driver, name)(*arguments)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{name}: {status}")
@@ -69,20 +69,20 @@ class DriverProbe:
     def measure_just_freed(self, num_bytes: int) -> dict[str, float]:
         """Milliseconds to release, and to resume at once; nothing else is on the GPU."""
         num_chunks = -(-num_bytes // CHUNK_BYTES)
-        address = int(self._call("cuMemAddressReserve", num_chunks * CHUNK_BYTES, 0, 0, 0))
+        address = int(self.call("cuMemAddressReserve", num_chunks * CHUNK_BYTES, 0, 0, 0))
         try:
             handles = self._take(address, num_chunks)
             _, release_ms = wall_ms(lambda: self._give(address, handles))
             handles, just_freed_ms = wall_ms(lambda: self._take(address, num_chunks))
             self._give(address, handles)
         finally:
-            self._call("cuMemAddressFree", address, num_chunks * CHUNK_BYTES)
+            self.call("cuMemAddressFree", address, num_chunks * CHUNK_BYTES)
         return {"release": release_ms, "resume_just_freed": just_freed_ms}
 
     def measure(self, num_bytes: int) -> dict[str, float]:
         """Milliseconds to release, and to resume just freed and clean pages, on a busy and on an idle GPU."""
         num_chunks = -(-num_bytes // CHUNK_BYTES)
-        address = int(self._call("cuMemAddressReserve", num_chunks * CHUNK_BYTES, 0, 0, 0))
+        address = int(self.call("cuMemAddressReserve", num_chunks * CHUNK_BYTES, 0, 0, 0))
         try:
             handles = self._take(address, num_chunks)
             _, release_ms = wall_ms(lambda: self._give(address, handles))
@@ -95,7 +95,7 @@ class DriverProbe:
             handles, idle_ms = wall_ms(lambda: self._take(address, num_chunks))
             self._give(address, handles)
         finally:
-            self._call("cuMemAddressFree", address, num_chunks * CHUNK_BYTES)
+            self.call("cuMemAddressFree", address, num_chunks * CHUNK_BYTES)
         train("cuda", SCRUB_S)
         return {
             "release": release_ms,
@@ -107,16 +107,16 @@ class DriverProbe:
     def _take(self, address: int, num_chunks: int) -> list[Any]:
         handles = []
         for index in range(num_chunks):
-            handle = self._call("cuMemCreate", CHUNK_BYTES, self._prop, 0)
-            self._call("cuMemMap", address + index * CHUNK_BYTES, CHUNK_BYTES, 0, handle, 0)
+            handle = self.call("cuMemCreate", CHUNK_BYTES, self.properties, 0)
+            self.call("cuMemMap", address + index * CHUNK_BYTES, CHUNK_BYTES, 0, handle, 0)
             handles.append(handle)
-        self._call("cuMemSetAccess", address, num_chunks * CHUNK_BYTES, [self._access], 1)
+        self.call("cuMemSetAccess", address, num_chunks * CHUNK_BYTES, [self.access], 1)
         return handles
 
     def _give(self, address: int, handles: list[Any]) -> None:
-        self._call("cuMemUnmap", address, len(handles) * CHUNK_BYTES)
+        self.call("cuMemUnmap", address, len(handles) * CHUNK_BYTES)
         for handle in handles:
-            self._call("cuMemRelease", handle)
+            self.call("cuMemRelease", handle)
 
 
 def driver_times(

@@ -6,13 +6,16 @@ import json
 import multiprocessing
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 START_TIMEOUT_S = 120.0
+
+Worker = TypeVar("Worker")
 
 
 class Trainer:
@@ -98,9 +101,16 @@ class Trainer:
 
 
 def _serve(pipe: Connection, folder: str, device: str) -> None:
+    answer_calls(
+        pipe, lambda: _Worker(Path(folder), device), lambda worker: (worker.num_bytes, len(worker.weights))
+    )
+
+
+def answer_calls(pipe: Connection, start: Callable[[], Worker], told: Callable[[Worker], object]) -> None:
+    """Start, tell of it, and do what is asked until the other end goes: (whether it went well, what came)."""
     try:
-        worker = _Worker(Path(folder), device)
-        pipe.send((True, (worker.num_bytes, len(worker.weights))))
+        worker = start()
+        pipe.send((True, told(worker)))
     except Exception:
         pipe.send((False, traceback.format_exc()))
         return

@@ -1,14 +1,16 @@
 """Updates, releases and resumes at default flags, with the trainer's copy of the weights on the same card.
 
 Nothing is set but the model and the length of a stream's increments, so that the KV pool takes what it
-takes by default, and there is no spare room for a second copy of the weights. The trainer is this process:
-its tensors are lent by CUDA IPC through `Engine`, allocated once the engine has started (`--trainer first`:
-before). `--tp 2` divides the model among two GPUs, the trainer on the first; `--model` takes another model.
+takes by default, and there is no spare room for a second copy of the weights. The trainer is a process of its
+own, whose tensors are allocated once the engine has started (`--trainer first`: before). It lends them by
+CUDA IPC, and encodes what is sent; this process passes that to `Engine`. `--tp 2` divides the model among two
+GPUs, each of which has a rank of the trainer with all weights; `--model` takes another model.
 
 - `stall_*`, `reply_*`: streams of 128 random tokens in, greedy, all of which decode: that of their start is
   over. One call brings all tensors. Per stream the longest gap between two chunks from a little before the
   call to 0.3 s after it was answered; the figure is the median over the streams. The reply is timed
-  from the call. `normal_*` is the same for the 0.3 s in between, without an update.
+  from the moment at which the trainer is told to send; `encode_ms` of that is the trainer's. `normal_*` is
+  the same for the 0.3 s in between, without an update.
 - `stall_retract_*`: streams of 320 tokens out. The call comes 1.5 s after they were sent, and the longest gap
   is that of a stream's whole life. `start_256` is the same without an update: the prefill of all of them.
 - `reply_idle`: the same call with nothing running, as soon as the one before is answered, and what is done
@@ -32,10 +34,13 @@ import argparse
 import asyncio
 import gc
 import itertools
+import multiprocessing
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,16 +57,17 @@ from gpu_common import (
     parse,
     parser_of,
 )
-from gpu_machine import GIB, Machine, synchronize
+from gpu_machine import GIB, Machine
 from gpu_occupation import measure_driver
+from gpu_trainer_ranks import TrainerRanks
 
 from ebbtide import Engine
-from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket, pack_buckets
-from ebbtide.trainer.payload_encoding import serialize_bucket
 
 PROMPT_LEN, OUTPUT_LEN, SEND_AFTER_S = 128, 320, 1.5
 # Streams that are watched as they decode: tokens until their start is over, and how long each look lasts.
 STEADY_TOKENS, LOOK_S, LEAD_S = 16, 0.3, 0.02
+# So many tokens they may come to, if the cache has room for them all: who waits for room is not watched.
+WATCHED_TOKENS = 3_000
 BUCKET_BYTES, BUCKETS_AT_ONCE = 512 << 20, 3
 MODELS = {"llama8b": "", "qwen30b-a3b": "moe_"}
 """Shapes, and what their rows begin with."""
@@ -82,24 +88,25 @@ RESIZE_BYTES = 30 * 10**9
 PARK_BYTES = 24 * GIB
 
 # What is kept of replies.
-TOLD = ("staged", "stall_ms", "duration_ms", "stages_ms", "num_tensors", "num_bytes", "message")
+TOLD = ("encode_ms", "staged", "stall_ms", "duration_ms", "stages_ms", "num_tensors", "num_bytes", "message")
 
 Update = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class Bench:
-    """The engine under test, and the trainer's tensors.
+    """The engine under test, and the trainer.
 
     Attributes:
-        weights: (checkpoint name, tensor on the device).
+        ranks: of the trainer; as many as the engine has.
     """
+
+    ranks: TrainerRanks
 
     def __init__(self, args: argparse.Namespace, engine: Engine, shape: Shape) -> None:
         self._args = args
         self._engine = engine
         self._vocab_size = shape["vocab_size"]
         self._rng = np.random.default_rng(0)
-        self.weights: list[tuple[str, torch.Tensor]] = []
 
     async def stream(
         self,
@@ -167,8 +174,21 @@ class Bench:
         Returns the runs by the update's name, and those without one as "normal".
         """
         num_streams = 4 if self._args.tiny else num_streams
-        look_s = 0.05 if self._args.tiny else LOOK_S
         prompts = self._rng.integers(0, self._vocab_size, (num_streams, PROMPT_LEN)).tolist()
+        room = (await self._engine.async_server_info())["max_total_num_tokens"] // num_streams
+        num_tokens = min(WATCHED_TOKENS, room - PROMPT_LEN - STEADY_TOKENS)
+        runs: dict[str, list[dict[str, Any]]] = {}
+        while len(runs.get("normal", ())) < self._args.runs + 1:
+            looks = await self._watch(prompts, num_tokens, {"normal": None} | updates)
+            for name, run in looks:
+                runs.setdefault(name, []).append(run)
+        return {name: of_name[1 : self._args.runs + 1] for name, of_name in runs.items()}
+
+    async def _watch(
+        self, prompts: list[list[int]], num_tokens: int, updates: Mapping[str, Update | None]
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """As many looks at streams of so many tokens as they last for, and as are wanted."""
+        look_s = 0.05 if self._args.tiny else LOOK_S
         all_times: list[list[float]] = [[] for _ in prompts]
         ignored = asyncio.Event()
         looks: list[tuple[str, dict[str, Any], float, float]] = []
@@ -176,77 +196,67 @@ class Bench:
         gc.disable()
         try:
             streams = [
-                asyncio.ensure_future(self.stream(prompt, ignored, times, 3_000))
+                asyncio.ensure_future(self.stream(prompt, ignored, times, num_tokens))
                 for prompt, times in zip(prompts, all_times, strict=True)
             ]
             while min(len(times) for times in all_times) < STEADY_TOKENS:
                 await asyncio.sleep(0.01)
             for _ in range(self._args.runs + 1):
-                for name, update in ({"normal": None} | updates).items():
+                num_before = max(len(times) for times in all_times)
+                for name, update in updates.items():
                     begun = time.perf_counter()
                     run = {} if update is None else await self.idle(update)
                     await asyncio.sleep(look_s)
                     looks.append((name, run, begun - LEAD_S, time.perf_counter()))
+                num_now = max(len(times) for times in all_times)
+                # The next ones would take as many tokens, or some more.
+                if num_now + 1.5 * (num_now - num_before) > num_tokens:
+                    break
             await self._engine.async_abort_request(abort_all=True)
             await asyncio.gather(*streams)
         finally:
             gc.enable()
         await self._engine.async_flush_cache()
-        runs: dict[str, list[dict[str, Any]]] = {}
-        for name, run, begun, ended in looks:
-            run |= gaps_between(all_times, begun, ended)
-            runs.setdefault(name, []).append(run)
-        return {name: of_name[1:] for name, of_name in runs.items()}
+        return [(name, run | gaps_between(all_times, begun, ended)) for name, run, begun, ended in looks]
 
     async def update(self, pause_mode: str | None, *, flush: bool, kept: bool = False) -> dict[str, Any]:
-        return await self._engine.async_update_weights_from_tensor(
-            self.weights, pause_mode=pause_mode, flush_cache=flush, keep_mapped=kept
+        entries, encode_ms = await self.ranks.payloads(kept=kept)
+        reply = await self._engine.async_update_weights_from_tensor(
+            entries, pause_mode=pause_mode, flush_cache=flush
         )
+        await self.ranks.answered()
+        return reply | {"encode_ms": encode_ms}
 
     async def session(self, pause_mode: str | None) -> dict[str, Any]:
         """All weights in buckets, committed at once; so many are on their way, and the next is packed."""
-        num_entries = self._engine.server_args.tp_size
         await self._engine.async_begin_weight_update()
-        buckets = pack_buckets(self.weights, BUCKET_BYTES)
-
-        def pack() -> tuple[FlattenedTensorBucket, bytes] | None:
-            bucket = next(buckets, None)
-            if bucket is None:
-                return None
-            payload = serialize_bucket(bucket)
-            synchronize(self._args.device)
-            return bucket, payload
-
+        await self.ranks.start_buckets(BUCKET_BYTES)
         stages_ms: Counter[str] = Counter()
+        sent: deque[asyncio.Future[dict[str, Any]]] = deque()
 
         async def answer() -> None:
-            stages_ms.update((await sent[0][1])["stages_ms"])
-            sent.popleft()
+            stages_ms.update((await sent.popleft())["stages_ms"])
+            self.ranks.drop_bucket()
 
-        # What is sent lives until it is answered.
-        sent: deque[tuple[FlattenedTensorBucket, asyncio.Future[Any]]] = deque()
-        while (packed := await asyncio.to_thread(pack)) is not None:
+        while (entries := await self.ranks.next_bucket()) is not None:
             if len(sent) == BUCKETS_AT_ONCE:
                 await answer()
-            bucket, payload = packed
             update = self._engine.async_update_weights_from_tensor(
-                [payload] * num_entries, load_format="flattened_bucket", flush_cache=False
+                entries, load_format="flattened_bucket", flush_cache=False
             )
-            sent.append((bucket, asyncio.ensure_future(update)))
+            sent.append(asyncio.ensure_future(update))
         while sent:
             await answer()
         reply = await self._engine.async_end_weight_update(pause_mode=pause_mode, flush_cache=False)
         stages_ms.update({f"end_{name}": ms for name, ms in reply["stages_ms"].items()})
+        await self.ranks.end_buckets()
         return reply | {"stages_ms": dict(stages_ms)}
 
-    def forget(self) -> None:
-        self._engine.forget_mapped()
-
     async def left(self) -> dict[str, int | None]:
-        """Bytes that are free, that the engine has beside its arenas, and that torch has in this process."""
+        """Bytes that are free, that the engine has beside its arenas, and that torch has in the trainer."""
         device = (await self._engine.async_memory_occupation())["device"]
-        here = torch.cuda.memory_reserved() if self._args.device == "cuda" else None
-        left = {"free": device["free_bytes"], "engine": device["unmanaged_bytes"], "trainer": here}
+        trainer = await self.ranks.reserved_bytes()
+        left = {"free": device["free_bytes"], "engine": device["unmanaged_bytes"], "trainer": trainer}
         print(f"    left: {left}", flush=True)
         return left
 
@@ -396,7 +406,7 @@ class Measuring:
             steady = await bench.steady(size, updates)
             rows = {"kept": (f"kept_reply_in_place_{size}", f"kept_stall_in_place_{size}")}
             self._note_steady(rows, steady, **self._copy)
-        bench.forget()
+        await bench.ranks.forget()
 
     async def retract(self) -> None:
         for size in self._args.streams:
@@ -451,42 +461,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--trainer", choices=("after", "first"), default="after")
     parser.add_argument("--tp", type=int, choices=(1, 2, 4), default=1, help="ranks: rows tp2_*, tp4_*")
     args = parse(parser, argv)
-    machine = Machine.measure(args.device, tiny=args.tiny)
+    # As where a trainer shares its GPU, the process that has the engine has no memory there.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        machine = pool.submit(partial(Machine.measure, tiny=args.tiny), args.device).result()
     report = Report("gpu_update_default", args)
     report.facts["machine"] = machine.runs
     shape = TINY if args.tiny else SHAPES[args.model]
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-
-    def weights() -> list[tuple[str, torch.Tensor]]:
-        return [
-            (name, torch.empty(size, dtype=dtype, device=args.device).normal_(0, 0.02))
-            for name, size in checkpoint_shapes(shape).items()
-        ]
-
     prefix = "default." + MODELS[args.model] + (f"tp{args.tp}_" if args.tp > 1 else "")
     if args.device == "cuda" and args.tp > torch.cuda.device_count():
         report.skip(prefix + "reply_idle", why=f"it takes {args.tp} GPUs")
         report.finish()
         return
     with report.attempt(prefix + "reply_idle"), model_folder(args, args.model) as (_, folder):
-        first = weights() if args.trainer == "first" else None
+        start_trainer = partial(TrainerRanks, checkpoint_shapes(shape), args.device, args.tp)
+        first = start_trainer() if args.trainer == "first" else None
         given: dict[str, Any] = {"max_total_tokens": 32_768} if args.tiny else {}
         if args.tp > 1:
             given["tp_size"] = args.tp
         if "park" in args.parts:
             given["kv_park_bytes"] = (64 << 20) if args.tiny else PARK_BYTES
-        with Engine(**engine_args(args, folder, incremental_streaming_output=True, **given)) as engine:
+        with (
+            Engine(**engine_args(args, folder, incremental_streaming_output=True, **given)) as engine,
+            first or start_trainer() as ranks,
+        ):
             bench = Bench(args, engine, shape)
-            bench.weights = weights() if first is None else first
-            num_bytes = sum(tensor.nbytes for _, tensor in bench.weights)
-            report.facts["trainer_bytes"] = num_bytes
+            bench.ranks = ranks
+            report.facts["trainer_bytes"] = ranks.num_bytes
             report.facts["memory"] = engine.memory_occupation()
-            copy_ms = 2 * num_bytes / machine.copy_bytes_per_s * 1e3
-            print(f"trainer {num_bytes / GIB:.1f} GiB, {report.facts['memory']}"[:600], flush=True)
+            copy_ms = 2 * ranks.num_bytes / args.tp / machine.copy_bytes_per_s * 1e3
+            print(f"trainer {ranks.num_bytes / GIB:.1f} GiB, {report.facts['memory']}"[:600], flush=True)
             asyncio.run(Measuring(report, bench, args, prefix, copy_ms).run())
-        kv_bytes = report.facts["memory"]["tags"]["kv_cache"]["resident_bytes"]
         if "kv" in args.parts and args.tp == 1:
-            bench.weights, first = [], None
+            kv_bytes = report.facts["memory"]["tags"]["kv_cache"]["resident_bytes"]
             measure_driver(report, args, prefix, kv_bytes)
     report.finish()
 
