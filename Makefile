@@ -29,6 +29,8 @@ GPU_WORKERS ?= 2
 # What measures the memory of whole GPUs, and so has to be alone on them.
 GPU_ALONE := test/srt/e2e/test_cuda_two_gpus.py
 GPU_BENCHMARKS := throughput occupation update peak_memory start parity
+# Hundreds of processes import the package: each would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
 # For all benchmarks, e.g. make bench-gpu BENCH_OPTIONS="--runs 5"
 BENCH_OPTIONS ?=
 RUFF := $(BIN)/ruff
@@ -118,6 +120,7 @@ test-multi-gpu: $(GPU_INSTALLED)
 	@EBBTIDE_TEST_DEVICE=cuda $(GPU_PYTEST) -m multi_gpu $(GPU_ALONE)
 	@EBBTIDE_TEST_DEVICE=cuda $(GPU_PYTEST) -m multi_gpu -n $(GPU_WORKERS) --dist loadfile --durations=15 \
 		--ignore=$(GPU_ALONE) test/srt/distributed test/srt/weight_sync test/srt/e2e
+	@EBBTIDE_TEST_DEVICE=cuda $(GPU_PYTEST) -m multi_gpu test/ray
 
 bench-gpu: $(GPU_INSTALLED)
 	@for name in $(GPU_BENCHMARKS); do \

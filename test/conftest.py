@@ -1,8 +1,10 @@
 """What holds for every test: no network, one thread per process. Helpers: `from fixtures.x import y`."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +14,21 @@ sys.path.insert(0, str(Path(__file__).parent / "srt"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models lose more to thread hand-offs than they gain
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# What Ray starts would have its turn after all else (nice 15): a start then takes minutes beside other tests.
+os.environ.setdefault("RAY_worker_niceness", "0")
+# It would start as many idle processes as there are CPUs, for tasks that no test submits.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+os.environ.setdefault("RAY_enable_metrics_collection", "0")
 if not Path("/dev/nvidiactl").exists():
     # Triton reads it when it is imported, which transformers does: without a GPU its kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+with contextlib.suppress(ImportError):  # a machine that runs the GPU tests alone may lack it
+    from hypothesis import settings
+
+    # An example that takes long on a loaded machine is no failure.
+    settings.register_profile("patient", settings(), deadline=None)
+    settings.load_profile("patient")
 
 # The contract's sequences and the frameworks' recorded calls, through an engine as it is served.
 CONTRACT = {"test_contract_sequences", "test_wire_traces"}
@@ -27,9 +41,24 @@ STARTERS = {
     "ebbtide.demo.run",
     "ebbtide.testing.null_engine",
 }
-STARTERS |= {f"ebbtide.srt.entrypoints.{name}" for name in ("early_processes", "engine", "launcher")}
+STARTERS |= {f"ebbtide.srt.entrypoints.{name}" for name in ("engine", "launch.launcher")}
+STARTERS |= {f"ebbtide.srt.entrypoints.launch.{name}" for name in ("child_process", "early_processes")}
 STARTERS |= {f"fixtures.{name}" for name in ("broadcasting_trainer", "compat", "rank_processes")}
 STARTERS |= {"fixtures.servers", "fixtures.trainer_process"}
+
+# Modules that share an engine, or the process that ranks are forked from: one worker starts it for them all.
+SERVED = (
+    "test_continue_from",
+    "test_http_server",
+    "test_loads",
+    "test_weights_checker",
+    "vllm/test_vllm_sequences",
+)
+FAMILIES = (
+    ("test/trainer/",),
+    ("test/srt/distributed/",),
+    tuple(f"test/srt/entrypoints/{name}.py" for name in SERVED),
+)
 
 
 def tier_of(module: object) -> str:
@@ -52,6 +81,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         range(len(items)), key=lambda index: (tiers[index] == "unit", "fuzz" not in items[index].nodeid)
     )
     items[:] = [items[index] for index in order]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, all modules of a family go to one worker."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadFamilyScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((family[0] for family in FAMILIES if file.startswith(family)), file)
+
+    return LoadFamilyScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.demo.elastic import ElasticRecord, Span
+from ebbtide.demo.elastic import ElasticRecord, LentTime
 from ebbtide.demo.failure import DemoFailed
 from ebbtide.demo.loop import Exam, Stage, StageRecord, StepRecord
 from ebbtide.demo.memory import MemorySample
@@ -37,7 +37,7 @@ def step(number: int, reward: float, kept_bytes: int = 0) -> StepRecord:
 
 def disturbed() -> ElasticRecord:
     samples = [memory(100 + number, asleep=number in (4, 5)) for number in range(9)]
-    spans = [Span(101, 102, "some of it"), Span(104, 105, "all of it")]
+    spans = [LentTime(101, 102, "some of it"), LentTime(104, 105, "all of it")]
     return ElasticRecord(64, samples, spans, is_equal=True)
 
 

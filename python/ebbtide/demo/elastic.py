@@ -20,7 +20,7 @@ _SAMPLE_EVERY_S = 0.04
 
 
 @dataclass(frozen=True)
-class Span:
+class LentTime:
     """A time in which some of the memory was somebody else's, in the probe's seconds."""
 
     start_s: float
@@ -39,7 +39,7 @@ class ElasticRecord:
 
     num_requests: int
     samples: list[MemorySample] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[LentTime] = field(default_factory=list)
     is_equal: bool = False
 
 
@@ -98,7 +98,7 @@ class Elastic:
         end_s = self._record.samples[-1].time_s
         give()
         label = f"{what} is a trainer's\n{reply['num_parked']} of {self._record.num_requests} requests parked"
-        self._record.spans.append(Span(start_s, end_s, label))
+        self._record.spans.append(LentTime(start_s, end_s, label))
 
     def _shrink(self) -> dict[str, Any]:
         self._whole_bytes = self._record.samples[-1].tag_bytes["kv_cache"]

@@ -32,7 +32,7 @@ class Ratios:
 
     @classmethod
     def of(cls, trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]]) -> Ratios:
-        """Of the logprobs of the same tokens, at least one."""
+        """The ratios by both sides' logprobs of the same tokens, at least one."""
         logs = np.array([*chain.from_iterable(trainer)]) - np.array([*chain.from_iterable(engine)])
         ratios = np.exp(logs)
         low, high = np.percentile(ratios, (1, 99)).tolist()

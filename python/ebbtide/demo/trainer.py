@@ -144,7 +144,7 @@ class Trainer:
         return -(gain_RT * weight_RT).sum() / batch.mask_RT.sum()
 
     def _logprobs(self, batch: _Batch) -> Tensor:
-        """Of each output token; 0 elsewhere."""
+        """The logprob of each output token; 0 elsewhere."""
         logits_RTV: Tensor = self.model(input_ids=batch.ids_RS[:, :-1]).logits
         chosen_RT1 = batch.ids_RS[:, 1:, None]
         return logits_RTV.log_softmax(-1).gather(-1, chosen_RT1).squeeze(-1) * batch.mask_RT
@@ -166,7 +166,7 @@ class _Batch:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[list[int], list[int]]]) -> _Batch:
-        """Of (prompt ids, output ids)."""
+        """The batch of these (prompt ids, output ids)."""
         width = max(len(prompt) + len(output) for prompt, output in pairs)
         ids = torch.full((len(pairs), width), PAD_ID)
         mask = torch.zeros(len(pairs), width - 1)
