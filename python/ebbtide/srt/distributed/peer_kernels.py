@@ -44,12 +44,12 @@ _SLOT_BYTES: Any = tl.constexpr(SLOT_BYTES)
 
 
 def flags_bytes(size: int) -> int:
-    """Of flags and counters, which come first. The slots follow, those for words before the others."""
+    """The bytes of flags and counters, which come first; then slots, those for words before the others."""
     return NUM_BLOCKS * (size + 1) * 8
 
 
 def num_bytes(size: int) -> int:
-    """Of the memory of one of so many ranks."""
+    """The bytes of memory that each of so many ranks needs."""
     return flags_bytes(size) + (NUM_WORD_BLOCKS + NUM_BLOCKS) * 2 * size * SLOT_BYTES
 
 
@@ -63,7 +63,7 @@ def _await_predecessor(OVERLAPPED: tl.constexpr) -> None:
 
 @triton.jit
 def _slot_number(step, source, SIZE: tl.constexpr):
-    """Of what `source` pushes to this block in this step."""
+    """The number of the slot for what `source` pushes to this block in this step."""
     return ((tl.program_id(0) * 2 + (step & 1).to(tl.int32)) * SIZE + source).to(tl.int64)
 
 
@@ -83,7 +83,7 @@ def _word_slot(memory, step, source, SIZE: tl.constexpr):
 
 @triton.jit
 def _counter(memories_ptr, rank, SIZE: tl.constexpr):
-    """Of this block: the number of its last step."""
+    """The address of the number of this block's last step."""
     mine = tl.load(memories_ptr + rank)
     return (mine + (_NUM_BLOCKS * SIZE + tl.program_id(0)) * 8).to(tl.pointer_type(tl.int64))
 
