@@ -34,15 +34,14 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape).to(DEVICE, DTYPE)
 
 
-def quantized(num_rows: int, num_columns: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantized(num_rows: int, num_columns: int, layout: ScaleLayout = BLOCKS) -> tuple[Tensor, Tensor, Tensor]:
     """Values, scales, and the weight that they stand for."""
     weight = torch.randn(num_rows, num_columns) / num_columns**0.5
-    values, scales = (
-        torch.empty(weight.shape, dtype=FP8),
-        torch.empty(-(-num_rows // 128), num_columns // 128),
-    )
-    quantize_into(values, scales, weight)
-    return values.to(DEVICE), scales.to(DEVICE), dequantize(values, scales).to(DEVICE)
+    # No two rows are alike.
+    weight *= torch.logspace(-1, 1, num_rows)[:, None] if layout is CHANNELS else 1
+    values, scales = torch.empty(weight.shape, dtype=FP8), torch.empty(layout.shape(num_rows, num_columns))
+    quantize_into(values, scales, weight, layout)
+    return values.to(DEVICE), scales.to(DEVICE), dequantize(values, scales, layout).to(DEVICE)
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
@@ -106,6 +105,30 @@ def test_experts(num_tokens: int, hidden: int, inner: int, num_experts: int) -> 
     most = 8e-3 if num_tokens <= 4 else 0.06 if ON_GPU else 0.12
     assert (out.float() - expected).norm() / expected.norm() < most
     assert_near(added, residual.float() + out.float())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 70, 700] if ON_GPU else [1, 19])
+@pytest.mark.parametrize(
+    ("hidden", "inner", "num_experts"),
+    # 208 and 48 are no multiples of a tile.
+    [(208, 48, 4), (2048, 768, 16)] if ON_GPU else [(208, 48, 4)],
+)
+def test_experts_with_a_scale_for_each_row(
+    num_tokens: int, hidden: int, inner: int, num_experts: int
+) -> None:
+    from ebbtide.srt.layers.kernels.fused_moe import fused_experts
+
+    torch.manual_seed(5)
+    gate_up, gate_up_scales, wide_gate_up = quantized(num_experts * 2 * inner, hidden, CHANNELS)
+    down, down_scales, wide_down = quantized(num_experts * hidden, inner, CHANNELS)
+    x, residual = random(num_tokens, hidden), random(num_tokens, hidden)
+    weights, experts = route(torch.randn(num_tokens, num_experts, device=DEVICE), 2, True)
+    expected = run_experts(x.float(), wide_gate_up, wide_down, weights, experts)
+
+    operands, scales = (x, gate_up, down, weights, experts.int()), (gate_up_scales, down_scales)
+    assert_near(fused_experts(*operands, scales=scales), expected)
+    added = fused_experts(*operands, residual_TD=residual.clone(), scales=scales)
+    assert_near(added, residual.float() + expected)
 
 
 @pytest.mark.parametrize("num_tokens", [37, 600] if ON_GPU else [37])

@@ -10,8 +10,8 @@ import torch
 from fixtures.checkpoints import edit_config, make_checkpoint
 from fixtures.eight_bits import (
     COMPRESSED_TENSORS,
+    MOE_SHAPE,
     PROJECTIONS,
-    SHAPE,
     SUFFIXES,
     in_eight_bits,
     is_quantized,
@@ -19,8 +19,9 @@ from fixtures.eight_bits import (
     restored,
     rewrite_in_eight_bits,
 )
+from fixtures.model_runs import RunnerDriver
 from fixtures.real_rank import RealRank
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from ebbtide.srt.distributed.parallel_group import SoloGroup
@@ -35,13 +36,15 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.quantizing import Quantization
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.weight_sync.custom_loader import StagedModel
 
-ARCHITECTURE = "Qwen3ForCausalLM"
+ARCHITECTURE = "Qwen3MoeForCausalLM"
 DOWN, EMBED = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
+EXPERT_DOWN = "model.layers.0.mlp.experts.2.down_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
 SCALES = DOWN + "_scale_inv"
 BY_BLOCK_AND_ROW = pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8"])
@@ -49,13 +52,15 @@ BY_BLOCK_AND_ROW = pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8"])
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("a"), ARCHITECTURE, seed=1, dtype="bfloat16", **SHAPE)
+    return make_checkpoint(tmp_path_factory.mktemp("a"), ARCHITECTURE, seed=1, dtype="bfloat16", **MOE_SHAPE)
 
 
 @pytest.fixture(scope="module")
 def new(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     """Other weights of the same shapes."""
-    folder = make_checkpoint(tmp_path_factory.mktemp("b"), ARCHITECTURE, seed=2, dtype="bfloat16", **SHAPE)
+    folder = make_checkpoint(
+        tmp_path_factory.mktemp("b"), ARCHITECTURE, seed=2, dtype="bfloat16", **MOE_SHAPE
+    )
     return load_file(folder / "model.safetensors")
 
 
@@ -96,22 +101,20 @@ def test_weights_are_quantised_as_the_reference_does_it(dtype: torch.dtype, quan
     assert scales.isnan().nonzero().tolist() == [[0 if quantization == "fp8" else 5, 0]]
 
 
-def test_experts_are_quantised_one_by_one(tmp_path: Path) -> None:
-    architecture = "Qwen3MoeForCausalLM"
-    sizes = SHAPE | {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
-    folder = make_checkpoint(tmp_path, architecture, dtype="bfloat16", **sizes)
-    plain = RealRank(folder, quantization="fp8")
-    assert_same(plain.values, expected(load_file(folder / "model.safetensors")))
-    assert not plain.store.is_quantized("model.layers.0.mlp.gate.weight")
-    without = RealRank(folder, quantization="fp8", quantization_exclude=["experts"])
-    assert without.store.num_bytes > plain.store.num_bytes
-    with pytest.raises(ConfigurationError, match=r"experts.1.* are one weight with"):
-        RealRank(folder, quantization="fp8", quantization_exclude=["experts.1"])
-    with pytest.raises(ConfigurationError, match=r"layers.0.mlp.experts are experts.*quantization=fp8"):
-        RealRank(folder, quantization="w8a8_fp8")
-    RealRank(folder, quantization="w8a8_fp8", quantization_exclude=["experts"])
-    as_it_is = RealRank(rewrite_in_eight_bits(folder))
-    assert as_it_is.store.checksum() == plain.store.checksum()
+@BY_BLOCK_AND_ROW
+def test_outputs_are_to_the_bit_those_of_weights_that_plain_torch_has_rounded(
+    quantization: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path / "plain", ARCHITECTURE, **MOE_SHAPE)
+    rounded = make_checkpoint(tmp_path / "rounded", ARCHITECTURE, **MOE_SHAPE)
+    file = rounded / "model.safetensors"
+    save_file(expected(load_file(file), quantization), file, metadata={"format": "pt"})
+    found = []
+    for driver in (RunnerDriver(folder, quantization=quantization), RunnerDriver(rounded)):
+        runs = [driver.start([seed, *range(20)], logprobs=LogprobSpec()) for seed in (3, 5)]
+        driver.generate(runs, 5)
+        found.append([(run.output_ids, run.logprobs) for run in runs])
+    assert found[0] == found[1]
 
 
 @BY_BLOCK_AND_ROW
@@ -122,8 +125,9 @@ def test_a_checkpoint_in_8_bits_is_what_the_engine_makes_of_its_weights(
     tensors = load_file(path / "model.safetensors")
     assert_same(plain.values, expected(tensors, quantization))
     assert plain.store.num_bytes < 0.6 * sum(tensor.nbytes for tensor in tensors.values())
+    assert not plain.store.is_quantized("model.layers.0.mlp.gate.weight")
 
-    folder = make_checkpoint(tmp_path, ARCHITECTURE, seed=1, dtype="bfloat16", **SHAPE)
+    folder = make_checkpoint(tmp_path, ARCHITECTURE, seed=1, dtype="bfloat16", **MOE_SHAPE)
     as_it_is = RealRank(rewrite_in_eight_bits(folder, quantization))
     assert as_it_is.store.checksum() == plain.store.checksum()
     # A name of the scales says what is stored; get_weights_by_name multiplies it out.
@@ -149,7 +153,7 @@ def test_updates_are_quantised_where_they_land(
     rank = RealRank(path, quantization=quantization, update_staging=staging)
     match how:
         case "disk":
-            folder = make_checkpoint(tmp_path, ARCHITECTURE, seed=2, dtype="bfloat16", **SHAPE)
+            folder = make_checkpoint(tmp_path, ARCHITECTURE, seed=2, dtype="bfloat16", **MOE_SHAPE)
             reply = rank.apply(UpdateWeightFromDiskReqInput(model_path=str(folder)))
         case "tensors":
             reply = rank.apply(update(new))
@@ -290,7 +294,7 @@ def test_scales_of_rows_are_looked_at_before_anything_is_written(path: Path, new
     ],
 )
 def test_a_bad_checkpoint_is_refused(scales: Tensor | None, reason: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, ARCHITECTURE, dtype="bfloat16", **SHAPE)
+    folder = make_checkpoint(tmp_path, ARCHITECTURE, dtype="bfloat16", **MOE_SHAPE)
     rewrite_in_eight_bits(folder, **{SCALES: scales})
     with pytest.raises(ConfigurationError, match=reason):
         RealRank(folder)
@@ -302,15 +306,22 @@ def test_other_quantisations_and_sizes_are_refused_and_modules_excluded(path: Pa
         RealRank(folder, quantization="fp8", quantization_exclude=["q_proj", "k_proj", "v_proj"])
     with pytest.raises(ConfigurationError, match=r"q_proj.weight are one weight with .*k_proj"):
         RealRank(path, quantization="fp8", quantization_exclude=["model.layers.0.self_attn.q_proj"])
+    with pytest.raises(ConfigurationError, match=r"experts.1.* are one weight with"):
+        RealRank(path, quantization="w8a8_fp8", quantization_exclude=["experts.1"])
     edit_config(folder, quantization_config={"quant_method": "awq"})
     with pytest.raises(ConfigurationError, match=r"quantization_config: expected .*'fp8'.* got .*'awq'"):
         RealRank(folder)
     edit_config(folder, quantization_config={**COMPRESSED_TENSORS, "config_groups": {}})
     with pytest.raises(ConfigurationError, match=r"expected of compressed-tensors one group, .*, got \[\]"):
         RealRank(folder)
-    edit_config(folder, quantization_config={**COMPRESSED_TENSORS, "ignore": ["re:.*head"]})
-    with pytest.raises(ConfigurationError, match="write them out"):
+    edit_config(folder, quantization_config={**COMPRESSED_TENSORS, "ignore": ["re:*head"]})
+    with pytest.raises(ConfigurationError, match=r"ignore: expected names .* got 're:\*head': nothing"):
         RealRank(folder)
+    plain = r"re:.*layers\.\d\.(self_attn|mlp\.experts)"
+    edit_config(folder, quantization_config={**COMPRESSED_TENSORS, "ignore": ["lm_head", plain]})
+    store = RealRank(folder).store
+    assert not any(map(store.is_quantized, store.names))
+    assert not Quantization((plain,)).excludes("model.layers.0.mlp.gate_proj")
     rank = RealRank(path, quantization="fp8", quantization_exclude=["o_proj", "model.layers.1.*"])
     kept = {name for name in rank.store.names if rank.store.is_quantized(name)}
     assert {name.split(".")[-2] for name in kept} == set(PROJECTIONS) - {"o_proj"}
@@ -345,21 +356,23 @@ def test_ranks_hold_their_parts_of_values_and_scales(
                 store.write(name, tensor, None)
             held[len(sent)] = store.checksum()
         assert len(set(held.values())) == 1, "values and scales that are sent are those that are made"
-        down = store.destination(DOWN, None)
-        assert down is not None
-        assert down.scales is not None
         columns = slice(128 * rank, 128 * (rank + 1))
-        assert torch.equal(down.region.float(), pairs[DOWN].float()[:, columns])
-        # Of rows that ranks divide everyone has the same scales.
-        scales = pairs[DOWN + SUFFIXES[quantization]]
-        assert torch.equal(down.scales, scales if quantization == "w8a8_fp8" else scales[:, rank : rank + 1])
+        for name in (DOWN, EXPERT_DOWN):
+            down = store.destination(name, None)
+            assert down is not None
+            assert down.scales is not None
+            assert torch.equal(down.region.float(), pairs[name].float()[:, columns])
+            # Of rows that ranks divide everyone has the same scales.
+            scales = pairs[name + SUFFIXES[quantization]]
+            part = scales if quantization == "w8a8_fp8" else scales[:, rank : rank + 1]
+            assert torch.equal(down.scales, part)
         store.arena.close()
 
 
 def test_sizes_that_ranks_cannot_share_by_blocks_are_refused(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    folder = make_checkpoint(tmp_path, ARCHITECTURE, **{**SHAPE, "intermediate_size": 128})
+    folder = make_checkpoint(tmp_path, ARCHITECTURE, **{**MOE_SHAPE, "intermediate_size": 128})
     config = AutoConfig.from_pretrained(folder)
     model = build_model(ARCHITECTURE, config, torch.float32, torch.device("cpu"))
     with pytest.raises(ConfigurationError, match="choose another tp_size"):

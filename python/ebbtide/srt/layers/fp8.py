@@ -317,16 +317,11 @@ def _tokens_of(x_TK: Tensor, norm: RMSNorm | None = None, begun: Begun | None = 
     return QuantizedTokens(*quantize_tokens(x_TK.contiguous(), *normed))
 
 
-class Fp8Experts(Experts):
-    """`Experts` whose weights have 8 bits.
-
-    As with `Fp8Linear`, on a GPU few tokens keep their precision and more of them are quantised.
+class EightBitExperts(Experts):
+    """`Experts` whose weights have 8 bits. On a CPU products are as those of `EightBitLinear`.
 
     Args:
         plain: with parameters on the meta device; what it becomes has its sizes, ranks and routes.
-
-    Attributes:
-        gate_up_proj_scale_inv, down_proj_scale_inv: float32, a scale for each block of all experts' rows.
     """
 
     def __init__(self, plain: Experts) -> None:
@@ -335,6 +330,26 @@ class Fp8Experts(Experts):
         self.recorder, self.given = plain.recorder, plain.given
         self.gate_up_proj = on_meta(tuple(plain.gate_up_proj.shape), FP8)
         self.down_proj = on_meta(tuple(plain.down_proj.shape), FP8)
+
+    def run(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        out_TD = run_experts(x_TD.to(torch.float32), *self._dequantized(), weights_TK, experts_TK)
+        return out_TD.to(x_TD.dtype)
+
+    def _dequantized(self) -> tuple[Tensor, Tensor]:
+        """Both weights in float32."""
+        raise NotImplementedError
+
+
+class Fp8Experts(EightBitExperts):
+    """The ones with a scale for each block. As with `Fp8Linear`, on a GPU few tokens keep their precision and
+    more of them are quantised.
+
+    Attributes:
+        gate_up_proj_scale_inv, down_proj_scale_inv: float32, a scale for each block of all experts' rows.
+    """
+
+    def __init__(self, plain: Experts) -> None:
+        super().__init__(plain)
         self.gate_up_proj_scale_inv = _meta_scales(plain.gate_up_proj)
         self.down_proj_scale_inv = _meta_scales(plain.down_proj)
 
@@ -347,11 +362,9 @@ class Fp8Experts(Experts):
         scales = self.gate_up_proj_scale_inv, self.down_proj_scale_inv
         return fused_quantized_experts(x_TD, *weights, weights_TK, experts_TK, scales, residual_TD)
 
-    def run(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    def _dequantized(self) -> tuple[Tensor, Tensor]:
         gate_up_RD = dequantize(self.gate_up_proj, self.gate_up_proj_scale_inv)
-        down_RI = dequantize(self.down_proj, self.down_proj_scale_inv)
-        out_TD = run_experts(x_TD.to(torch.float32), gate_up_RD, down_RI, weights_TK, experts_TK)
-        return out_TD.to(x_TD.dtype)
+        return gate_up_RD, dequantize(self.down_proj, self.down_proj_scale_inv)
 
 
 def _meta_scales(weight: Tensor) -> nn.Parameter:

@@ -3,7 +3,7 @@
 SGLang calls this `w8a8_fp8`, compressed-tensors FP8 with the strategies `channel` and `token`; both call the
 scales `weight_scale`.
 
-Shapes: T tokens, K columns, O outputs.
+Shapes: T tokens, K columns, O outputs; of experts those of `layers.moe`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbtide.srt.layers.fp8 import CHANNELS, EightBitLinear, dequantize, on_meta
+from ebbtide.srt.layers.fp8 import CHANNELS, EightBitExperts, EightBitLinear, dequantize, on_meta
 from ebbtide.srt.layers.linear import Linear
+from ebbtide.srt.layers.moe import Experts
 from ebbtide.srt.layers.norm import RMSNorm
 
 
@@ -44,3 +45,36 @@ class ChannelLinear(EightBitLinear):
             : len(x_TK)
         ]
         return product_TO if bias_O is None else product_TO.add_(bias_O)
+
+
+class ChannelExperts(EightBitExperts):
+    """Experts with a scale for each row of each of them. On a GPU tokens keep their precision: the values are
+    widened as they are read, and a row's sum is multiplied by its scale.
+
+    Attributes:
+        gate_up_proj_scale, down_proj_scale: float32 [R, 1] of R rows of all experts.
+    """
+
+    def __init__(self, plain: Experts) -> None:
+        super().__init__(plain)
+        self.gate_up_proj_scale = on_meta(CHANNELS.shape(*self.gate_up_proj.shape), torch.float32)
+        self.down_proj_scale = on_meta(CHANNELS.shape(*self.down_proj.shape), torch.float32)
+
+    def run_fused(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TD: Tensor | None
+    ) -> Tensor:
+        from ebbtide.srt.layers.kernels.fused_moe import fused_experts
+
+        return fused_experts(
+            x_TD,
+            self.gate_up_proj,
+            self.down_proj,
+            weights_TK,
+            experts_TK,
+            residual_TD=residual_TD,
+            scales=(self.gate_up_proj_scale, self.down_proj_scale),
+        )
+
+    def _dequantized(self) -> tuple[Tensor, Tensor]:
+        gate_up_RD = dequantize(self.gate_up_proj, self.gate_up_proj_scale, CHANNELS)
+        return gate_up_RD, dequantize(self.down_proj, self.down_proj_scale, CHANNELS)

@@ -1,6 +1,7 @@
 """Fewer bits, applied to a model from outside, behind `sharding`: which layers, and where their scales go."""
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -9,7 +10,7 @@ from torch import nn
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, Fp8Experts, Fp8Linear, ScaleLayout
-from ebbtide.srt.layers.fp8_channels import ChannelLinear
+from ebbtide.srt.layers.fp8_channels import ChannelExperts, ChannelLinear
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.moe import Experts
 from ebbtide.srt.models.base import CausalLM
@@ -27,20 +28,35 @@ class Quantization:
 
     Attributes:
         exclude: patterns of checkpoint modules that keep their dtype, as `model.layers.0.*` or `*.o_proj`; a
-            pattern without a wildcard also means everything below that module.
+            pattern without a wildcard also means everything below that module. Behind `re:` stands a regular
+            expression for the beginning of a name, as compressed-tensors has them.
         layout: of the scales.
+
+    Raises ConfigurationError for what is no regular expression.
     """
 
     exclude: tuple[str, ...] = ()
     layout: ScaleLayout = BLOCKS
 
+    def __post_init__(self) -> None:
+        for pattern in self.exclude:
+            try:
+                _matches("", pattern)
+            except re.error as error:
+                raise ConfigurationError(
+                    "quantization_exclude, or a checkpoint's ignore: expected names of modules, or regular "
+                    f"expressions behind 're:', got {pattern!r}: {error}"
+                ) from error
+
     def excludes(self, module: str) -> bool:
         """Whether a checkpoint's module keeps its dtype."""
-        return any(fnmatchcase(module, pattern) or _is_below(module, pattern) for pattern in self.exclude)
+        return any(_matches(module, pattern) for pattern in self.exclude)
 
 
-def _is_below(module: str, pattern: str) -> bool:
-    return f".{pattern}." in f".{module}."
+def _matches(module: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return fnmatchcase(module, pattern) or f".{pattern}." in f".{module}."
 
 
 def quantize(
@@ -53,28 +69,20 @@ def quantize(
     Returns:
         Where the scales of a checkpoint go, by their names: those of the weights with the layout's suffix.
 
-    Raises ConfigurationError, naming the tensor, for what cannot be cut into blocks, and for experts whose
-    rows would have scales.
+    Raises ConfigurationError, naming the tensor, for what cannot be cut into blocks.
     """
     scales: dict[str, Placement] = {}
     layout = quantization.layout
     for module_name, names in _chosen(model, placements, quantization).items():
         scales |= {name + layout.suffix: _scales_of(name, placements[name], layout) for name in names}
-        model.set_submodule(
-            module_name, _in_eight_bits(module_name, model.get_submodule(module_name), layout)
-        )
+        model.set_submodule(module_name, _in_eight_bits(model.get_submodule(module_name), layout))
     logger.info("weights in 8 bits: %d of %d tensors", len(scales), len(placements))
     return scales
 
 
-def _in_eight_bits(name: str, module: nn.Module, layout: ScaleLayout) -> nn.Module:
+def _in_eight_bits(module: nn.Module, layout: ScaleLayout) -> nn.Module:
     if isinstance(module, Experts):
-        if layout is CHANNELS:
-            raise ConfigurationError(
-                f"quantization={layout.quantization}: {name} are experts, which are kept in blocks: choose "
-                f"quantization={BLOCKS.quantization}, or name them in quantization_exclude"
-            )
-        return Fp8Experts(module)
+        return ChannelExperts(module) if layout is CHANNELS else Fp8Experts(module)
     assert isinstance(module, Linear), f"{type(module)} has no weight that is quantised"
     return ChannelLinear(module) if layout is CHANNELS else Fp8Linear(module)
 

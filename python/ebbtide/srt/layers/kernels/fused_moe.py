@@ -3,7 +3,8 @@
 With more than a few tokens, products run over the blocks of `moe_routing`, and the outputs of a token's
 experts are added up behind them; few tokens have kernels of their own (`few_token_moe`).
 
-`fp8_moe` has those for weights of 8 bits.
+`fp8_moe` has those for weights of 8 bits with a scale for each block; those with one for each row are widened
+here.
 
 Imported on CUDA only: a CPU installation has no Triton.
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.kernels.few_token_moe import few_tokens_
 from ebbtide.srt.layers.kernels.launch import overlap_options
-from ebbtide.srt.layers.kernels.moe_plan import Layer, Plan, Tile, choose_plan
+from ebbtide.srt.layers.kernels.moe_plan import DEFAULTS, Layer, Plan, Tile, choose_plan
 from ebbtide.srt.layers.kernels.moe_routing import follow, list_slots
 
 _SUMMED_COLUMNS = 1024
@@ -37,6 +38,7 @@ def fused_experts(
     experts_TK: Tensor,
     plan: Plan | None = None,
     residual_TD: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The weighted sum [T, D] of each token's experts.
 
@@ -46,30 +48,33 @@ def fused_experts(
         weights_TK, experts_TK: from `route`.
         plan: None for `choose_plan`'s.
         residual_TD: what the sum is added to, in place, and returned; None for a tensor of its own.
+        scales: of both weights, float32, one for each row, where those are in a narrower type.
     """
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
     layer = Layer(len(down_RI) // hidden, experts_TK.shape[1], hidden, inner)
     plan = plan or choose_plan(len(x_TD), layer, x_TD.dtype, x_TD.device)
     out_TD = x_TD.new_empty(x_TD.shape) if residual_TD is None else residual_TD
-    arguments = (out_TD, x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, plan)
-    if plan.block_tokens == 1:
-        few_tokens_(*arguments, add=residual_TD is not None)
+    if plan.block_tokens > 1 or scales is not None:
+        # The kernels for few tokens know no scales.
+        plan = plan if plan.block_tokens > 1 else DEFAULTS[16]
+        out_SD = _by_blocks(x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, plan, scales or (None, None))
+        add_up_(out_TD, out_SD, add=residual_TD is not None)
     else:
-        _by_blocks_(*arguments, add=residual_TD is not None)
+        arguments = (out_TD, x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, plan)
+        few_tokens_(*arguments, add=residual_TD is not None)
     return out_TD
 
 
-def _by_blocks_(
-    out_TD: Tensor,
+def _by_blocks(
     x_TD: Tensor,
     gate_up_RD: Tensor,
     down_RI: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
     plan: Plan,
-    *,
-    add: bool,
-) -> None:
+    scales: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
+    """The weighted outputs of each token's experts, [S, D]."""
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
     num_slots, top_k = experts_TK.numel(), experts_TK.shape[1]
     blocks = list_slots(experts_TK, len(down_RI) // hidden, plan.block_tokens)
@@ -79,6 +84,7 @@ def _by_blocks_(
     _gate_up_kernel[(blocks.number * triton.cdiv(inner, plan.gate_up.rows),)](
         x_TD,
         gate_up_RD,
+        scales[0],
         inner_SI,
         blocks.experts,
         blocks.slots,
@@ -90,6 +96,7 @@ def _by_blocks_(
     _down_kernel[(blocks.number * triton.cdiv(hidden, plan.down.rows),)](
         inner_SI,
         down_RI,
+        scales[1],
         out_SD,
         weights_TK,
         blocks.experts,
@@ -98,7 +105,7 @@ def _by_blocks_(
         **constants,
         **_cut(plan.down),
     )
-    add_up_(out_TD, out_SD, add=add)
+    return out_SD
 
 
 def add_up_(out_TD: Tensor, out_SD: Tensor, *, add: bool) -> None:
@@ -129,6 +136,7 @@ def _cut(tile: Tile) -> dict[str, int]:
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x_TD,
     gate_up_RD,
+    scales_R,
     inner_SI,
     block_experts,
     block_slots,
@@ -175,8 +183,12 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
             x = tl.load(x_pointers + first, mask=real[:, None], other=0.0)
             gate_weight = tl.load(gate_pointers + first, mask=real[None, :], other=0.0)
             up_weight = tl.load(up_pointers + first, mask=real[None, :], other=0.0)
-        gate = tl.dot(gate_weight, x, gate, input_precision="ieee")
-        up = tl.dot(up_weight, x, up, input_precision="ieee")
+        gate = tl.dot(gate_weight.to(x.dtype), x, gate, input_precision="ieee")
+        up = tl.dot(up_weight.to(x.dtype), x, up, input_precision="ieee")
+    if scales_R is not None:
+        gate_scales = scales_R + expert.to(tl.int64) * (2 * INNER) + row_places
+        gate *= tl.load(gate_scales)[:, None]
+        up *= tl.load(gate_scales + INNER)[:, None]
     value = gate * tl.sigmoid(gate) * up
     places = slots.to(tl.int64)[None, :] * INNER + rows[:, None]
     mask = filled[None, :] & (rows < INNER)[:, None]
@@ -187,6 +199,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
 def _down_kernel(  # type: ignore[no-untyped-def]
     inner_SI,
     down_RI,
+    scales_R,
     out_SD,
     weights_S,
     block_experts,
@@ -227,7 +240,9 @@ def _down_kernel(  # type: ignore[no-untyped-def]
             real = columns < INNER - first
             value = tl.load(value_pointers + first, mask=real[:, None], other=0.0)
             weight = tl.load(down_pointers + first, mask=real[None, :], other=0.0)
-        out = tl.dot(weight, value, out, input_precision="ieee")
+        out = tl.dot(weight.to(value.dtype), value, out, input_precision="ieee")
+    if scales_R is not None:
+        out *= tl.load(scales_R + expert.to(tl.int64) * HIDDEN + row_places)[:, None]
     out *= weights[None, :]
     places = slots.to(tl.int64)[None, :] * HIDDEN + rows[:, None]
     mask = filled[None, :] & (rows < HIDDEN)[:, None]
