@@ -23,19 +23,19 @@ PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "not measured"
 HEAD = ("", "Ebbtide", "goal", "limit here", "of the limit", "SGLang", "vLLM")
-HEADLINE_HEAD = ("Llama-3.1-8B", "Ebbtide", "of the limit", "SGLang 0.5.14", "vLLM 0.25.0")
+HEADLINE_HEAD = ("", "Ebbtide", "of the limit", "SGLang 0.5.14", "vLLM 0.25.0")
 HEADLINE = {
     "throughput.llama8b.1": "batch 1",
     "throughput.llama8b.32": "batch 32, prefill included",
     "throughput.llama8b.256": "batch 256, prefill included",
     "release.weights": "release 16 GB of weights",
-    "release.kv_cache": "release 64 GiB of KV",
-    "backup.release_unchanged": "release weights kept in host memory, unchanged",
-    "backup.resume": "resume them",
-    "default.stall_in_place_64": "update all weights under 64 streams: longest gap in a stream",
-    "default.reply_in_place_64": "the same: from request to reply",
-    "default.reply_idle": "the same with nothing running: from request to reply",
-    "default.kept_reply_idle": "the same out of memory that stays mapped (`keep_mapped`)",
+    "release.kv_cache": "release 64 GiB of KV cache",
+    "backup.release_unchanged": "release weights with a host backup that is up to date",
+    "backup.resume": "resume weights from the host backup",
+    "default.stall_in_place_64": "update all weights while 64 streams decode: longest gap between tokens",
+    "default.reply_in_place_64": "the same update: request to reply",
+    "default.reply_idle": "update all weights, nothing running: request to reply",
+    "default.kept_reply_idle": "the same with the trainer's memory kept mapped (`keep_mapped`)",
 }
 
 # Tables that say how far runs are from each other.
