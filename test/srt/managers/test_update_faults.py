@@ -32,7 +32,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.scheduling.weights import weight_io
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.model_executor.destination import Destination
+from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
-from ebbtide.srt.model_executor.destination import Destination
 from ebbtide.srt.model_executor.loader import load_weights
+from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.models.sharding import Part

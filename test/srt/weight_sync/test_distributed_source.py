@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.model_executor.destination import Destination
+from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.weight_sync.broadcast import background
 from ebbtide.srt.weight_sync.broadcast.memberships import Memberships
 from ebbtide.srt.weight_sync.broadcast.packing import packed_slices

@@ -18,13 +18,14 @@ from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.chunk_pool import ChunkArena
 from ebbtide.srt.memory_saver.saver import ArenaSource
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.model_executor.destination import Destination, row_slices
 from ebbtide.srt.model_executor.weight_copies import (
     CONVERTIBLE,
+    Destination,
     Run,
     WeightCopies,
     compile_copies,
     compile_quantizing,
+    row_slices,
 )
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.quantizing import Quantization, quantize

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.model_executor.destination import Destination
+from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
 from ebbtide.srt.weight_sync.broadcast.packing import packed_slices

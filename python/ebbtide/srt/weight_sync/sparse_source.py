@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.model_executor.destination import Destination
-from ebbtide.srt.model_executor.weight_copies import NonFinite
+from ebbtide.srt.model_executor.weight_copies import Destination, NonFinite
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
 from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES, decode_positions

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.model_executor.destination import Destination
+from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.models.sharding import Part
 from ebbtide.srt.weight_sync.broadcast import receive_plan as plans, transfers as broadcast_transfers
 from ebbtide.srt.weight_sync.broadcast.receive_plan import receive_plan

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ebbtide.srt.model_executor.destination import Destination
+from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.weight_sync.broadcast.transfers import Transfer
 from ebbtide.srt.weight_sync.broadcast.weight_group import Layout
 from ebbtide.srt.weight_sync.payload.bucket import Places, tensors_in

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.model_executor.destination import Destination
+from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of, matrix_shape, state_sum, sum_of_changes
 
 

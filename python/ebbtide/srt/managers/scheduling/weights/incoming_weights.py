@@ -16,8 +16,14 @@ from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.managers.control.ports import OutOfStep, Slices
 from ebbtide.srt.managers.control.weight_ports import Staging
 from ebbtide.srt.memory_saver.arena import Shadow
-from ebbtide.srt.model_executor.destination import Destination
-from ebbtide.srt.model_executor.weight_copies import NonFinite, PlannedSpans, Run, RunTable, WeightCopies
+from ebbtide.srt.model_executor.weight_copies import (
+    Destination,
+    NonFinite,
+    PlannedSpans,
+    Run,
+    RunTable,
+    WeightCopies,
+)
 from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
 from ebbtide.srt.stored_tensor import StoredTensor, whole
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel
