@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, SampleSpec
-from ebbtide.srt.model_executor.packing import upload_all
+from ebbtide.srt.model_executor.host_copies import upload_all
 
 
 @dataclass(frozen=True, slots=True)

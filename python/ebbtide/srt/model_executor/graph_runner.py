@@ -26,7 +26,7 @@ from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.model_executor.batch_plan import BatchPlan
 from ebbtide.srt.model_executor.forward_batch import Layout, resolve_tokens
-from ebbtide.srt.model_executor.packing import pinned, write_at
+from ebbtide.srt.model_executor.host_copies import pinned, write_at
 from ebbtide.srt.models.base import CausalLM
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from ebbtide.srt.model_executor.forward_batch import ForwardBatch, Layout, Promp
 from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, position_logprobs
 from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
 from ebbtide.srt.model_executor.shared_prefixes import PrefixFinder
-from ebbtide.srt.model_executor.transfers import download, upload
+from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
 

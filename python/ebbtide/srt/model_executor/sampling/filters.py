@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ebbtide.srt.model_executor.transfers import upload
+from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.sampling_params import SamplingParams
 
 # Most distributions end their nucleus here; where one does not, eight times as many are sorted.

@@ -51,7 +51,7 @@ from ebbtide.srt.model_executor.sampling.kernel_parts import (
     or_lowest,
 )
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
-from ebbtide.srt.model_executor.transfers import upload
+from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.sampling_params import SamplingParams
 
 _TILE, _STRIP = TILE.value, STRIP.value

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import LogprobArrays, LogprobSpec
-from ebbtide.srt.model_executor.transfers import download, upload
+from ebbtide.srt.model_executor.host_copies import download, upload
 
 # What −∞ is written as (wire_api section 1): JSON has no infinities.
 LOWEST = torch.finfo(torch.float32).min

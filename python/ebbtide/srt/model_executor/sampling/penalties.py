@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import SampleSpec
-from ebbtide.srt.model_executor.transfers import upload
+from ebbtide.srt.model_executor.host_copies import upload
 
 # Below this a repetition penalty would take scores out of float32's range.
 _LEAST_REPETITION_PENALTY = 1e-30

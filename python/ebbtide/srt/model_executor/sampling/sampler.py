@@ -23,7 +23,7 @@ from ebbtide.srt.model_executor.sampling.noise import mixed_seeds, uniforms_at
 from ebbtide.srt.model_executor.sampling.penalties import Penalties
 from ebbtide.srt.model_executor.sampling.support import LaunchedSupports, SupportReader
 from ebbtide.srt.model_executor.sampling.token_masks import AllowedTokens, TokenMasks
-from ebbtide.srt.model_executor.transfers import download, upload
+from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.sampling_params import SamplingParams
 
 # Biases beyond this say nothing more, and their sums with scores stay finite.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import SampleSpec
-from ebbtide.srt.model_executor.transfers import upload
+from ebbtide.srt.model_executor.host_copies import upload
 
 WORD_BITS = 32
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.model_executor.transfers import download, upload
+from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES
 from ebbtide.srt.weight_sync.delta.state_sum import (

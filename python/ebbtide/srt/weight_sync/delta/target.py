@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.memory_saver.arena import Shadow
-from ebbtide.srt.model_executor.transfers import upload
+from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.delta.patch import Place

@@ -1,4 +1,4 @@
-"""Several small arrays to the device in one copy."""
+"""Small copies between host and device that never make the host wait for the device."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Where an array may begin: the widest element here has 8 bytes.
+# Arrays in one copy begin at multiples of this: the widest element here has 8 bytes.
 ALIGNMENT_BYTES = 16
 
 TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+
+
+def upload(array: NDArray[Any] | list[int] | list[float], device: torch.device) -> Tensor:
+    """The array as a tensor on the device; lists become int64 or float32.
+
+    On CUDA it goes through pinned memory, which torch keeps from reuse until the copy has run.
+    """
+    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.tensor(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def upload_all(device: torch.device, **arrays: NDArray[Any]) -> dict[str, Tensor]:
@@ -45,3 +56,11 @@ def write_at(host: Tensor, arrays: Mapping[int, NDArray[Any]]) -> None:
     memory = host.numpy()
     for start, array in arrays.items():
         memory[start : start + array.nbytes].view(array.dtype)[:] = array
+
+
+def download(tensor: Tensor) -> Tensor:
+    """The tensor on the host. On CUDA it holds nothing before the work launched so far has run."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
