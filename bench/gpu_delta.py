@@ -32,9 +32,8 @@ from gpu_update_default import Bench, Update, repeated
 
 from ebbtide import Engine
 from ebbtide.srt.model_executor.weight_store import Destination
-from ebbtide.srt.weight_sync.delta.patch import Patch, Place
+from ebbtide.srt.weight_sync.delta.patch import Patch, Place, PlaceTable
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of
-from ebbtide.srt.weight_sync.delta.target import PlaceTable
 from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 from ebbtide.trainer.delta import ServedWeights
 from ebbtide.trainer.gathering import Bucket

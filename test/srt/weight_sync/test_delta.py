@@ -29,9 +29,8 @@ from ebbtide.srt.weight_sync.delta.folder import (
     write_state,
 )
 from ebbtide.srt.weight_sync.delta.gap_coding import decode_positions, encode_positions
-from ebbtide.srt.weight_sync.delta.patch import Operation, Patch, Place
+from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights, PatchKind, Place, PlaceTable
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of, state_sum
-from ebbtide.srt.weight_sync.delta.target import PlaceTable, StoreTarget
 
 Tensors = list[torch.Tensor]
 
@@ -136,7 +135,7 @@ def test_xor_twice_is_as_it_was() -> None:
     whole = torch.randn(8, 10).bfloat16()
     place = Place.of(Destination(whole.clone(), None), (8, 10))
     bits = torch.randint(-9999, 9999, (4,), dtype=torch.int16).view(torch.bfloat16)
-    patch = Patch("w", (8, 10), torch.tensor([3, 9, 10, 79]), bits, Operation.XOR)
+    patch = Patch("w", (8, 10), torch.tensor([3, 9, 10, 79]), bits, PatchKind.XOR)
     expected = int(place.sum_after(patch))
     place.apply(patch)
     assert not torch.equal(bits_of(place.region), bits_of(whole))
@@ -235,10 +234,10 @@ def test_a_store_says_where_its_tensors_lie_in_every_copy(tmp_path: Path) -> Non
     with store.arena.stage() as shadow:
         for _ in store.complete(shadow, ()):
             pass
-        target = StoreTarget(store, shadow)
-        table = target.table(names)
-        assert target.table(list(names)) is table is not target.table(names[1:])
-        finish(kernels.PlacedBlocks(blocks, torch.cat(values), table, target.base(torch.int32)).apply())
+        patched = PatchedWeights(store, shadow)
+        table = patched.table(names)
+        assert patched.table(list(names)) is table is not patched.table(names[1:])
+        finish(kernels.PlacedBlocks(blocks, torch.cat(values), table, patched.base(torch.int32)).apply())
         for name, where, value in zip(names, positions, values, strict=True):
             live, staged = store.destination(name, None), store.destination(name, shadow)
             assert live is not None

@@ -15,7 +15,7 @@ from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
 from ebbtide.srt.weight_sync.broadcast.packing import packed_slices
 from ebbtide.srt.weight_sync.broadcast.receive_plan import packed_plan, receive_plan
 from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, Layout, WeightGroup
-from ebbtide.srt.weight_sync.delta.patch import Patch
+from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights
 from ebbtide.srt.weight_sync.payload.bucket import tensors_in, without_padding
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 from ebbtide.srt.weight_sync.source import NamedTensor, WeightSource
@@ -24,8 +24,6 @@ from ebbtide.srt.weight_sync.sparse_source import (
     DeltaSource,
     PlacedChanges,
     PlacedPatches,
-    Target,
-    places_of,
 )
 
 # A request ends at its own deadline; a broadcast that nobody waits for any more ends a little later.
@@ -166,18 +164,18 @@ class SparseBroadcastSource(DeltaSource):
     def abandon(self) -> bool:
         return self._parts.abandon()
 
-    def place(self, target: Target) -> PlacedChanges:
+    def place(self, weights: PatchedWeights) -> PlacedChanges:
         """As `DeltaSource.place`.
 
         Raises:
             RequestRejected: 400, a position twice, or outside of its tensor.
         """
         # By gloo they come to host memory, wherever the weights are.
-        device = target.base(torch.uint8).device
+        device = weights.base(torch.uint8).device
         arrived = [whole(tensor).to(device) for _, tensor in self._parts]
         rows = zip(self.entries, arrived[::2], arrived[1::2], strict=True)
         patches = [Patch(entry.name, entry.shape, where, values).checked() for entry, where, values in rows]
-        return PlacedPatches(patches, places_of(target, self.entries))
+        return PlacedPatches(patches, weights.places(self.entries))
 
     def close(self) -> None:
         super().close()

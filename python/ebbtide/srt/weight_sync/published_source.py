@@ -22,10 +22,10 @@ from ebbtide.srt.weight_sync.delta.folder import (
     open_files,
     read_chain,
 )
-from ebbtide.srt.weight_sync.delta.patch import Operation, Patch
+from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights, PatchKind
 from ebbtide.srt.weight_sync.delta.state_sum import BITS
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
-from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges, PlacedPatches, Target, places_of
+from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges, PlacedPatches
 
 # A name → shape and dtype of the parameter; None for one that the model does not have.
 Describe: TypeAlias = Callable[[str], tuple[tuple[int, ...], torch.dtype] | None]
@@ -97,14 +97,14 @@ class PublishedSource(DeltaSource):
                             self._sums[name] = delta.checksum_format, checksum
                         yield sizes[name]
 
-    def verify(self, target: Target) -> Iterator[int]:
+    def verify(self, weights: PatchedWeights) -> Iterator[int]:
         """Hold checksums against what tensors are to become; yields bytes. Not of those that ranks divide.
 
         Raises:
             RequestRejected: 400, one is another.
         """
         for entry in self.entries:
-            destination = target.destination(entry.name)
+            destination = weights.destination(entry.name)
             if entry.name not in self._sums or destination is None or destination.part is not None:
                 continue
             old = destination.region.reshape(-1).cpu().contiguous().view(torch.uint8)
@@ -118,11 +118,11 @@ class PublishedSource(DeltaSource):
                 )
             yield entry.num_bytes
 
-    def place(self, target: Target) -> PlacedChanges:
+    def place(self, weights: PatchedWeights) -> PlacedChanges:
         patches = [self._patch(entry) for entry in self.entries]
-        places = places_of(target, self.entries)
+        places = weights.places(self.entries)
         by_byte = [
-            place.bytewise() if place is not None and patch.operation is Operation.SET else place
+            place.bytewise() if place is not None and patch.kind is PatchKind.SET else place
             for place, patch in zip(places, patches, strict=True)
         ]
         return PlacedPatches(patches, by_byte)
@@ -139,12 +139,12 @@ class PublishedSource(DeltaSource):
         if changes.mask is None:
             elements = changes.values.view(BITS[entry.dtype.itemsize])
             positions = elements.nonzero()[:, 0]
-            values, operation = elements[positions].view(entry.dtype), Operation.XOR
+            values, kind = elements[positions].view(entry.dtype), PatchKind.XOR
         else:
             positions = changes.mask.nonzero()[:, 0]
-            values, operation = changes.values[positions], Operation.SET
+            values, kind = changes.values[positions], PatchKind.SET
         where, what = positions.to(self._device), values.to(self._device)
-        return Patch(entry.name, entry.shape, where, what, operation)
+        return Patch(entry.name, entry.shape, where, what, kind)
 
 
 def _decoded(delta: PublishedDelta, name: str, frame: bytes, num_bytes: int) -> _Changes:

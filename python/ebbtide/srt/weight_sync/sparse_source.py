@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Final, Protocol, TypeAlias
 
@@ -14,13 +14,12 @@ from torch import Tensor
 
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.model_executor.weight_copies import Destination, NonFinite
+from ebbtide.srt.model_executor.weight_copies import NonFinite
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
 from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES, decode_positions
-from ebbtide.srt.weight_sync.delta.patch import Patch, Place
+from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights, Place
 from ebbtide.srt.weight_sync.delta.state_sum import BITS
-from ebbtide.srt.weight_sync.delta.target import PlaceTable
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 from ebbtide.srt.weight_sync.source import WeightSource
@@ -33,22 +32,6 @@ MAX_ELEMENTS: Final = (1 << 31) - 1
 _CHECKSUM: Final = re.compile("[0-9a-f]{16}")
 # What a device reads and writes of its memory for one element.
 LINE_BYTES: Final = 64
-
-
-class Target(Protocol):
-    """Parameters of this rank: live, or those of a staged copy."""
-
-    def destination(self, name: str) -> Destination | None:
-        """Where a tensor goes; None if nobody needs it."""
-        ...
-
-    def table(self, names: Sequence[str]) -> PlaceTable:
-        """Where these tensors lie in `base`."""
-        ...
-
-    def base(self, dtype: torch.dtype) -> Tensor:
-        """All memory of the parameters, as integers."""
-        ...
 
 
 class PlacedChanges(Protocol):
@@ -92,7 +75,7 @@ class DeltaSource(WeightSource):
         """How much a device moves to write them, which are brought there before: unknown, and so much."""
         return sys.maxsize
 
-    def verify(self, target: Target) -> Iterator[int]:
+    def verify(self, weights: PatchedWeights) -> Iterator[int]:
         """Check on this rank what tensors are to become; yields bytes. Nothing is written.
 
         Raises:
@@ -100,7 +83,7 @@ class DeltaSource(WeightSource):
         """
         return iter(())
 
-    def place(self, target: Target) -> PlacedChanges:
+    def place(self, weights: PatchedWeights) -> PlacedChanges:
         """The changes where they belong."""
         raise NotImplementedError
 
@@ -131,7 +114,7 @@ class PlacedPatches:
         return [int(index) for index in self._nonfinite.names()]
 
 
-_Placing: TypeAlias = Callable[[Target], PlacedChanges]
+_Placing: TypeAlias = Callable[[PatchedWeights], PlacedChanges]
 
 
 class CodedSource(DeltaSource):
@@ -185,9 +168,9 @@ class CodedSource(DeltaSource):
         yield self._values.nbytes
         self._place = self._place_blocks() if self._device.type == "cuda" else self._place_patches()
 
-    def place(self, target: Target) -> PlacedChanges:
+    def place(self, weights: PatchedWeights) -> PlacedChanges:
         assert self._place is not None, "it is opened first"
-        return self._place(target)
+        return self._place(weights)
 
     def release(self) -> Iterator[int]:
         self._forget()
@@ -216,7 +199,7 @@ class CodedSource(DeltaSource):
         for patch in patches:
             last = int(patch.positions[-1]) if len(patch.positions) else -1
             _check_positions(patch.name, patch.shape, last, len(patch.positions), len(patch.values))
-        return lambda target: PlacedPatches(patches, places_of(target, self.entries))
+        return lambda weights: PlacedPatches(patches, weights.places(self.entries))
 
     def _place_blocks(self) -> _Placing:
         # Triton is there where CUDA is.
@@ -226,7 +209,9 @@ class CodedSource(DeltaSource):
         for each, last, num_values in zip(self._changed, blocks.lasts, blocks.num_values, strict=True):
             _check_positions(each.name, each.shape, last, num_values, each.num_changed)
         values, base_dtype = self._values, BITS[self._values.dtype.itemsize]
-        return lambda target: PlacedBlocks(blocks, values, target.table(self._names), target.base(base_dtype))
+        return lambda weights: PlacedBlocks(
+            blocks, values, weights.table(self._names), weights.base(base_dtype)
+        )
 
 
 def open_sparse(
@@ -253,12 +238,6 @@ def open_sparse(
     is_image = any(entry and is_safetensors(entry) for entry in entries)
     payload = yield from open_by_slices(entries, SAFETENSORS if is_image else None, place=place, cuda=cuda)
     return CodedSource(changed, payload, device, base_version)
-
-
-def places_of(target: Target, entries: Iterable[TensorHeader]) -> list[Place | None]:
-    """Where whole tensors lie on this rank."""
-    destinations = [(target.destination(entry.name), entry.shape) for entry in entries]
-    return [None if where is None else Place.of(where, shape) for where, shape in destinations]
 
 
 def _codes_and_values(payload: WeightSource) -> tuple[TensorHeader, TensorHeader]:

@@ -25,6 +25,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.model_executor.sampling.choosing import Chosen, CutRows, temperature_of
 from ebbtide.srt.model_executor.sampling.cut_kernel import cut_kernel
 from ebbtide.srt.model_executor.sampling.filters import has_top_k, is_filtered
@@ -51,7 +52,6 @@ from ebbtide.srt.model_executor.sampling.kernel_parts import (
     or_lowest,
 )
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
-from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.sampling_params import SamplingParams
 
 _TILE, _STRIP = TILE.value, STRIP.value

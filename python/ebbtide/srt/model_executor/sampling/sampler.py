@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import LogprobArrays, LogprobSpec, SampleSpec, Supports
+from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.model_executor.sampling.choosing import Chosen, HostChooser, MakeChooser
 from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
 from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, alternatives, position_logprobs
@@ -23,7 +24,6 @@ from ebbtide.srt.model_executor.sampling.noise import mixed_seeds, uniforms_at
 from ebbtide.srt.model_executor.sampling.penalties import Penalties
 from ebbtide.srt.model_executor.sampling.support import LaunchedSupports, SupportReader
 from ebbtide.srt.model_executor.sampling.token_masks import AllowedTokens, TokenMasks
-from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.sampling_params import SamplingParams
 
 # Biases beyond this say nothing more, and their sums with scores stay finite.

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import SampleSpec, Supports
+from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.model_executor.sampling.choosing import Chosen
 from ebbtide.srt.model_executor.sampling.filters import Filters, has_top_k
-from ebbtide.srt.model_executor.host_copies import download, upload
 
 # Rows with more than these are told by one bit for each token of the vocabulary instead.
 MAX_LISTED = 1024

@@ -20,6 +20,7 @@ from torch import Tensor
 from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES
+from ebbtide.srt.weight_sync.delta.patch import PlaceTable
 from ebbtide.srt.weight_sync.delta.state_sum import (
     BITS,
     COLUMN_SEED,
@@ -28,7 +29,6 @@ from ebbtide.srt.weight_sync.delta.state_sum import (
     ROW_SEED,
     bits_of,
 )
-from ebbtide.srt.weight_sync.delta.target import PlaceTable
 
 # Twice as many codes take 1.6 times as long to sum up: the scans over a block spill.
 BLOCK = 512

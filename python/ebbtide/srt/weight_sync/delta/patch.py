@@ -1,22 +1,33 @@
-"""What a delta changes of one tensor, in the one form that every source of deltas is decoded into.
+"""What a delta changes of a tensor, in the one form that every source is decoded into, and where that lies.
 
 Source: wire_vllm section 5.5.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Final, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.memory_saver.arena import Shadow
+from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.model_executor.weight_copies import Destination
+from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of, matrix_shape, state_sum, sum_of_changes
+from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
+
+# `Place.numbers` of a tensor that is not there.
+_NOWHERE: Final = [0] * 8
 
 
-class Operation(Enum):
+class PatchKind(Enum):
     """What becomes of an element: the value replaces it, or its bits are those of both, exclusive or."""
 
     SET = "set"
@@ -38,7 +49,7 @@ class Patch:
     shape: tuple[int, ...]
     positions: Tensor
     values: Tensor
-    operation: Operation = Operation.SET
+    kind: PatchKind = PatchKind.SET
     checksum: str | None = None
 
     def checked(self) -> Patch:
@@ -119,7 +130,7 @@ class Place:
         """Write the elements that are this rank's; returns them."""
         span, local, mine = self._local(patch)
         values = patch.values[mine]
-        if patch.operation is Operation.XOR:
+        if patch.kind is PatchKind.XOR:
             bits = bits_of(span)
             values = (bits[local] ^ bits_of(values)).view(span.dtype)
         values = values.to(span.dtype)
@@ -136,7 +147,7 @@ class Place:
             return torch.zeros((), dtype=torch.int64, device=self.region.device)
         span, local, mine = self._local(patch)
         before, values = bits_of(span)[local], bits_of(patch.values[mine])
-        after = before ^ values if patch.operation is Operation.XOR else values
+        after = before ^ values if patch.kind is PatchKind.XOR else values
         changes = sum_of_changes(patch.positions[mine], before, after, self.num_columns)
         if known is not None:
             return changes + known
@@ -153,3 +164,60 @@ class Place:
         columns = patch.positions % self.num_columns - self.first_column
         mine = (rows >= 0) & (rows < num_rows) & (columns >= 0) & (columns < num_columns)
         return span, (rows * stride + columns)[mine], mine
+
+
+@dataclass(frozen=True)
+class PlaceTable:
+    """Where T tensors lie on this rank, in `Place.numbers`: on the host, and where a kernel reads it."""
+
+    rows_T8: NDArray[np.int64]
+    on_device_T8: Tensor
+
+    @classmethod
+    def of(cls, places: Sequence[list[int] | None], device: torch.device) -> Self:
+        """None: a tensor that nobody needs."""
+        rows = [_NOWHERE if place is None else place for place in places]
+        rows_T8 = np.array(rows, dtype=np.int64).reshape(-1, len(_NOWHERE))
+        return cls(rows_T8, upload(rows_T8, device))
+
+
+class PatchedWeights:
+    """The parameters of a rank that deltas are written to: live, or those of a staged copy."""
+
+    def __init__(self, store: WeightStore, shadow: Shadow | None) -> None:
+        self._store = store
+        self._shadow = shadow
+
+    def destination(self, name: str) -> Destination | None:
+        """Where a tensor goes; None if nobody needs it."""
+        return self._store.destination(name, self._shadow)
+
+    def places(self, entries: Iterable[TensorHeader]) -> list[Place | None]:
+        """Where whole tensors lie on this rank; None for what nobody needs."""
+        destinations = [(self.destination(entry.name), entry.shape) for entry in entries]
+        return [None if found is None else Place.of(found, shape) for found, shape in destinations]
+
+    def table(self, names: Sequence[str]) -> PlaceTable:
+        """Where these tensors lie, counted in elements of `base`: in every copy of a store at the same place.
+
+        It is kept: from one update to the next they are the same as a rule.
+        """
+        notes = self._store.notes
+        known: tuple[list[str], PlaceTable] | None = notes.get(PlaceTable)
+        if known is not None and known[0] == names:
+            return known[1]
+        table = PlaceTable.of([self._numbers(name) for name in names], self._store.device)
+        notes[PlaceTable] = (list(names), table)
+        return table
+
+    def _numbers(self, name: str) -> list[int] | None:
+        destination = self._store.destination(name, None)
+        if destination is None:
+            return None
+        live = self._store.arena.view(0, (0,), destination.region.dtype)
+        return Place.of(destination, self._store.shape(name)).numbers(live)
+
+    def base(self, dtype: torch.dtype) -> Tensor:
+        """All memory of the parameters, as integers."""
+        memory = self._store.arena if self._shadow is None else self._shadow
+        return memory.view(0, (memory.num_bytes // dtype.itemsize,), dtype)

@@ -27,7 +27,7 @@ from ebbtide.srt.model_executor.weight_copies import (
 from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
 from ebbtide.srt.stored_tensor import StoredTensor, whole
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel
-from ebbtide.srt.weight_sync.delta.target import StoreTarget
+from ebbtide.srt.weight_sync.delta.patch import PatchedWeights
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
@@ -376,9 +376,9 @@ class IncomingTensors:
     def sum_up(self, staging: Staging) -> Slices[None]:
         assert isinstance(staging, InPlace | Staged)
         assert isinstance(self._source, DeltaSource), "only a delta has sums"
-        target = StoreTarget(self._store, staging.shadow)
-        yield from self._source.verify(target)
-        self._changes = self._source.place(target)
+        weights = PatchedWeights(self._store, staging.shadow)
+        yield from self._source.verify(weights)
+        self._changes = self._source.place(weights)
         if self._source.checksums:
             known = staging.sums()
             sums = [known.get(entry.name) for entry in self._source.entries]
