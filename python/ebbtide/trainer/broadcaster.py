@@ -24,7 +24,8 @@ from ebbtide.srt.weight_sync.broadcast.background import InThread
 from ebbtide.srt.weight_sync.broadcast.rendezvous import SOURCE_RANK, GroupAddress, connect, host_store
 from ebbtide.srt.weight_sync.broadcast.weight_group import FIRST_LOOK_S, LOOK_S, Broadcasts, WeightGroup
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
-from ebbtide.trainer.targets import EngineSize, NamedTensors, Target
+from ebbtide.trainer.standing_loans import NamedTensors
+from ebbtide.trainer.targets import EngineSize, Target
 
 logger = logging.getLogger(__name__)
 

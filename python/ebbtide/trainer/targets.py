@@ -31,8 +31,8 @@ from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
 from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
 from ebbtide.trainer.gathering import ChangeHeader
 from ebbtide.trainer.payload_encoding import PayloadEncoder, safetensors_image
+from ebbtide.trainer.standing_loans import NamedTensors
 
-NamedTensors = Sequence[tuple[str, torch.Tensor]]
 Transport = Literal["auto", "memory", "body", "broadcast"]
 
 # How much longer than the server's own deadline an answer is awaited: the server's says more.

@@ -9,8 +9,8 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-# A logprob, the token's id, its text.
-Triple = tuple[float | None, int, str | None]
+from ebbtide.srt.managers.api.live_generation import Triple
+
 Positions = list[list[Triple] | None]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, get_args, get_origin
 
 import msgspec
@@ -10,14 +10,12 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ebbtide.srt.entrypoints.http_answers import Json
+from ebbtide.srt.entrypoints.http_answers import Endpoint, Json
 from ebbtide.srt.entrypoints.request_body import MAX_BODY_BYTES, read_fields
 from ebbtide.srt.entrypoints.service import ControlAnswer, EngineService
 from ebbtide.srt.errors import error_body
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
 from ebbtide.srt.memory_saver.tags import MemoryTag
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 CONTROL_ROUTES: Final[dict[str, type[ControlRequest]]] = {
     kind.row.path: kind for kind in CONTROL_REQUESTS if kind.row.path is not None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -18,6 +18,7 @@ from ebbtide.srt.managers.api.live_generation import LiveGeneration
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 # A full queue refuses within a turn of the scheduler's loop. That long a stream waits for its first chunk
 # before it answers 200, so that the refusal can still be a status.

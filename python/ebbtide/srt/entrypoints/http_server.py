@@ -22,15 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
 from ebbtide.srt.entrypoints.auth import KeyCheck, Keys
 from ebbtide.srt.entrypoints.bodies import Reply
-from ebbtide.srt.entrypoints.control_routes import (
-    CONTROL_ROUTES,
-    NOT_IMPLEMENTED,
-    Endpoint,
-    control_endpoint,
-)
+from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENTED, control_endpoint
 from ebbtide.srt.entrypoints.dashboard.routes import Dashboard
 from ebbtide.srt.entrypoints.drain import DrainRequest
-from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole, error_answer
+from ebbtide.srt.entrypoints.http_answers import Endpoint, Json, answer_events, answer_whole, error_answer
 from ebbtide.srt.entrypoints.information import WeightVersion
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.node_server import launch_node

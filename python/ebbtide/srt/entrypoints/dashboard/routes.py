@@ -11,8 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ebbtide.srt.entrypoints.control_routes import Endpoint
-from ebbtide.srt.entrypoints.http_answers import while_connected
+from ebbtide.srt.entrypoints.http_answers import Endpoint, while_connected
 from ebbtide.srt.entrypoints.service import EngineService
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from msgspec import UNSET, UnsetType, convert
 
 from ebbtide.srt.entrypoints.bodies import VersionSpan
-from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, Triple, floored, prompt_logprobs
+from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, floored, prompt_logprobs
 from ebbtide.srt.entrypoints.openai.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -30,6 +30,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 from ebbtide.srt.entrypoints.openai.tool_use import AnswerParts, AnswerReader
+from ebbtide.srt.managers.api.live_generation import Triple
 
 # This character stands for a part of one.
 REPLACEMENT = "\ufffd"

@@ -7,8 +7,8 @@ from typing import Any, Final, TypeAlias
 
 from msgspec import Struct
 
-# Logprob, token id, text.
-Triple: TypeAlias = tuple[float | None, int, str | None]
+from ebbtide.srt.managers.api.live_generation import Triple
+
 # What stands for a token that cannot be chosen.
 LOWEST_LOGPROB: Final = -9999.0
 

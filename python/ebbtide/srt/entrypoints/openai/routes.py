@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from ebbtide.srt.entrypoints.http_answers import Json, answer_events, answer_whole, error_answer
+from ebbtide.srt.entrypoints.http_answers import Endpoint, Json, answer_events, answer_whole, error_answer
 from ebbtide.srt.entrypoints.openai.answers import (
     ChatWriter,
     CompletionWriter,
@@ -33,8 +33,6 @@ from ebbtide.srt.entrypoints.routing_headers import with_headers
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.routed_experts import RoutedForm
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class OpenAIApi:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ebbtide.srt.entrypoints.openai.answers import Piece, known, stop_reason
-from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, Triple, prompt_logprobs
+from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from ebbtide.srt.entrypoints.openai.protocol import Usage
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, within_limits
 from ebbtide.srt.entrypoints.openai.routes import answer_call
@@ -34,6 +34,7 @@ from ebbtide.srt.entrypoints.vllm.tokens_protocol import (
 )
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_fields import PASSED_ON_FIELDS
+from ebbtide.srt.managers.api.live_generation import Triple
 
 _UNSUPPORTED = (
     *("features", "content_parts", "token_offsets"),

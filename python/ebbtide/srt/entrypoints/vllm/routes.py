@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ebbtide import __version__
-from ebbtide.srt.entrypoints.http_answers import Json
+from ebbtide.srt.entrypoints.http_answers import Endpoint, Json
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.generate import TokensApi
 from ebbtide.srt.entrypoints.vllm.information import VLLM_VERSION
@@ -38,8 +38,6 @@ from ebbtide.srt.entrypoints.vllm.published import FetchParameters, PullParamete
 from ebbtide.srt.entrypoints.vllm.remote_calls import RemoteCalls
 from ebbtide.srt.entrypoints.vllm.weight_transfer import VllmWeightTransfer
 from ebbtide.srt.errors import RequestRejected
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 # A handler takes the parameters and returns the body of the answer.
 Handler = Callable[[Any], Awaitable[Body]]
