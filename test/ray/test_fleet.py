@@ -132,7 +132,7 @@ def test_a_node_that_leaves_in_mid_start_is_named_and_takes_the_others_along(
     seats: list[launch.Seat] = []
     wait_for_all = launch._wait_for_all
 
-    def leave(starting: dict[Any, launch.Node], abandoned: threading.Event) -> None:
+    def leave(starting: dict[Any, launch.NodeSeats], abandoned: threading.Event) -> None:
         seats.extend(node.seats[0] for node in starting.values())
         ray.kill(seats[1].actor)
         wait_for_all(starting, abandoned)

@@ -19,7 +19,7 @@ from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.ray.errors import translated
 from ebbtide.ray.launch import (
     OWN_ARGUMENTS,
-    Node,
+    NodeSeats,
     Room,
     kill_engine,
     make_room,
@@ -99,7 +99,7 @@ class RayEngine:
             wait_for_room(room, placement_timeout_s)
         self.name = name
         self.num_ranks = num_ranks
-        self._nodes: list[Node] = []
+        self._nodes: list[NodeSeats] = []
         try:
             self._nodes = take_seats(room, num_ranks, nnodes, share, runtime_env, placement_timeout_s)
             # Where GPUs were reserved, ranks on CPUs are not what was asked for.
@@ -286,7 +286,7 @@ def shut_down(engines: Sequence[RayEngine]) -> None:
             engine._room.give_back()
 
 
-def _stop(nodes: Sequence[Node], room: Room) -> None:
+def _stop(nodes: Sequence[NodeSeats], room: Room) -> None:
     if ray.is_initialized():
         stop_engine(nodes)
         room.give_back()

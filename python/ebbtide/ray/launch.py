@@ -61,7 +61,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeSeats:
     """The seats of one node of an engine; the first of them holds its processes."""
 
     rank: int
@@ -112,7 +112,7 @@ def take_seats(
     share: RankShare,
     runtime_env: Mapping[str, Any] | None,
     timeout_s: float,
-) -> list[Node]:
+) -> list[NodeSeats]:
     """Start an actor in each bundle that is needed, and group them by node.
 
     Raises:
@@ -132,10 +132,12 @@ def take_seats(
     except BaseException:
         kill(actors)
         raise
-    return [Node(rank, [seats[place] for place in group]) for rank, group in enumerate(groups)]
+    return [NodeSeats(rank, [seats[place] for place in group]) for rank, group in enumerate(groups)]
 
 
-def start_engine(nodes: Sequence[Node], arguments: Mapping[str, Any], abandoned: threading.Event) -> None:
+def start_engine(
+    nodes: Sequence[NodeSeats], arguments: Mapping[str, Any], abandoned: threading.Event
+) -> None:
     """Start the processes of all nodes; returns when the engine is ready.
 
     Args:
@@ -165,7 +167,7 @@ def start_engine(nodes: Sequence[Node], arguments: Mapping[str, Any], abandoned:
         raise
 
 
-def stop_engine(nodes: Sequence[Node]) -> None:
+def stop_engine(nodes: Sequence[NodeSeats]) -> None:
     """End the processes of all these nodes, and then the actors. What has died already is no error."""
     stopping = [node.seats[0].actor.shutdown.remote() for node in nodes]
     if stopping:
@@ -173,7 +175,7 @@ def stop_engine(nodes: Sequence[Node]) -> None:
     kill(_actors(nodes))
 
 
-def kill_engine(nodes: Sequence[Node]) -> None:
+def kill_engine(nodes: Sequence[NodeSeats]) -> None:
     """As `kill`, all actors of an engine."""
     kill(_actors(nodes))
 
@@ -184,7 +186,7 @@ def kill(actors: Iterable[Any]) -> None:
         ray.kill(actor, no_restart=True)
 
 
-def _actors(nodes: Iterable[Node]) -> list[Any]:
+def _actors(nodes: Iterable[NodeSeats]) -> list[Any]:
     return [seat.actor for node in nodes for seat in node.seats]
 
 
@@ -213,7 +215,7 @@ def _start_actor(
     return ray.remote(EngineActor).options(scheduling_strategy=strategy, max_restarts=0, **options).remote()
 
 
-def _wait_for_all(starting: Mapping[Any, Node], abandoned: threading.Event) -> None:
+def _wait_for_all(starting: Mapping[Any, NodeSeats], abandoned: threading.Event) -> None:
     left = list(starting)
     failures: list[Exception] = []
     until_s: float | None = None

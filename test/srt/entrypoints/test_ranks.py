@@ -17,7 +17,7 @@ from fixtures.servers import free_port, is_alive, wait_until
 from ebbtide.srt.config import EngineConfig, ParallelConfig
 from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses, NodeProcesses
 from ebbtide.srt.entrypoints.launch.node_link import meet
-from ebbtide.srt.entrypoints.launch.placement import Node, local_ranks, num_ports, place_replicas
+from ebbtide.srt.entrypoints.launch.placement import NodeAddress, local_ranks, num_ports, place_replicas
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver
 from ebbtide.srt.server_args import ServerArgs
@@ -60,7 +60,7 @@ def addresses_in(replica: ChannelAddresses) -> list[str]:
 
 
 def test_on_one_host_everything_is_in_the_private_folder() -> None:
-    replicas = place_replicas(ParallelConfig(tp_size=2, dp_size=2), [Node("", "/run/eb", ())])
+    replicas = place_replicas(ParallelConfig(tp_size=2, dp_size=2), [NodeAddress("", "/run/eb", ())])
     places = [address for replica in replicas for address in addresses_in(replica)]
     assert len(set(places)) == 10
     assert all(address.startswith(("ipc:///run/eb/", "file:///run/eb/")) for address in places)
@@ -72,7 +72,7 @@ def test_what_nodes_share_is_at_the_port_of_the_node_that_listens() -> None:
     first_ports, second_ports = (
         tuple(range(start, start + num_ports(parallel, node))) for node, start in ((0, 100), (1, 200))
     )
-    nodes = [Node("10.0.0.1", "/run/a", first_ports), Node("fd00::2", "/run/b", second_ports)]
+    nodes = [NodeAddress("10.0.0.1", "/run/a", first_ports), NodeAddress("fd00::2", "/run/b", second_ports)]
     first, across, second = place_replicas(parallel, nodes)
     # Replica 0 is on node 0 alone, but replicas 1 and 2 also talk to the API process and its detokenizer.
     assert addresses_in(first) == [
@@ -94,7 +94,10 @@ def test_what_nodes_share_is_at_the_port_of_the_node_that_listens() -> None:
 
 def test_the_port_where_ranks_meet_can_be_chosen() -> None:
     parallel = ParallelConfig(tp_size=2, nnodes=2, rendezvous_port=29500)
-    nodes = [Node("10.0.0.1", "/a", tuple(range(1, 9))), Node("10.0.0.2", "/b", tuple(range(1, 9)))]
+    nodes = [
+        NodeAddress("10.0.0.1", "/a", tuple(range(1, 9))),
+        NodeAddress("10.0.0.2", "/b", tuple(range(1, 9))),
+    ]
     [replica] = place_replicas(parallel, nodes)
     assert replica.rendezvous == "tcp://10.0.0.1:29500"
 

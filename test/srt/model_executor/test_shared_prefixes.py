@@ -14,7 +14,7 @@ from fixtures.model_runs import Run, RunnerDriver
 
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns, best_runs
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, LogprobSpec, SampleSpec
-from ebbtide.srt.model_executor.forward_batch import ForwardBatch, Layout
+from ebbtide.srt.model_executor.forward_batch import BatchLayout, ForwardBatch
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.model_executor.shared_prefixes import PrefixFinder
 from ebbtide.srt.sampling_params import SamplingParams
@@ -133,7 +133,7 @@ class EagerGraphs:
 
     can_share = fits
 
-    def replay(self, plan: BatchPlan, layout: Layout, runs: SharedRuns | None) -> torch.Tensor:
+    def replay(self, plan: BatchPlan, layout: BatchLayout, runs: SharedRuns | None) -> torch.Tensor:
         runner = self.runner
         batch = ForwardBatch.from_plan(plan, runner.page_table.array, runner.kv_pool.page_size)
         self.orders.append(plan.page_rows_R.tolist() if runs is not None else [])

@@ -17,8 +17,8 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.weight_sync.broadcast import background
+from ebbtide.srt.weight_sync.broadcast.announcement import packed_slices
 from ebbtide.srt.weight_sync.broadcast.memberships import Memberships
-from ebbtide.srt.weight_sync.broadcast.packing import packed_slices
 from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
 from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
 

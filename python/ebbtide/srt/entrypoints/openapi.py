@@ -40,7 +40,7 @@ Schema = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Operation:
+class Route:
     """One path.
 
     Attributes:
@@ -69,63 +69,63 @@ class LoadsQuery(msgspec.Struct, kw_only=True):
 
 GET, POST = ("GET",), ("POST",)
 
-_OPERATIONS = (
-    Operation(
+_ROUTES = (
+    Route(
         *("/generate", ("POST", "PUT"), "generation", "Generate from text or token ids."),
         *(GenerateReqInput, bodies.GenerateOutput | list[bodies.GenerateOutput], bodies.GenerateOutput),
     ),
-    Operation(
+    Route(
         *("/v1/completions", POST, "OpenAI", "Complete a prompt."),
         *(CompletionRequest, Completion, Completion),
     ),
-    Operation(
+    Route(
         *("/v1/chat/completions", POST, "OpenAI", "Answer a conversation."),
         *(ChatCompletionRequest, ChatCompletion, ChatCompletionChunk),
     ),
     *(
-        Operation(path, POST, "OpenAI", "Token ids of texts or of a conversation.", TokenizeRequest, Tokens)
+        Route(path, POST, "OpenAI", "Token ids of texts or of a conversation.", TokenizeRequest, Tokens)
         for path in ("/tokenize", "/v1/tokenize")
     ),
     *(
-        Operation(path, POST, "OpenAI", "Texts of token ids.", DetokenizeRequest, Texts)
+        Route(path, POST, "OpenAI", "Texts of token ids.", DetokenizeRequest, Texts)
         for path in ("/detokenize", "/v1/detokenize")
     ),
-    Operation("/v1/models", GET, "OpenAI", "The model that is served.", None, ModelList),
-    Operation("/v1/models/{model}", GET, "OpenAI", "The model of this name.", None, ModelCard),
-    Operation("/", GET, "information", "Answers."),
-    Operation("/health", GET, "information", "Whether every process lives and turns, asleep or not."),
-    Operation("/health_generate", GET, "information", "As /health; an idle engine also generates a token."),
-    Operation("/ready", GET, "information", "Whether a request would run now.", None, bodies.Reply),
-    Operation(
+    Route("/v1/models", GET, "OpenAI", "The model that is served.", None, ModelList),
+    Route("/v1/models/{model}", GET, "OpenAI", "The model of this name.", None, ModelCard),
+    Route("/", GET, "information", "Answers."),
+    Route("/health", GET, "information", "Whether every process lives and turns, asleep or not."),
+    Route("/health_generate", GET, "information", "As /health; an idle engine also generates a token."),
+    Route("/ready", GET, "information", "Whether a request would run now.", None, bodies.Reply),
+    Route(
         *("/metrics", GET, "information", "Prometheus metrics; needs --enable-metrics.", None, str),
         media_type="text/plain",
     ),
     *(
-        Operation(path, GET, "information", "The model.", None, ModelInfo)
+        Route(path, GET, "information", "The model.", None, ModelInfo)
         for path in ("/model_info", "/get_model_info")
     ),
     *(
-        Operation(path, GET, "information", "Arguments and state of the server.", ServerInfoQuery, ServerInfo)
+        Route(path, GET, "information", "Arguments and state of the server.", ServerInfoQuery, ServerInfo)
         for path in ("/server_info", "/get_server_info")
     ),
-    Operation("/memory_occupation", GET, "information", "Memory by tag.", None, MemoryOccupation),
-    Operation("/v1/loads", GET, "information", "What every replica has to do.", LoadsQuery, Loads),
-    Operation("/get_load", GET, "information", "The same in short.", None, list[LoadSummary]),
-    Operation("/get_weight_version", GET, "information", "The weights' version.", None, WeightVersion),
-    Operation(
+    Route("/memory_occupation", GET, "information", "Memory by tag.", None, MemoryOccupation),
+    Route("/v1/loads", GET, "information", "What every replica has to do.", LoadsQuery, Loads),
+    Route("/get_load", GET, "information", "The same in short.", None, list[LoadSummary]),
+    Route("/get_weight_version", GET, "information", "The weights' version.", None, WeightVersion),
+    Route(
         *("/drain", POST, "control", "Serve what is in, refuse new generations with 503, then end."),
         *(DrainRequest, DrainReply),
     ),
-    Operation(
+    Route(
         *("/transition", POST, "control", "Several control requests in order; may be sent again."),
         *(TransitionRequest, TransitionReply),
     ),
     *(
-        Operation(path, POST, "vLLM", "Generate from token ids.", TokensRequest, TokensAnswer, TokensAnswer)
+        Route(path, POST, "vLLM", "Generate from token ids.", TokensRequest, TokensAnswer, TokensAnswer)
         for path in GENERATE_PATHS
     ),
     *(
-        Operation(route.path, (route.method,), "vLLM", route.summary, route.parameters, dict[str, Any])
+        Route(route.path, (route.method,), "vLLM", route.summary, route.parameters, dict[str, Any])
         for route in ROUTES
     ),
 )
@@ -133,13 +133,11 @@ _OPERATIONS = (
 
 def openapi_document() -> Schema:
     """The whole document."""
-    operations = [*_OPERATIONS, *(_control_operation(path, kind) for path, kind in CONTROL_ROUTES.items())]
-    schemas = _Schemas(operations)
+    routes = [*_ROUTES, *(_control_route(path, kind) for path, kind in CONTROL_ROUTES.items())]
+    schemas = _Schemas(routes)
     paths: dict[str, Schema] = {}
-    for operation in operations:
-        paths[operation.path] = {
-            method.lower(): _describe(operation, method, schemas) for method in operation.methods
-        }
+    for route in routes:
+        paths[route.path] = {method.lower(): _describe(route, method, schemas) for method in route.methods}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Ebbtide", "version": __version__},
@@ -151,7 +149,7 @@ def openapi_document() -> Schema:
     }
 
 
-def _control_operation(path: str, kind: type[ControlRequest]) -> Operation:
+def _control_route(path: str, kind: type[ControlRequest]) -> Route:
     row = kind.row
     summary = (kind.__doc__ or "").partition("\n")[0]
     reply: Any = row.reply
@@ -161,15 +159,15 @@ def _control_operation(path: str, kind: type[ControlRequest]) -> Operation:
         own = [name for name in row.reply.__struct_fields__ if name not in Reply.__struct_fields__]
         told = ", ".join(f"`{name}`" for name in own)
         reply, summary = None, f"{summary} Only with `{row.body_if}` there is a body: {told}."
-    return Operation(path, row.methods, "control", summary, kind, reply)
+    return Route(path, row.methods, "control", summary, kind, reply)
 
 
 class _Schemas:
     """The schemas of all types; `of` refers to them."""
 
-    def __init__(self, operations: Iterable[Operation]) -> None:
-        requests = [operation.request for operation in operations if operation.request is not None]
-        replies = [kind for one in operations for kind in (one.reply, one.event) if kind is not None]
+    def __init__(self, routes: Iterable[Route]) -> None:
+        requests = [route.request for route in routes if route.request is not None]
+        replies = [kind for one in routes for kind in (one.reply, one.event) if kind is not None]
         requests.append(SamplingParams)
         known, incoming = _components(requests)
         answered, outgoing = _components([*replies, bodies.Error])
@@ -218,32 +216,32 @@ def _drop_tag(name: str, schema: Schema) -> None:
         schema["required"] = [field for field in schema["required"] if field != "type"]
 
 
-def _describe(operation: Operation, method: str, schemas: _Schemas) -> Schema:
+def _describe(route: Route, method: str, schemas: _Schemas) -> Schema:
     described: Schema = {
-        "operationId": f"{method.lower()}_{operation.path.strip('/').replace('/', '_') or 'root'}",
-        "tags": [operation.tag],
-        "summary": operation.summary,
+        "operationId": f"{method.lower()}_{route.path.strip('/').replace('/', '_') or 'root'}",
+        "tags": [route.tag],
+        "summary": route.summary,
         "responses": {
-            "200": {"description": "Done.", **_content(operation, schemas)},
+            "200": {"description": "Done.", **_content(route, schemas)},
             "default": {
                 "description": "Refused, or failed.",
                 "content": {"application/json": {"schema": schemas.of(bodies.Error)}},
             },
         },
     }
-    if access_of(operation.path) is not Access.OPEN:
+    if access_of(route.path) is not Access.OPEN:
         # A server may have been started without keys.
         described["security"] = [{"key": []}, {}]
     parameters = (
         [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
-        if "{model}" in operation.path
+        if "{model}" in route.path
         else []
     )
-    if operation.request is not None and method == "GET":
-        parameters += _query(schemas.components[operation.request.__name__])
-    elif operation.request is not None:
-        schema = schemas.of(operation.request)
-        needs_fields = bool(schemas.components[operation.request.__name__].get("required"))
+    if route.request is not None and method == "GET":
+        parameters += _query(schemas.components[route.request.__name__])
+    elif route.request is not None:
+        schema = schemas.of(route.request)
+        needs_fields = bool(schemas.components[route.request.__name__].get("required"))
         described["requestBody"] = {
             "required": needs_fields,
             "content": {"application/json": {"schema": schema}},
@@ -253,13 +251,13 @@ def _describe(operation: Operation, method: str, schemas: _Schemas) -> Schema:
     return described
 
 
-def _content(operation: Operation, schemas: _Schemas) -> Schema:
-    if operation.reply is None:
+def _content(route: Route, schemas: _Schemas) -> Schema:
+    if route.reply is None:
         return {}
-    content: Schema = {operation.media_type: {"schema": schemas.of(operation.reply)}}
-    if operation.event is not None:
+    content: Schema = {route.media_type: {"schema": schemas.of(route.reply)}}
+    if route.event is not None:
         # OpenAPI 3.1 has no word for the schema of one event.
-        event = f"Each event is `data: ` and a {operation.event.__name__}; the last is `data: [DONE]`."
+        event = f"Each event is `data: ` and a {route.event.__name__}; the last is `data: [DONE]`."
         content["text/event-stream"] = {"schema": {"type": "string", "description": event}}
     return {"content": content}
 

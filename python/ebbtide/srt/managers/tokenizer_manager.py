@@ -66,7 +66,7 @@ PIECE_TOKENS: Final = 1 << 16
 OVERHEAD_TOKENS: Final = 1 << 8
 
 # Chooses the replica of each output of a request.
-Placement: TypeAlias = Callable[[Sequence[TokenizedGenerateReqInput]], list[TokenizedGenerateReqInput]]
+ChooseReplicas: TypeAlias = Callable[[Sequence[TokenizedGenerateReqInput]], list[TokenizedGenerateReqInput]]
 
 
 class TokenizerManager:
@@ -91,7 +91,7 @@ class TokenizerManager:
         inbox: AsyncReceiveEnd[ManagerInput],
         limits: RequestLimits,
         tokenizer: Tokenizer | None,
-        place: Placement | None = None,
+        place: ChooseReplicas | None = None,
     ) -> None:
         self.reports: dict[int, StateReport] = {}
         self.tokenizer = tokenizer

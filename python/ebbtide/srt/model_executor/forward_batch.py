@@ -31,7 +31,7 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BatchLayout:
     """Where a plan's tokens stand, on the host.
 
     Attributes:
@@ -128,7 +128,7 @@ class ForwardBatch:
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> Self:
         """Lay out a plan, in one copy to the device."""
-        layout = Layout.of(plan, page_table, page_size)
+        layout = BatchLayout.of(plan, page_table, page_size)
         q_indptr_R1 = _indptr(plan.num_new_R)
         ends_R = q_indptr_R1[1:].astype(np.int64)
         rows_R = plan.page_rows_R.astype(np.int64)

@@ -25,7 +25,7 @@ from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.model_executor.batch_plan import BatchPlan
-from ebbtide.srt.model_executor.forward_batch import Layout, resolve_tokens
+from ebbtide.srt.model_executor.forward_batch import BatchLayout, resolve_tokens
 from ebbtide.srt.model_executor.host_copies import pinned, write_at
 from ebbtide.srt.models.base import CausalLM
 
@@ -71,17 +71,17 @@ class DecodeInputs:
         """Make every row padding, and return what attention plans with: page offsets and page lengths."""
         empty = np.zeros(0, dtype=np.int64)
         none = np.zeros(0, dtype=np.int32)
-        layout = Layout(empty, empty, none, none.reshape(0, 0), none, np.zeros(1, dtype=np.int32), none)
+        layout = BatchLayout(empty, empty, none, none.reshape(0, 0), none, np.zeros(1, dtype=np.int32), none)
         return self._fill(batch_size, empty, empty, layout)
 
     def fill(
-        self, batch_size: int, plan: BatchPlan, layout: Layout
+        self, batch_size: int, plan: BatchPlan, layout: BatchLayout
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Send a step's inputs, padded to the graph's size; returns what attention plans with."""
         return self._fill(batch_size, plan.input_ids_T, plan.page_rows_R.astype(np.int64), layout)
 
     def _fill(
-        self, batch_size: int, input_ids_R: NDArray[np.int64], rows_R: NDArray[np.int64], layout: Layout
+        self, batch_size: int, input_ids_R: NDArray[np.int64], rows_R: NDArray[np.int64], layout: BatchLayout
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         num_padding = batch_size - len(input_ids_R)
         # A padding row attends to one token of page 0, whatever it holds, and writes nothing.
@@ -188,7 +188,7 @@ class DecodeGraphs:
         captured = self._captured[StepKind.SHARED]
         return bool(captured) and captured[0].size <= 2 * len(plan.specs)
 
-    def replay(self, plan: BatchPlan, layout: Layout, runs: SharedRuns | None = None) -> Tensor:
+    def replay(self, plan: BatchPlan, layout: BatchLayout, runs: SharedRuns | None = None) -> Tensor:
         """Launch a step; final hidden states [R, D], good until the next replay.
 
         Args:
@@ -201,7 +201,7 @@ class DecodeGraphs:
         assert captured.hidden_BD is not None
         return captured.hidden_BD[:num_requests]
 
-    def _choose(self, num_requests: int, layout: Layout, runs: SharedRuns | None) -> _Captured:
+    def _choose(self, num_requests: int, layout: BatchLayout, runs: SharedRuns | None) -> _Captured:
         """The smallest graph of the step's kind that takes so many requests."""
         kind = StepKind.ANY
         if runs is not None:

@@ -26,7 +26,7 @@ from ebbtide.srt.model_executor.batch_plan import (
     PendingStep,
     StepResult,
 )
-from ebbtide.srt.model_executor.forward_batch import ForwardBatch, Layout, PromptRows, resolve_tokens
+from ebbtide.srt.model_executor.forward_batch import BatchLayout, ForwardBatch, PromptRows, resolve_tokens
 from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, position_logprobs
 from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
@@ -178,7 +178,7 @@ class ModelRunner:
         prefixes = self._prefixes.find(plan) if graphs.can_share(plan) else None
         runs = prefixes.runs if prefixes is not None else None
         listed = plan.ordered(prefixes.order_R) if prefixes is not None else plan
-        layout = Layout.of(listed, self.page_table.array, self.kv_pool.page_size)
+        layout = BatchLayout.of(listed, self.page_table.array, self.kv_pool.page_size)
         hidden_RD = graphs.replay(listed, layout, runs)
         page_rows_R = graphs.inputs.rows[: len(plan.specs)]
         if prefixes is not None:

@@ -11,10 +11,9 @@ import torch
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
-from ebbtide.srt.weight_sync.broadcast.packing import packed_slices
+from ebbtide.srt.weight_sync.broadcast.announcement import Announcement, packed_slices
 from ebbtide.srt.weight_sync.broadcast.receive_plan import packed_plan, receive_plan
-from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, Layout, WeightGroup
+from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, TensorKinds, WeightGroup
 from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights
 from ebbtide.srt.weight_sync.payload.bucket import tensors_in, without_padding
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
@@ -117,20 +116,20 @@ class BroadcastSource(WeightSource):
         return self._broadcasts is None or self._broadcasts.ends()
 
     def _receive(self, timeout_s: float) -> Broadcasts:
-        layout, destinations, device = self._layout(), self._destinations, self._group.device
+        kinds, destinations, device = self._kinds(), self._destinations, self._group.device
         chunks = self._chunks
         if destinations is None:
-            return self._group.receive(layout, timeout_s)
+            return self._group.receive(kinds, timeout_s)
         if chunks is not None:
             listed = [without_padding(self.entries[chunk]) for chunk in chunks]
             return self._group.receive_by(
                 lambda _: packed_plan(listed, _cut(destinations(), chunks), device), timeout_s
             )
         return self._group.receive_by(
-            lambda num_beside: receive_plan(layout, destinations(), device, num_beside=num_beside), timeout_s
+            lambda num_beside: receive_plan(kinds, destinations(), device, num_beside=num_beside), timeout_s
         )
 
-    def _layout(self) -> Layout:
+    def _kinds(self) -> TensorKinds:
         if self._chunks is None:
             return [(entry.shape, entry.dtype) for entry in self.entries]
         sizes = [sum(entry.num_bytes for entry in self.entries[chunk]) for chunk in self._chunks]

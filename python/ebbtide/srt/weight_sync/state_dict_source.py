@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, Layout, WeightGroup
+from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, TensorKinds, WeightGroup
 from ebbtide.srt.weight_sync.payload.allowed_globals import kind_of, resolve_global, text
 from ebbtide.srt.weight_sync.payload.pickle_reader import read_pickle
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader, dtype_named, natural, tensor_shape
@@ -22,10 +22,10 @@ from ebbtide.srt.weight_sync.source import WeightSource
 
 MAX_STATE_DICTS: Final = 1 << 16
 MAX_PICKLE_BYTES: Final = 64 << 20
-_NUMBER: Final[Layout] = [((1,), torch.int64)]
+_NUMBER: Final[TensorKinds] = [((1,), torch.int64)]
 
 # What is received next; sent in: what has come. Yields a source where a state dict is whole.
-_Receiving: TypeAlias = Generator[Layout | WeightSource, list[Tensor], None]
+_Receiving: TypeAlias = Generator[TensorKinds | WeightSource, list[Tensor], None]
 
 
 class StateDictConversation:

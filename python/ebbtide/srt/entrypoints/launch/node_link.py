@@ -29,7 +29,7 @@ import msgspec
 from ebbtide import __version__
 from ebbtide.srt.argument_checks import split_address
 from ebbtide.srt.config import EngineConfig
-from ebbtide.srt.entrypoints.launch.placement import Node, ReservedPorts, num_ports, place_replicas
+from ebbtide.srt.entrypoints.launch.placement import NodeAddress, ReservedPorts, num_ports, place_replicas
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 
@@ -47,7 +47,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     """A node that has come: what it brings, and what must be the same on all of them, by name."""
 
     node_rank: int
-    node: Node
+    node: NodeAddress
     agreement: dict[str, str]
 
 
@@ -161,7 +161,7 @@ def meet(config: EngineConfig, folder: str) -> Meeting:
     """
     parallel = config.parallel
     if parallel.nnodes == 1:
-        replicas = place_replicas(parallel, [Node("", folder, ())])
+        replicas = place_replicas(parallel, [NodeAddress("", folder, ())])
         return Meeting(NodeLinks(0, {}, ReservedPorts("", 0)), replicas, config.runtime.random_seed)
     return _host(config, folder) if parallel.node_rank == 0 else _join(config, folder)
 
@@ -178,7 +178,7 @@ def _host(config: EngineConfig, folder: str) -> Meeting:
     try:
         with listener:
             guests.gather(listener, time.monotonic() + parallel.dist_timeout_s)
-        nodes = [Node(host, folder, reserved.ports), *(guests.node(rank) for rank in guests.expected)]
+        nodes = [NodeAddress(host, folder, reserved.ports), *(guests.node(rank) for rank in guests.expected)]
         replicas = place_replicas(parallel, nodes)
         welcome = msgspec.msgpack.encode(Welcome(replicas, config.runtime.random_seed))
         for connection in guests.connections:
@@ -199,9 +199,9 @@ class _Guests:
         self._timeout_s = config.parallel.dist_timeout_s
         self.expected = range(1, config.parallel.nnodes)
         self.connections: dict[Connection, int] = {}
-        self._nodes: dict[int, Node] = {}
+        self._nodes: dict[int, NodeAddress] = {}
 
-    def node(self, rank: int) -> Node:
+    def node(self, rank: int) -> NodeAddress:
         return self._nodes[rank]
 
     def gather(self, listener: socket.socket, deadline_s: float) -> None:
@@ -314,7 +314,7 @@ def _join(config: EngineConfig, folder: str) -> Meeting:
     connection = _as_connection(connected)
     reserved = ReservedPorts(host, num_ports(parallel, parallel.node_rank))
     try:
-        node = Node(host, folder, reserved.ports)
+        node = NodeAddress(host, folder, reserved.ports)
         hello = Hello(parallel.node_rank, node, agreement(config))
         connection.send_bytes(msgspec.msgpack.encode(hello))
         answer = _receive_answer(connection, deadline_s)

@@ -22,7 +22,7 @@ MAX_SOCKET_PATH_BYTES = 107
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeAddress:
     """What a node brings.
 
     Attributes:
@@ -77,7 +77,7 @@ def num_ports(parallel: ParallelConfig, node: int) -> int:
     return sum(place.node == node and place.is_shared for place in places)
 
 
-def place_replicas(parallel: ParallelConfig, nodes: Sequence[Node]) -> list[ChannelAddresses]:
+def place_replicas(parallel: ParallelConfig, nodes: Sequence[NodeAddress]) -> list[ChannelAddresses]:
     """Where each replica listens, by dp_rank; `nodes` is in the order of their ranks.
 
     Raises:

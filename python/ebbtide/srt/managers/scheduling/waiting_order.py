@@ -13,8 +13,8 @@ from ebbtide.srt.managers.scheduling.request import Req
 MATCHED_WINDOW: Final = 128
 
 # Where a request stands in a tree: at each level how many go on the same way (negative), and the page.
-Place: TypeAlias = tuple[tuple[int, int], ...]
-Key = TypeVar("Key", float, Place)
+TreePlace: TypeAlias = tuple[tuple[int, int], ...]
+Key = TypeVar("Key", float, TreePlace)
 
 
 class WaitingOrder:
@@ -55,7 +55,7 @@ class WaitingOrder:
         return _ordered(window, lambda req: places[req.rid])
 
 
-def dfs_places(pages: Mapping[str, Sequence[int]]) -> dict[str, Place]:
+def dfs_places(pages: Mapping[str, Sequence[int]]) -> dict[str, TreePlace]:
     """What to sort requests by for a walk through the tree of cached prefixes, depth first.
 
     Of two branches the one that more requests go through comes first, so that what shares a prefix runs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.weight_sync.broadcast.transfers import Transfer
-from ebbtide.srt.weight_sync.broadcast.weight_group import Layout
+from ebbtide.srt.weight_sync.broadcast.weight_group import TensorKinds
 from ebbtide.srt.weight_sync.payload.bucket import Places, tensors_in
 
 # So much of what cannot be received where it belongs is on its way at a time.
@@ -47,7 +47,7 @@ class _Buffers:
 
 
 def receive_plan(
-    layout: Layout,
+    kinds: TensorKinds,
     destinations: Sequence[Destination | None],
     device: torch.device,
     *,
@@ -62,11 +62,11 @@ def receive_plan(
     """
     in_place = [
         index >= num_beside and destination is not None and destination.is_like(*expected)
-        for index, (expected, destination) in enumerate(zip(layout, destinations, strict=True))
+        for index, (expected, destination) in enumerate(zip(kinds, destinations, strict=True))
     ]
-    sizes = [_num_bytes(*expected) for expected in layout]
+    sizes = [_num_bytes(*expected) for expected in kinds]
     beside = [num_bytes for num_bytes, is_in_place in zip(sizes, in_place, strict=True) if not is_in_place]
-    return _transfers(layout, destinations, in_place, sizes, _Buffers(beside, device))
+    return _transfers(kinds, destinations, in_place, sizes, _Buffers(beside, device))
 
 
 def packed_plan(
@@ -102,13 +102,13 @@ def _end_of(chunk: Places) -> int:
 
 
 def _transfers(
-    layout: Layout,
+    kinds: TensorKinds,
     destinations: Sequence[Destination | None],
     in_place: Sequence[bool],
     sizes: Sequence[int],
     buffers: _Buffers,
 ) -> Iterator[Transfer]:
-    rows = zip(layout, destinations, in_place, sizes, strict=True)
+    rows = zip(kinds, destinations, in_place, sizes, strict=True)
     for (shape, dtype), destination, is_in_place, num_bytes in rows:
         if destination is not None and is_in_place:
             yield Transfer(destination.region, is_in_place=True, round=buffers.round)

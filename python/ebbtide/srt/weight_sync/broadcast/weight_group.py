@@ -25,7 +25,7 @@ from ebbtide.srt.weight_sync.broadcast.transfers import BroadcastQueue, Transfer
 logger = logging.getLogger(__name__)
 
 # Shape and dtype of each broadcast tensor, in the order of the broadcasts.
-Layout: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
+TensorKinds: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 # A thread looks whether a broadcast has arrived: first quickly, later so that waiting costs next to nothing.
 FIRST_LOOK_S: Final = 2.5e-4
@@ -63,11 +63,11 @@ class WeightGroup:
     def is_closed(self) -> bool:
         return self._closed.is_set()
 
-    def receive(self, layout: Layout, timeout_s: float) -> Broadcasts:
+    def receive(self, kinds: TensorKinds, timeout_s: float) -> Broadcasts:
         """Begin to receive tensors of these shapes and dtypes, one broadcast each, in this order."""
 
         def transfers() -> list[Transfer]:
-            return [Transfer(torch.empty(shape, dtype=dtype, device=self.device)) for shape, dtype in layout]
+            return [Transfer(torch.empty(shape, dtype=dtype, device=self.device)) for shape, dtype in kinds]
 
         return Broadcasts(self, lambda: self._run(transfers, timeout_s, keeps=True))
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.tensor_refs import (
     AnyStorageRef,
-    Layout,
     TensorForm,
+    TensorLayout,
     TensorTable,
     checked_layout,
     device_storage,
@@ -212,7 +212,7 @@ def _decode_form(data: bytes) -> Generator[int, None, TensorForm]:
     if len(layout_T) and not 0 <= layout_T.min() <= layout_T.max() < len(told.layouts):
         raise RequestRejected(f"the payload: a tensor's layout is none of the {len(told.layouts)} given")
     first_by_layout = dict(zip(layout_T[::-1].tolist(), reversed(told.names), strict=True))
-    layouts: list[Layout] = []
+    layouts: list[TensorLayout] = []
     for number, layout in enumerate(told.layouts):
         where = first_by_layout.get(number, "a layout of no tensor")[:200]
         layouts.append(checked_layout(where, layout.dtype, layout.shape, layout.stride))

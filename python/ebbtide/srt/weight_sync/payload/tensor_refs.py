@@ -244,7 +244,7 @@ def is_count(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """What tensors of one kind look like.
 
     Attributes:
@@ -271,11 +271,11 @@ class Layout:
         return True
 
 
-def checked_layout(where: str, dtype: str, shape: object, stride: object) -> Layout:
+def checked_layout(where: str, dtype: str, shape: object, stride: object) -> TensorLayout:
     """Raises RequestRejected for what no tensor looks like, which it calls `where`."""
     kind = dtype_named(dtype, where)
     whole, steps = tensor_shape(shape, f"{where}: shape"), sizes(stride, f"{where}: stride")
-    layout = Layout(kind, whole, steps, _num_spanned(where, whole, steps))
+    layout = TensorLayout(kind, whole, steps, _num_spanned(where, whole, steps))
     if max(layout.num_spanned, layout.num_bytes) > _MAX_INT:
         raise RequestRejected(f"{where}: the tensor reaches beyond any storage")
     return layout
@@ -292,7 +292,9 @@ class TensorForm:
         notes: what follows from all of this, kept for the next payload by who works it out.
     """
 
-    def __init__(self, names: Sequence[str], layouts: Sequence[Layout], layout_T: NDArray[np.int64]) -> None:
+    def __init__(
+        self, names: Sequence[str], layouts: Sequence[TensorLayout], layout_T: NDArray[np.int64]
+    ) -> None:
         self.names = names
         self.headers: list[TensorHeader] = []
         self.notes: dict[object, Any] = {}
@@ -311,7 +313,7 @@ class TensorForm:
             layout = layouts[number]
             self.headers.append(TensorHeader(name, layout.shape, layout.dtype))
 
-    def layout(self, index: int) -> Layout:
+    def layout(self, index: int) -> TensorLayout:
         """What one of them looks like."""
         return self._layouts[int(self._layout_T[index])]
 

@@ -121,7 +121,7 @@ class Staged:
         self.shadow.repay()
 
     def release(self) -> Slices[None]:
-        return timed(self.shadow.close_by_chunks())
+        return paced_by_time(self.shadow.close_by_chunks())
 
     def close(self) -> None:
         self.shadow.close()
@@ -493,7 +493,7 @@ def checked(incoming: IncomingTensors) -> Slices[IncomingTensors]:
     return incoming
 
 
-def timed(slices: Slices[T]) -> Slices[T]:
+def paced_by_time(slices: Slices[T]) -> Slices[T]:
     """Work that takes the time that it takes: its bytes are none that a device has to copy afterwards."""
     with closing(slices):
         while True:

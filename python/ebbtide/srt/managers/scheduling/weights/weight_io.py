@@ -28,7 +28,7 @@ from ebbtide.srt.managers.scheduling.weights.incoming_weights import (
     InPlace,
     Staged,
     checked,
-    timed,
+    paced_by_time,
 )
 from ebbtide.srt.managers.scheduling.weights.parameter_checker import ParameterChecker
 from ebbtide.srt.model_executor.weight_store import WeightStore
@@ -106,7 +106,7 @@ class EngineWeights:
         if in_place or self._config.update.staging == "never":
             return InPlace(self._store, self._device)
         try:
-            shadow = yield from timed(self._store.arena.stage_by_chunks())
+            shadow = yield from paced_by_time(self._store.arena.stage_by_chunks())
         except OutOfDeviceMemory as error:
             if self.requires_copy and is_last:
                 raise RequestRejected(
