@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ STARTERS = {
     "ebbtide.ray.fleet",
     "ebbtide.demo.run",
     "ebbtide.testing.null_engine",
+    "ebbtide.testing.soak",
 }
 STARTERS |= {f"ebbtide.srt.entrypoints.{name}" for name in ("engine", "launch.launcher")}
 STARTERS |= {f"ebbtide.srt.entrypoints.launch.{name}" for name in ("child_process", "early_processes")}
@@ -96,6 +98,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((family[0] for family in FAMILIES if file.startswith(family)), file)
 
     return LoadFamilyScheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Where kernels are interpreted, have Triton replace its language once for each launch.
+
+    Its interpreter looks through the language again at every call of a function of a kernel by another, which
+    took half of the time of these tests.
+    """
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if not hasattr(interpreter, "_patch_lang"):
+        return
+    replace, language = interpreter._patch_lang, interpreter.tl
+    # A launch replaces the modules that its function names, and Triton's own functions name the other one.
+    everything = SimpleNamespace(__globals__={"tl": language, "core": language.core})
+
+    def replace_once(function: object) -> Any:
+        is_replaced = not language.core.is_builtin(language.load)
+        return interpreter._LangPatchScope() if is_replaced else replace(everything)
+
+    interpreter._patch_lang = replace_once
 
 
 @pytest.fixture(scope="session")
