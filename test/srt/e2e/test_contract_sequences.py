@@ -31,6 +31,8 @@ PROMPTS = [
 KV_TOKENS = 65_536 if DEVICE.is_cuda else 32_768
 # Of clients: what they read and parse takes longer than what the engine computes.
 STREAM_INTERVAL = 5
+# Where four ranks share two cores, every token takes them several times as long: so many streams will do.
+FEW_STREAMS, FEW_NEW_TOKENS = 8, 160
 # Each stream's tokens; of the long ones on a GPU one in four: the reference is on the CPU.
 LOOKED_AT_CLOSELY = 4 if DEVICE.is_cuda else 1
 ALL_ROWS = 10**6
@@ -108,14 +110,12 @@ def get(server: Server, path: str, *, status: int = 200) -> Any:
     return decoded(server.get(path), status)
 
 
-@pytest.fixture
-def num_streams(layout: Layout) -> int:
-    """On one rank as many as the contract says; where four ranks share two cores, fewer."""
-    return NUM_STREAMS if DEVICE.is_cuda or layout.num_ranks == 1 else 8
-
-
-def rollout(server: Server, num_streams: int) -> Streams:
-    return Streams(str(server.client.base_url), PROMPTS[:num_streams], MAX_NEW_TOKENS, STREAM_INTERVAL)
+def rollout(server: Server, layout: Layout, most: int = NUM_STREAMS) -> Streams:
+    """As many streams as the contract says, or `most`; fewer and shorter ones where ranks share cores."""
+    is_wide = DEVICE.is_cuda or layout.num_ranks == 1
+    num_streams, max_new_tokens = (NUM_STREAMS, MAX_NEW_TOKENS) if is_wide else (FEW_STREAMS, FEW_NEW_TOKENS)
+    prompts = PROMPTS[: min(most, num_streams)]
+    return Streams(str(server.client.base_url), prompts, max_new_tokens, STREAM_INTERVAL)
 
 
 def check_all(
@@ -128,10 +128,10 @@ def check_all(
     """Every stream came to its end, in contiguous spans, with the tokens of the weights that it names."""
     for index, (prompt, output) in enumerate(zip(streams.prompts, outputs, strict=True)):
         meta = output["meta_info"]
-        assert meta["finish_reason"] == {"type": "length", "length": MAX_NEW_TOKENS}
+        assert meta["finish_reason"] == {"type": "length", "length": streams.max_new_tokens}
         spans = meta["weight_versions"]
         assert spans[0]["start"] == 0
-        assert spans[-1]["end"] == MAX_NEW_TOKENS == len(output["output_ids"])
+        assert spans[-1]["end"] == streams.max_new_tokens == len(output["output_ids"])
         assert all(one["end"] == next_one["start"] for one, next_one in itertools.pairwise(spans))
         if index % LOOKED_AT_CLOSELY == 0:
             check_greedy_spans(references, prompt, output, recomputes_kv=recomputes_kv)
@@ -194,13 +194,13 @@ def test_2_the_order_of_slime(server: Server, reference_b: Reference) -> None:
 
 @on_every_layout
 def test_3_the_order_of_miles(
-    server: Server, num_streams: int, reference_a: Reference, reference_b: Reference
+    server: Server, layout: Layout, reference_a: Reference, reference_b: Reference
 ) -> None:
     async def run() -> None:
-        async with rollout(server, num_streams) as streams:
+        async with rollout(server, layout) as streams:
             await streams.all_past(5)
             paused = await streams.post("/pause_generation", {"mode": "retract"})
-            assert (paused["num_retracted"], paused["num_running"]) == (num_streams, 0)
+            assert (paused["num_retracted"], paused["num_running"]) == (len(streams.prompts), 0)
             assert (await streams.post("/flush_cache"))["fully_flushed"]
             await streams.post("/begin_weight_update")
             for bucket in buckets(reference_b.weights(), 3):
@@ -219,17 +219,17 @@ def test_3_the_order_of_miles(
 @on_every_layout
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_4_in_flight_single_call(
-    server: Server, num_streams: int, reference_a: Reference, reference_b: Reference, mode: str
+    server: Server, layout: Layout, reference_a: Reference, reference_b: Reference, mode: str
 ) -> None:
     async def run() -> None:
-        async with rollout(server, num_streams) as streams:
+        async with rollout(server, layout) as streams:
             await streams.all_past(5)
             flush = mode == "retract"
             body = safetensors_body(
                 reference_b.weights(), pause_mode=mode, flush_cache=flush, weight_version="b"
             )
             reply = await streams.post("/update_weights_from_tensor", body)
-            assert (reply["staged"], reply["num_paused_requests"]) == (True, num_streams)
+            assert (reply["staged"], reply["num_paused_requests"]) == (True, len(streams.prompts))
             outputs = await streams.finish()
             check_all(streams, outputs, {"a": reference_a, "b": reference_b}, recomputes_kv=flush)
             for output in outputs:
@@ -243,12 +243,12 @@ def test_4_in_flight_single_call(
 
 @on_every_layout
 def test_5_sleep_in_the_middle_of_a_rollout(
-    server: Server, num_streams: int, reference_a: Reference, reference_b: Reference
+    server: Server, layout: Layout, reference_a: Reference, reference_b: Reference
 ) -> None:
     async def run() -> None:
-        async with rollout(server, num_streams) as streams:
+        async with rollout(server, layout) as streams:
             await streams.all_past(5)
-            assert (await streams.post("/release_memory_occupation"))["num_retracted"] == num_streams
+            assert (await streams.post("/release_memory_occupation"))["num_retracted"] == len(streams.prompts)
             await streams.post("/resume_memory_occupation", {"tags": ["weights"]})
             body = safetensors_body(reference_b.weights(), weight_version="b")
             await streams.post("/update_weights_from_tensor", body)
@@ -260,9 +260,9 @@ def test_5_sleep_in_the_middle_of_a_rollout(
 
 
 @on_every_layout
-def test_6_retry_storm(server: Server, reference_a: Reference) -> None:
+def test_6_retry_storm(server: Server, layout: Layout, reference_a: Reference) -> None:
     async def run() -> None:
-        async with rollout(server, 8) as streams:
+        async with rollout(server, layout, 8) as streams:
             await streams.all_past(3)
             storm = [
                 ("/pause_generation", {"mode": "in_place"}),
@@ -290,14 +290,14 @@ def test_6_retry_storm(server: Server, reference_a: Reference) -> None:
 
 @on_every_layout
 def test_7_a_failing_update_leaves_the_old_weights(
-    server: Server, reference_a: Reference, reference_b: Reference, tmp_path: Path
+    server: Server, layout: Layout, reference_a: Reference, reference_b: Reference, tmp_path: Path
 ) -> None:
     weights = reference_b.weights()
     wrong_shape = {**weights, "model.norm.weight": weights["model.norm.weight"][:-1]}
     unknown = {**weights, "model.nothing.weight": torch.zeros(3)}
 
     async def run() -> None:
-        async with rollout(server, 16) as streams:
+        async with rollout(server, layout, 16) as streams:
             await streams.all_past(5)
             for bad, name in ((wrong_shape, "model.norm.weight"), (unknown, "model.nothing.weight")):
                 body = safetensors_body(bad, pause_mode="in_place", flush_cache=False, weight_version="b")
@@ -333,7 +333,7 @@ def test_7_a_rank_that_cannot_prepare_is_named_and_none_changes(
     name = "replica 1: " * (layout.dp_size > 1) + "rank 1: " * (layout.tp_size > 1)
 
     async def run() -> None:
-        async with rollout(server, 16) as streams:
+        async with rollout(server, layout, 16) as streams:
             await streams.all_past(3)
             if layout.dp_size > 1:
                 # Replicas commit together only what is in a session.
@@ -381,7 +381,7 @@ def test_two_controllers_that_fight_lose_nothing(
         return statuses
 
     async def run() -> None:
-        async with rollout(server, 16) as streams:
+        async with rollout(server, layout, 16) as streams:
             await streams.all_past(3)
             updating, sleeping = await asyncio.gather(updates(streams), sleeps(streams))
             assert updating <= ({200, 400} if layout.dp_size == 1 else {200, 400, 500})
