@@ -40,7 +40,7 @@ class Lacking:
 
     def __init__(self) -> None:
         self._refused: list[_Refused] = []
-        # Of what two tensors write, those that have come without the other, and what that is called.
+        # Tensors whose weight needs a second one, which has not come, and the name of that one.
         self._halves: dict[str, str] = {}
 
     def note_refused(self, reason: str, names: frozenset[str] | None) -> None:
@@ -69,7 +69,7 @@ class Lacking:
             )
 
     def forget(self, incoming: IncomingWeights) -> None:
-        """These halves come anew."""
+        """Forget that these halves came: they are being written anew."""
         for half in incoming.halves:
             self._halves.pop(half, None)
 

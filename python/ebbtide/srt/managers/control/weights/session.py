@@ -119,14 +119,14 @@ class WeightSession:
         )
 
     def message(self, version: str | None) -> str:
-        """What is said of its commit, which gives the weights this version, if any."""
+        """What its commit is answered with. `version`: of the weights from then on; None: as before."""
         told = [f"Updated {self.num_tensors} tensors."]
         if version is not None:
             told.append(f"Weight version updated to {version}.")
         return " ".join([*told, *filter(None, [self.canary_message])])
 
     def concluded(self, reply: UpdateWeightsReqOutput) -> UpdateWeightsReqOutput:
-        """The reply to its commit, behind `finish`; the log has it too."""
+        """The reply to its commit, completed and logged once `finish` has returned."""
         logger.info(
             "weights updated: version=%s tensors=%d bytes=%d staged=%s stall_ms=%.1f",
             reply.weight_version,
@@ -138,7 +138,7 @@ class WeightSession:
         return self.with_outcome(reply)
 
     def with_outcome(self, reply: UpdateWeightsReqOutput) -> UpdateWeightsReqOutput:
-        """A reply with what is known once the copies have run."""
+        """The reply with the fields that are known only once the copies have run."""
         message = f"{reply.message} {self.told_of_nonfinite}" if self.nonfinite else reply.message
         return structs.replace(
             reply, stall_ms=self.stall.longest_ms, num_nonfinite=len(self.nonfinite), message=message
@@ -165,7 +165,7 @@ class WeightSession:
             )
 
     def trial(self, run: Callable[[], T]) -> Work[T]:
-        """What `run` returns while the copy serves; the weights before it are back afterwards."""
+        """Call `run` while the copy serves, and bring the old weights back; returns its result."""
 
         def exchanged() -> T:
             with self.stall.measure():
@@ -182,10 +182,10 @@ class WeightSession:
     def prepare(
         self, incoming: IncomingWeights, *, is_all: bool = False, nobody_waits: bool = False
     ) -> Work[None]:
-        """Find a place for these tensors, and get hold of them: ahead of each `write`.
+        """Find room for these tensors, and open the memory they are in. To be called ahead of each `write`.
 
-        What lies near may be written in one burst, in place: that holds forward passes up no longer than
-        exchanging a copy does, and none is made.
+        Tensors in memory that this device reads may be written in place, in one burst: that holds forward
+        passes up no longer than exchanging a copy does, so no copy is made.
 
         Args:
             is_all: nothing else is going to be written.
@@ -201,12 +201,12 @@ class WeightSession:
         bursts = near_bytes is not None and (nobody_waits or is_burst(near_bytes))
         yield from self._make_room(incoming, bursts=bursts)
         if not incoming.is_sent and self._staging is not None:
-            # What a delta says is read by the device.
+            # Opening a delta launches work on the device, which belongs with the copies.
             copies = self._weights.copies if incoming.is_delta else None
             yield from self._do(incoming.open(self._staging), Activity.COPYING, copies)
 
     def _make_room(self, incoming: IncomingWeights, *, bursts: bool = False) -> Work[None]:
-        """A copy, or the live weights where these hold nothing to keep."""
+        """Take a copy, or none if the live weights hold nothing to keep and can be written to."""
         if self._staging is None and incoming.num_tensors > 0:
             yield from self._take_room(bursts=bursts)
         if self.is_on_trial:
@@ -219,7 +219,7 @@ class WeightSession:
             )
 
     def _take_room(self, *, bursts: bool) -> Work[None]:
-        """A copy, made of memory that is free or lent, then of more that is lent; or none."""
+        """Take a copy in memory that is free or lent easily, else in all that can be lent, else none."""
         is_staged = False
         bursts = bursts and not self._weights.requires_copy
         try:
@@ -239,12 +239,12 @@ class WeightSession:
         self.is_staged = is_staged
 
     def _all(self, holds: bool) -> Work[bool]:
-        """Whether it is so on all ranks."""
+        """Whether it holds on every rank."""
         _, facts = yield from self._ranks.survey(Activity.COPYING, at_once(lambda: holds), bool)
         return all(facts)
 
     def _stage(self, *, is_last: bool = False) -> Work[bool]:
-        """Take a copy, on all ranks or on none; returns whether there is one."""
+        """Take a copy on all ranks, or on none if one has no memory for it; returns whether there is one."""
         finding = self._find_room(in_place=False, is_last=is_last)
         staging, found = yield from self._ranks.survey(
             Activity.WORKING, finding, lambda staging: staging.is_staged
@@ -264,9 +264,9 @@ class WeightSession:
         return self._staging
 
     def expect(self, incoming: IncomingWeights) -> Work[frozenset[str]]:
-        """Find a place for what others send, before they do; it is received there where nobody can see it.
+        """Find room for what others are about to send, and have it received there if nothing serves from it.
 
-        Returns the names that had been written, and are not any more from here on.
+        Returns the names that count as written no more: what is received overwrites them.
 
         Raises:
             RequestRejected: what the copy holds is unknown.
@@ -318,12 +318,12 @@ class WeightSession:
 
     def _copy(self, incoming: IncomingWeights, staging: Staging) -> Work[int]:
         if self._unfinished is not None:
-            # Copies are launched behind the forward pass under way.
+            # No boundary is needed: the copies are launched behind the forward pass under way.
             self._lose(incoming)
         elif not self.is_staged:
             yield Activity.BOUNDARY
             self._lose(incoming)
-        # Until it is written whole, on all ranks.
+        # A change that breaks off half-way leaves the copy in a state that nobody knows.
         self._is_spoilt = incoming.needs_copy or incoming.is_delta
         is_beside = self.is_staged or self._unfinished is not None
         kind = Activity.COPYING if is_beside else Activity.WORKING
@@ -337,7 +337,7 @@ class WeightSession:
     def _copied(
         self, incoming: IncomingWeights, staging: Staging, kind: Activity
     ) -> Work[tuple[int, list[str]]]:
-        """This rank's part: bytes, and what holds NaN or Inf."""
+        """Copy on this rank; returns the bytes, and the tensors that hold NaN or Inf."""
         slices, copies, waits = incoming.write(staging), self._weights.copies, self._unfinished is None
         num_bytes, _ = yield from self._pace.turns(slices, kind, self.stall, copies, waits=waits)
         nonfinite = incoming.nonfinite() if waits else []
@@ -346,7 +346,7 @@ class WeightSession:
         return num_bytes, nonfinite
 
     def finish(self) -> Work[None]:
-        """Behind the commit of what `write` did not wait for: until the copies have run.
+        """After the commit, wait for the copies that `write` launched and did not wait for.
 
         Raises:
             OutOfStep: they failed, and what serves is a mixture.
@@ -371,7 +371,7 @@ class WeightSession:
         self._note_nonfinite(incoming, frozenset[str]().union(*found))
 
     def _lay_base(self, incoming: IncomingWeights, staging: Staging) -> Work[None]:
-        """Have what a delta changes in the copy, and what is to become of it checked."""
+        """Bring what a delta changes into the copy, and check the sums that its tensors will have."""
         if self.is_staged:
             untouched = self._weights.names - (incoming.names - self.names)
             yield from self._do(staging.complete(untouched), Activity.COPYING, self._weights.copies)
@@ -393,7 +393,7 @@ class WeightSession:
     def _keep_mapped(self, incoming: IncomingWeights) -> None:
         """Let the sender use its memory again, and leave it mapped for now.
 
-        Bucket after bucket comes in the same memory, which the driver unmaps only when no pass runs.
+        The next bucket often comes in the same memory, and unmapping it has to wait until no pass runs.
         """
         self._unmap.append(incoming.detach())
         if len(self._unmap) > MAX_MAPPED:
@@ -406,7 +406,7 @@ class WeightSession:
             logger.warning("a weight update: %s", self.told_of_nonfinite)
 
     def _lose(self, incoming: IncomingWeights) -> None:
-        """The live weights are a mixture from here to the commit: no further forward pass may see them."""
+        """From here to the commit the live weights are a mixture, which no forward pass may see."""
         if isinstance(self._content.state, Valid):
             self.stall.begin()
         self._content.lose(_touched(incoming))
@@ -425,7 +425,7 @@ class WeightSession:
         yield from self._do(staging.complete(self.names), Activity.COPYING, self._weights.copies)
 
     def commit(self) -> None:
-        """Make what was written the live weights."""
+        """Make the weights that were written the live ones."""
         if self._staging is not None:
             self._ranks.certainly(self._staging.commit)
         self._content.note_written(self.names)
@@ -433,14 +433,14 @@ class WeightSession:
             self.stall.end()
 
     def release(self) -> Work[None]:
-        """After the commit, give the copy's memory to whom it was borrowed from, the rest to the system."""
+        """After the commit, return the copy's memory to those who lent it, and the rest to the system."""
         if self._staging is not None and self.is_staged:
             self._ranks.certainly(self._staging.repay)
             self._ranks.certainly(self._lender.take_back)
             yield from self._do(self._staging.release(), Activity.WORKING)
 
     def detach(self, incoming: IncomingWeights | None = None) -> Work[None]:
-        """After the commit, give the sender its memory back; returns what the driver has yet to do."""
+        """After the commit, let the sender use its memory again; returns what has yet to unmap it."""
         mapped, self._unmap = self._unmap, []
         if incoming is not None:
             try:
@@ -453,7 +453,7 @@ class WeightSession:
         yield from self._do(_one_by_one(mapped), Activity.WORKING)
 
     def close(self) -> None:
-        """Give the copy's memory back, and what is still mapped of the senders'."""
+        """Give back the copy, and unmap what is still mapped of the senders' memory."""
         if self._staging is not None:
             self._staging.close()
             self._staging = None
@@ -469,7 +469,7 @@ class WeightSession:
             )
 
     def _do(self, slices: Slices[None], kind: Activity, copies: CopyStream | None = None) -> Work[int]:
-        """One step on every rank; returns the bytes of this one's."""
+        """Do work on all ranks, as one phase; returns the bytes of this rank."""
         work = self._pace.turns(slices, kind, self.stall, copies)
         num_bytes, _ = yield from self._ranks.phase(kind, work)
         return num_bytes
@@ -486,10 +486,10 @@ def _run(slices: Slices[None]) -> None:
 
 
 def _touched(incoming: IncomingWeights) -> frozenset[str]:
-    """What does not hold any more, on the way from one set of weights to the next."""
+    """The names whose old values are gone once the update has begun to write."""
     return _union(incoming.names, frozenset(weight for _, weight in incoming.halves.values()))
 
 
 def _union(first: frozenset[str], second: frozenset[str]) -> frozenset[str]:
-    """Sets of all names are not copied where one has nothing to add: no pass runs meanwhile."""
+    """The union, without a copy where one set is empty: names are many, and no pass runs meanwhile."""
     return first | second if first and second else first or second
