@@ -29,11 +29,9 @@ from ebbtide.srt.stored_tensor import StoredTensor, whole
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel
 from ebbtide.srt.weight_sync.delta.patch import PatchedWeights
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
-from ebbtide.srt.weight_sync.ipc_source import IpcConversation
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 from ebbtide.srt.weight_sync.source import NamedTensor, TableSource, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges
-from ebbtide.srt.weight_sync.state_dict_source import StateDictConversation
 
 T = TypeVar("T")
 
@@ -54,11 +52,11 @@ class InPlace:
         self._device = device
 
     def sums(self) -> Mapping[str, int]:
-        """What is known of the sums of what is there, see `WeightStore.sums`."""
+        """The known sums of the weights that are there, see `WeightStore.sums`."""
         return self._store.sums
 
     def note_write(self, names: Iterable[str], sums: Mapping[str, int] = MappingProxyType({})) -> None:
-        """These are about to be written, or have been; `sums`: what is known of theirs from then on."""
+        """Note that these are about to be written, or have been. `sums`: known sums of their new values."""
         self._store.note_write(_sums_after(self._store.sums, names, sums))
 
     def complete(self, written: frozenset[str]) -> Slices[None]:
@@ -73,7 +71,7 @@ class InPlace:
         yield from ()
 
     def commit(self) -> None:
-        """Everything is where it belongs, once the copies have run: forward passes run behind them."""
+        """Have forward passes run behind the copies: after these, the live weights are the new ones."""
         self._device.follow_copies()
 
     def roll_back(self) -> None:
@@ -93,7 +91,7 @@ class Staged:
         self.is_complete = False
         self._store = store
         self._device = device
-        # What nobody writes here is copied from the live weights as they are now.
+        # What is not written is copied from the live weights, whose sums hold until somebody writes to them.
         self._generation, self._sums = store.generation, store.sums
 
     def sums(self) -> Mapping[str, int]:
@@ -114,7 +112,7 @@ class Staged:
         store.sums, self._sums, self._generation = own, former, store.generation
 
     def roll_back(self) -> None:
-        # What the shadow holds after a commit are the weights before it.
+        # A commit exchanges the two copies, so a second one undoes it.
         self.commit()
 
     def repay(self) -> None:
@@ -130,7 +128,7 @@ class Staged:
 def _sums_after(
     known: Mapping[str, int], written: Iterable[str], sums: Mapping[str, int]
 ) -> Mapping[str, int]:
-    """What is known of tensors' sums once these have been written, and hold something of these sums."""
+    """The known sums after `written` were written; `sums` are those that are known of the new values."""
     left = dict(known)
     if left:
         for name in written:
@@ -139,11 +137,11 @@ def _sums_after(
 
 
 class _Checked(NamedTuple):
-    """What `IncomingTensors.check` finds out of a payload that fits.
+    """What `IncomingTensors.check` finds out about a payload that fits the model.
 
     Attributes:
-        scales: the tensors that hold scales of others, where they are written as they are.
-        runs: where those of a table go; None where a name stands there twice.
+        scales: the tensors that hold scales of others, and are written as they are.
+        runs: where the tensors of a table go; None: it is no table, or a name stands in it twice.
     """
 
     names: frozenset[str]
@@ -188,7 +186,7 @@ class IncomingTensors:
         is_plain = loader is None and not self.is_delta
         self._is_planned = is_plain and source.near_bytes is not None and store.device.type == "cuda"
         self._copies = WeightCopies(store.device)
-        # What lies near, and is to be copied by itself.
+        # Tensors on the device that no planned copy covers.
         self._others: dict[str, Tensor] = {}
         self._looked_at = NonFinite()
         self._changes: PlacedChanges | None = None
@@ -202,7 +200,7 @@ class IncomingTensors:
         if self._loader is not None:
             self.sent = frozenset(entry.name for entry in source.entries)
             return
-        # As a rule a delta is of the same tensors as the one before it.
+        # A delta usually changes the same tensors as the one before: what was found is kept in the store.
         form = source.form if isinstance(source, DeltaSource) else None
         notes = store.notes if form is not None else source.notes
         known: tuple[object, _Checked] | None = (
@@ -267,7 +265,7 @@ class IncomingTensors:
         source, store = self._source, self._store
         if not isinstance(source, BroadcastSource) or not source.can_receive_in_place(store.device):
             return False
-        if self._scales:  # They are looked at before anything is written.
+        if self._scales:  # They are checked before anything is written, so they must be received aside.
             return False
 
         def destinations() -> list[Destination | None]:
@@ -294,7 +292,7 @@ class IncomingTensors:
             self._receives_into.note_write(self.names)
 
     def open(self, staging: Staging) -> Slices[None]:
-        """Of what lies on the device the copies are planned too: then a burst has nothing but them to do."""
+        """Also plans the copies of tensors on the device, so that a burst only has to launch them."""
         assert isinstance(staging, InPlace | Staged)
         yield from self._source.open()
         yield from self._check_scales()
@@ -302,14 +300,14 @@ class IncomingTensors:
             return
         planning = self._plan(staging)
         while True:
-            # Where the copies will be launched, the sender's events are awaited too.
+            # The sender's events are awaited by the current stream, which must be the one of the copies.
             with self._device.copying(beside=staging.is_staged):
                 if (planned := next(planning, None)) is None:
                     return
             yield planned
 
     def _check_scales(self) -> Slices[None]:
-        """Refuse scales that are none, before anything is written."""
+        """Refuse scales that are not finite and above zero, before anything is written."""
         names = self._scales
         if not names:
             return
@@ -332,7 +330,7 @@ class IncomingTensors:
             yield 1
             return
         for number, (name, tensor) in enumerate(self._to_plan(address)):
-            assert isinstance(tensor, Tensor), "what is near lies on the device"
+            assert isinstance(tensor, Tensor), "copies are planned of tensors on the device only"
             self._others.pop(name, None)
             if not self._store.plan(self._copies, name, tensor, staging.shadow, self._source.direct):
                 self._others[name] = tensor
@@ -344,7 +342,7 @@ class IncomingTensors:
         yield 1
 
     def _to_plan(self, address: int) -> Iterable[NamedTensor]:
-        """The tensors that are to be planned one by one: most of a table are planned here, all at once."""
+        """The tensors that are planned one by one. Most tensors of a table are planned here, all at once."""
         source = self._source
         if not isinstance(source, TableSource) or self._runs is None:
             return source
@@ -353,7 +351,7 @@ class IncomingTensors:
         return ((names[index], source.tensor(index)) for index in left)
 
     def write(self, staging: Staging) -> Slices[None]:
-        """Launch the copies; what was received in its place is there."""
+        """Launch the copies. What was received in place needs none."""
         assert isinstance(staging, InPlace | Staged)
         staging.note_write(self.names, self.sums())
         if self._received is not None:
@@ -412,8 +410,8 @@ class IncomingTensors:
             yield region.nbytes
 
     def release(self) -> Slices[None]:
-        """Before the commit, so that closing many mappings holds no forward pass up."""
-        # They hold on to the sender's memory.
+        """To be run before the commit, so that closing many mappings holds no forward pass up."""
+        # Placed changes hold references to the sender's memory.
         self._changes = None
         yield from self._source.release()
 
@@ -422,7 +420,7 @@ class IncomingTensors:
         return self._source.detach()
 
     def finish(self) -> None:
-        # If it ends early, copies from the sender's memory are still under way.
+        # After an early end, copies from the sender's memory may still be under way.
         if not self._device.copies_done():
             self._device.synchronize()
 
@@ -447,11 +445,11 @@ class IncomingTensors:
         except RequestRejected as error:
             if staging.is_staged:
                 raise
-            # A refusal would say that nothing was written.
+            # No refusal: that would say that nothing was written.
             raise EngineError(f"the update broke off half-way: {error.message}") from error
 
     def _load(self, loader: CustomLoader, staging: InPlace | Staged) -> Slices[None]:
-        """All of it in one slice: the function cannot be left half-way. It is not called for nothing."""
+        """Call the loader in one slice, since it cannot be left half-way; not at all without tensors."""
         if not self._source.entries:
             return
         assert isinstance(staging, Staged), "a loader is given a copy"
@@ -463,38 +461,8 @@ class IncomingTensors:
             self._looked_at.add(name, region)
 
 
-class CheckedConversation:
-    """A sender's pieces, checked against the model."""
-
-    def __init__(
-        self, conversation: IpcConversation | StateDictConversation, store: WeightStore, device: Device
-    ) -> None:
-        self.poll = conversation.poll
-        self.answer = conversation.answer
-        self.close = conversation.close
-        self._conversation = conversation
-        self._store = store
-        self._device = device
-
-    def piece(self) -> Slices[IncomingTensors | None]:
-        bucket = self._conversation.bucket
-        if bucket is None:
-            return None
-        return (yield from checked(IncomingTensors(bucket, self._store, self._device)))
-
-
-def checked(incoming: IncomingTensors) -> Slices[IncomingTensors]:
-    """Ended early, it is closed."""
-    try:
-        yield from incoming.check()
-    except BaseException:
-        incoming.close()
-        raise
-    return incoming
-
-
 def paced_by_time(slices: Slices[T]) -> Slices[T]:
-    """Work that takes the time that it takes: its bytes are none that a device has to copy afterwards."""
+    """The same work, paced by the time it takes alone: the device does not have to copy its bytes."""
     with closing(slices):
         while True:
             try:

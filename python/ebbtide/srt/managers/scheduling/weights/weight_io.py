@@ -23,11 +23,9 @@ from ebbtide.srt.managers.io_struct import (
     WeightUpdateRequest,
 )
 from ebbtide.srt.managers.scheduling.weights.incoming_weights import (
-    CheckedConversation,
     IncomingTensors,
     InPlace,
     Staged,
-    checked,
     paced_by_time,
 )
 from ebbtide.srt.managers.scheduling.weights.parameter_checker import ParameterChecker
@@ -59,7 +57,7 @@ class EngineWeights:
 
     Args:
         store: the live weights.
-        device: where they are. On a CUDA device copies run beside forward passes.
+        device: that holds them. On a CUDA device copies run beside forward passes.
 
     Raises ConfigurationError for a custom weight loader that cannot be imported.
     """
@@ -91,7 +89,7 @@ class EngineWeights:
     def open(self, request: WeightUpdateRequest) -> Slices[IncomingTensors]:
         loader = self._loader(request)
         source = yield from self._source(request, loader)
-        return (yield from checked(IncomingTensors(source, self._store, self._device, loader)))
+        return (yield from _checked(IncomingTensors(source, self._store, self._device, loader)))
 
     def converse(self, request: PiecewiseRequest) -> CheckedConversation:
         conversation: IpcConversation | StateDictConversation
@@ -199,8 +197,42 @@ class EngineWeights:
                 raise RequestRejected(f"{type(request).__name__} is not a weight source of this engine", 501)
 
 
+class CheckedConversation:
+    """A sender's pieces, checked against the model."""
+
+    def __init__(
+        self, conversation: IpcConversation | StateDictConversation, store: WeightStore, device: Device
+    ) -> None:
+        self.poll = conversation.poll
+        self.answer = conversation.answer
+        self.close = conversation.close
+        self._conversation = conversation
+        self._store = store
+        self._device = device
+
+    def piece(self) -> Slices[IncomingTensors | None]:
+        bucket = self._conversation.bucket
+        if bucket is None:
+            return None
+        return (yield from _checked(IncomingTensors(bucket, self._store, self._device)))
+
+
+def _checked(incoming: IncomingTensors) -> Slices[IncomingTensors]:
+    """The tensors, held against the model. They are closed if that fails, or is ended early."""
+    try:
+        yield from incoming.check()
+    except BaseException:
+        incoming.close()
+        raise
+    return incoming
+
+
 def _announced(request: UpdateWeightsFromDistributedReqInput) -> Announcement:
-    """With the older fields for a single tensor; what is missing is refused."""
+    """What the request announces, in its lists or in its older fields for a single tensor.
+
+    Raises:
+        RequestRejected: 400, a field is missing.
+    """
     names = request.names if request.name is None else [request.name]
     dtypes = request.dtypes if request.dtype is None else [request.dtype]
     shapes = request.shapes if request.shape is None else [request.shape]
