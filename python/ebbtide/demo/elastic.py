@@ -14,7 +14,7 @@ from ebbtide.demo.task import Problem
 if TYPE_CHECKING:
     from ebbtide import Engine
 
-# As many as the model's context has room for.
+# The most that the model's context has room for.
 _NUM_TOKENS = 54
 _SAMPLE_EVERY_S = 0.04
 

@@ -67,13 +67,13 @@ class EngineActor:
         self._lender: NodeLender | None = None
 
     async def facts(self) -> SeatFacts:
-        """Where this is."""
+        """The place of this actor: its node, address, process and GPUs."""
         context = ray.get_runtime_context()
         gpu_ids = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))
         return SeatFacts(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), gpu_ids)
 
     async def reserve_address(self) -> str:
-        """Where the other nodes will find this one, kept free for it until it has started."""
+        """The address where the other nodes will find this one, kept free for it until it has started."""
         host = ray.util.get_node_ip_address()
         self._reserved = ReservedPorts(host, 1)
         return f"[{host}]:{self._reserved.ports[0]}" if ":" in host else f"{host}:{self._reserved.ports[0]}"

@@ -102,7 +102,7 @@ class RayEngine:
         self._nodes: list[NodeSeats] = []
         try:
             self._nodes = take_seats(room, num_ranks, nnodes, share, runtime_env, placement_timeout_s)
-            # Where GPUs were reserved, ranks on CPUs are not what was asked for.
+            # Who reserves GPUs does not want ranks to fall back to CPUs.
             device = {"device": "cuda"} if share.num_gpus > 0 else {}
             together = {"log_level": "error", **device, **arguments, "tp_size": tp, "dp_size": dp}
             start_engine(self._nodes, together, abandoned or threading.Event())
@@ -258,7 +258,7 @@ async def _result(reference: Any) -> str:
 
 
 def _with_rid(fields: dict[str, Any]) -> dict[str, Any]:
-    """With an id by which a stream is ended that nobody reads on."""
+    """The fields with a request id, by which a stream can be ended that nobody reads on."""
     return fields if fields.get("rid") is not None else {**fields, "rid": uuid.uuid4().hex}
 
 

@@ -18,7 +18,7 @@ from ebbtide.ray.errors import ActorDied, translated
 from ebbtide.ray.placement import RankShare, Seating, group_by_node, seat_ranks
 from ebbtide.srt.errors import ConfigurationError, EngineError
 
-# As many requests may be in flight in one engine.
+# How many requests may be in flight in one engine.
 MAX_CALLS: Final = 100_000
 # What makes one node fail makes the others fail too, maybe sooner: that long the first failure is not taken
 # for the cause.
@@ -246,7 +246,7 @@ def _fits(bundle: Mapping[str, float], machine: Mapping[str, float]) -> bool:
 
 
 def _counted(resources: Mapping[str, float]) -> dict[str, float]:
-    """Without the names of machines, and what nobody asks for by number."""
+    """The resources that are asked for by number: not the names of machines."""
     return {
         name: amount
         for name, amount in sorted(resources.items())

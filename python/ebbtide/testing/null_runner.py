@@ -86,7 +86,7 @@ class NullRunner:
         ]
         self._sampled_by_row.update(zip(plan.page_rows_R.tolist(), tokens, strict=True))
         wanted = [spec.logprobs for spec in plan.specs if spec.logprobs is not None]
-        # Where a prompt comes in one piece, they are as the value says.
+        # A prompt that comes in one piece has the logprobs that the value says.
         input_logprobs = {
             index: self._logprobs(len(spec.prompt_ids) - 1, [spec.logprobs], value)
             for index, spec in enumerate(plan.specs)

@@ -23,7 +23,7 @@ from ebbtide.testing.null_runner import NullRunner
 
 
 class NullCopies:
-    """To launch a copy is to have it run: after the passes under way, unless it is to run beside them."""
+    """Copies that have run once they are launched: after the passes under way, unless beside them."""
 
     def __init__(self, runner: NullRunner) -> None:
         self._runner = runner
@@ -354,7 +354,7 @@ class _NullIncoming:
         raise NotImplementedError("these are whole weights")
 
     def finish(self) -> None:
-        """To launch a copy was to have it run."""
+        """Copies have run once they are launched."""
 
     def nonfinite(self) -> list[str]:
         return self._nonfinite

@@ -65,7 +65,7 @@ class Broadcaster:
         self._group: WeightGroup | None = None
 
     def device_for(self, tensor: torch.Tensor) -> torch.device:
-        """From where a tensor like this is broadcast; NCCL takes what is elsewhere by the current GPU."""
+        """The device that a tensor like this is broadcast from: its own, or the current GPU for NCCL."""
         backend = self._backend or ("gloo" if tensor.device.type == "cpu" else "nccl")
         if backend == "gloo":
             return torch.device("cpu")
@@ -172,7 +172,7 @@ class Broadcaster:
         wait([pool.submit(leave, target) for target in self._targets])
 
     def _host_for(self, target: Target, size: EngineSize) -> str:
-        """By which address a target's ranks reach this process."""
+        """The address at which a target's ranks reach this process."""
         if self._master_address is not None:
             return self._master_address
         host = "127.0.0.1" if target.location is None else _own_address(*target.location)

@@ -54,7 +54,7 @@ class Target(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """What messages call it."""
         ...
 
     def begin(self, session_timeout_s: float | None) -> None:

@@ -45,7 +45,7 @@ class CudaDevice:
 
     @property
     def uuid(self) -> str:
-        """As torch spells it: without "GPU-" before it."""
+        """The UUID as torch spells it, without "GPU-" before it."""
         return str(_cuda.get_device_properties(self._index).uuid)
 
     def synchronize(self) -> None:

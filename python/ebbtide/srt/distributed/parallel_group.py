@@ -170,7 +170,7 @@ class TorchGroup:
 
     def _all_reduce(self, x: Tensor, operation: Any) -> None:
         options = _c10d.AllreduceOptions()
-        # On a GPU not asynchronous means: on the current stream, and not on one of the backend's own.
+        # What is not asynchronous runs on the current stream of a GPU, and not on one of the backend's own.
         options.reduceOp, options.timeout, options.asyncOp = operation, COLLECTIVE_TIMEOUT, False
         _wait(self._open().allreduce([x], options))
 
@@ -240,7 +240,7 @@ def _store(parallel: ParallelConfig, rendezvous: str, timeout_s: float) -> Any:
         is_master=leads,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        # By itself the store would listen at every address of the machine.
+        # Without a listener of ours the store would listen at every address of the machine.
         master_listen_fd=_listener(host, port) if leads else None,
     )
 
@@ -295,6 +295,6 @@ def _nccl(store: Any, rank: int, size: int) -> Any:
 
 
 def _wait(work: Any) -> None:
-    """On a CPU until it is done; on a GPU the stream waits."""
+    """Wait until it is done: the host for a CPU, the current stream for a GPU."""
     if work is not None:
         work.wait()

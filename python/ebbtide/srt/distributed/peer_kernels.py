@@ -35,7 +35,7 @@ NUM_BLOCKS: Final = 256
 SLOT_BYTES: Final = 8192
 NUM_WARPS: Final = 16
 # How many blocks may send words with their numbers, and the words of 8 bytes in a slot: one for each thread.
-# With several the compiler would deal them out in two ways, and read them twice.
+# If a thread had several, the compiler would deal them out in two ways, and read them twice.
 NUM_WORD_BLOCKS: Final = 64
 SLOT_WORDS: Final = 512
 _NUM_BLOCKS: Any = tl.constexpr(NUM_BLOCKS)
@@ -106,7 +106,7 @@ def _meet(flags_there, flags_here, step, SIZE: tl.constexpr, LANES: tl.constexpr
     tl.debug_barrier()
     steps = tl.zeros((LANES,), tl.int64) + step
     tl.atomic_xchg(flags_there, steps, mask=tl.arange(0, LANES) < SIZE, sem="release", scope="sys")
-    # In assembler: the compiler might move a load of its own out of the loop. Every thread looks.
+    # Assembler, since the compiler might move a load of its own out of the loop. Every thread looks.
     tl.inline_asm_elementwise(
         """
         {
@@ -316,7 +316,7 @@ def words(
     _await_predecessor(OVERLAPPED)
     step = tl.load(counter) + 1
     x = tl.load(x_words, mask=inside, other=0)
-    # Behind the end too: the slots are long enough, and everybody does it.
+    # Words beyond the end are sent too: the slots are long enough, and every rank does it.
     for other in tl.static_range(SIZE):
         _push_words(_word_slot(tl.load(memories_ptr + other), step, rank, SIZE) + at * 16, x, step)
     total_0 = tl.zeros((TILE,), tl.float32)

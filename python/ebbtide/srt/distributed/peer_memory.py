@@ -287,7 +287,7 @@ def _try(mine: PeerMemory, store: Any, rank: int, size: int, offers: list[Offer]
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """In one piece that begins at a multiple of 16 bytes, seen from its storage: alike on all ranks."""
+    """Whether x is in one piece, a multiple of 16 bytes from where its storage begins: alike on all ranks."""
     return x.is_contiguous() and x.storage_offset() * x.itemsize % 16 == 0
 
 

@@ -74,7 +74,7 @@ class StartupTime(Struct, kw_only=True):
 
 
 class ServerInfo(Reply, kw_only=True):
-    """Beside these, every argument of the server: as given, or as it was chosen; keys as `***`."""
+    """Holds every argument of the server besides, as given, or as it was chosen; keys as `***`."""
 
     version: str
     status: Literal["ready"] = "ready"

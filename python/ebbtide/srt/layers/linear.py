@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     # A norm of the residual that whoever wrote it has begun with: what comes next takes what it knows.
     Begun: TypeAlias = "Normed | QuantizedTokens"
 
-# For float32 torch asks MKL, which leaves half of what a CPU can do unused where it does not know the CPU:
-# measured on AMD EPYC, oneDNN takes 0.5–0.7 of the time at every number of rows. Narrower types go to oneDNN
-# by themselves. The operator is the one that torch's own compiler emits; builds without it use `F.linear`.
+# Torch multiplies float32 by MKL, which leaves half of what a CPU can do unused where it does not know the
+# CPU: measured on AMD EPYC, oneDNN takes 0.5–0.7 of the time at every number of rows. Torch multiplies
+# narrower types by oneDNN. The operator is the one that torch's own compiler emits; builds without it use
+# `F.linear`.
 _HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -80,7 +81,7 @@ class Linear(nn.Module):
 
     @property
     def scales(self) -> Tensor | None:
-        """By which the weight's blocks are to be multiplied; None: they are as they should be."""
+        """The factors of the weight's blocks; None: the weight needs none."""
         return None
 
     def project(self, x_TD: Tensor, norm: RMSNorm | None = None, begun: Begun | None = None) -> Tensor:

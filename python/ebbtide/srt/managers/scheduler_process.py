@@ -97,7 +97,7 @@ def _say_last(ready: Connection, message: str) -> None:
 
 
 def _raise_file_limit() -> None:
-    """To what the system allows: every block of shared memory that a payload refers to is held open."""
+    """Raise it to what the system allows: every block of shared memory of a payload is held open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -151,7 +151,7 @@ def _memories(
     if runner.graphs is not None:
         cuda_graph = runner.graphs.arena
     else:
-        # Without graphs the tag still has both states, and no bytes.
+        # The tag has both states even if there are no graphs, and no bytes.
         cuda_graph = saver.arena(MemoryTag.CUDA_GRAPH, 0)
         cuda_graph.resume()
     return {

@@ -25,7 +25,7 @@ CUDA_MIN_RUN_BYTES = 2 << 20
 CUDA_CHUNK_BYTES = (2 << 20, 1 << 30)
 # Smaller chunks mean more of them: so many are to be in a device's memory, and in a pool of a given size.
 CHUNKS_OF_DEVICE, CHUNKS_OF_POOL = 128, 32
-# Between the last page of a chunk and its end there is less than a page: at most 1/32 of the pool.
+# What is left over between the last page of a chunk and its end is less than a page: at most 1/32 of a pool.
 MIN_CHUNK_PAGES = 32
 
 

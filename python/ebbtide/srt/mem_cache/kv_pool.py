@@ -10,7 +10,7 @@ from ebbtide.srt.mem_cache.kv_layout import KVLayout
 from ebbtide.srt.mem_cache.kv_scales import HeadScales, KVScales
 from ebbtide.srt.memory_saver.arena import Arena
 
-# Without a kernel for it, what is moved lies in between for a moment.
+# Pages that no kernel moves go through a buffer of this size.
 MOVED_AT_ONCE_BYTES = 64 << 20
 
 

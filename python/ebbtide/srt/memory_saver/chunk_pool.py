@@ -196,7 +196,7 @@ class ChunkArena(VirtualArena):
             raise
 
     def repay(self) -> None:
-        """As much as lenders wait for becomes spare again: the chunks themselves, or others for them."""
+        """Make as much spare again as lenders wait for: the chunks that they lent, or others."""
         for slot in self._slots:
             if not self._is_owed_more:
                 return

@@ -74,7 +74,7 @@ class TorchMemorySaverBackend:
             with suppress(AttributeError):  # it can be set once in a process, and will have been to the same
                 library.hook_mode = hook_mode()
         self._library = library
-        # As the interpreter ends it would free its pools, outside of any region: the library would exit(1).
+        # Destroyed as the interpreter ends, it would free its pools outside of any region and call exit(1).
         keep_for_ever(library)
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:

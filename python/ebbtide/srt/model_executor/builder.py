@@ -197,7 +197,7 @@ def _keep_routes(runner: ModelRunner, slices: _Slices, device: torch.device) -> 
         return
     if not isinstance(model, MoeCausalLM):
         raise ConfigurationError(f"enable_return_routed_experts: {slices.model.architecture} has no experts")
-    # Without chunks the last prompt of a pass comes whole, however little room is left.
+    # If prompts are not chunked, the last one of a pass comes whole, however little room is left.
     whole = schedule.max_prefill_tokens + slices.model.context_len
     max_tokens = schedule.chunked_prefill_size or whole
     runner.recorder = model.record_routes(max_tokens + schedule.max_running_requests, device)

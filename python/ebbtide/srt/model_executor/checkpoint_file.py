@@ -171,7 +171,7 @@ class CheckpointFile:
     # -------------------------------------------------------------------------------------------- torch files
 
     def _read_torch_file(self) -> dict[str, StoredTensor]:
-        """By torch's restricted unpickler, which says of each storage where it lies and reads none."""
+        """Has torch's restricted unpickler tell where the storages lie; it reads none of them."""
         from torch._subclasses.fake_tensor import FakeTensorMode  # takes seconds, and few need it
 
         try:

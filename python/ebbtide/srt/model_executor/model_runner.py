@@ -56,7 +56,7 @@ class PromptLogprobs:
     pieces: Sequence[LaunchedLogprobs]
 
     def result(self) -> dict[int, LogprobArrays]:
-        """By request, once the device has run it."""
+        """The logprobs of each request, by its row. To be called once the device has run the pass."""
         pieces = [piece.result() for piece in self.pieces]
         ends = np.cumsum([len(piece.tokens_N) for piece in pieces]).tolist()
         results = {}

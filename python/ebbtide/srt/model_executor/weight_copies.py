@@ -26,7 +26,7 @@ AnyTensor = TypeVar("AnyTensor", Tensor, StoredTensor, Tensor | StoredTensor)
 CONVERTIBLE: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 # Tensors that are looked at for NaN and Inf by one call.
 LOOKED_AT_ONCE: Final = 64
-# So much is copied by one kernel: about a millisecond of a device's time.
+# One kernel copies so much: about a millisecond of a device's time.
 LAUNCH_BYTES: Final = 2 << 30
 # What addresses and lengths of planned copies are multiples of.
 ALIGNMENT_BYTES: Final = 16
@@ -263,7 +263,7 @@ class WeightCopies:
         return planned
 
     def take(self, planned: PlannedSpans, address: int) -> None:
-        """In the place of planning: have copies of the same tensors ready, to weights that begin there."""
+        """Instead of planning, have planned copies of the same tensors ready, to weights that begin there."""
         # Triton is where GPUs are.
         from ebbtide.srt.layers.kernels.copy_spans import SpanCopies
         from ebbtide.srt.layers.kernels.fp8_quantize import QuantizedSpans
@@ -336,7 +336,7 @@ class NonFinite:
         self._is_finite: Tensor | None = None
 
     def add(self, name: str, region: Tensor) -> None:
-        """To be looked at, now or later. Types without Inf, or that mean nothing without scales, are not."""
+        """Look at it, now or later. Types that have no Inf or mean nothing without scales are skipped."""
         if region.dtype in CONVERTIBLE:
             self._named.append((name, region))
         if len(self._named) - self._num_looked_at == LOOKED_AT_ONCE:

@@ -34,11 +34,11 @@ from ebbtide.srt.stored_tensor import StoredTensor, copy_into
 
 ALIGNMENT_BYTES = 256
 LOCAL_SLICE_BYTES = 64 << 20
-# At the speed of pageable memory, about what a forward pass can be kept waiting for.
+# To copy so much out of pageable memory takes about as long as a forward pass can be kept waiting.
 TRANSFER_BYTES = 16 << 20
 # What decides how many bits a weight has.
 OTHER_PRECISION = "--quantization, --quantization-exclude"
-# So much of a sender's names and shapes is repeated in a message.
+# Messages repeat no more characters than this of a sender's names and shapes.
 MAX_TEXT = 200
 
 

@@ -171,7 +171,7 @@ class Attention(nn.Module):
         return self.attention(qkv_TNH, rope, self.head_norms(), step).flatten(1)
 
     def head_norms(self) -> HeadNorms | None:
-        """As the parameters are now: the weight store gives them their memory after construction."""
+        """The norms, made anew each time: the weight store replaces their parameters after construction."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)

@@ -169,7 +169,7 @@ class SparseBroadcastSource(DeltaSource):
         Raises:
             RequestRejected: 400, a position twice, or outside of its tensor.
         """
-        # By gloo they come to host memory, wherever the weights are.
+        # Gloo receives into host memory, wherever the weights are.
         device = weights.base(torch.uint8).device
         arrived = [whole(tensor).to(device) for _, tensor in self._parts]
         rows = zip(self.entries, arrived[::2], arrived[1::2], strict=True)

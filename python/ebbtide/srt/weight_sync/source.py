@@ -64,7 +64,7 @@ class WeightSource:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """The size of all tensors together."""
         return sum(entry.num_bytes for entry in self.entries)
 
     @property

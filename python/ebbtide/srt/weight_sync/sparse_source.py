@@ -234,7 +234,7 @@ def open_sparse(
     """
     if changed is None:
         raise RequestRejected("changed: load_format sparse needs it, one entry per tensor")
-    # Where there is an entry for each rank, only this rank's may be here.
+    # Entries of other ranks are left empty where each rank has one of its own.
     is_image = any(entry and is_safetensors(entry) for entry in entries)
     payload = yield from open_by_slices(entries, SAFETENSORS if is_image else None, place=place, cuda=cuda)
     return CodedSource(changed, payload, device, base_version)

@@ -129,7 +129,7 @@ def main() -> int:
     except EOFError:
         return 1
     watch.socket_folder = start.socket_folder
-    # As imported, not as `__main__`, so that classes and loggers exist once.
+    # The module is imported, not used as `__main__`, so that classes and loggers exist once.
     return importlib.import_module("ebbtide.srt.entrypoints.launch.process").child_main(start, pipe)  # type: ignore[no-any-return]
 
 

@@ -157,7 +157,7 @@ class Metrics:
 
 
 def _sleep_state(state: StateReport) -> str:
-    """As vLLM calls it: by its weights."""
+    """The state by vLLM's names, which go by the weights."""
     reports = [rank.tags[MemoryTag.WEIGHTS] for rank in state.ranks]
     if all(report.state == "resident" for report in reports):
         return SLEEP_STATES[0]

@@ -86,7 +86,7 @@ class OpenAIApi:
     async def _answer(
         self, request: Request, call: OpenAICall, writer: Writer, *, wants_meta: bool = False
     ) -> Response:
-        # Beside SGLang's `meta_info` they are told in its form.
+        # An answer with SGLang's `meta_info` has routed experts in SGLang's form.
         form = "int32" if wants_meta else self._service.config.server_args.routed_experts_format
         return await answer_call(self._service, request.receive, call, writer, form)
 

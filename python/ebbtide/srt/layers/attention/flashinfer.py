@@ -206,7 +206,7 @@ class FlashInferAttention(AttentionBackend):
         return GraphDecode(self._layers, self._kernels, self._shape, batch_size, buffers, items, whole=whole)
 
     def has_even(self, batch_size: int) -> bool:
-        # From there on no request is cut in any step.
+        # Batches of `unsplit_from` requests and more cut no request in any step.
         plans = not (
             on_cuda_cores(self._shape) or decodes_fp8(self._shape) or serves_few(self._shape, batch_size)
         )

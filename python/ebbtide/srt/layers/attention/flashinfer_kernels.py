@@ -284,7 +284,7 @@ def module_specs(shape: AttentionShape, device: torch.device, *, whole: bool = T
                 specs[f"attention to shared prefixes{variant}"] = tiles
         else:
             specs[f"decode attention{variant}"] = tiles
-        # For prompts pages in FP8 are read back.
+        # Prompts attend to pages in FP8 as they are read back into the wide type.
         prefill = _prefill_spec(wide(shape), kind, _prefill_backend(wide(shape), device))
         if not (whole or prefill.is_compiled):
             prefill = _prefill_spec(wide(shape), kind, _FIRST_BACKEND)

@@ -94,7 +94,7 @@ class UntilCompiled:
         kernel.run(planned, pages, q_TNH, k_PSKH, v_PSKH, out_TNH)
 
     def wait(self) -> None:
-        """Until the other one serves, or has failed."""
+        """Wait until the other kernel serves, or has failed."""
         self._thread.join()
 
     def _take_over(self, make: Callable[[], PagedKernel]) -> None:

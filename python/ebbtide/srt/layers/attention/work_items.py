@@ -37,7 +37,7 @@ class WorkItems:
 
 # What a block costs beside reading its pages, in pages (bench/gpu_shared_prefix.py, on an H200).
 _BLOCK_PAGES = 8
-# With so many items for each that the device holds at a time there is enough to do.
+# A device is busy enough with this many times the items that it runs at once.
 _MANY_ROUNDS = 4
 # Sizes of pieces that are tried, in pages: four to each doubling, and one that cuts nothing.
 _PIECES = np.append(np.rint(8 * 2 ** (np.arange(40) / 4)).astype(np.int64), 1 << 20)

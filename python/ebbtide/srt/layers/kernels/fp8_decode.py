@@ -127,7 +127,7 @@ def _attend(  # type: ignore[no-untyped-def]
     ASM: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """With one part the output, with several each part's output and the logarithm of its sum of weights."""
+    """Write the output; of several parts, each one's output and the logarithm of its sum of weights."""
     GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
     # What a float16 made of the bits of FP8 is to be multiplied by.
     UNIT: tl.constexpr = 256.0

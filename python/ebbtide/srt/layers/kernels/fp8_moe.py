@@ -363,7 +363,7 @@ def _few_gate_up_kernel(  # type: ignore[no-untyped-def]
     scale_at = scales_ptr + (expert * (2 * INNER) + first_row) // 128 * GROUPS + word // 32
     gate_scale = tl.load(scale_at, mask=inside, other=0.0)
     up_scale = tl.load(scale_at + INNER // 128 * GROUPS, mask=inside, other=0.0)
-    # By fours on the GPU, where pointers are those of words.
+    # The GPU reads four values at a time, through pointers to words.
     x_at = x_ptr + (slot // TOP_K).to(tl.int64) * (WORDS if ASM else HIDDEN)
     x0, x1, x2, x3 = four_of(x_at, word, inside, ASM)
     for step in range(STEPS):

@@ -178,7 +178,7 @@ def _in_eight_bits(x, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def room_for_tokens(num_tokens: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For the values [T', K] and the scales [T', G] of tokens, unwritten."""
+    """Memory, not written yet, for the values [T', K] and the scales [T', G] of tokens."""
     padded_tokens = max(32, -(-num_tokens // 4) * 4)
     values_TK = torch.empty((padded_tokens, num_columns), dtype=torch.float8_e4m3fn, device=device)
     scales_GT = torch.empty((num_columns // GROUP, padded_tokens), dtype=torch.float32, device=device)

@@ -49,7 +49,7 @@ def card(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-# By compute capability, the card on which tiles were measured.
+# The card on which tiles were measured for each compute capability.
 _MEASURED = {(9, 0): "NVIDIA H200"}
 
 

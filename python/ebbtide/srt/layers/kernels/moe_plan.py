@@ -74,7 +74,8 @@ class Layer:
 # Up to so many tokens each reads the weights of its experts by itself: few have an expert in common.
 FEW_TOKENS = 4
 ONE_BY_ONE = Plan(1, Tile(2, 2048, 4, 1), Tile(4, 1024, 8, 1))
-# By tokens of a block. With few of them all the time goes into reading weights: programs are many and small.
+# Plans by the number of tokens in a block. If these are few, all the time goes into reading weights, so there
+# are many small programs.
 DEFAULTS = {
     16: Plan(16, Tile(64, 128, 4, 4), Tile(128, 64, 8, 5)),
     32: Plan(32, Tile(32, 128, 4, 4), Tile(128, 64, 8, 5)),

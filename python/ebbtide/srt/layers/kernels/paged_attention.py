@@ -151,7 +151,7 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIMS: tl.constexpr,
 ) -> None:
-    """With one part the output, with several each part's output and the logarithm of its sum of weights."""
+    """Write the output; of several parts, each one's output and the logarithm of its sum of weights."""
     GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
     tile, request = tl.program_id(0), tl.program_id(1)
     kv_head, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
@@ -170,7 +170,7 @@ def _attend(  # type: ignore[no-untyped-def]
     in_head = dim < HEAD_DIM
     q = tl.load(q_ptr + q_row[:, None] * HEAD_DIM + dim, mask=present[:, None] & in_head, other=0.0)
 
-    # From the first key that the first row attends to, to behind the last one of the last row.
+    # The keys from the first that the first row attends to, up to the last one of the last row.
     begin = length - length
     if WINDOW > 0:
         begin = tl.maximum(length - num_new + tile * BLOCK_ROWS // GROUP + 1 - WINDOW, 0)

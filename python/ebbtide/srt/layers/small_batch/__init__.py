@@ -132,7 +132,7 @@ def multiply(
         fp8_products.multiply_one(*operands, gated=gated, add=add)
         return None
     config = config if config is not None else choose(len(x_TK), shape, x_TK.device)
-    # On a GPU every kernel is launched as a dependent of the one before; the interpreter has none of it.
+    # Every kernel on a GPU is launched as a dependent of the one before, which the interpreter cannot do.
     overlapped = overlapped and x_TK.is_cuda
     launch = {"OVERLAPPED": overlapped, "launch_pdl": overlapped}
     gates = {"GATED": gated is not None, "GELU": gated == "gelu_tanh"}

@@ -189,7 +189,7 @@ def product(
     if OVERLAPPED:
         LINE: tl.constexpr = _LINE_BITS // weight_ptr.dtype.element_ty.primitive_bitwidth
         lines = begin + tl.arange(0, PREFETCHED_COLUMNS // LINE) * LINE
-        # Behind the last row or column the address of another line of this weight.
+        # Addresses beyond the last row or column are replaced by those of another line of this weight.
         first = weight_ptr + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * NUM_COLUMNS
         first += tl.minimum(lines, NUM_COLUMNS - 1)[None, :]
         prefetch(first)

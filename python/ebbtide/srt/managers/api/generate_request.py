@@ -388,7 +388,7 @@ class _PerPrompt:
         limits.check_ids("token_ids_logprob", self.token_ids_logprob)
 
     def namespace_behind(self, before: EndedOutput | None) -> tuple[str, ...]:
-        """Where none is given, that of the output that is continued."""
+        """The cache namespace: the given one, else that of the output that is continued."""
         return self.cache_namespace if self.cache_namespace or before is None else before.namespace
 
     def given_routes(self, limits: RequestLimits, num_prompt_tokens: int) -> RoutedExperts | None:

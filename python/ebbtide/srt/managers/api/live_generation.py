@@ -247,7 +247,7 @@ class OutputState:
         return meta
 
     def _sampling_masks(self) -> dict[str, Any]:
-        """In the forms that were asked for. Source: wire_vllm section 6.2."""
+        """The masks in the forms that were asked for. Source: wire_vllm section 6.2."""
         meta: dict[str, Any] = {}
         if self.request.return_sampling_mask:
             meta["output_token_sampling_mask"] = self._handed_out(self._masks)
@@ -263,7 +263,7 @@ class OutputState:
         e2e_s = self._finished_s - arrival_s
         first_token_s = e2e_s if self._first_token_s is None else self._first_token_s - arrival_s
         if start is not None and start.first_token_latency_s is not None:
-            # Without streaming, the first token arrives here with the last.
+            # Outputs that are not streamed arrive here whole: only the scheduler saw the first token.
             first_token_s = start.first_token_latency_s
         return {
             "e2e_latency": e2e_s,

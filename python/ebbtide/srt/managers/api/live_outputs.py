@@ -84,7 +84,7 @@ class LiveOutputs:
                 self._remove(rid, entry)
 
     def attach(self, generation: LiveGeneration) -> None:
-        """From now on this request waits for its outputs, which are about to be sent."""
+        """Have this request wait for its outputs, which are about to be sent."""
         for output in generation.outputs:
             self._entries[output.request.rid].generation = generation
 

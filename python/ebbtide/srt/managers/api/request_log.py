@@ -11,7 +11,7 @@ from ebbtide.srt.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# From these levels of detail on.
+# The levels of detail from which on each of these is logged.
 SAMPLING_PARAMS: Final = 1
 PROMPTS: Final = 3
 

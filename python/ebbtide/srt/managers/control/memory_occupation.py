@@ -122,7 +122,7 @@ class MemoryOccupation:
         tags = self._selected(request.tags)
         to_release = [tag for tag in tags if tag not in self._released or self._memories[tag].resident_bytes]
         free_before = self._free_bytes()
-        # Where an earlier release has broken off, what was to survive it has been saved.
+        # If an earlier release broke off, what was to survive it has been saved already.
         gives_up_kv = MemoryTag.KV_CACHE in to_release and not self.is_kv_released
         plan = self._parking(request.preserve) if gives_up_kv else NOTHING_PARKED
         keep = self._keeping(to_release, request.backup)
@@ -290,7 +290,7 @@ class MemoryOccupation:
         return {tag: self._report(tag) for tag in MemoryTag}
 
     def _selected(self, tags: Iterable[MemoryTag] | None) -> list[MemoryTag]:
-        """In the order of the enumeration, each once; none given means all."""
+        """The tags in the order of the enumeration, each once; all if none are given."""
         chosen = set(tags or ()) or set(MemoryTag)
         return [tag for tag in MemoryTag if tag in chosen]
 
@@ -336,7 +336,7 @@ class MemoryOccupation:
 
     def _release(self, tag: MemoryTag) -> int:
         memory = self._memories[tag]
-        # Where it fails half-way, some of the memory is gone, and nothing may run on the rest.
+        # Marked first: if the release fails half-way, nothing may run on the memory that is left.
         self._released |= {tag}
         freed_bytes = memory.release()
         if tag is MemoryTag.WEIGHTS and not self._keeps_weights:

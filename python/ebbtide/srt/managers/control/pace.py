@@ -21,12 +21,13 @@ T = TypeVar("T")
 SHARE: Final = 0.8
 SHORTEST_TURN_S: Final = 0.5e-3
 LONGEST_TURN_S: Final = 10e-3
-# So long, as a part of a pass, copies are waited for that are under way: less than a pass has to spare on the
-# host, while each further turn costs a small update a whole one. Where no pass can run, for a whole turn.
+# The part of a pass for which a turn waits for copies under way. It is less than a pass has to spare on the
+# host, while each further turn costs a small update a whole pass. If no pass can run, it waits a whole turn.
 WAIT_SHARE: Final = 0.2
 # Where no forward pass waits, a turn ends only so that the loop hears of messages and deadlines.
 IDLE_TURN_S: Final = 25e-3
-# What a device copies beside a forward pass (a copy is launched sooner than it is done), and beside none.
+# What a device copies beside a forward pass, and while none runs. Copies are bounded by their bytes, since
+# launching them takes less time than they do.
 COPY_BYTES_PER_S: Final = 1.4e12
 BURST_BYTES_PER_S: Final = 2e12
 
@@ -156,7 +157,7 @@ class Pace:
         return num_bytes, result
 
     def behind(self, copies: CopyStream) -> Work[None]:
-        """Until copies have run that forward passes were launched behind."""
+        """Wait for copies that forward passes were launched behind."""
         yield from self._copied(copies, Activity.COPYING, is_held_up=True)
         self.copied_at_s = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""For how long control requests keep forward passes from running."""
+"""The time for which control requests keep forward passes from running."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StallTally:
         self._sums_s[name] = self._sums_s.get(name, 0.0) + stall.longest_s
 
     def report(self) -> dict[str, StallCounts]:
-        """By names of operations."""
+        """The counts of each kind of request, by its path without the slash."""
         return {
             name: StallCounts(counts=counts, sum_s=self._sums_s[name])
             for name, counts in self._counts.items()

@@ -146,7 +146,7 @@ class RunningRows:
 def _given_routes(
     requests: Sequence[Req], starts_R: Column, ends_R: Column, num_routed_R: Column
 ) -> dict[int, Routes]:
-    """By request, the experts of those new tokens that they were given for."""
+    """The experts that were given for new tokens, by the number of the request."""
     given: dict[int, Routes] = {}
     for index in np.flatnonzero(starts_R < num_routed_R).tolist():
         rows = requests[index].given_routes

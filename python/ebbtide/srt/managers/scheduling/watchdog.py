@@ -26,7 +26,7 @@ class Progress:
         self.current: tuple[str, float] | None = None
 
     def begin(self, what: str) -> None:
-        """From now on this is being done."""
+        """Note that this is being done from now on."""
         self.current = (what, time.monotonic())
 
     def rest(self) -> None:

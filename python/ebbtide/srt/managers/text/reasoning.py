@@ -25,7 +25,7 @@ class ReasoningFormat:
 _THINK: Final = ReasoningFormat("<think>", "</think>")
 _OPEN_THINK: Final = ReasoningFormat("<think>", "</think>", is_open=True)
 
-# By the names that SGLang has for them.
+# The formats by the names that SGLang has for them.
 REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
     "deepseek-r1": _OPEN_THINK,
     "deepseek-v3": _THINK,

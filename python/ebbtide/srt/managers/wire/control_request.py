@@ -41,7 +41,7 @@ def own_deadline(request: Timed, update_timeout_s: float) -> float | None:
 
 
 def update_deadline(request: object, update_timeout_s: float) -> float:
-    """For what waits only for the other ranks."""
+    """The deadline of requests that wait for other ranks only."""
     return update_timeout_s
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ebbtide.srt.model_executor.batch_plan import Supports
 
 
-# As lists they are made of columns while the request runs, so many tokens at a time: requests that end
-# together would otherwise wait for the lists of all of them.
+# Lists are made of columns while the request runs, so many tokens at a time: otherwise requests that end
+# together would wait for the lists of all of them.
 MASKS_AT_ONCE = 32
 
 
@@ -36,7 +36,7 @@ class SupportColumns(Struct, frozen=True, array_like=True):
 
 
 def masks_of(columns: SupportColumns) -> list[list[int]]:
-    """By token, the ids in ascending order."""
+    """The ids of each token's mask, in ascending order."""
     ids, counts = array("i", columns.ids), array("i", columns.counts)
     return [ids[start:end].tolist() for start, end in pairwise(accumulate(counts, initial=0))]
 

@@ -361,7 +361,7 @@ class ReadWeightsReqInput(ControlRequest, frozen=True, kw_only=True):
 
 
 class CheckWeightsReqOutput(Reply, frozen=True, kw_only=True):
-    """For checksums: those of every rank, and what they come to; replicas with the same weights agree."""
+    """The checksums, if they were asked for: of every rank, and of all, alike where the weights are."""
 
     per_engine_checksum: Annotated[str | UnsetType, merge.AGREED] = UNSET
     by_rank: Annotated[list[RankChecksums] | UnsetType, merge.LISTED_PER_REPLICA] = field(

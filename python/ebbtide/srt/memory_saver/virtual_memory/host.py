@@ -126,7 +126,7 @@ class HostVirtualMemory:
         """What is mapped can be read and written."""
 
     def drain(self) -> None:
-        """To launch is to run."""
+        """Nothing is left to run: a CPU runs work as it is launched."""
 
     def unmap(self, at: Reservation, offset: int, num_bytes: int) -> None:
         address, end = at.address + offset, at.address + offset + num_bytes

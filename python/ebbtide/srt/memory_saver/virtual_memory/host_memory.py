@@ -66,7 +66,7 @@ def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, _Controller]]:
             continue
         controller = _V1 if controllers else _V2
         for mount_root, mount_point in _cgroup_mounts(mounts, controller):
-            # In a container the group may lie outside what is mounted: then the mount itself is our group.
+            # A container's group may lie outside what is mounted: then the mount itself is our group.
             within = Path(group).is_relative_to(mount_root)
             folder = mount_point / Path(group).relative_to(mount_root) if within else mount_point
             for level in (folder, *folder.parents):

@@ -115,7 +115,10 @@ def _put_first_among_equals(
     tokens_M: NDArray[np.float32],
     token_ids_M: NDArray[np.int64],
 ) -> None:
-    """Where scores are equal, `topk` and the choice may prefer different tokens. The others go by id."""
+    """Put the chosen token first among those of its score, and order other equals by token id.
+
+    `topk` and the choice may prefer different tokens of one score.
+    """
     is_token_MK = top_ids_MK == token_ids_M[:, None]
     is_missing_M = (top_MK[:, -1] == tokens_M) & ~is_token_MK.any(1)
     top_ids_MK[is_missing_M, -1] = token_ids_M[is_missing_M]

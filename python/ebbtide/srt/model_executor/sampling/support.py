@@ -105,7 +105,7 @@ class SupportReader:
             return LaunchedSupports([], self._greedy)
         if chosen.cut_rows is None:
             return self._sorted(scores_SV, chosen)
-        # Where there are cuts there is Triton.
+        # Rows are cut by Triton kernels only, so Triton can be imported here.
         from ebbtide.srt.model_executor.sampling import support_kernel
 
         listed_GK = support_kernel.listed(scores_SV, chosen, self._rows_G, self._num_listed)

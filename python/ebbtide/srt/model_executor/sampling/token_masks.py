@@ -43,7 +43,7 @@ class AllowedTokens:
         return AllowedTokens(upload(rows, device), forbidden_AV)
 
     def apply(self, scores_SV: Tensor) -> None:
-        """In place."""
+        """Set the scores of forbidden tokens to minus infinity, in place."""
         allowed_AV = scores_SV[self.rows_A].masked_fill(self.forbidden_AV, float("-inf"))
         scores_SV.index_copy_(0, self.rows_A, allowed_AV)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
 
 INDEX: Final = "model.safetensors.index.json"
-# In the local folder: which version an update of it means.
+# A file in the local folder that says which version an update from that folder brings.
 STATE: Final = Path(".weight_sync", "state.json")
 ENCODINGS: Final = ("xor", "overwrite")
 
@@ -163,7 +163,7 @@ def decompress(frame: bytes, max_bytes: int, name: str) -> bytes:
 
 
 def checksum_of(data: memoryview, checksum_format: str) -> str:
-    """In lower-case hexadecimal."""
+    """The checksum of the data in this format, in lower-case hexadecimal."""
     return _CHECKSUMS[checksum_format](data)
 
 

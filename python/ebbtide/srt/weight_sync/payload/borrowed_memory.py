@@ -44,7 +44,7 @@ class BorrowedMemory:
         self._wanted: dict[CudaStorageRef, None] = {}
         self._blocks: dict[bytes, SharedBlock] = {}
         self._mapped: dict[object, Mapping] = {}
-        # Of the mappings, by their beginnings, as far as they were looked at.
+        # Where mappings end, by their beginnings; see `check_extent`.
         self._ends: dict[int, int] = {}
         self._opened: dict[object, list[CudaStorageRef]] = {}
         self._given_back: set[CudaStorageRef] = set()

@@ -129,7 +129,8 @@ class Listing:
         return [begin + _ENCODER.encode(listed) for listed in lists]
 
 
-# Of a contiguous tensor the stride follows from the shape, and takes as long to ask for.
+# Dtype, shape and stride; the stride of a contiguous tensor is None: it follows from the shape, and takes as
+# long to ask for.
 _LayoutKey: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...] | None]
 
 
