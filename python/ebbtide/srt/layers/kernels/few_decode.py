@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
-from ebbtide.srt.layers.kernels.paged_attention import Pages
+from ebbtide.srt.layers.kernels.paged_attention import Pages, room_for_parts
 
 # Rows of a product on tensor cores: query heads that share a KV head, at most.
 MAX_GROUP = 16
@@ -81,11 +81,7 @@ def attend_few(
     num_q_heads = num_heads - 2 * num_kv_heads
     cut = cut or choose_cut(num_requests, num_kv_heads, num_q_heads // num_kv_heads, qkv_TNH.device)
     out_TNH = qkv_TNH.new_empty((num_requests, num_q_heads, head_dim))
-    parts_CTNH, sums_CTN = out_TNH, out_TNH
-    if cut.splits > 1:
-        size = (cut.splits, num_requests, num_q_heads)
-        parts_CTNH = torch.empty((*size, head_dim), dtype=torch.float32, device=out_TNH.device)
-        sums_CTN = torch.empty(size, dtype=torch.float32, device=out_TNH.device)
+    parts_CTNH, sums_CTN = room_for_parts(out_TNH, cut.splits)
     _attend_few[(num_requests, num_kv_heads * cut.splits)](
         qkv_TNH,
         rope.cos_T1H,

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
-from ebbtide.srt.layers.kernels.paged_attention import Pages
+from ebbtide.srt.layers.kernels.paged_attention import Pages, room_for_parts
 
 _ROWS = 16
 # The best of those that were tried (bench/gpu_fp8_kv.py, on an H200).
@@ -52,10 +52,7 @@ def attend_fp8(
     num_requests, num_q_heads, head_dim = q_TNH.shape
     num_kv_heads = k_PSKH.shape[2]
     splits = _num_splits(num_requests * num_kv_heads, q_TNH.device)
-    parts_CTNH, sums_CTN = out_TNH, out_TNH
-    if splits > 1:
-        parts_CTNH = torch.empty((splits, *q_TNH.shape), dtype=torch.float32, device=q_TNH.device)
-        sums_CTN = torch.empty((splits, *q_TNH.shape[:2]), dtype=torch.float32, device=q_TNH.device)
+    parts_CTNH, sums_CTN = room_for_parts(out_TNH, splits)
     _attend[(num_requests, num_kv_heads * splits)](
         q_TNH,
         k_PSKH.view(torch.int16),

@@ -74,10 +74,7 @@ def attend(
     block_rows = _FEW_ROWS if num_rows <= _FEW_ROWS else _MANY_ROWS
     block_dims = max(16, triton.next_power_of_2(head_dim))
     splits = _num_splits(num_requests * num_kv_heads, q_TNH.device) if pages.most_new == 1 else 1
-    parts_CTNH, sums_CTN = out_TNH, out_TNH
-    if splits > 1:
-        parts_CTNH = torch.empty((splits, *q_TNH.shape), dtype=torch.float32, device=q_TNH.device)
-        sums_CTN = torch.empty((splits, num_tokens, num_q_heads), dtype=torch.float32, device=q_TNH.device)
+    parts_CTNH, sums_CTN = room_for_parts(out_TNH, splits)
     _attend[(triton.cdiv(num_rows, block_rows), num_requests, num_kv_heads * splits)](
         q_TNH,
         k_PSKH,
@@ -118,6 +115,19 @@ def attend(
             BLOCK_DIMS=block_dims,
             num_warps=1,
         )
+
+
+def room_for_parts(out_TNH: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Where a kernel leaves each part's output and the logarithm of its sum of weights, float32.
+
+    One part is the output itself, which stands for both: no sum is written then.
+    """
+    if splits == 1:
+        return out_TNH, out_TNH
+    device = out_TNH.device
+    parts_CTNH = torch.empty((splits, *out_TNH.shape), dtype=torch.float32, device=device)
+    sums_CTN = torch.empty((splits, *out_TNH.shape[:2]), dtype=torch.float32, device=device)
+    return parts_CTNH, sums_CTN
 
 
 def _num_splits(num_programs: int, device: torch.device) -> int:
