@@ -55,10 +55,7 @@ class ReplicasMachine(Clients):
 
     @rule()
     def name_version(self) -> None:
-        """In a session it takes effect with that; on a replica that has lost its own, at once."""
-        has_session = {replica.scheduler.control.updates.is_under_way for replica in self.replicas.replicas}
-        if has_session == {False}:
-            self.call(UpdateWeightVersionReqInput(new_version="v"))
+        self.call(UpdateWeightVersionReqInput(new_version="v"))
 
     @rule(dp_rank=REPLICAS, number=st.integers(0, 20), is_session=st.booleans())
     def expire(self, dp_rank: int, number: int, is_session: bool) -> None:

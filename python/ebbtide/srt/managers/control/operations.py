@@ -244,6 +244,17 @@ class Line:
             self._places.remove(place)
 
 
+def in_turn(has_come: Callable[[], bool], refusal: str, status: int) -> Work[None]:
+    """Wait for the front of a line. Raises RequestRejected at the deadline; `refusal`: what is so then."""
+    try:
+        while not has_come():
+            yield Activity.WAITING
+    except DeadlinePassed:
+        raise RequestRejected(
+            f"{refusal}: an earlier update was still waiting at the deadline", status
+        ) from None
+
+
 class Stages:
     """The stages of one operation, from its first slice to its reply; every moment belongs to one of them.
 

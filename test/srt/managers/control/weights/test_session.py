@@ -178,6 +178,21 @@ def test_a_version_given_inside_takes_effect_at_the_end(harness: Harness) -> Non
     assert harness.end().weight_version == "9"
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_version_given_while_the_end_waits_comes_after_it(harness: Harness, waits: bool) -> None:
+    harness.begin()
+    harness.begin_request(max_new_tokens=20)
+    ended = harness.call(EndWeightUpdateReqInput(weight_version="8"))
+    named = harness.call(UpdateWeightVersionReqInput(new_version="9"))
+    harness.turn()
+    if not waits:
+        harness.expire(named)
+        assert harness.refusal(named).status == 400
+    harness.run_until_idle()
+    assert harness.reply(ended).weight_version == "8"
+    assert harness.now.weight_version == ("9" if waits else "8")
+
+
 def test_in_place_nothing_runs_between_the_first_bucket_and_the_end(harness: Harness) -> None:
     harness.weights.num_staged = 0
     rid = harness.begin_request(max_new_tokens=40)

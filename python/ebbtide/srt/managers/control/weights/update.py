@@ -18,7 +18,7 @@ from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.operations import Line, Operations, Stages, timed
+from ebbtide.srt.managers.control.operations import Line, Operations, Stages, in_turn, timed
 from ebbtide.srt.managers.control.pace import Pace, Wake
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import (
@@ -174,19 +174,23 @@ class WeightUpdates:
         return WeightSessionReqOutput(changed=changed, message=message)
 
     def set_version(self, request: UpdateWeightVersionReqInput) -> Operation:
-        """Give the weights another version; in a session, from its commit on."""
-        # A session that others open before the verdict is theirs: on another replica it may not be open yet.
-        session = self._session
-        yield Activity.PREPARED
-        if session is not None and self._session is session:
-            session.version = request.new_version
-            message = f"Weight version {request.new_version} takes effect with the session."
-        else:
-            if request.abort_all_requests:
-                self._generation.stop_requests(PauseMode.ABORT, RetractCause.UPDATE)
-            self._serve(request.new_version, is_update=False)
-            message = f"Weight version updated to {request.new_version}."
-        return UpdateWeightVersionReqOutput(new_version=request.new_version, message=message)
+        """Give the weights another version, behind what came before; in a session, from its commit on.
+
+        Where only some replicas have a session, these have answered when the others are ready: all refuse.
+        """
+        version, message = request.new_version, f"Weight version updated to {request.new_version}."
+        with self._line.turn() as has_come:
+            yield from in_turn(has_come, "the version stays", 400)
+            if self._session is not None:
+                self._session.version = version
+                message = f"Weight version {version} takes effect with the session."
+            else:
+                yield Activity.BOUNDARY
+                yield Activity.PREPARED
+                if request.abort_all_requests:
+                    self._generation.stop_requests(PauseMode.ABORT, RetractCause.UPDATE)
+                self._serve(version, is_update=False)
+        return UpdateWeightVersionReqOutput(new_version=version, message=message)
 
     @property
     def is_under_way(self) -> bool:
@@ -328,17 +332,11 @@ class WeightUpdates:
         return session.with_outcome(session.reply(self.version, message, counts, is_committed=False))
 
     def _begin(self, request: BeginWeightUpdateReqInput) -> Operation:
-        try:
-            with self._line.turn() as has_come:
-                while not has_come():
-                    yield Activity.WAITING
-                self._refuse_second_session()
-                deadline_id = next(self._session_ids)
-                self._session = self._new_session(deadline_id, request.session_id)
-        except DeadlinePassed:
-            raise RequestRejected(
-                "no session was opened: an earlier update was still waiting at the deadline", 409
-            ) from None
+        with self._line.turn() as has_come:
+            yield from in_turn(has_come, "no session was opened", 409)
+            self._refuse_second_session()
+            deadline_id = next(self._session_ids)
+            self._session = self._new_session(deadline_id, request.session_id)
         timeout_s = request.timeout_s if request.timeout_s is not None else self.timeout_s
         self._set_deadline(deadline_id, timeout_s)
         return WeightSessionReqOutput(changed=True, message="A weight update session is open.")
