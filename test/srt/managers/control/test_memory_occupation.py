@@ -295,9 +295,11 @@ def test_requests_run_in_the_first_part_of_the_cache_while_the_rest_is_taken(
     harness.turn(2)
     harness.release(KV_CACHE)
     call = harness.call(ResumeMemoryOccupationReqInput(tags=(KV_CACHE,), lazy=lazy))
+    again = harness.call(ResumeMemoryOccupationReqInput())
     resized = harness.call(ResizeMemoryOccupationReqInput(num_tokens=200))
     harness.turn()
     assert (call in harness.replies) == lazy
+    assert again not in harness.replies, "done means done for those that ask again, too"
     assert harness.device.used_bytes < sum(BYTES.values())
     # A pass comes ahead of the next part, although that takes no time.
     num_steps = harness.runner.num_steps
@@ -307,6 +309,7 @@ def test_requests_run_in_the_first_part_of_the_cache_while_the_rest_is_taken(
     harness.run_until_idle()
     mapped_bytes = harness.reply(call).mapped_bytes[KV_CACHE]
     assert (mapped_bytes < 5000) if lazy else (mapped_bytes == 5000)
+    assert not harness.reply(again).changed
     assert harness.replies[resized].success
     assert harness.outputs[rid].finish == FinishReason("length", length=5)
     assert harness.device.free_bytes == 10_000 - 7100 + 3 * CHUNK_BYTES
@@ -321,11 +324,13 @@ def test_without_memory_for_the_rest_of_the_cache_it_is_released_again(
     harness.turn(6)
     harness.release(KV_CACHE, preserve=preserve)
     call = harness.call(ResumeMemoryOccupationReqInput(tags=(KV_CACHE,), lazy=lazy))
+    again = harness.call(ResumeMemoryOccupationReqInput())
     harness.turn()
     taken_bytes = harness.device.free_bytes
     harness.device.take(taken_bytes)
     harness.run_until_idle()
     assert lazy or harness.refusal(call).status == 409
+    assert harness.refusal(again).status == 409
     assert harness.device.used_bytes == taken_bytes + BYTES[WEIGHTS] + BYTES[CUDA_GRAPH]
     assert (harness.page_store.num_bytes, harness.scheduler.policy.running) == (0, [])
     harness.device.used_bytes -= taken_bytes

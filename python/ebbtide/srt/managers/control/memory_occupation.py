@@ -82,6 +82,8 @@ class MemoryOccupation:
         self._parked_tokens = 0
         # Counts the times that the KV cache was released: a resume that still takes memory is then void.
         self._num_kv_releases = 0
+        # Its number when that was for want of the memory that a resume was still taking.
+        self._failed_at = 0
         self._released: frozenset[MemoryTag] = frozenset()
         self._requests = requests
         self._free_bytes = free_bytes
@@ -179,6 +181,8 @@ class MemoryOccupation:
                 self._go_on(self._map_rest(self._num_kv_releases, mapped_bytes))
             else:
                 yield from self._map_rest(self._num_kv_releases, mapped_bytes)
+        elif MemoryTag.KV_CACHE in tags and not request.lazy:
+            yield from self._await_rest()
         return ResumeMemoryOccupationReqOutput(
             changed=bool(to_resume),
             tags=tags,
@@ -256,12 +260,28 @@ class MemoryOccupation:
             yield Activity.BOUNDARY
             if num_releases == self._num_kv_releases:
                 self._give_up_kv(NOTHING_PARKED)
+                self._failed_at = self._num_kv_releases
                 self._ranks.certainly(lambda: self._release(MemoryTag.KV_CACHE))
             if isinstance(error, DeadlinePassed):
                 raise RequestRejected(
                     "not all of kv_cache was there in time: it is released again", 409
                 ) from None
             raise
+
+    def _await_rest(self) -> Work[None]:
+        """Until an earlier resume has taken all of the KV cache's memory, or a release has ended that.
+
+        Raises:
+            RequestRejected: not all of it came, or not in time.
+        """
+        num_releases = self._num_kv_releases
+        try:
+            while self.is_kv_partial and num_releases == self._num_kv_releases:
+                yield Activity.WAITING
+        except DeadlinePassed:
+            raise RequestRejected("kv_cache is still being resumed", 409) from None
+        if num_releases < self._num_kv_releases == self._failed_at:
+            raise RequestRejected("not all of kv_cache was there: it is released again; try again", 409)
 
     @property
     def is_kv_partial(self) -> bool:
