@@ -25,25 +25,41 @@ PARAMETERS = {
 
 
 class Engine(JointEngine):
-    """Has two ranks, each with these parameters, and notes what it is told."""
+    """Has two ranks, each with these parameters, and notes what it is told.
+
+    Attributes:
+        changes: whether something is written to them before each read.
+    """
 
     def __init__(self) -> None:
         self.server_args: Any = SimpleNamespace(tp_size=2)
         self.generation = 0
+        self.changes = False
+        self.num_reads = 0
         self.told: list[Any] = []
 
-    async def _read(self, index: int, first_byte: int) -> list[WeightPiece]:
-        name, tensor = list(PARAMETERS.items())[index]
-        data = tensor.view(-1).view(torch.uint8).numpy().tobytes()
-        piece = WeightPiece(
-            num_parameters=len(PARAMETERS),
-            generation=self.generation,
-            name=name,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(tensor.shape),
-            data=data[first_byte : first_byte + joint_engine.PIECE_BYTES],
-        )
-        return [piece, piece]
+    async def _read(self, index: int, first_byte: int) -> list[list[WeightPiece]]:
+        """More of the first rank fits than of the second."""
+        self.num_reads += 1
+        self.generation += self.changes
+        return [self._pieces(index, first_byte, 3), self._pieces(index, first_byte, 2)]
+
+    def _pieces(self, index: int, first_byte: int, num_parameters: int) -> list[WeightPiece]:
+        pieces = []
+        for name, tensor in list(PARAMETERS.items())[index : index + num_parameters]:
+            data = tensor.view(-1).view(torch.uint8).numpy().tobytes()
+            if pieces and (first_byte > 0 or len(pieces[0].data) == joint_engine.PIECE_BYTES):
+                break
+            piece = WeightPiece(
+                num_parameters=len(PARAMETERS),
+                generation=self.generation,
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                data=data[first_byte : first_byte + joint_engine.PIECE_BYTES],
+            )
+            pieces.append(piece)
+        return pieces
 
     async def _stage(self, bucket: WeightBucket) -> None:
         self.told.append([[parameter.name for parameter in rank] for rank in bucket.by_rank])
@@ -70,16 +86,22 @@ def test_weights_travel_in_buckets_and_8_bits_with_their_scales(monkeypatch: pyt
     assert taker.told == ["begin", *([one, one] for one in names), "7"]
 
 
-def test_weights_that_change_meanwhile_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint_engine, "BUCKET_BYTES", 1)
+def test_small_parameters_are_read_together() -> None:
+    giver = Engine()
+    bucket = asyncio.run(giver.read_weights(0))
+    assert [[one.name for one in rank] for rank in bucket.by_rank] == [list(PARAMETERS)] * 2
+    assert (bucket.next_index, bucket.num_bytes, giver.num_reads) == (None, 2 * (40 + 6 + 4 + 6), 2)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_weights_that_change_meanwhile_are_not_taken(
+    monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+) -> None:
+    monkeypatch.setattr(joint_engine, "BUCKET_BYTES", bucket_bytes)
     giver, taker = Engine(), Engine()
-
-    async def read(index: int) -> WeightBucket:
-        giver.generation += 1
-        return await giver.read_weights(index)
-
+    giver.changes = True
     with pytest.raises(RequestRejected, match="changed while they were read"):
-        asyncio.run(taker.take_weights(read, "7"))
+        asyncio.run(taker.take_weights(giver.read_weights, "7"))
     assert taker.told[-1] == "abort"
 
 

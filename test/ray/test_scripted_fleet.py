@@ -372,6 +372,10 @@ class TestUpdates:
         wait_until(lambda: len(fleet.started) == 3, "there is another one")
         wait_until(lambda: len(first_engine(fleet).asked) > 3, "it asks again and again")
         assert not fleet.status()[1]["serves"]
+        with pytest.raises(
+            EngineError, match="replica 1: it has started, and waits: a weight update session is"
+        ):
+            fleet.wait_for_all(0.1)
         first_engine(fleet).session_open = False
         fleet.wait_for_all(10)
 

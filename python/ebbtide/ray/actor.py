@@ -140,8 +140,8 @@ class EngineActor:
         """Some of the weights that serve; see `JointEngine.read_weights`."""
         return await self._running.read_weights(index)
 
-    async def take_weights(self, peer: Any, weight_version: str) -> None:
-        """Serve the weights of another engine like this one, which goes on serving.
+    async def take_weights(self, peer: Any, weight_version: str) -> int:
+        """Serve the weights of another engine like this one, which goes on serving; their bytes.
 
         Args:
             peer: the actor of its node 0.
@@ -150,7 +150,7 @@ class EngineActor:
             RequestRejected: its weights changed meanwhile; those of before serve here.
         """
         try:
-            await self._running.take_weights(peer.read_weights.remote, weight_version)
+            return await self._running.take_weights(peer.read_weights.remote, weight_version)
         except RayError as error:
             raise translated(error, "the replica that gives its weights") from None
 

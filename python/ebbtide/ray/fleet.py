@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
@@ -22,6 +23,7 @@ from ebbtide.ray.batches import split_batch
 from ebbtide.ray.continuation import Continuation
 from ebbtide.ray.engine import RayEngine, shut_down
 from ebbtide.ray.joint_updates import JOINT_METHODS, JointUpdates
+from ebbtide.ray.launch import places_of_replicas
 from ebbtide.ray.replica import Answers, Replica, gather, replica_name
 from ebbtide.ray.succession import bring_up_to_date
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking, refuse_in_event_loop
@@ -70,7 +72,7 @@ class RayFleet:
             raise ConfigurationError(f"num_replicas: expected 1 or more, got {num_replicas}")
         self._is_incremental = incremental_streaming_output
         self._arguments = {**arguments, "incremental_streaming_output": True}
-        self._places = _places(placement_group, bundle_indices, num_replicas)
+        self._places = places_of_replicas(placement_group, bundle_indices, num_replicas)
         # Starts are abandoned when it is set, and none begins any more.
         self._is_ending = threading.Event()
         self._threads = ThreadPoolExecutor(num_replicas, thread_name_prefix="start-replica")
@@ -90,6 +92,8 @@ class RayFleet:
         self._changes = asyncio.Event()
         self._supervisors: list[asyncio.Task[None]] = []
         self._deaths: dict[int, str] = {}
+        # What new replicas wait for that have started.
+        self._waits: dict[int, str] = {}
         self._runner = LoopThread()
         self._finalizer = weakref.finalize(
             self,
@@ -174,8 +178,8 @@ class RayFleet:
     async def _generate_one(self, fields: Mapping[str, Any], on_death: str, first: Replica) -> Any:
         output = Continuation(fields)
         if output.is_single and not output.obstacle:
-            # Every answer holds all of those before it.
-            return [answer async for answer in self._relay(fields, on_death, first)][-1]
+            [answer] = [one async for one in self._relay(fields, on_death, first)]
+            return answer
         replica: Replica | None = first
         with self._aborts.known(output.rid) as asked:
             while True:
@@ -191,7 +195,7 @@ class RayFleet:
     async def _relay(
         self, fields: Mapping[str, Any], on_death: str, first: Replica | None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer as it grows, on as many replicas as it takes."""
+        """The answer, on as many replicas as it takes: as it grows if it is streamed, else once whole."""
         output = Continuation(fields, is_incremental=self._is_incremental and "stream" in fields)
         is_stream = bool(fields.get("stream"))
         replica = first
@@ -203,7 +207,10 @@ class RayFleet:
                         chunks = replica.engine.stream_behind(output.so_far, output.next_fields())
                         async with aclosing(chunks):
                             async for chunk in chunks:
-                                yield output.add(chunk, replica.name)
+                                output.add(chunk)
+                                # An answer holds all of the output: only those are made that are asked for.
+                                if is_stream or chunk["meta_info"]["finish_reason"] is not None:
+                                    yield output.answer(chunk, replica.name)
                         return
                 except EngineError as error:
                     await self._after(replica, error, on_death, output.num_tokens)
@@ -286,28 +293,38 @@ class RayFleet:
         from_peer = {"load_format": "dummy"} if self._living else {}
         if not from_peer and self._updates.has_committed:
             raise EngineError("no replica is left to take the weights from")
+        began_s = time.monotonic()
         loop = asyncio.get_running_loop()
         engine = await loop.run_in_executor(self._threads, self._start_engine, dead.slot, from_peer)
         replica = Replica(dead.slot, dead.life + 1, engine)
+        started_s = time.monotonic()
         try:
-            while from_peer and not await self._admit(replica):
+            while from_peer and (obstacle := await self._admit(replica)):
+                if obstacle != self._waits.get(dead.slot):
+                    logger.warning("%s has started, and waits: %s", replica.name, obstacle)
+                    self._waits[dead.slot] = obstacle
                 await asyncio.sleep(LOOK_S)
         except BaseException:
             await asyncio.to_thread(engine.kill)
             raise
+        finally:
+            self._waits.pop(dead.slot, None)
         if not from_peer:
             self._replicas[dead.slot] = replica
-        logger.warning("%s serves again", replica.name)
+        logger.warning(
+            "%s serves again: %.1f s to start, %.1f s to become as the others",
+            *(replica.name, started_s - began_s, time.monotonic() - started_s),
+        )
         self._note_change()
 
-    async def _admit(self, replica: Replica) -> bool:
-        """Let a new replica serve, once it is as those that live; returns whether that was possible."""
+    async def _admit(self, replica: Replica) -> str:
+        """Let a new replica serve, once it is as those that live; what it has to wait for, or nothing."""
         async with self._updates.lock:
-            is_ready = await bring_up_to_date(replica, self._living)
-            if is_ready:
+            obstacle = await bring_up_to_date(replica, self._living)
+            if not obstacle:
                 # From here on it serves, and takes part in every update.
                 self._replicas[replica.slot] = replica
-            return is_ready
+            return obstacle
 
     def _start_engine(self, slot: int, changes: Mapping[str, Any]) -> RayEngine:
         arguments = {**self._arguments, **self._places[slot], **changes, "name": replica_name(slot)}
@@ -403,8 +420,13 @@ class RayFleet:
             pass
         missing = [one for one in self._replicas if one not in self._living]
         if missing:
-            told = "; ".join(f"{one.name}: {self._deaths[one.slot]}" for one in missing)
+            told = "; ".join(f"{one.name}: {self._why_out(one.slot)}" for one in missing)
             raise EngineError(f"not all replicas serve: {told}")
+
+    def _why_out(self, slot: int) -> str:
+        if slot in self._waits:
+            return f"it has started, and waits: {self._waits[slot]}"
+        return self._deaths[slot]
 
     def status(self) -> list[dict[str, Any]]:
         """Each replica: its name, whether it serves, its lives before, its requests, why it last died."""
@@ -443,29 +465,6 @@ class RayFleet:
     generate = blocking(async_generate)
     abort_request = blocking(async_abort_request)
     wait_for_all = blocking(async_wait_for_all)
-
-
-def _places(
-    group: PlacementGroup | None, indices: Sequence[Sequence[int]] | None, num_replicas: int
-) -> list[dict[str, Any]]:
-    """Arguments of each replica's `RayEngine` that say where it is."""
-    if group is None:
-        if indices is not None:
-            raise TypeError("bundle_indices: expected a placement group with them")
-        return [{} for _ in range(num_replicas)]
-    if indices is None:
-        per_replica, rest = divmod(len(group.bundle_specs), num_replicas)
-        if per_replica == 0 or rest:
-            raise ConfigurationError(
-                f"the placement group has {len(group.bundle_specs)} bundles, which are no equal runs for "
-                f"{num_replicas} replicas: say which by bundle_indices"
-            )
-        indices = [range(slot * per_replica, (slot + 1) * per_replica) for slot in range(num_replicas)]
-    if len(indices) != num_replicas:
-        raise ConfigurationError(
-            f"bundle_indices: expected a list for each of {num_replicas} replicas, got {len(indices)}"
-        )
-    return [{"placement_group": group, "bundle_indices": list(own)} for own in indices]
 
 
 def _ending(supervisors: Sequence[asyncio.Task[None]]) -> Callable[[], Coroutine[Any, Any, None]]:

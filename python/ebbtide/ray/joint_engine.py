@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ebbtide.ray.continuation import OutputSoFar
@@ -36,6 +37,8 @@ BUCKET_BYTES: Final = 256 << 20
 
 # How the update that this task asks for is decided; None: by the engine itself.
 _vote: ContextVar[Vote | None] = ContextVar("vote", default=None)
+
+CHANGED: Final = "the weights changed while they were read: ask again"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class WeightBucket:
     by_rank: list[list[StoredParameter]]
     next_index: int | None
     generation: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all ranks."""
+        return sum(len(parameter.data) for rank in self.by_rank for parameter in rank)
 
 
 @dataclass(frozen=True)
@@ -155,63 +163,87 @@ class JointEngine(Engine):
         """The parameters from this one on, as many as travel at once.
 
         Raises:
-            RequestRejected: 409, they are released or stale.
+            RequestRejected: 409, they are released or stale, or changed meanwhile.
         """
         by_rank: list[list[StoredParameter]] = [[] for _ in range(self.server_args.tp_size)]
         index, num_bytes, num_parameters = first_index, 0, first_index + 1
-        generation: tuple[int, ...] = ()
+        generations: set[tuple[int, ...]] = set()
         is_open = True
         while index < num_parameters and (is_open or num_bytes < BUCKET_BYTES):
-            pieces: list[list[bytes]] = [[] for _ in by_rank]
-            read_bytes, is_whole = 0, False
-            latest: list[WeightPiece] = []
-            while not is_whole:
-                latest = await self._read(index, read_bytes)
-                for mine, piece in zip(pieces, latest, strict=True):
-                    mine.append(piece.data)
-                read_bytes += PIECE_BYTES
-                is_whole = all(len(piece.data) < PIECE_BYTES for piece in latest)
-            for parameters, mine, piece in zip(by_rank, pieces, latest, strict=True):
-                data = np.frombuffer(b"".join(mine), dtype=np.uint8)
-                parameters.append(StoredParameter(piece.name, piece.dtype, piece.shape, data))
-                num_bytes += len(data)
-            num_parameters = latest[0].num_parameters
-            generation = tuple(piece.generation for piece in latest)
-            index += 1
+            runs = await self._read_run(index)
+            for parameters, run in zip(by_rank, runs, strict=True):
+                for piece in run:
+                    data = np.frombuffer(piece.data, dtype=np.uint8)
+                    parameters.append(StoredParameter(piece.name, piece.dtype, piece.shape, data))
+                    num_bytes += len(data)
+            last = [run[-1] for run in runs]
+            num_parameters = last[0].num_parameters
+            generations.add(tuple(piece.generation for piece in last))
+            if len(generations) > 1:
+                raise RequestRejected(CHANGED, 409)
+            index += len(runs[0])
             # Weights in 8 bits are taken together with their scales, which come next.
-            is_open = latest[0].dtype.startswith("float8")
+            is_open = last[0].dtype.startswith("float8")
+        [generation] = generations
         return WeightBucket(by_rank, index if index < num_parameters else None, generation)
 
-    async def _read(self, index: int, first_byte: int) -> list[WeightPiece]:
-        """A piece of a parameter, of every rank."""
+    async def _read_run(self, index: int) -> list[list[WeightPiece]]:
+        """Whole parameters from this one on, the same ones of every rank: as many as one request brings.
+
+        Each request waits for the forward pass under way, and for its turn among the answers of all that
+        run: one for each parameter would take minutes of a replica that is at work.
+        """
+        runs = await self._read(index, 0)
+        heads = [[run[0].data] for run in runs]
+        while any(len(pieces[-1]) == PIECE_BYTES for pieces in heads):
+            for pieces, run in zip(heads, await self._read(index, PIECE_BYTES * len(heads[0])), strict=True):
+                pieces.append(run[0].data)
+        # Where ranks hold unequal parts, fewer parameters of one may fit.
+        num_common = min(map(len, runs))
+        return [
+            [replace(run[0], data=b"".join(pieces)), *run[1:num_common]]
+            for pieces, run in zip(heads, runs, strict=True)
+        ]
+
+    async def _read(self, index: int, first_byte: int) -> list[list[WeightPiece]]:
+        """Pieces from there on, of every rank."""
         request = ReadWeightsReqInput(index=index, first_byte=first_byte, num_bytes=PIECE_BYTES)
         reply = await self._in_loop(self._service.manager.control.call(request))
         assert isinstance(reply, ReadWeightsReqOutput)
         return reply.pieces
 
-    async def take_weights(self, read: Callable[[int], Awaitable[WeightBucket]], weight_version: str) -> None:
+    async def take_weights(self, read: Callable[[int], Awaitable[WeightBucket]], weight_version: str) -> int:
         """Serve what another engine of the same arguments serves.
 
         Args:
             read: its `read_weights`.
 
+        Returns:
+            How many bytes it took, of all ranks.
+
         Raises:
             RequestRejected: 409, its weights changed meanwhile; those of before serve here.
         """
         await self.async_begin_weight_update()
+        num_bytes, generation = 0, None
+        reading: asyncio.Future[WeightBucket] | None = asyncio.ensure_future(read(0))
         try:
-            index: int | None = 0
-            generation: tuple[int, ...] | None = None
-            while index is not None:
-                bucket = await read(index)
+            while reading is not None:
+                bucket = await reading
                 if generation not in (None, bucket.generation):
-                    raise RequestRejected("the weights changed while they were read: ask again", 409)
+                    raise RequestRejected(CHANGED, 409)
                 generation, index = bucket.generation, bucket.next_index
+                # The next ones are read while these are written.
+                reading = None if index is None else asyncio.ensure_future(read(index))
                 await self._stage(bucket)
+                num_bytes += bucket.num_bytes
             await self.async_end_weight_update(weight_version=weight_version, pause_mode="retract")
         except BaseException:
+            if reading is not None:
+                reading.cancel()
             await self.async_abort_weight_update()
             raise
+        return num_bytes
 
     async def _stage(self, bucket: WeightBucket) -> None:
         by_rank = [[(one.name, one.tensor()) for one in parameters] for parameters in bucket.by_rank]

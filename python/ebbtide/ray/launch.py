@@ -105,6 +105,29 @@ def wait_for_room(room: Room, timeout_s: float) -> None:
     )
 
 
+def places_of_replicas(
+    group: PlacementGroup | None, indices: Sequence[Sequence[int]] | None, num_replicas: int
+) -> list[dict[str, Any]]:
+    """Arguments of each replica's `RayEngine` that say where it is. Raises ConfigurationError."""
+    if group is None:
+        if indices is not None:
+            raise TypeError("bundle_indices: expected a placement group with them")
+        return [{} for _ in range(num_replicas)]
+    if indices is None:
+        per_replica, rest = divmod(len(group.bundle_specs), num_replicas)
+        if per_replica == 0 or rest:
+            raise ConfigurationError(
+                f"the placement group has {len(group.bundle_specs)} bundles, which are no equal runs for "
+                f"{num_replicas} replicas: say which by bundle_indices"
+            )
+        indices = [range(slot * per_replica, (slot + 1) * per_replica) for slot in range(num_replicas)]
+    if len(indices) != num_replicas:
+        raise ConfigurationError(
+            f"bundle_indices: expected a list for each of {num_replicas} replicas, got {len(indices)}"
+        )
+    return [{"placement_group": group, "bundle_indices": list(own)} for own in indices]
+
+
 def take_seats(
     room: Room,
     num_ranks: int,

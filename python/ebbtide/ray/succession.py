@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,13 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 logger = logging.getLogger(__name__)
 
 
-async def bring_up_to_date(replica: Replica, living: Sequence[Replica]) -> bool:
+async def bring_up_to_date(replica: Replica, living: Sequence[Replica]) -> str:
     """Give a new replica the weights of a living one, and bring it into the same state.
 
     Updates have to wait meanwhile: that is the caller's affair.
 
     Returns:
-        Whether that was possible; it may be a moment later.
+        What it has to wait for; empty: nothing, it is done.
 
     Raises:
         EngineError: nobody lives, or the new replica has died, or holds other weights in spite of it all.
@@ -31,24 +32,30 @@ async def bring_up_to_date(replica: Replica, living: Sequence[Replica]) -> bool:
     try:
         state = await peer.ask("server_info")
         weights = state["state"]["tags"]["weights"]
-        if state["weight_update"]["session_open"] or weights["state"] != "resident":
-            return False
+        if state["weight_update"]["session_open"]:
+            return "a weight update session is open"
+        if weights["state"] != "resident":
+            return f"the weights of {peer.name} are {weights['state']}"
         if weights.get("content", "valid") != "valid":
-            return False
+            return f"the weights of {peer.name} are {weights['content']}"
         version = (await peer.ask("model_info"))["weight_version"]
-        await replica.call("take_weights", peer.engine.actor, version)
+        began_s = time.monotonic()
+        num_bytes = await replica.call("take_weights", peer.engine.actor, version)
+        logger.info(
+            "%s has the weights of %s: bytes=%s s=%.1f",
+            *(replica.name, peer.name, num_bytes, time.monotonic() - began_s),
+        )
         mine, theirs = await asyncio.gather(replica.ask("check_weights"), peer.ask("check_weights"))
         await _imitate(replica, state["state"])
     except ActorDied:
         if peer.engine is not replica.engine and await _lives(replica):
-            return False
+            return f"{peer.name}, which was to give its weights, has died"
         raise
     except RequestRejected as error:
-        logger.warning("%s waits for the weights of %s: %s", replica.name, peer.name, error)
-        return False
+        return f"it cannot take the weights of {peer.name} now: {error}"
     if mine["per_engine_checksum"] != theirs["per_engine_checksum"]:
         raise EngineError(f"{replica.name} holds other weights than {peer.name} after taking them")
-    return True
+    return ""
 
 
 async def _imitate(replica: Replica, state: Mapping[str, Any]) -> None:

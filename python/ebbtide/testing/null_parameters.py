@@ -51,7 +51,7 @@ class NullParameters:
     def sources(self, skipped: Sequence[str]) -> frozenset[str]:
         return frozenset(self.live(skipped))
 
-    def piece(self, index: int, first_byte: int, num_bytes: int) -> WeightPiece:
+    def pieces(self, index: int, first_byte: int, num_bytes: int) -> list[WeightPiece]:
         self._weights.fail_at("check")
         live = self.live(())
         if index >= len(live):
@@ -59,7 +59,7 @@ class NullParameters:
         name, value = list(live.items())[index]
         assert value is not None, "a weight was read that is not whole"
         data = value.to_bytes(8, "little", signed=True)[first_byte : first_byte + num_bytes]
-        return WeightPiece(
+        piece = WeightPiece(
             num_parameters=len(live),
             generation=self.generation,
             name=name,
@@ -67,6 +67,7 @@ class NullParameters:
             shape=(),
             data=data,
         )
+        return [piece]
 
     def fill(self, skipped: Sequence[str]) -> None:
         self.generation += 1

@@ -148,13 +148,16 @@ def test_a_copy_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert (caught.value.status, caught.value.fields["needed_bytes"]) == (409, 2002)
 
 
-def test_a_parameter_is_read_in_pieces() -> None:
+def test_parameters_are_read_in_pieces() -> None:
     tensors = {"first": sample(), "second": sample(torch.float32, 10).view(2, 5)}
     reader = checker(Store(**tensors))
-    pieces = [reader.piece(1, first_byte, 16) for first_byte in (0, 16, 32)]
+    pieces = [reader.pieces(1, first_byte, 16)[0] for first_byte in (0, 16, 32)]
     assert (pieces[0].name, pieces[0].shape, pieces[0].dtype) == ("second", (2, 5), "float32")
     assert [len(piece.data) for piece in pieces] == [16, 16, 8]
+    in_one = [[piece.name for piece in reader.pieces(0, 0, size)] for size in (2000, 2041, 2042)]
+    assert in_one == [["first"], ["first"], ["first", "second"]]
+    assert [piece.name for piece in reader.pieces(0, 2000, 100)] == ["first"]
     data = bytearray().join(piece.data for piece in pieces)
     assert torch.equal(torch.frombuffer(data, dtype=torch.float32).view(2, 5), tensors["second"])
     with pytest.raises(RequestRejected, match="0 to 1, got 2"):
-        reader.piece(2, 0, 16)
+        reader.pieces(2, 0, 16)

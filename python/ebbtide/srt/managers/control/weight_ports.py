@@ -282,8 +282,8 @@ class Parameters(Protocol):
         """Their checkpoint names."""
         ...
 
-    def piece(self, index: int, first_byte: int, num_bytes: int) -> WeightPiece:
-        """At most so many bytes of one of them.
+    def pieces(self, index: int, first_byte: int, num_bytes: int) -> list[WeightPiece]:
+        """At most so many bytes of one of them, and those that follow it as far as they fit in whole.
 
         Raises:
             RequestRejected: 400, there is none of that number.

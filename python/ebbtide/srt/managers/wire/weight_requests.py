@@ -340,9 +340,9 @@ class WeightPiece(Struct, frozen=True, kw_only=True):
 
 
 class ReadWeightsReqOutput(Reply, frozen=True, kw_only=True):
-    """`pieces`: by tp_rank."""
+    """`pieces`: of consecutive parameters, by tp_rank."""
 
-    pieces: Annotated[list[WeightPiece], merge.LISTED_OF_FIRST_REPLICA]
+    pieces: Annotated[list[list[WeightPiece]], merge.LISTED_OF_FIRST_REPLICA]
 
 
 class ReadWeightsReqInput(ControlRequest, frozen=True, kw_only=True):
@@ -350,7 +350,8 @@ class ReadWeightsReqInput(ControlRequest, frozen=True, kw_only=True):
 
     Attributes:
         index: which of the parameters, in the order in which every rank has them.
-        first_byte, num_bytes: of that parameter; the piece is shorter where it ends.
+        first_byte: of that parameter. From 0 on, those that follow it come along.
+        num_bytes: at most, of all of them; a parameter that is longer comes alone, in several pieces.
     """
 
     row = ControlRow(ReadWeightsReqOutput)

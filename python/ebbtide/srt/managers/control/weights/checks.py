@@ -87,11 +87,11 @@ class WeightChecks:
         self.handlers: HandlerTable = {CheckWeightsReqInput: self.check, ReadWeightsReqInput: self.read}
 
     def read(self, request: ReadWeightsReqInput) -> AnyReply:
-        """A piece of a parameter, of every rank."""
+        """Pieces of parameters, of every rank."""
         self._require_resident()
         self._require_whole()
-        piece = self._parameters.piece(request.index, request.first_byte, request.num_bytes)
-        return ReadWeightsReqOutput(pieces=[piece])
+        pieces = self._parameters.pieces(request.index, request.first_byte, request.num_bytes)
+        return ReadWeightsReqOutput(pieces=[pieces])
 
     def check(self, request: CheckWeightsReqInput) -> AnyReply | Operation:
         """Do what `action` says."""

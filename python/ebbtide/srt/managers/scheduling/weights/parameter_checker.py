@@ -94,8 +94,10 @@ class ParameterChecker:
         covered = [self._store.covered(name, direct=True) for name, _ in self._chosen(skipped)]
         return frozenset[str]().union(*covered)
 
-    def piece(self, index: int, first_byte: int, num_bytes: int) -> WeightPiece:
-        """At most so many bytes of one of them, in the order of the store.
+    def pieces(self, index: int, first_byte: int, num_bytes: int) -> list[WeightPiece]:
+        """At most so many bytes of one of them, and those that follow it as far as they fit in whole.
+
+        They are in the order of the store. A later piece of a parameter comes alone.
 
         Raises:
             RequestRejected: 400, there is none of that number.
@@ -103,16 +105,24 @@ class ParameterChecker:
         parameters = list(self._store.parameters())
         if index >= len(parameters):
             raise RequestRejected(f"index: expected 0 to {len(parameters) - 1}, got {index}")
-        name, parameter = parameters[index]
-        flat = parameter.view(-1).view(torch.uint8)
-        return WeightPiece(
-            num_parameters=len(parameters),
-            generation=self.generation,
-            name=name,
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            shape=tuple(parameter.shape),
-            data=flat[first_byte : first_byte + num_bytes].cpu().numpy().tobytes(),
-        )
+        pieces: list[WeightPiece] = []
+        left_bytes = num_bytes
+        for name, parameter in parameters[index:]:
+            if pieces and (first_byte > 0 or parameter.nbytes > left_bytes):
+                break
+            flat = parameter.view(-1).view(torch.uint8)[first_byte : first_byte + num_bytes]
+            left_bytes -= len(flat)
+            pieces.append(
+                WeightPiece(
+                    num_parameters=len(parameters),
+                    generation=self.generation,
+                    name=name,
+                    dtype=str(parameter.dtype).removeprefix("torch."),
+                    shape=tuple(parameter.shape),
+                    data=flat.cpu().numpy().tobytes(),
+                )
+            )
+        return pieces
 
     def fill(self, skipped: Sequence[str]) -> None:
         """Write random bytes to the parameters. They are there when it returns."""
