@@ -21,11 +21,14 @@ NAMES_ONLY: Mapping[str, Sequence[str]] = {
     "sglang.srt.distributed": (),
     "sglang.srt.distributed.parallel_state": ("ParallelismContext", "RankParallelismConfig"),
     "sglang.srt.entrypoints.openai.encoding_dsv4": (),
+    "sglang.srt.environ": ("envs",),
+    "sglang.srt.layers.dp_attention": ("compute_dp_attention_world_info",),
     "sglang.srt.layers.quantization": (),
     "sglang.srt.layers.quantization.fp4_utils": ("initialize_fp4_gemm_config",),
     "sglang.srt.layers.quantization.fp8_utils": ("initialize_fp8_gemm_config",),
     "sglang.srt.model_loader": ("get_model",),
     "sglang.srt.model_loader.parameter_mapper": ("ParameterMapper",),
+    "sglang.srt.ray": ("get_scheduler_actor_name",),
 }
 
 

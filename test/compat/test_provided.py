@@ -57,7 +57,7 @@ FIELDS = {
     "ReleaseMemoryOccupationReqInput": "tags",
     "ResumeMemoryOccupationReqInput": "tags",
     "UpdateWeightFromDiskReqInput": f"model_path load_format {UPDATE}",
-    "UpdateWeightsFromTensorReqInput": f"serialized_named_tensors load_format {UPDATE}",
+    "UpdateWeightsFromTensorReqInput": f"serialized_named_tensors load_format disable_draft_model {UPDATE}",
     "UpdateWeightsFromDistributedReqInput": "names dtypes shapes group_name load_format name dtype shape "
     + UPDATE,
     "UpdateWeightsFromIPCReqInput": f"zmq_handles {UPDATE}",
@@ -69,7 +69,7 @@ FIELDS = {
     "CheckWeightsReqInput": "action skip_tensor_list allow_quant_error selector",
     "GetWeightsByNameReqInput": "name truncate_size",
     "AbortReq": "rid abort_all",
-    "LoadLoRAAdapterFromTensorsReqInput": "lora_name config_dict serialized_tensors",
+    "LoadLoRAAdapterFromTensorsReqInput": "lora_name config_dict serialized_tensors serialized_named_tensors",
     "RpcReqInput": "method parameters",
     "RpcReqOutput": "success message",
     "Function": "description name parameters",

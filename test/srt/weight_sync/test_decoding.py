@@ -317,6 +317,7 @@ def test_cuda_tensors_are_refused_because_this_engine_runs_on_the_cpu(device: ob
         "sglang.srt.utils.patch_torch",
         "sglang.srt.patch_torch",
         "nemo_rl.models.generation.sglang.utils.train_utils",
+        "nemo_rl.models.policy.torch_reductions_utils",
         "roll.utils.send_recv_utils",
     ],
 )

@@ -57,7 +57,8 @@ ContinueGenerationReqInput = _mutable(io_struct.ContinueGenerationReqInput)
 ReleaseMemoryOccupationReqInput = _mutable(io_struct.ReleaseMemoryOccupationReqInput)
 ResumeMemoryOccupationReqInput = _mutable(io_struct.ResumeMemoryOccupationReqInput)
 UpdateWeightFromDiskReqInput = _mutable(io_struct.UpdateWeightFromDiskReqInput)
-UpdateWeightsFromTensorReqInput = _mutable(io_struct.UpdateWeightsFromTensorReqInput)
+# There is no draft model to leave out.
+UpdateWeightsFromTensorReqInput = _mutable(io_struct.UpdateWeightsFromTensorReqInput, ("disable_draft_model",))
 UpdateWeightsFromDistributedReqInput = _mutable(io_struct.UpdateWeightsFromDistributedReqInput)
 UpdateWeightsFromIPCReqInput = _mutable(io_struct.UpdateWeightsFromIPCReqInput)
 InitWeightsUpdateGroupReqInput = _mutable(io_struct.InitWeightsUpdateGroupReqInput)
@@ -75,7 +76,8 @@ class LoadLoRAAdapterFromTensorsReqInput:
 
     lora_name: str
     config_dict: dict[str, Any]
-    serialized_tensors: str
+    serialized_tensors: str | None = None
+    serialized_named_tensors: list[Any] | None = None
     pinned: bool = False
     added_tokens_config: dict[str, Any] | None = None
     lora_id: str | None = None

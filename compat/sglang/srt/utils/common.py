@@ -17,7 +17,8 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
-# NeMo-RL's worker looks through this file for an entry of SGLang's allowlist, and would write it here:
+# NeMo-RL's worker looks through this file for its entry of SGLang's allowlist, and would write it here:
+# "nemo_rl.models.generation.sglang.utils.train_utils."
 # "nemo_rl.models.policy.torch_reductions_utils."
 # What may be unpickled is decided in ebbtide.srt.weight_sync.payload.allowed_globals.
 

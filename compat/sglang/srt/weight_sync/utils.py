@@ -22,6 +22,7 @@ async def update_weights(
     device_mesh_key: str,
     device_mesh: DeviceMesh,
     load_format: str | None = None,
+    flush_cache: bool = True,
 ) -> Any:
     """Send every rank's tensors to the engine as one update. All ranks of the mesh call it.
 
@@ -30,6 +31,7 @@ async def update_weights(
             by the first rank only.
         params_batch: the same names in the same order on every rank; rank i's are read by engine rank i.
         device_mesh_key: the dimension of `device_mesh` along which the engine's ranks lie.
+        flush_cache: false where the prefix cache is emptied once, after the last of several batches.
 
     Returns:
         The engine's answer on the first rank, None on the others.
@@ -54,7 +56,7 @@ async def update_weights(
     entry = MultiprocessingSerializer.serialize(named)
     return await engine.update_weights_from_tensor(
         UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[entry] * len(ranks), load_format=load_format
+            serialized_named_tensors=[entry] * len(ranks), load_format=load_format, flush_cache=flush_cache
         )
     )
 

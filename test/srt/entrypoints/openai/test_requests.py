@@ -312,9 +312,8 @@ def test_the_prompt_as_other_servers_let_it_be_changed() -> None:
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_tokens_may_be_told_by_their_ids(kind: str) -> None:
-    logprobs: Any = True if kind == "chat" else 1
     for as_ids in (False, True):
-        call = call_of(kind, logprobs=logprobs, return_tokens_as_token_ids=as_ids)
+        call = call_of(kind, logprobs=1, return_tokens_as_token_ids=as_ids)
         assert call.generate["return_text_in_logprobs"] is not as_ids
 
 

@@ -124,14 +124,14 @@ class ChatMessage(Struct, kw_only=True):
 class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     """`messages`, or `input_ids` in the place of what the chat template makes of them.
 
-    `separate_reasoning`: false leaves it with the answer.
+    `separate_reasoning`: false leaves it with the answer. `logprobs`: clients of vLLM's write 1 for true.
     """
 
     messages: list[ChatMessage] | None = None
     input_ids: list[int] | None = None
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
-    logprobs: bool | None = None
+    logprobs: bool | Literal[0, 1] | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None

@@ -190,6 +190,7 @@ _PATCHED_CUDA_SENDERS: Final = (
     "sglang.srt.utils.patch_torch",
     "sglang.srt.patch_torch",
     "nemo_rl.models.generation.sglang.utils.train_utils",
+    "nemo_rl.models.policy.torch_reductions_utils",
     "roll.utils.send_recv_utils",
 )
 _CUDA_REBUILDERS: Final = (
