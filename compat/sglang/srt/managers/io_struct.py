@@ -58,7 +58,9 @@ ReleaseMemoryOccupationReqInput = _mutable(io_struct.ReleaseMemoryOccupationReqI
 ResumeMemoryOccupationReqInput = _mutable(io_struct.ResumeMemoryOccupationReqInput)
 UpdateWeightFromDiskReqInput = _mutable(io_struct.UpdateWeightFromDiskReqInput)
 # There is no draft model to leave out.
-UpdateWeightsFromTensorReqInput = _mutable(io_struct.UpdateWeightsFromTensorReqInput, ("disable_draft_model",))
+UpdateWeightsFromTensorReqInput = _mutable(
+    io_struct.UpdateWeightsFromTensorReqInput, ("disable_draft_model",)
+)
 UpdateWeightsFromDistributedReqInput = _mutable(io_struct.UpdateWeightsFromDistributedReqInput)
 UpdateWeightsFromIPCReqInput = _mutable(io_struct.UpdateWeightsFromIPCReqInput)
 InitWeightsUpdateGroupReqInput = _mutable(io_struct.InitWeightsUpdateGroupReqInput)

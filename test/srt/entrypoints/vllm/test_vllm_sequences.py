@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
@@ -318,6 +320,23 @@ def test_prime_rl_by_folder(server: Server, checkpoints: Any, tmp_path: Path) ->
         own = next(iter(of_position.items()))
         assert own[0] == str(PROMPT[position])
         assert own[1]["logprob"] < 0
+
+
+def test_skyrl_rollouts_with_what_could_have_been_sampled(server: Server) -> None:
+    params = {"top_k": 9, "min_p": 0.4, "max_tokens": 6, "ignore_eos": True, "seed": 5}
+    asked = {"token_ids": PROMPT, "sampling_params": params, "return_sample_support": True}
+    [choice] = ok(server.post("/skyrl/v1/generate", asked))["choices"]
+    support = choice["rollout_sample_support"]
+    assert list(support) == ["data", "shape", "dtype"]  # readers cut the data out by its place
+    rows = np.frombuffer(base64.b64decode(support["data"]), support["dtype"]).reshape(support["shape"])
+    of_vllm = {"token_ids": PROMPT, "sampling_params": params, "return_sampling_mask": True}
+    [same] = ok(server.post("/inference/v1/generate", of_vllm))["choices"]
+    assert {len(ids) for ids in same["sampling_mask"]} > {9}
+    assert rows.tolist() == [ids + [-1] * (9 - len(ids)) for ids in same["sampling_mask"]]
+    assert (choice["sampling_mask"], same["rollout_sample_support"]) == (None, None)
+    for wrong in ({"sampling_params": {"top_k": -1}}, {"return_sample_support_logprobs": True}):
+        refusal = server.post("/skyrl/v1/generate", {**asked, **wrong})
+        assert (refusal.status_code, "return_sample_support" in refusal.json()["message"]) == (400, True)
 
 
 def test_skyrl_by_deltas(server: Server, checkpoints: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,6 +28,7 @@ from ebbtide.srt.entrypoints.vllm.occupation import meant_by
 from ebbtide.srt.entrypoints.vllm.sampling import Fields, count_of, refuse_unsupported, sampling_params
 from ebbtide.srt.entrypoints.vllm.tokens_protocol import (
     ChosenToken,
+    PackedSupport,
     TokenChoice,
     TokensAnswer,
     TokensLogprobs,
@@ -39,7 +42,12 @@ from ebbtide.srt.managers.api.live_generation import Triple
 _UNSUPPORTED = (
     *("features", "content_parts", "token_offsets"),
     *("kv_transfer_params", "ec_transfer_params"),
+    "return_sample_support_logprobs",
 )
+
+
+# A row of more places than this would weigh more than its token is worth.
+MAX_SUPPORT_WIDTH = 4096
 
 
 @dataclass(frozen=True)
@@ -48,11 +56,13 @@ class TokensCall:
 
     Attributes:
         ignored: sampling parameters that nothing is known of.
+        support_width: places in a row of the packed supports; 0: they are not asked for.
     """
 
     request: TokensRequest
     common: OpenAICall
     ignored: list[str]
+    support_width: int = 0
 
 
 class TokensApi:
@@ -72,7 +82,7 @@ class TokensApi:
             common.generate["continue_from"] = self._service.manager.ended.find(names) or names[0]
         # Nothing in a request asks for them: the server's flag does.
         common.generate["return_routed_experts"] = args.enable_return_routed_experts
-        if call.request.return_sampling_mask is None:
+        if call.request.return_sampling_mask is None and not call.support_width:
             common.generate["return_sampling_mask"] = args.return_sampling_mask
         form = "canonical" if request.url.path.startswith("/skyrl") else args.routed_experts_format
         return await answer_call(self._service, request.receive, common, writer, form)
@@ -116,7 +126,7 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         "token_ids_logprob": chosen_ids or None,
         "logprob_start_len": -1 if num_prompt_logprobs is None else 0,
         "return_prompt_token_ids": request.return_token_ids,
-        "return_sampling_mask": request.return_sampling_mask,
+        "return_sampling_mask": request.return_sampling_mask or request.return_sample_support,
         "routed_experts_start_len": given_params.get("routed_experts_prompt_start"),
         "routed_dp_rank": request.routed_dp_rank,
         **{name: getattr(request, name) for name in PASSED_ON_FIELDS},
@@ -136,7 +146,20 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         num_prompt_logprobs=num_prompt_logprobs,
         stop_token_ids=frozenset(params.get("stop_token_ids") or ()),
     )
-    return TokensCall(request, common, ignored)
+    return TokensCall(request, common, ignored, _support_width(request, given_params))
+
+
+def _support_width(request: TokensRequest, params: Mapping[str, Any]) -> int:
+    if not request.return_sample_support:
+        return 0
+    top_k = params.get("top_k")
+    if not isinstance(top_k, int) or not 1 < top_k <= MAX_SUPPORT_WIDTH:
+        raise RequestRejected(
+            "return_sample_support: its rows have top_k places: expected a top_k of 2 to "
+            f"{MAX_SUPPORT_WIDTH:,}, got {top_k!r}",
+            param="body.return_sample_support",
+        )
+    return top_k
 
 
 class _Writer:
@@ -167,7 +190,8 @@ class _Writer:
         return {"request_id": self._call.common.id, "choices": [], "usage": usage}
 
     def _choice(self, piece: Piece) -> TokensOutput:
-        metadata = piece.metadata
+        metadata, width = piece.metadata, self._call.support_width
+        mask = piece.meta.get("output_token_sampling_mask")
         return TokensOutput(
             index=piece.index,
             token_ids=piece.token_ids,
@@ -176,7 +200,8 @@ class _Writer:
             stop_reason=stop_reason(self._call.common, piece),
             logprobs=self._logprobs(piece),
             routed_experts=piece.meta.get("routed_experts"),
-            sampling_mask=piece.meta.get("output_token_sampling_mask"),
+            sampling_mask=mask if self._call.request.return_sampling_mask or not width else None,
+            rollout_sample_support=_packed(mask, width) if width and mask is not None else None,
             weight_versions=None if metadata is UNSET else metadata.weight_versions,
         )
 
@@ -190,6 +215,13 @@ class _Writer:
     def _prompt_logprobs(self, piece: Piece) -> PromptLogprobs | None:
         wanted = self._call.common.num_prompt_logprobs
         return None if wanted is None else prompt_logprobs(piece.meta, wanted)
+
+
+def _packed(mask: Sequence[Sequence[int]], width: int) -> PackedSupport:
+    rows = np.full((len(mask), width), -1, dtype=np.int32)
+    for row, ids in zip(rows, mask, strict=True):
+        row[: len(ids)] = ids
+    return PackedSupport(data=base64.b64encode(rows.data).decode("ascii"), shape=rows.shape)
 
 
 def _chosen(own: Triple, listed: Sequence[Triple], num_top: int) -> ChosenToken:

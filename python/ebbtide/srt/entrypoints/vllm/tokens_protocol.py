@@ -17,7 +17,7 @@ class TokensRequest(Struct, kw_only=True):
     `max_version_lag`, `min_weight_version`, `exact_weight_version`, `on_update`, `replay_routed_experts` and
     `continue_from` are those of `/generate`; the last one comes in the place of `token_ids`, and without
     `sampling_params` those of the output that is continued are in force. `return_sampling_mask`: null is as
-    the server's flag says.
+    the server's flag says. `return_sample_support` is SkyRL's word for it, and asks for its form.
     """
 
     token_ids: list[int] = []
@@ -35,6 +35,7 @@ class TokensRequest(Struct, kw_only=True):
     exact_weight_version: str | int | None = None
     replay_routed_experts: Any = None
     return_sampling_mask: bool | None = None
+    return_sample_support: bool = False
     on_update: Literal["continue", "recompute", "abort"] | None = None
     return_token_ids: bool = False
     output_mode: Literal["tokens", "text"] = "tokens"
@@ -63,6 +64,17 @@ class TokensLogprobs(Struct, kw_only=True):
     content: list[ChosenToken]
 
 
+class PackedSupport(Struct, kw_only=True):
+    """base64 of int32 numbers: a row of `top_k` places for each token, -1 where fewer could be chosen.
+
+    Readers cut `data` out by its place: it comes first.
+    """
+
+    data: str
+    shape: tuple[int, int]
+    dtype: Literal["int32"] = "int32"
+
+
 class TokensOutput(Struct, kw_only=True):
     """A sample; in a stream, what is new about it."""
 
@@ -74,6 +86,7 @@ class TokensOutput(Struct, kw_only=True):
     logprobs: TokensLogprobs | None = None
     routed_experts: Any = None
     sampling_mask: list[list[int]] | None = None
+    rollout_sample_support: PackedSupport | None = None
     weight_versions: list[VersionSpan] | None = None
 
 
