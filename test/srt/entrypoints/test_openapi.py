@@ -95,6 +95,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
     [
         ("POST", "/generate", GENERATE),
         ("POST", "/generate", {**GENERATE, "sampling_params": PARAMS, "logprob_start_len": 0}),
+        ("POST", "/generate", {**GENERATE, "return_flat_raw_output_top_logprobs": True}),
         ("POST", "/v1/completions", {"prompt": "a", "logprobs": 1, "echo": True, "return_token_ids": True}),
         ("POST", "/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "return_meta_info": True}),
         ("GET", "/v1/models", None),

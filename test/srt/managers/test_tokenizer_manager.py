@@ -1,11 +1,13 @@
 """The life of a request, told by a scripted scheduler: answers, streams, aborts, and the engine's death."""
 
 import asyncio
+import base64
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from fixtures.logprobs import PositionLogprobs, columns
 from fixtures.scripted_engine import STATE, Engine, scripted, start
@@ -139,6 +141,20 @@ async def test_logprobs(engine: Engine) -> None:
     assert meta["input_top_logprobs"] == [None, [(-0.25, 4, text[4]), (-1.5, 6, text[6])]]
     assert meta["input_token_ids_logprobs"] == [None, [(-9.0, 9, text[9]), (-8.0, 8, text[8])]]
     assert isinstance(meta["output_token_logprobs"][0][0], float)
+    # The most likely tokens as arrays, in the place of the triples.
+    fields["return_flat_raw_output_top_logprobs"] = True
+    numbers = (await answer(engine, fields, output))["meta_info"]
+    fields["return_flat_raw_top_logprobs_b64"] = True
+    packed = (await answer(engine, fields, output))["meta_info"]
+    name = "output_top_logprobs"
+    assert "output_top_logprobs" not in numbers.keys() | packed.keys()
+    for told in (numbers, packed):
+        assert (told[f"{name}_shape"], told[f"{name}_null_prefix"]) == ([1, 2], 0)
+    assert (numbers[f"{name}_val_flat"], numbers[f"{name}_idx_flat"]) == ([0.0, lowest], [7, 3])
+    for part in ("val", "idx"):
+        flat = f"{name}_{part}_flat"
+        array = np.frombuffer(base64.b64decode(packed[f"{flat}_b64"]), packed[f"{flat}_b64_dtype"])
+        assert array.tolist() == numbers[flat]
     # Texts are null and lists are absent unless they are asked for.
     fields = {"input_ids": [5], "rid": "r", "return_logprob": True}
     output = RequestOutput("r", [7], finish=LENGTH, start=start(), logprobs=columns(PositionLogprobs(-1.0)))

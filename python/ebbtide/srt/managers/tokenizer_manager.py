@@ -340,6 +340,7 @@ class TokenizerManager:
             is_incremental=is_incremental,
             return_prompt_token_ids=plan.return_prompt_token_ids,
             token_text=self._token_text if plan.return_text_in_logprobs else None,
+            flat_top=plan.flat_top,
             routed_form=routed_form,
             precision=self._config.precision,
         )

@@ -361,6 +361,18 @@ def test_so_many_logprobs_are_told_at_most(max_logprobs: int) -> None:
                 assert told in (limited.num_logprobs, limited.num_prompt_logprobs)
 
 
+def test_the_meta_info_of_a_chat_may_have_arrays() -> None:
+    flat = {"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
+    call = call_of("chat", logprobs=True, top_logprobs=1, **flat)
+    output = {"text": "b", "output_ids": [3], "meta_info": meta([3], {"type": "length", "length": 1})}
+    output["meta_info"] |= {"output_top_logprobs": [[(-0.5, 4, "c")]]}
+    writer = ChatWriter(call, return_meta_info=True)
+    [choice] = msgspec.to_builtins(write_answer(writer, call, output))["choices"]
+    assert choice["logprobs"]["content"][0]["top_logprobs"][0]["token"] == "c"
+    assert choice["meta_info"]["output_top_logprobs_shape"] == [1, 1]
+    assert "output_top_logprobs" not in choice["meta_info"]
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_reasoning_and_calls_are_told_apart_from_the_answer(is_stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]

@@ -307,6 +307,11 @@ def test_what_needs_a_tokenizer_says_so_where_there_is_none(fields: dict[str, An
         plan(fields, tokenizer=None)
 
 
+def test_of_what_could_be_sampled_only_the_sampled_tokens_logprob_is_told() -> None:
+    assert plan(input_ids=[1], sampling_logprobs_mode="selected").outputs
+    assert "sampling_logprobs_mode: expected" in refusal(input_ids=[1], sampling_logprobs_mode="support")
+
+
 # These limits are of a model without experts.
 @pytest.mark.parametrize("name", sorted({*UNSUPPORTED_FIELDS, "replay_routed_experts"}))
 def test_features_that_are_missing_are_refused_only_when_asked_for(name: str) -> None:

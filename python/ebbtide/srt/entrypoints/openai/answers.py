@@ -30,6 +30,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 from ebbtide.srt.entrypoints.openai.tool_use import AnswerParts, AnswerReader
+from ebbtide.srt.managers.api.flat_logprobs import flat_top_logprobs
 from ebbtide.srt.managers.api.live_generation import Triple
 
 # This character stands for a part of one.
@@ -371,8 +372,14 @@ class ChatWriter:
             weight_versions=_weight_versions(call, piece, None),
             routed_experts=piece.meta.get("routed_experts"),
             sampling_mask=piece.meta.get("output_token_sampling_mask", UNSET),
-            meta_info=dict(piece.meta) if self._return_meta_info else UNSET,
+            meta_info=self._meta_info(piece) if self._return_meta_info else UNSET,
         )
+
+    def _meta_info(self, piece: Piece) -> dict[str, Any]:
+        meta = dict(piece.meta)
+        if self._call.flat_top is not None and "output_top_logprobs" in meta:
+            meta |= flat_top_logprobs(meta.pop("output_top_logprobs"), self._call.flat_top)
+        return meta
 
     def _parts(self, piece: Piece) -> AnswerParts:
         return self._readers[piece.index].push(piece.text, is_last=piece.finish is not None)

@@ -82,6 +82,7 @@ class OpenAIRequest(Struct, kw_only=True):
     max_version_lag: int | None = None
     return_routed_experts: bool | None = None
     return_sampling_mask: bool | None = None
+    sampling_logprobs_mode: str | None = None
     routed_experts_start_len: int | None = None
     routed_experts_prompt_start: int | None = None
     replay_routed_experts: Any = None
@@ -124,7 +125,8 @@ class ChatMessage(Struct, kw_only=True):
 class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     """`messages`, or `input_ids` in the place of what the chat template makes of them.
 
-    `separate_reasoning`: false leaves it with the answer. `logprobs`: clients of vLLM's write 1 for true.
+    `separate_reasoning`: false leaves it with the answer. `return_flat_raw_output_top_logprobs`: in the
+    `meta_info` that `return_meta_info` asks for. `logprobs`: clients of vLLM's write 1 for true.
     """
 
     messages: list[ChatMessage] | None = None
@@ -141,6 +143,8 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     return_meta_info: bool | None = None
+    return_flat_raw_output_top_logprobs: bool | None = None
+    return_flat_raw_top_logprobs_b64: bool | None = None
 
 
 def parse(kind: type[R], fields: Mapping[str, Any]) -> R:

@@ -20,6 +20,7 @@ from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
 from ebbtide.srt.entrypoints.openai.tool_use import NO_PARSERS, PLAIN, AnswerForm, Parsers, answer_form
 from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.flat_logprobs import FlatForm, flat_form
 from ebbtide.srt.managers.api.generate_fields import PASSED_ON_FIELDS, UNSUPPORTED_FIELDS
 from ebbtide.srt.managers.api.generate_request import Render
 from ebbtide.srt.sampling_params import GRAMMAR_KINDS
@@ -68,6 +69,7 @@ class OpenAICall:
         num_logprobs, num_prompt_logprobs: how many of the most likely tokens are told; None: no logprobs.
         stop_token_ids: those that the request itself brought.
         form: how the text of a chat's answers is taken apart.
+        flat_top: how the `meta_info` of a chat tells the most likely tokens.
         echo: tells what is to be put in front of a prompt's samples; None if nothing is.
     """
 
@@ -86,6 +88,7 @@ class OpenAICall:
     render: Render | None = None
     echo: Echo | None = None
     form: AnswerForm = PLAIN
+    flat_top: FlatForm | None = None
 
 
 def completion_call(
@@ -151,7 +154,8 @@ def chat_call(
     generate["sampling_params"] = params
     if request.input_ids is not None:
         generate["input_ids"] = request.input_ids
-        return _call(request, generate, default_model, "chatcmpl-", num_logprobs, form=form)
+        call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, form=form)
+        return replace(call, flat_top=flat_form(request))
     # The template writes the special tokens.
     generate["add_special_tokens"] = bool(request.add_special_tokens)
     render = functools.partial(
@@ -162,7 +166,8 @@ def chat_call(
         continue_final_message=bool(request.continue_final_message),
         add_generation_prompt=request.add_generation_prompt,
     )
-    return _call(request, generate, default_model, "chatcmpl-", num_logprobs, render=render, form=form)
+    call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, render=render, form=form)
+    return replace(call, flat_top=flat_form(request))
 
 
 def _call(
@@ -269,6 +274,7 @@ def _generate_fields(request: OpenAIRequest, fields: Mapping[str, Any]) -> Field
     passed_on = {name: getattr(request, name) for name in _PASSED_ON}
     start = request.routed_experts_prompt_start
     passed_on["return_sampling_mask"] = request.return_sampling_mask
+    passed_on["sampling_logprobs_mode"] = request.sampling_logprobs_mode
     passed_on["return_routed_experts"] = request.return_routed_experts or start is not None
     passed_on["routed_experts_start_len"] = request.routed_experts_start_len if start is None else start
     # Refused there, by what they ask for.

@@ -35,7 +35,10 @@ UNSUPPORTED_FIELDS = frozenset(
         "disagg_prefill_dp_rank",
         "max_thinking_tokens",
         "return_flat_raw_top_logprobs",
-        "return_flat_raw_output_top_logprobs",
+        "return_bytes",
+        "return_outputs_via_store",
+        "mm_content_hashes",
+        "token_indices_to_pool",
         "multi_item_delimiter_indices",
     }
 )
@@ -54,6 +57,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     many tokens of a prompt, or, with -1, as many as fit; 0 is "not given". `max_version_lag`,
     `min_weight_version`, `exact_weight_version`, `on_update`: see `VersionContract`. `continue_from`: the rid
     of an output that has ended, in the place of a prompt; see `EndedOutput`.
+    `return_flat_raw_output_top_logprobs` (`return_flat_raw_top_logprobs_b64`): see `flat_top_logprobs`.
     """
 
     text: str | list[str] | None = None
@@ -83,6 +87,9 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     routed_experts_start_len: int | None = None
     replay_routed_experts: Any = None
     return_sampling_mask: bool | None = None
+    sampling_logprobs_mode: str | None = None
+    return_flat_raw_output_top_logprobs: bool | None = None
+    return_flat_raw_top_logprobs_b64: bool | None = None
     continue_from: str | None = None
 
 
@@ -97,9 +104,15 @@ def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:
         if not asks_for_nothing(fields[name]):
             raise RequestRejected(f"{name}: not supported in this version")
     try:
-        return msgspec.convert(dict(fields), GenerateReqInput)
+        request = msgspec.convert(dict(fields), GenerateReqInput)
     except msgspec.ValidationError as error:
         raise RequestRejected(str(error)) from None
+    if request.sampling_logprobs_mode not in (None, "selected"):
+        raise RequestRejected(
+            "sampling_logprobs_mode: expected null or 'selected', since of the tokens that could have been "
+            f"sampled only the one that was has its logprob told; got {request.sampling_logprobs_mode[:99]!r}"
+        )
+    return request
 
 
 def asks_for_nothing(value: Any) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.ended_outputs import EndedOutput, EndedOutputs
+from ebbtide.srt.managers.api.flat_logprobs import FlatForm, flat_form
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput, asks_for_nothing, parse, split_ids
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.api.routed_experts import decoded, namespace_of
@@ -87,6 +88,7 @@ class GenerationPlan:
     stream: bool
     return_prompt_token_ids: bool
     return_text_in_logprobs: bool
+    flat_top: FlatForm | None
     timeout_s: float | None
     arrival_s: float
 
@@ -172,6 +174,7 @@ class RequestNormalizer:
             stream=bool(request.stream),
             return_prompt_token_ids=bool(request.return_prompt_token_ids),
             return_text_in_logprobs=bool(request.return_text_in_logprobs),
+            flat_top=flat_form(request),
             timeout_s=request.timeout_s,
             arrival_s=draft.arrival_s,
         )

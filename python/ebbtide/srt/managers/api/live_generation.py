@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.api.flat_logprobs import FlatForm, flat_top_logprobs
 from ebbtide.srt.managers.api.routed_experts import RoutedForm, encoded
 from ebbtide.srt.managers.api.stream_waker import StreamWaker
 from ebbtide.srt.managers.io_struct import (
@@ -38,12 +39,14 @@ class ResponseStyle:
         is_incremental: chunks hold what is new, instead of everything so far.
         routed_form: how routed experts are told.
         token_text: the text of a single token, for logprobs; None leaves it null.
+        flat_top: how the most likely tokens are told; None: as lists of triples.
         precision: what the engine computes with, see `MetaInfo`.
     """
 
     is_incremental: bool
     return_prompt_token_ids: bool
     token_text: Callable[[int], str] | None
+    flat_top: FlatForm | None = None
     routed_form: RoutedForm = "int32"
     precision: Mapping[str, str] = field(default_factory=dict)
 
@@ -231,6 +234,8 @@ class OutputState:
         if request.return_logprob:
             for name, entries in self._logprobs.columns().items():
                 meta[name] = self._handed_out(entries)
+            if self._style.flat_top is not None and "output_top_logprobs" in meta:
+                meta |= flat_top_logprobs(meta.pop("output_top_logprobs"), self._style.flat_top)
             meta["output_token_logprobs_length"] = self._num_tokens
             meta.update(self._input_logprobs.columns())
         if request.wants_supports:
