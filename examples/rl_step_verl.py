@@ -139,7 +139,11 @@ async def rl_step(
     sent = 0
     for bucket in tiny_rl.buckets(trainer.named_tensors()):
         reply = await update_weights(
-            engine=adapter, params_batch=bucket, device_mesh_key="infer_tp", device_mesh=mesh
+            engine=adapter,
+            params_batch=bucket,
+            device_mesh_key="infer_tp",
+            device_mesh=mesh,
+            flush_cache=False,
         )
         sent += reply["num_tensors"]
     await adapter.flush_cache()

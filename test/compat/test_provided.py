@@ -221,6 +221,12 @@ def test_both_utils_are_one() -> None:
     utils.add_prometheus_middleware(http_server.app)
 
 
+def test_nemo_rl_finds_its_entries_and_leaves_the_file_as_it_is() -> None:
+    source = inspect.getsource(utils_common)
+    for module in ("models.generation.sglang.utils.train_utils", "models.policy.torch_reductions_utils"):
+        assert f'"nemo_rl.{module}."' in source
+
+
 def test_a_tree_of_processes_is_killed_but_for_one() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT_OF_TWO], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -240,7 +240,7 @@ from sglang.srt.weight_sync.utils import update_weights
 
 class Engine:
     async def update_weights_from_tensor(self, request):
-        assert len(request.serialized_named_tensors) == 2
+        assert (len(request.serialized_named_tensors), request.flush_cache) == (2, False)
         seen = []
         for rank in range(2):
             entries = request.serialized_named_tensors
@@ -257,7 +257,7 @@ def rank_of_trainer(rank, file):
     sharded = distribute_tensor(whole, mesh["infer_tp"], [Shard(0)])
     batch = [("sharded", torch.nn.Parameter(sharded)), ("own", torch.tensor([float(rank)]))]
     engine = Engine() if rank == 0 else None
-    answer = asyncio.run(update_weights(engine, batch, "infer_tp", mesh))
+    answer = asyncio.run(update_weights(engine, batch, "infer_tp", mesh, flush_cache=False))
     sys.stdout.write(f"{rank} {answer}\\n")  # In one piece: the other rank writes too.
     sys.stdout.flush()
     dist.barrier()
