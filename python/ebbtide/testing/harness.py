@@ -327,7 +327,7 @@ class SchedulerHarness:
             case TokenOutput() | TextOutput():
                 for output in message.outputs:
                     self._collect(output)
-                if (streamed := message.streamed) is not None:
+                for streamed in message.streamed:
                     for rid, token_id in zip(streamed.rids, streamed.token_ids, strict=True):
                         assert self.outputs[rid].finish is None, f"{rid} goes on after its end"
                         self.outputs[rid].token_ids.append(token_id)

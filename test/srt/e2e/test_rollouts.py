@@ -57,6 +57,11 @@ def assert_same_output(actual: dict[str, Any], expected: dict[str, Any]) -> None
     assert ours["finish_reason"] == theirs["finish_reason"]
     assert len(ours["output_token_logprobs"]) == len(actual["output_ids"])
     assert_near(logprobs_of(ours["output_token_logprobs"]), logprobs_of(theirs["output_token_logprobs"]))
+    for name in ("output_top_logprobs", "output_token_ids_logprobs"):
+        assert (name in ours) == (name in theirs)
+        for one, other in zip(ours.get(name, ()), theirs.get(name, ()), strict=True):
+            assert [triple[1] for triple in one] == [triple[1] for triple in other]
+            assert_near(logprobs_of(one), logprobs_of(other))
 
 
 def check_against_reference(output: dict[str, Any], prompt: list[int], reference: Reference) -> None:
@@ -112,7 +117,8 @@ def mixed_request(index: int) -> dict[str, Any]:
     params = {"max_new_tokens": 4 + 5 * index % 17, "sampling_seed": 1000 * index, **ways[index % len(ways)]}
     params["n"] = 3 if index % 10 == 9 else 1
     prompt = [(index * index + 3 * position) % 256 for position in range(1 + 7 * index % 60)]
-    return {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+    asked = {"top_logprobs_num": index // 3 % 3, "token_ids_logprob": [9, 3][: index // 9 % 3]}
+    return {"input_ids": prompt, "sampling_params": params, "return_logprob": True, **asked}
 
 
 def flat(answers: Sequence[Any]) -> list[dict[str, Any]]:
@@ -124,8 +130,18 @@ def test_100_requests_at_once_give_what_each_gives_alone(engine: Engine) -> None
     requests = [mixed_request(index) for index in range(100)]
     alone = [engine.generate(**request) for request in requests]
 
+    async def ask(index: int, request: dict[str, Any]) -> Any:
+        if index % 2:
+            return await engine.async_generate(**request)
+        request["sampling_params"]["stream_interval"] = 1 + index // 2 % 3
+        chunks = {
+            chunk.get("index", 0): chunk
+            async for chunk in await engine.async_generate(**request, stream=True)
+        }
+        return [chunks[sample] for sample in sorted(chunks)]
+
     async def run() -> list[Any]:
-        return await asyncio.gather(*(engine.async_generate(**request) for request in requests))
+        return await asyncio.gather(*(ask(*request) for request in enumerate(requests)))
 
     outputs, expected = flat(asyncio.run(run())), flat(alone)
     assert len(outputs) == 120

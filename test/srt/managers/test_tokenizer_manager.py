@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -346,7 +345,7 @@ async def test_a_reply_overtakes_the_chunks_of_many_streams(engine: Engine) -> N
         TokenOutput(
             weight_version="1",
             outputs=[],
-            streamed=StreamedTokens(rids, [2] * len(rids), array("f", [-2.0] * len(rids)).tobytes()),
+            streamed=(StreamedTokens(rids, [2] * len(rids), columns(*[PositionLogprobs(-2.0)] * len(rids))),),
         ),
         ControlReply(id=call.id, reply=PingReqOutput()),
     )

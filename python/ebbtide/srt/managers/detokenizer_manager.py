@@ -60,13 +60,14 @@ class DetokenizerManager:
         self._texts: dict[str, OutputText] = {}
 
     def handle(self, message: TokenOutput) -> TextOutput:
-        streamed = message.streamed
         return TextOutput(
             weight_version=message.weight_version,
             outputs=message.outputs,
             texts=[self._text(output) for output in message.outputs],
-            streamed=streamed,
-            streamed_texts=tuple(map(self._piece, streamed.rids, streamed.token_ids)) if streamed else (),
+            streamed=message.streamed,
+            streamed_texts=tuple(
+                list(map(self._piece, each.rids, each.token_ids)) for each in message.streamed
+            ),
             dp_rank=message.dp_rank,
             abort_number=message.abort_number,
         )

@@ -22,6 +22,7 @@ from ebbtide.srt.managers.io_struct import (
     RoutedExperts,
     TokenizedGenerateReqInput,
 )
+from ebbtide.srt.managers.wire.logprobs import LogprobRows
 from ebbtide.srt.managers.wire.supports import SupportList, masks_of
 
 # JSON has no infinity: the lowest float32 stands for it.
@@ -73,9 +74,9 @@ class LogprobTable:
         self._new.add(positions)
         self._new_ids += token_ids
 
-    def add_token(self, logprob: float, token_id: int) -> None:
-        """One more position, of a request that asks for its token's logprob alone."""
-        self._new.append(logprob)
+    def add_token(self, rows: LogprobRows, place: int, token_id: int) -> None:
+        """One more position: what is in this row."""
+        self._new.append(rows, place)
         self._new_ids.append(token_id)
 
     def columns(self) -> dict[str, list[Any]]:
@@ -173,15 +174,19 @@ class OutputState:
             self.finish = output.finish
             self._finished_s = time.monotonic()
 
-    def apply_token(self, token_id: int, logprob: float, text: str | None, weight_version: str) -> None:
-        """Take in one more token of a stream; nothing else is new. Such streams begin with `apply`."""
+    def apply_token(
+        self, token_id: int, rows: LogprobRows | None, place: int, text: str | None, weight_version: str
+    ) -> None:
+        """Take in one more token of a stream, whose logprobs are in this row; nothing else is new. Such
+        streams begin with `apply`."""
         if text is not None:
             self._text = [] if self._text is None else self._text
             self._text.append(text)
         self._num_tokens += 1
         self._output_ids.append(token_id)
         if self.request.return_logprob:
-            self._logprobs.add_token(logprob, token_id)
+            assert rows is not None, "some stream of the step asked for logprobs"
+            self._logprobs.add_token(rows, place, token_id)
         self._weight_version = weight_version
 
     def response(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.ended_outputs import EndedOutputs
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState
 from ebbtide.srt.managers.io_struct import RequestOutput, StreamedTokens
+from ebbtide.srt.managers.wire.logprobs import LogprobRows
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class LiveOutputs:
         self, streamed: StreamedTokens, texts: Sequence[str] | None, weight_version: str
     ) -> None:
         """Hand one more token of each stream to whoever reads it."""
-        logprobs = array("f", streamed.logprobs)
+        rows = None if streamed.logprobs is None else LogprobRows(streamed.logprobs)
         for place, rid in enumerate(streamed.rids):
             entry = self._entries.get(rid)
             if entry is None:
@@ -141,7 +141,7 @@ class LiveOutputs:
             if state is None:
                 continue
             text = None if texts is None else texts[place]
-            state.apply_token(streamed.token_ids[place], logprobs[place], text, weight_version)
+            state.apply_token(streamed.token_ids[place], rows, place, text, weight_version)
             if entry.generation is not None:
                 entry.generation.note(entry.index)
 

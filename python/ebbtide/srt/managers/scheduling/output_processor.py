@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Iterable
-from math import nan
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ebbtide.srt.managers.io_struct import (
     FinishReason,
+    LogprobColumns,
     RequestOutput,
     RequestStart,
     RoutedExperts,
@@ -20,11 +19,12 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter
 from ebbtide.srt.managers.scheduling.request import Req
-from ebbtide.srt.managers.scheduling.running_rows import OTHER_STREAM, PLAIN_STREAM
+from ebbtide.srt.managers.scheduling.running_rows import PAIR_BASE, PLAIN_STREAM
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.versions import Commit
+from ebbtide.srt.managers.wire.logprobs import LogprobRows
 from ebbtide.srt.model_executor.batch_plan import Routes, StepResult
 
 # How much of the prompt's end the detokenizer sees: enough to know whether the first token joins on to it.
@@ -65,13 +65,17 @@ class OutputProcessor:
         looked_at = self._advance(batch, result, np.flatnonzero(live_R), sampled, tokens_S)
         for index, token_id in zip(sampled.tolist(), tokens_S.tolist(), strict=True):
             plan.specs[index].output_ids.append(token_id)
-        self._append_logprobs(batch.requests, result, sampled.tolist())
         if result.supports is not None:
             for place, index in enumerate(result.supports.rows):
                 if live_R[index]:
                     batch.requests[index].new_supports.append(result.supports, place)
         ended = self._find_ended(batch, live_R, sampled, tokens_S)
-        output = self._outputs(batch, sampled, ended, looked_at)
+        rows_S = plan.page_rows_R[sampled]
+        is_plain_S = policy.rows.stream_kind[rows_S] == PLAIN_STREAM
+        is_plain_S &= ~np.isin(sampled, list(ended | looked_at))
+        _keep_logprobs(batch.requests, result, sampled[~is_plain_S])
+        streamed = self._streamed(batch.requests, result, sampled[is_plain_S], rows_S[is_plain_S])
+        output = self._outputs(batch, sampled[~is_plain_S], ended, streamed)
         if ended:
             policy.finish_running([batch.requests[index] for index in sorted(ended)])
         self._step_log.note_step(num_sampled)
@@ -117,20 +121,6 @@ class OutputProcessor:
             self._stop_ids |= req.spec.stop_ids
         req.kv.rows.settled[req.kv.row] = commit.number
 
-    def _append_logprobs(self, requests: list[Req], result: StepResult, sampled: list[int]) -> None:
-        logprobs = result.output_logprobs
-        if logprobs is None:
-            return
-        values = logprobs.tokens_N.tolist()
-        for index in sampled:
-            wanted = requests[index].spec.logprobs
-            if wanted is None:
-                continue
-            if wanted.top or wanted.token_ids:
-                requests[index].new_logprobs.extend(logprobs, index, index + 1)
-            else:
-                requests[index].new_logprobs.append(values[index])
-
     def _find_ended(
         self,
         batch: ScheduledBatch,
@@ -155,26 +145,49 @@ class OutputProcessor:
                 ended.add(index)
         return ended
 
+    def _streamed(
+        self,
+        requests: list[Req],
+        result: StepResult,
+        plain_P: NDArray[np.int64],
+        rows_P: NDArray[np.int32],
+    ) -> list[StreamedTokens]:
+        """Most streams have one more token, and nothing else is new: together those that ask for as much."""
+        widths_P = self._policy.rows.stream_width[rows_P]
+        streamed = []
+        for width in np.unique(widths_P).tolist():
+            places = plain_P[widths_P == width]
+            indices = places.tolist()
+            token_ids = []
+            for index in indices:
+                requests[index].num_emitted += 1
+                token_ids.append(result.token_ids[index])
+            columns = None
+            if result.output_logprobs is not None:
+                columns = LogprobColumns.of_rows(result.output_logprobs, places, *divmod(width, PAIR_BASE))
+            streamed.append(StreamedTokens([requests[index].rid for index in indices], token_ids, columns))
+        return streamed
+
     def _outputs(
-        self, batch: ScheduledBatch, sampled: NDArray[np.int64], ended: set[int], looked_at: set[int]
+        self,
+        batch: ScheduledBatch,
+        others: NDArray[np.int64],
+        ended: set[int],
+        streamed: list[StreamedTokens],
     ) -> TokenOutput | None:
-        """What is to be sent after this step. Most streams have one more token, and nothing else is new."""
-        kinds_S = self._policy.rows.stream_kind[batch.plan.page_rows_R[sampled]]
-        plain = [
-            batch.requests[index]
-            for index in sampled[kinds_S == PLAIN_STREAM].tolist()
-            if index not in ended and index not in looked_at
-        ]
-        others = set(sampled[kinds_S == OTHER_STREAM].tolist())
-        others |= looked_at & set(sampled[kinds_S == PLAIN_STREAM].tolist())
-        due = {index for index in others if self._is_due(batch.requests[index])}
-        outputs = [self.output(batch.requests[index]) for index in sorted(due | ended)]
-        if not outputs and not plain:
+        """What is to be sent after this step, of others that sampled beside the streams."""
+        rows, rows_O = self._policy.rows, batch.plan.page_rows_R[others]
+        known_O = rows.planned[rows_O] - rows.in_flight[rows_O]
+        is_due_O = (rows.stream_kind[rows_O] > 0) & (known_O >= rows.next_output[rows_O])
+        rows.next_output[rows_O[is_due_O]] = (known_O + rows.output_interval[rows_O])[is_due_O]
+        due = ended.union(others[is_due_O].tolist())
+        outputs = [self.output(batch.requests[index]) for index in sorted(due)]
+        if not outputs and not streamed:
             return None
         return TokenOutput(
             weight_version=self._policy.commit.version,
             outputs=outputs,
-            streamed=_streamed(plain) if plain else None,
+            streamed=tuple(streamed),
             dp_rank=self._dp_rank,
         )
 
@@ -214,11 +227,6 @@ class OutputProcessor:
         req.versions_changed = req.kv_versions_changed = req.prefill_changed = False
         return output
 
-    def _is_due(self, req: Req) -> bool:
-        """The first token goes out at once, then one output every `stream_interval` tokens."""
-        assert req.stream_interval is not None
-        return not req.has_started_output or len(req.spec.output_ids) - req.num_emitted >= req.stream_interval
-
     def _start(self, req: Req) -> RequestStart:
         self.meter.note_started(req)
         params = req.spec.params
@@ -257,15 +265,15 @@ def _routed_experts(req: Req) -> RoutedExperts | None:
     return RoutedExperts(rows_TLK.tobytes(), (num_tokens, num_layers, top_k), str(rows_TLK.dtype))
 
 
-def _streamed(requests: list[Req]) -> StreamedTokens:
-    """The last token of each."""
-    logprobs = array("f")
-    for req in requests:
-        req.num_emitted += 1
-        logprobs.append(nan if req.spec.logprobs is None else req.new_logprobs.pop())
-    return StreamedTokens(
-        [req.rid for req in requests], [req.spec.output_ids[-1] for req in requests], logprobs.tobytes()
-    )
+def _keep_logprobs(requests: list[Req], result: StepResult, sampled: NDArray[np.int64]) -> None:
+    """Those of tokens that go out later, or with more than a token."""
+    if result.output_logprobs is None or not len(sampled):
+        return
+    rows = LogprobRows.of(result.output_logprobs)
+    for index in sampled.tolist():
+        req = requests[index]
+        if req.spec.logprobs is not None:
+            req.new_logprobs.append(rows, index)
 
 
 def _finish_reason(req: Req, *, is_sampled: bool) -> FinishReason | None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Column = NDArray[np.int64]
 
 PLAIN_STREAM, OTHER_STREAM = 1, 2
+# Of a column that holds a pair of numbers.
+PAIR_BASE = 1 << 32
 
 
 class RunningRows:
@@ -40,7 +42,10 @@ class RunningRows:
         settled: number of the weight update under which the request was last looked at as a whole; −1 as long
             as its prefill goes on. See `OutputProcessor.commit`.
         is_followed: 1 where every token is looked at: it has stop strings, or a grammar.
-        stream_kind: `PLAIN_STREAM`, each token is sent at once, with its logprob at most; `OTHER_STREAM`; 0.
+        stream_kind: `PLAIN_STREAM`, each token is sent at once, with its logprobs at most; `OTHER_STREAM`; 0.
+        stream_width: how many logprobs a position has: most likely tokens times `PAIR_BASE`, plus named ids.
+        output_interval: after how many tokens an output is sent.
+        next_output: tokens with which the next one is.
         num_routed: tokens whose experts were given with the request.
         needs_ids: 1 where the next token depends on the ids of all before it.
     """
@@ -53,6 +58,7 @@ class RunningRows:
         self.launched, self.computed, self.capacity, self.in_flight = column(), column(), column(), column()
         self.last_token, self.settled, self.needs_ids = column(), column(), column()
         self.is_followed, self.stream_kind, self.num_routed = column(), column(), column()
+        self.stream_width, self.output_interval, self.next_output = column(), column(), column()
         self._num_opened = 0
 
     def open(self, row: int, req: Req, *, num_computed: int, num_pages_tokens: int) -> None:
@@ -71,6 +77,12 @@ class RunningRows:
         self.needs_ids[row] = spec.needs_output_ids
         self.is_followed[row] = req.stop_strings is not None or spec.mask is not None
         self.stream_kind[row] = _stream_kind(req)
+        logprobs = spec.logprobs
+        self.stream_width[row] = 0 if logprobs is None else logprobs.top * PAIR_BASE + len(logprobs.token_ids)
+        self.output_interval[row] = req.stream_interval or 0
+        # The first token goes out at once.
+        num_sent = len(spec.prompt_ids) + req.num_emitted
+        self.next_output[row] = num_sent + self.output_interval[row] if req.has_started_output else 0
         self.num_routed[row] = 0 if req.given_routes is None else len(req.given_routes)
 
     def close(self, row: int) -> None:
@@ -158,7 +170,4 @@ def _given_routes(
 def _stream_kind(req: Req) -> int:
     if req.stream_interval is None:
         return 0
-    logprobs = req.spec.logprobs
-    has_more = req.spec.returns_support
-    has_more |= logprobs is not None and bool(logprobs.top or logprobs.token_ids)
-    return OTHER_STREAM if req.stream_interval != 1 or has_more else PLAIN_STREAM
+    return OTHER_STREAM if req.stream_interval != 1 or req.spec.returns_support else PLAIN_STREAM

@@ -194,19 +194,20 @@ class StreamedTokens(Struct, frozen=True, array_like=True):
     """One more token of each of many streams, of which nothing else is new.
 
     Attributes:
-        logprobs: float32 numbers of this machine; of streams that asked for none they say nothing.
+        logprobs: a position of each, and all of them ask for as much; of streams that asked for none it says
+            nothing. None: none did.
     """
 
     rids: list[str]
     token_ids: list[int]
-    logprobs: bytes
+    logprobs: LogprobColumns | None = None
 
 
 class TokenOutput(Message, frozen=True, kw_only=True):
     """The outputs of one step, for the detokenizer (or, without a tokenizer, for the TokenizerManager).
 
     Attributes:
-        streamed: of other requests than `outputs`.
+        streamed: of other requests than `outputs`, by how many logprobs they ask for.
         dp_rank: of the replica.
         abort_number: counts, from 1, the messages of a replica with requests that were ended from outside;
             None for all others. See `ControlReply.aborts_before`.
@@ -214,7 +215,7 @@ class TokenOutput(Message, frozen=True, kw_only=True):
 
     weight_version: str
     outputs: list[RequestOutput]
-    streamed: StreamedTokens | None = None
+    streamed: tuple[StreamedTokens, ...] = ()
     dp_rank: int = 0
     abort_number: int | None = None
 
@@ -225,7 +226,7 @@ class TextOutput(Message, frozen=True, kw_only=True):
     weight_version: str
     outputs: list[RequestOutput]
     texts: list[str]
-    streamed: StreamedTokens | None = None
-    streamed_texts: tuple[str, ...] = ()
+    streamed: tuple[StreamedTokens, ...] = ()
+    streamed_texts: tuple[list[str], ...] = ()
     dp_rank: int = 0
     abort_number: int | None = None

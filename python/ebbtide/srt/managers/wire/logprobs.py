@@ -14,6 +14,10 @@ from msgspec import Struct
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Any
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from ebbtide.srt.model_executor.batch_plan import LogprobArrays
 
@@ -32,6 +36,38 @@ class LogprobColumns(Struct, frozen=True, array_like=True, omit_defaults=True):
     top_ids: bytes = b""
     chosen: bytes = b""
 
+    @classmethod
+    def of_rows(
+        cls, positions: LogprobArrays, rows_P: NDArray[np.int64], num_top: int, num_chosen: int
+    ) -> LogprobColumns:
+        """These positions, with so many of the most likely tokens and of the named ids at each."""
+
+        def picked(column_NK: NDArray[Any] | None, width: int) -> bytes:
+            return b"" if column_NK is None or not width else column_NK[rows_P, :width].tobytes()
+
+        return cls(
+            positions.tokens_N[rows_P].tobytes(),
+            picked(positions.top_NK, num_top),
+            picked(positions.top_ids_NK, num_top),
+            picked(positions.chosen_NC, num_chosen),
+        )
+
+
+class LogprobRows:
+    """One position of each of many requests, all equally wide: a `LogprobList` takes what it asks for."""
+
+    __slots__ = ("chosen", "chosen_bytes", "tokens", "top", "top_bytes", "top_ids")
+
+    def __init__(self, columns: LogprobColumns) -> None:
+        self.tokens = array("f", columns.tokens)
+        self.top, self.top_ids, self.chosen = columns.top, columns.top_ids, columns.chosen
+        num_rows = max(1, len(self.tokens))
+        self.top_bytes, self.chosen_bytes = len(self.top) // num_rows, len(self.chosen) // num_rows
+
+    @classmethod
+    def of(cls, positions: LogprobArrays) -> LogprobRows:
+        return cls(LogprobColumns(*(b"" if part is None else part.tobytes() for part in positions.columns)))
+
 
 class LogprobList:
     """Logprobs at positions in a row, of a request that asks for so many at each of them.
@@ -45,22 +81,27 @@ class LogprobList:
 
     def __init__(self, num_top: int, num_chosen: int) -> None:
         self._num_top, self._num_chosen = num_top, num_chosen
-        self.clear()
+        self._tokens, self._top, self._chosen = array("f"), array("f"), array("f")
+        self._top_ids = array("i")
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def clear(self) -> None:
-        self._tokens, self._top, self._chosen = array("f"), array("f"), array("f")
-        self._top_ids = array("i")
+        # New arrays would be objects that the collector looks at, four for each chunk of each stream.
+        del self._tokens[:], self._top[:], self._top_ids[:], self._chosen[:]
 
-    def append(self, token: float) -> None:
-        """A position of a request that asks for its token's logprob alone."""
-        self._tokens.append(token)
-
-    def pop(self) -> float:
-        """The last position, which is here no more, of such a request."""
-        return self._tokens.pop()
+    def append(self, rows: LogprobRows, index: int) -> None:
+        """One more position: what is in this row."""
+        self._tokens.append(rows.tokens[index])
+        if self._num_top:
+            start = index * rows.top_bytes
+            end = start + self._num_top * self._top.itemsize
+            self._top.frombytes(rows.top[start:end])
+            self._top_ids.frombytes(rows.top_ids[start:end])
+        if self._num_chosen:
+            start = index * rows.chosen_bytes
+            self._chosen.frombytes(rows.chosen[start : start + self._num_chosen * self._chosen.itemsize])
 
     def append_nothing(self) -> None:
         """A position that nothing predicts."""

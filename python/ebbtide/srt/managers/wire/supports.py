@@ -47,13 +47,13 @@ class SupportList:
     __slots__ = ("_counts", "_ids", "_logprobs")
 
     def __init__(self) -> None:
-        self.clear()
+        self._ids, self._counts, self._logprobs = array("i"), array("i"), array("f")
 
     def __len__(self) -> int:
         return len(self._counts)
 
     def clear(self) -> None:
-        self._ids, self._counts, self._logprobs = array("i"), array("i"), array("f")
+        del self._ids[:], self._counts[:], self._logprobs[:]
 
     def append(self, supports: Supports, index: int) -> None:
         """One more token: what is at this index there."""
