@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,24 @@ def test_in_place_sharing_leaves_the_strategy_alone_and_lives_as_long_as_the_obj
     assert left_behind() != set()
     del sent
     assert left_behind() == set()
+
+
+def test_torchs_process_for_shared_memory_may_be_late(
+    monkeypatch: pytest.MonkeyPatch, left_behind: LeftBehind
+) -> None:
+    share = torch.UntypedStorage._share_filename_cpu_
+    failures = iter(["Shared memory manager connection has timed out"] * 2)
+
+    def share_late(storage: torch.UntypedStorage) -> Any:
+        for failure in failures:
+            raise RuntimeError(failure)
+        return share(storage)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_filename_cpu_", share_late)
+    assert_received(received(serialize(named())))
+    failures = iter(["another one"])
+    with pytest.raises(RuntimeError, match="another one"):
+        serialize(torch.ones(3))
 
 
 def test_buckets_are_sent_by_reference(left_behind: LeftBehind) -> None:

@@ -26,7 +26,7 @@ import io
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT: Final = 64
 _PLAIN_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
 _PICKLE_PROTOCOL: Final = 4
+# How often torch's process for shared memory is asked. It is given one second each time.
+_ATTEMPTS: Final = 30
 # These are places among the arguments of rebuild_cuda_tensor.
 _DEVICE_SLOT: Final = 6
 
@@ -283,7 +285,7 @@ def _refused_item(item: object) -> RequestRejected:
 
 def _allocate(num_bytes: int) -> tuple[torch.UntypedStorage, bytes]:
     _require_room(num_bytes)
-    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
+    storage: torch.UntypedStorage = _insist(lambda: torch.UntypedStorage._new_using_filename_cpu(num_bytes))
     _, handle, _ = storage._share_filename_cpu_()
     descriptor = os.open(object_path(handle), os.O_RDWR)
     try:
@@ -344,7 +346,22 @@ def _reduce_tensor(tensor: torch.Tensor) -> _Reduced:
 def _reduce_storage(storage: torch.UntypedStorage) -> _Reduced:
     if not storage.is_shared():
         _require_room(storage.nbytes())
-    manager, handle, num_bytes = storage._share_filename_cpu_()
+    manager, handle, num_bytes = _insist(storage._share_filename_cpu_)
     # The reference that the receiver drops.
     storage._shared_incref()  # type: ignore[no-untyped-call]
     return reductions.rebuild_storage_filename, (torch.UntypedStorage, manager, handle, num_bytes)
+
+
+def _insist(share: Callable[[], Any]) -> Any:
+    """What torch returns that puts a storage into shared memory.
+
+    A process of its own must hear of it, and has one second to say so: on a busy machine that may be too
+    little, and nothing has happened to the storage.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return share()
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise
+    return share()

@@ -28,7 +28,7 @@ def test_there_is_one_for_every_rank_of_this_node_and_those_not_taken_end() -> N
         os.kill(left_pid, 0)
     os.kill(taken.pid, 0)
     taken.terminate()
-    taken.join(time.monotonic() + 10)
+    taken.join(time.monotonic() + 60)
     taken.close()
 
 

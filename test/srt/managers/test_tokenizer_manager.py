@@ -2,7 +2,8 @@
 
 import asyncio
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -264,12 +265,26 @@ async def test_a_timeout_aborts_and_keeps_the_tokens_so_far(engine: Engine) -> N
 
 
 @scripted()
-async def test_a_request_that_ends_in_time_is_not_aborted(engine: Engine) -> None:
-    fields = {"input_ids": [5], "rid": "r", "timeout_s": 0.3}
-    await answer(engine, fields, RequestOutput("r", [1], finish=LENGTH))
+async def test_a_request_that_ends_in_time_is_not_aborted(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers: list[Callable[[], None]] = []
+
+    def set_timer(delay_s: float, act: Callable[[], None]) -> Any:
+        timers.append(act)
+        return SimpleNamespace(cancel=timers.clear)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.get_running_loop(), "call_later", set_timer)
+        generation = await engine.manager.prepare({"input_ids": [5], "rid": "r", "timeout_s": 0.3})
+    assert len(timers) == 1
     await engine.received()
-    await asyncio.sleep(0.4)
-    assert engine.nothing_sent()
+    await engine.send(RequestOutput("r", [1], finish=LENGTH))
+    await generation.result()
+    for act in timers:
+        act()
+    await engine.manager.prepare({"input_ids": [5], "rid": "next"})
+    assert [message.rid for message in await engine.received()] == ["next"]
 
 
 @pytest.mark.parametrize(("status", "kind"), [(503, RequestRejected), (500, EngineError)])

@@ -135,7 +135,7 @@ def test_sleep_drops_or_keeps_the_weights_by_its_level(client: Client) -> None:
     assert "stale" in client.engine.memory_occupation()["reason"]
     assert not generation.done()
     client.post("/update_weights", {"weight_dir": "7"})
-    assert len(generation.result(30)["output_ids"]) == 4  # type: ignore[call-arg]
+    assert len(generation.result(60)["output_ids"]) == 4  # type: ignore[call-arg]
 
 
 def test_requests_survive_a_sleep_that_keeps_them_and_waking_ends_any_pause(client: Client) -> None:
@@ -191,13 +191,13 @@ def test_requests_are_aborted_by_the_ids_that_they_were_posted_or_answered_with(
     ]
     ids = ["one", "cmpl-two", "generate-tokens-three-1", "nobody"]
     assert client.post("/inference/v1/abort_requests", {"request_ids": ids})["aborted"] == 4
-    assert waiting[0].result(30)["meta_info"]["finish_reason"]["type"] == "abort"
-    assert waiting[1].result(30)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert waiting[0].result(60)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert waiting[1].result(60)["meta_info"]["finish_reason"]["type"] == "abort"
     aborted = client.post("/abort_requests")
     assert (aborted["status"], aborted["aborted"]) == ("aborted", 2)
-    kinds = [output["meta_info"]["finish_reason"]["message"] for output in waiting[2].result(30)]
+    kinds = [output["meta_info"]["finish_reason"]["message"] for output in waiting[2].result(60)]
     assert kinds == ["Aborted by /abort_request"] * 2
-    assert waiting[3].result(30)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert waiting[3].result(60)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def test_the_prefix_cache_is_reset_also_under_running_requests(client: Client) -> None:

@@ -44,7 +44,7 @@ class Scheduler:
 
 
 def run(script: Callable[[Scheduler], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(script(Scheduler()), 30))
+    asyncio.run(asyncio.wait_for(script(Scheduler()), 60))
 
 
 scripted = as_tests(run)

@@ -3,6 +3,7 @@
 Whatever happens meanwhile, all replicas commit an update or none does.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -326,7 +327,8 @@ class TestDeadlines:
     def test_a_rank_that_hangs_at_the_commit_is_named_and_follows(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(lockstep, "ANSWER_GRACE_S", 0.0)
+        clock = SimpleNamespace(monotonic=lambda: 0.0)
+        monkeypatch.setattr(lockstep, "time", clock)
         replicas = Replicas(num_ranks=2)
         call = prepared(replicas, update(7, timeout_s=1.0))
         replicas.turn(1, count=1)
@@ -334,9 +336,11 @@ class TestDeadlines:
             replicas.turn(1, count=1)
         replicas.turn(0, count=5)
         # The verdict is there, and one of its ranks does not turn any more.
-        while call not in replicas.replies:
-            replicas[1].turn_rank(0)
-            replicas.read(1)
+        for now_s in (0.0, 1.0 + lockstep.ANSWER_GRACE_S):
+            clock.monotonic = lambda now_s=now_s: now_s
+            for _ in range(20):
+                replicas[1].turn_rank(0)
+                replicas.read(1)
         failure = replicas.replies[call]
         assert failure.status == 500
         assert failure.message.startswith("replica 1: rank 1: no answer within")

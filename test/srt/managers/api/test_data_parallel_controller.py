@@ -146,7 +146,7 @@ def run(
         setup = Setup(num_replicas, method, tp_size)
         reader = asyncio.create_task(setup.read())
         try:
-            await asyncio.wait_for(script(setup), 30)
+            await asyncio.wait_for(script(setup), 60)
         finally:
             reader.cancel()
         assert not reader.done() or reader.cancelled(), reader.exception()

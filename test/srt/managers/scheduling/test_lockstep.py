@@ -1,6 +1,6 @@
 """Several ranks of one replica, turned by hand: the same on all of them, and one reply for all."""
 
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -344,11 +344,12 @@ class TestSlowRanks:
     def test_it_holds_up_a_reply_until_the_limit_and_is_named(
         self, harness: Harness, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(lockstep, "ANSWER_GRACE_S", 0.05)
+        clock = SimpleNamespace(monotonic=lambda: 0.0)
+        monkeypatch.setattr(lockstep, "time", clock)
         call = harness.call(update(7, timeout_s=0.0))
         turn_all_but(harness, 1, count=20)
         assert call not in harness.replies
-        time.sleep(0.1)
+        clock.monotonic = lambda: lockstep.ANSWER_GRACE_S
         turn_all_but(harness, 1, count=1)
         refusal = harness.refusal(call)
         assert refusal.status == 500

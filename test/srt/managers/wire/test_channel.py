@@ -91,7 +91,7 @@ def test_waiting_in_an_event_loop(channel: Any, loop_factory: Any) -> None:
             waiting = asyncio.create_task(receiver.receive_async())
             await asyncio.sleep(0)
             sender.send(Expire(id=str(number)))
-            assert await asyncio.wait_for(waiting, 10) == [Expire(id=str(number))]
+            assert await asyncio.wait_for(waiting, 60) == [Expire(id=str(number))]
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(exchange())
