@@ -9,10 +9,10 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from ebbtide.srt.arguments import ArgumentSpec
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import (
     OWN_SCHEDULE_POLICIES,
-    ArgumentSpec,
     ServerArgs,
     argument_specs,
     bare_host,

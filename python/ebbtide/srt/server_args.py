@@ -7,30 +7,10 @@ import dataclasses
 import functools
 import ipaddress
 from dataclasses import dataclass
-from types import UnionType
-from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Self, get_type_hints
 
+from ebbtide.srt.arguments import Arg, ArgumentSpec, argument_spec
 from ebbtide.srt.sglang_arguments import SglangArgument, SglangArguments, sglang_arguments
-
-
-@dataclass(frozen=True, slots=True)
-class Arg:
-    """What the command line and the checks need to know of a field beyond its type and default.
-
-    Attributes:
-        help: one line.
-        aliases: further flags.
-        choices: the only values taken.
-        minimum: the least number taken.
-        also: a number below `minimum` that is taken too.
-    """
-
-    help: str
-    aliases: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    minimum: float | None = None
-    also: int | None = None
-
 
 _DTYPES = ("auto", "float32", "float", "float16", "half", "bfloat16", "bf16")
 OWN_SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "priority", "random")
@@ -54,121 +34,180 @@ class ServerArgs(SglangArguments):
     Source: wire_api section 7.
     """
 
-    model_path: Annotated[str, Arg("Local Hugging Face folder or hub id.", aliases=("--model",))]
-    tokenizer_path: Annotated[str | None, Arg("Folder or hub id of the tokenizer (default: model path).")] = (
-        None
-    )
+    model_path: Annotated[
+        str,
+        Arg("Folder of a Hugging Face checkpoint, or the id of a model on the hub.", aliases=("--model",)),
+    ]
+    tokenizer_path: Annotated[
+        str | None, Arg("Folder or hub id of the tokenizer (default: the model path).")
+    ] = None
     tokenizer_mode: Annotated[
-        str, Arg("Fast tokenizer if there is one, or not.", choices=("auto", "slow"))
+        str,
+        Arg("auto: the fast tokenizer if the model has one; slow: the Python one.", choices=("auto", "slow")),
     ] = "auto"
-    skip_tokenizer_init: Annotated[bool, Arg("Token ids in and out only.")] = False
-    trust_remote_code: Annotated[bool, Arg("Run code that comes with the model's config or tokenizer.")] = (
+    skip_tokenizer_init: Annotated[bool, Arg("Load no tokenizer: requests and answers are token ids.")] = (
         False
     )
-    revision: Annotated[str | None, Arg("Revision of a hub id.")] = None
-    context_length: Annotated[int | None, Arg("Tokens of context (default: the model's).", minimum=1)] = None
-    dtype: Annotated[str, Arg("Type of the weights; auto: the checkpoint's.", choices=_DTYPES)] = "auto"
+    trust_remote_code: Annotated[
+        bool, Arg("Run Python code that comes with the model's config or tokenizer.")
+    ] = False
+    revision: Annotated[str | None, Arg("Branch, tag or commit of a hub id.")] = None
+    context_length: Annotated[
+        int | None, Arg("Longest request, prompt and output, in tokens (default: the model's).", minimum=1)
+    ] = None
+    dtype: Annotated[
+        str, Arg("Type of weights and activations; auto: the checkpoint's.", choices=_DTYPES)
+    ] = "auto"
     kv_cache_dtype: Annotated[
         str, Arg("Type of the KV cache; auto: the model's.", choices=(*_DTYPES, "fp8_e4m3", "fp8"))
     ] = "auto"
     kv_cache_scales: Annotated[
         str,
         Arg(
-            "Scales of a KV cache in FP8: the checkpoint's (1 where it has none), or calibrated on the first "
-            "tokens, once or anew with every update.",
+            "Scales of a KV cache in FP8: the checkpoint's (1 where it has none), calibrated once"
+            " on the first tokens, or calibrated again after every update.",
             choices=("checkpoint", "calibrate", "recalibrate"),
         ),
     ] = "checkpoint"
-    kv_cache_calibration_tokens: Annotated[int, Arg("Tokens that a calibration looks at.", minimum=1)] = 4096
+    kv_cache_calibration_tokens: Annotated[
+        int, Arg("Prompt tokens that a calibration measures.", minimum=1)
+    ] = 4096
     load_format: Annotated[
-        str, Arg("How weights are loaded.", choices=("auto", "safetensors", "pt", "dummy"))
+        str,
+        Arg(
+            "Files to load weights from: safetensors, pt (.bin), whichever there is (auto); "
+            "dummy: random weights.",
+            choices=("auto", "safetensors", "pt", "dummy"),
+        ),
     ] = "auto"
     json_model_override_args: Annotated[str, Arg("JSON object merged into the model's config.")] = "{}"
-    served_model_name: Annotated[str | None, Arg("Name shown to clients (default: model path).")] = None
-    chat_template: Annotated[str | None, Arg("Chat template (default: the tokenizer's).")] = None
-    weight_version: Annotated[str, Arg("Version of the weights at start.")] = "default"
+    served_model_name: Annotated[
+        str | None, Arg("Model name shown to clients (default: the model path).")
+    ] = None
+    chat_template: Annotated[
+        str | None, Arg("Chat template: a file, or the Jinja text itself (default: the tokenizer's).")
+    ] = None
+    weight_version: Annotated[str, Arg("Version of the weights at start, as answers report it.")] = "default"
 
     host: Annotated[str, Arg("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Arg("Port to listen on.", minimum=1)] = 30000
-    api_key: Annotated[str | None, Arg("Key of the generation endpoints.")] = None
-    admin_api_key: Annotated[str | None, Arg("Key of the control endpoints.")] = None
+    port: Annotated[int, Arg("TCP port to listen on.", minimum=1)] = 30000
+    api_key: Annotated[str | None, Arg("Key that generation requests must send (default: none needed).")] = (
+        None
+    )
+    admin_api_key: Annotated[
+        str | None,
+        Arg(
+            "Key that control requests must send (default: the api-key, if any; "
+            "a server without an admin key listens on loopback only)."
+        ),
+    ] = None
     allow_unauthenticated_control: Annotated[
-        bool, Arg("Listen beyond loopback although anyone who reaches the port controls the engine.")
+        bool,
+        Arg(
+            "Listen beyond loopback without an admin key, although anyone who reaches the port "
+            "then controls the engine."
+        ),
     ] = False
 
     tp_size: Annotated[
-        int, Arg("Tensor-parallel ranks.", aliases=("--tensor-parallel-size", "--tp"), minimum=1)
+        int,
+        Arg(
+            "Ranks that divide each replica of the model (tensor parallelism).",
+            aliases=("--tensor-parallel-size", "--tp"),
+            minimum=1,
+        ),
     ] = 1
     dp_size: Annotated[
-        int, Arg("Data-parallel replicas.", aliases=("--data-parallel-size", "--dp"), minimum=1)
+        int,
+        Arg(
+            "Replicas of the model behind one address (data parallelism).",
+            aliases=("--data-parallel-size", "--dp"),
+            minimum=1,
+        ),
     ] = 1
     load_balance_method: Annotated[
         str,
         Arg(
-            "Which replica takes a generation: in turn, or the one with the fewest tokens to process "
-            "(total_tokens is shortest_queue, the other names are round_robin).",
+            "Which replica gets a request: round_robin, in turn (also auto, "
+            "follow_bootstrap_room, total_requests); shortest_queue, the one with the fewest "
+            "tokens to process (also total_tokens).",
             choices=(
                 *("auto", "round_robin", "shortest_queue"),
                 *("follow_bootstrap_room", "total_requests", "total_tokens"),
             ),
         ),
     ] = "auto"
-    nnodes: Annotated[int, Arg("Machines that the ranks are on.", minimum=1)] = 1
-    node_rank: Annotated[int, Arg("Which of them this is; 0 serves.", minimum=0)] = 0
+    nnodes: Annotated[int, Arg("Number of nodes that the ranks are on.", minimum=1)] = 1
+    node_rank: Annotated[int, Arg("Number of this node, from 0; node 0 serves requests.", minimum=0)] = 0
     dist_init_addr: Annotated[
         str | None,
         Arg(
-            "host:port of node 0, where several nodes meet; one node needs none.",
+            "host:port of node 0, where the nodes meet; not needed with one node.",
             aliases=("--nccl-init-addr",),
         ),
     ] = None
     dist_timeout: Annotated[
-        int | None, Arg("Seconds in which nodes and ranks must have met (default: 600).", minimum=1)
+        int | None,
+        Arg("Seconds that nodes and ranks wait for each other at start (default: 600).", minimum=1),
     ] = None
     nccl_port: Annotated[
         int | None,
-        Arg("Port where ranks of replica 0 meet, on several nodes (default: a free one).", minimum=1),
+        Arg(
+            "Port on which the ranks of replica 0 meet, with several nodes (default: a free one).", minimum=1
+        ),
     ] = None
-    base_gpu_id: Annotated[int, Arg("Device of a node's first rank.", minimum=0)] = 0
-    gpu_id_step: Annotated[int, Arg("Distance between the devices of neighbouring ranks.", minimum=1)] = 1
+    base_gpu_id: Annotated[int, Arg("GPU of the node's first rank.", minimum=0)] = 0
+    gpu_id_step: Annotated[int, Arg("Distance between the GPUs of neighbouring ranks.", minimum=1)] = 1
     disable_custom_all_reduce: Annotated[
-        bool, Arg("Ranks add up by NCCL alone, and never through each other's memory.")
+        bool, Arg("Use NCCL for all sums over ranks, and never kernels that write to another GPU's memory.")
     ] = False
-    device: Annotated[str | None, Arg("Device (default: chosen).", choices=("cuda", "cpu"))] = None
-    random_seed: Annotated[int | None, Arg("Seed of sampling (default: drawn).")] = None
+    device: Annotated[
+        str | None,
+        Arg("Device to run on (default: cuda if torch sees a GPU, else cpu).", choices=("cuda", "cpu")),
+    ] = None
+    random_seed: Annotated[int | None, Arg("Seed of sampling (default: drawn at start).")] = None
 
     mem_fraction_static: Annotated[
-        float | None, Arg("Share of the memory free at start for weights and KV cache (default: chosen).")
+        float | None,
+        Arg("Share of the memory free at start that weights and KV cache take (default: 0.85 on a GPU)."),
     ] = None
-    max_total_tokens: Annotated[int | None, Arg("Tokens in the KV pool (default: by memory).", minimum=1)] = (
-        None
-    )
-    page_size: Annotated[int | None, Arg("Tokens per KV page (default: chosen).", minimum=1)] = None
-    max_running_requests: Annotated[int | None, Arg("Requests in a batch (default: chosen).", minimum=1)] = (
-        None
-    )
+    max_total_tokens: Annotated[
+        int | None,
+        Arg("Size of the KV cache in tokens (default: what mem-fraction-static leaves).", minimum=1),
+    ] = None
+    page_size: Annotated[int | None, Arg("Tokens per page of the KV cache (default: 16).", minimum=1)] = None
+    max_running_requests: Annotated[
+        int | None, Arg("Largest batch, in requests (default: 512 on a GPU, 64 on a CPU).", minimum=1)
+    ] = None
     max_queued_requests: Annotated[
-        int | None, Arg("Requests that may wait (default: no limit).", minimum=0)
+        int | None, Arg("Requests that may wait; further ones get 503 (default: no limit).", minimum=0)
     ] = None
     chunked_prefill_size: Annotated[
         int | None,
-        Arg("Prompt tokens per forward pass; -1: no chunking (default: chosen).", minimum=1, also=-1),
+        Arg(
+            "Most prompt tokens of one forward pass; longer prompts are prefilled in chunks; -1: "
+            "no limit (default: 8192 on a GPU, 512 on a CPU).",
+            minimum=1,
+            also=-1,
+        ),
     ] = None
-    max_prefill_tokens: Annotated[int, Arg("Prompt tokens of all requests per forward pass.", minimum=1)] = (
-        16384
-    )
+    max_prefill_tokens: Annotated[
+        int, Arg("Most prompt tokens of all requests in one forward pass.", minimum=1)
+    ] = 16384
     prefill_share: Annotated[
         float | None,
         Arg(
-            "Of the prompt tokens of a forward pass, what a single prompt gets at most (default: 1/16, but "
-            "512 tokens, and 1024 of models with experts)."
+            "Largest share of a forward pass's prompt tokens for a single prompt, so that short "
+            "prompts do not wait for long ones; 1: one prompt after the other (default: 1/16, but"
+            " at least 512 tokens, 1024 for models with experts)."
         ),
     ] = None
     schedule_policy: Annotated[
         str,
         Arg(
-            "Order of waiting requests: arrival, longest cached prefix, prefixes shared by most, longest "
-            "output, the field priority, or random (the other names are fcfs).",
+            "Order of waiting requests: fcfs, arrival; lpm, longest cached prefix; dfs-weight, "
+            "prefixes that most requests share; lof, longest output; priority, the request's "
+            "field of this name; random. The other names mean fcfs.",
             choices=(*OWN_SCHEDULE_POLICIES, *_OTHER_SCHEDULE_POLICIES),
         ),
     ] = "fcfs"
@@ -176,159 +215,200 @@ class ServerArgs(SglangArguments):
         bool, Arg("Record which experts each token goes through, for requests that ask for it.")
     ] = False
     return_sampling_mask: Annotated[
-        bool, Arg("Sampling masks with every answer of /inference that does not say otherwise.")
+        bool, Arg("Return sampling masks with every answer of /inference unless the request says otherwise.")
     ] = False
     routed_experts_format: Annotated[
-        str, Arg("Of routed experts in /v1 and /inference.", choices=("npy", "packed"))
+        str,
+        Arg(
+            "Form of routed experts in /v1 and /inference: a numpy file, or bytes with shape and "
+            "dtype, both in base64.",
+            choices=("npy", "packed"),
+        ),
     ] = "npy"
     quantization: Annotated[
         str | None,
         Arg(
-            "Bits of weights: fp8 keeps blocks of 128 x 128 in e4m3 with a scale each, w8a8_fp8 rows "
-            "(default: as the checkpoint says).",
+            "Quantize weights to FP8 (e4m3): fp8, one scale per block of 128 x 128; w8a8_fp8, one"
+            " per row (default: as in the checkpoint).",
             choices=("fp8", "w8a8_fp8"),
         ),
     ] = None
     quantization_exclude: Annotated[
         list[str] | None,
         Arg(
-            "Modules that keep their dtype, by their names in checkpoints, as o_proj or model.layers.0.* "
-            "(always: lm_head, embeddings, routers, norms)."
+            "Modules not to quantize, by checkpoint name or pattern, such as o_proj or "
+            "model.layers.0.* (never quantized: lm_head, embeddings, routers, norms)."
         ),
     ] = None
     enable_fp32_lm_head: Annotated[bool, Arg("Compute logits in float32.")] = False
-    disable_radix_cache: Annotated[bool, Arg("No prefix cache.")] = False
+    disable_radix_cache: Annotated[bool, Arg("Turn the prefix cache off.")] = False
     prefix_cache_scope: Annotated[
-        str, Arg("Which weight versions may share cached prefixes.", choices=("any", "version"))
+        str,
+        Arg(
+            "Which requests may use a cached prefix: any, or only those of the weight version "
+            "that computed it.",
+            choices=("any", "version"),
+        ),
     ] = "any"
-    disable_cuda_graph: Annotated[bool, Arg("No CUDA graphs.")] = False
-    cuda_graph_bs: Annotated[list[int] | None, Arg("Batch sizes to capture (default: chosen).")] = None
-    cuda_graph_max_bs: Annotated[int | None, Arg("Largest batch size to capture.", minimum=1)] = None
-    disable_overlap_schedule: Annotated[bool, Arg("Process a step before the next one is launched.")] = False
-    attention_backend: Annotated[str | None, Arg("flashinfer, triton or torch_native (default: chosen).")] = (
-        None
-    )
+    disable_cuda_graph: Annotated[bool, Arg("Turn CUDA graphs off.")] = False
+    cuda_graph_bs: Annotated[
+        list[int] | None,
+        Arg("Batch sizes to capture CUDA graphs for (default: a list up to cuda-graph-max-bs)."),
+    ] = None
+    cuda_graph_max_bs: Annotated[
+        int | None,
+        Arg("Largest batch size to capture (default: 512, at most max-running-requests).", minimum=1),
+    ] = None
+    disable_overlap_schedule: Annotated[
+        bool, Arg("Process the results of a step before launching the next one.")
+    ] = False
+    attention_backend: Annotated[
+        str | None,
+        Arg("flashinfer, triton or torch_native (default: the first that works with this device and model)."),
+    ] = None
     kernel_cache_dir: Annotated[
         str | None,
         Arg(
-            "Folder for compiled kernels; it can be copied to machines with the same GPUs and packages "
-            "(default: where each library keeps its own)."
+            "Folder for compiled kernels; it can be copied to machines with the same GPU and "
+            "packages (default: each library's own)."
         ),
     ] = None
     logprobs_mode: Annotated[
         str,
         Arg(
-            "What the logprobs of outputs are of: scores after penalties and temperature; logits as they "
-            "came; or the former without what top-k, top-p and min-p drop.",
+            "Scores that logprobs are computed from: scaled, after penalties and temperature; "
+            "raw_logprobs, the model's logits; processed_logprobs, after top-k, top-p and min-p "
+            "too.",
             choices=("scaled", "raw_logprobs", "processed_logprobs"),
         ),
     ] = "scaled"
     max_logprobs: Annotated[
         int,
         Arg(
-            "How many logprobs per token /v1 and /inference tell at most; -1: any number.",
+            "Most logprobs per token that /v1 and /inference return; -1: no limit.",
             minimum=0,
             also=-1,
         ),
     ] = 20
     return_tokens_as_token_ids: Annotated[
-        bool, Arg('Logprobs of /v1 name tokens as "token_id:5", unless a request says otherwise.')
+        bool, Arg('Name tokens as "token_id:5" in the logprobs of /v1, unless the request says otherwise.')
     ] = False
     paused_requests: Annotated[
         str,
         Arg(
-            "Whether requests that come while generation is paused by abort or wait have to wait, or are "
-            "answered with 503.",
+            "What happens to requests that arrive while generation is paused by abort or wait: "
+            "queue, they wait; reject, they get 503.",
             choices=("queue", "reject"),
         ),
     ] = "queue"
     tool_call_parser: Annotated[
         str | None,
-        Arg("How the model writes calls of tools (default: they stay text).", choices=TOOL_CALL_PARSERS),
+        Arg(
+            "Format in which the model writes tool calls (default: calls stay in the text).",
+            choices=TOOL_CALL_PARSERS,
+        ),
     ] = None
     reasoning_parser: Annotated[
         str | None,
         Arg(
-            "How the model marks its reasoning (default: it stays with the answer).",
+            "Format in which the model marks its reasoning (default: it stays in the answer).",
             choices=REASONING_PARSERS,
         ),
     ] = None
-    stream_interval: Annotated[int, Arg("Tokens between chunks of a stream.", minimum=1)] = 1
-    incremental_streaming_output: Annotated[bool, Arg("Chunks hold what is new, not everything so far.")] = (
-        False
-    )
+    stream_interval: Annotated[int, Arg("Tokens per chunk of a stream.", minimum=1)] = 1
+    incremental_streaming_output: Annotated[
+        bool, Arg("Chunks of a /generate stream hold the new tokens only, not all so far.")
+    ] = False
 
-    enable_memory_saver: Annotated[bool, Arg("Memory can be released and resumed.")] = True
+    enable_memory_saver: Annotated[
+        bool,
+        Arg("Allow memory to be released and resumed (default: on; memory-saver-backend none turns it off)."),
+    ] = True
     memory_saver_backend: Annotated[
         str,
-        Arg("How memory is given back; none: not at all.", choices=("auto", "torch_memory_saver", "none")),
+        Arg(
+            "How memory is released: auto, the engine's own arenas; torch_memory_saver, that "
+            "library; none, never.",
+            choices=("auto", "torch_memory_saver", "none"),
+        ),
     ] = "auto"
-    enable_weights_cpu_backup: Annotated[bool, Arg("Parameters survive a release of the weights.")] = False
+    enable_weights_cpu_backup: Annotated[
+        bool, Arg("Keep a copy of the weights in host memory, so that they survive a release.")
+    ] = False
     kv_park_bytes: Annotated[
         int | None,
         Arg(
-            "Host memory per rank for the KV of requests while the cache is released with preserve=live or "
-            "all (default: a share of the host's). Given, it is taken at the start.",
+            "Host memory per rank, in bytes, for KV kept by a release or resize with preserve; "
+            "taken at start if given (default: an eighth of the host's memory, shared by its "
+            "ranks).",
             minimum=0,
         ),
     ] = None
     custom_weight_loader: Annotated[
-        str | list[str] | None, Arg("Import paths that updates may name as load_format.")
+        str | list[str] | None, Arg("Import paths of functions that updates may name as load_format.")
     ] = None
     update_staging: Annotated[
         str,
         Arg(
-            "Whether updates are written to a second copy of the weights: where there is memory for it and "
-            "somebody waits; always, or refused; or never.",
+            "Whether an update is first written to a second copy of the weights: auto, if there "
+            "is memory for it and a direct write would stall requests; always, or the update is "
+            "refused; never.",
             choices=("auto", "always", "never"),
         ),
     ] = "auto"
-    weight_update_timeout_s: Annotated[float, Arg("Seconds a weight update or session may take.")] = 600.0
+    weight_update_timeout_s: Annotated[float, Arg("Seconds that a weight update or session may take.")] = (
+        600.0
+    )
 
-    enable_trace: Annotated[
-        bool, Arg("Send OpenTelemetry traces of control operations and outputs to a collector.")
-    ] = False
-    otlp_traces_endpoint: Annotated[str, Arg("host:port of the collector, OTLP over gRPC.")] = (
+    enable_trace: Annotated[bool, Arg("Send OpenTelemetry traces of control operations and outputs.")] = False
+    otlp_traces_endpoint: Annotated[str, Arg("host:port of the trace collector (OTLP over gRPC).")] = (
         "localhost:4317"
     )
-    otlp_service_name: Annotated[str, Arg("The name of this server in traces.")] = "ebbtide"
+    otlp_service_name: Annotated[str, Arg("Name of this server in traces.")] = "ebbtide"
     watchdog_timeout: Annotated[
         float,
         Arg(
-            "Seconds a forward pass, or what a control request does in a turn, may take; then the engine "
-            "ends and says where every thread stands."
+            "Seconds that a forward pass, or one turn of a control request, may take; after that "
+            "the engine ends and logs the stacks of all threads."
         ),
     ] = 300.0
     soft_watchdog_timeout: Annotated[
-        float | None, Arg("Seconds after which that is only logged (default: never).")
+        float | None, Arg("Seconds after which those stacks are only logged (default: never).")
     ] = None
     pause_warning_s: Annotated[
         float,
         Arg(
-            "Seconds without a moment in which a forward pass might have run, paused or asleep, after which "
-            "that is reported, again and again (0: never).",
+            "Seconds without running, paused or asleep, after which a warning is logged, again "
+            "and again (0: never).",
             minimum=0,
         ),
     ] = 1800.0
     drain_timeout_s: Annotated[
-        float, Arg("Seconds that requests have to end after SIGTERM (default: none).", minimum=0)
+        float, Arg("Seconds after SIGTERM in which accepted requests may finish (0: end at once).", minimum=0)
     ] = 0.0
-    skip_server_warmup: Annotated[bool, Arg("Do not generate a token before serving.")] = False
-    log_level: Annotated[str, Arg("Log level.", choices=_LOG_LEVELS)] = "info"
+    skip_server_warmup: Annotated[bool, Arg("Do not generate a test token before serving.")] = False
+    log_level: Annotated[str, Arg("Least severe log lines to write.", choices=_LOG_LEVELS)] = "info"
     log_level_http: Annotated[
-        str | None, Arg("Log level of HTTP (default: log level).", choices=_LOG_LEVELS)
+        str | None, Arg("The same for the HTTP server's lines (default: log-level).", choices=_LOG_LEVELS)
     ] = None
-    log_format: Annotated[str, Arg("Lines of text, or JSON objects.", choices=("text", "json"))] = "text"
-    log_requests: Annotated[bool, Arg("Log each request as it comes and as it ends.")] = False
+    log_format: Annotated[
+        str, Arg("Log as lines of text, or as one JSON object per line.", choices=("text", "json"))
+    ] = "text"
+    log_requests: Annotated[bool, Arg("Log each request when it arrives and when it ends.")] = False
     log_requests_level: Annotated[
-        int, Arg("0: counts and times; from 1 on sampling parameters, from 3 on prompts too.", minimum=0)
+        int,
+        Arg(
+            "What log-requests writes: 0, counts and times; 1 or 2, also sampling parameters; 3, "
+            "also prompts.",
+            minimum=0,
+        ),
     ] = 2
     decode_log_interval: Annotated[
-        int | None, Arg("Forward passes between log lines; 0: none.", minimum=0)
+        int | None, Arg("Forward passes between two status lines in the log; 0: none.", minimum=0)
     ] = 40
-    enable_metrics: Annotated[bool, Arg("Serve Prometheus metrics.")] = False
+    enable_metrics: Annotated[bool, Arg("Serve Prometheus metrics at /metrics.")] = False
     metrics_aliases: Annotated[
-        str | None, Arg("Serve them also under the names of that engine.", choices=("sglang", "vllm"))
+        str | None, Arg("Serve metrics under this engine's names as well.", choices=("sglang", "vllm"))
     ] = None
 
     def __post_init__(self) -> None:
@@ -367,71 +447,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentSpec:
-    """A field of Ebbtide's own as the command line and the checks see it.
-
-    Attributes:
-        types: the plain types a value may have; a list's item type for lists.
-        is_list: whether a list is taken.
-        optional: whether None is taken.
-        default: `dataclasses.MISSING` where the field is required.
-    """
-
-    name: str
-    arg: Arg
-    types: tuple[type, ...]
-    is_list: bool
-    optional: bool
-    default: Any
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        return (self.flag, *self.arg.aliases)
-
-    def argparse_options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"help": self.arg.help}
-        if self.default is dataclasses.MISSING:
-            options["required"] = True
-        else:
-            options["default"] = self.default
-        if bool in self.types:
-            return {**options, "action": "store_true"}
-        options["type"] = self.types[0]
-        if self.is_list:
-            options["nargs"] = "+"
-        if self.arg.choices:
-            options["choices"] = list(self.arg.choices)
-        return options
-
-
 @functools.cache
 def argument_specs() -> tuple[ArgumentSpec, ...]:
     """Ebbtide's own fields, in the order of the class; `sglang_arguments` has the others."""
     hints = get_type_hints(ServerArgs, include_extras=True)
     others = sglang_arguments()
     return tuple(
-        _spec(entry, hints[entry.name])
+        argument_spec(entry, hints[entry.name])
         for entry in dataclasses.fields(ServerArgs)
         if entry.name not in others
-    )
-
-
-def _spec(entry: dataclasses.Field[Any], hint: Any) -> ArgumentSpec:
-    plain, arg = get_args(hint)
-    members = get_args(plain) if isinstance(plain, UnionType) else (plain,)
-    lists = [member for member in members if get_origin(member) is list]
-    scalars = tuple(member for member in members if member is not type(None) and member not in lists)
-    items = tuple(get_args(member)[0] for member in lists)
-    return ArgumentSpec(
-        name=entry.name,
-        arg=arg,
-        types=scalars or items,
-        is_list=bool(lists),
-        optional=type(None) in members,
-        default=entry.default,
     )
