@@ -90,7 +90,7 @@ def test_what_has_no_effect_is_warned_about_once(caplog: pytest.LogCaptureFixtur
 
 def test_what_is_not_built_yet_is_not_ignored_silently(caplog: pytest.LogCaptureFixture) -> None:
     check_arguments(ServerArgs(model_path="m", schedule_policy="hrrn"))
-    assert caplog.messages == ["--schedule-policy hrrn is fcfs in Ebbtide: order of arrival"]
+    assert caplog.messages == ["--schedule-policy hrrn means fcfs in Ebbtide: order of arrival"]
 
 
 def test_an_alias_is_what_it_stands_for() -> None:

@@ -35,30 +35,30 @@ PLACEMENT_TIMEOUT_S = 60.0
 
 
 class RayEngine:
-    """An engine in the bundles of a placement group. Returns when it is ready.
+    """An engine whose ranks are Ray actors in the bundles of a placement group.
 
-    It has the methods of `Engine`: each `async_m` as a coroutine for any event loop, and `m` that waits. What
-    is sent and returned goes by way of Ray; what the engine's own processes say to each other does not.
-    Tensors are passed by value: a trainer on the same GPUs sends references, made by
+    The constructor returns when the engine is ready. It has the methods of `Engine`: `m`, which blocks, and
+    the coroutine `async_m`. Calls and results travel through Ray; messages between the engine's own processes
+    do not. Tensors are passed by value: a trainer on the same GPUs should send references made by
     `ebbtide.trainer.payload_encoding.serialize_bucket`.
 
     Args:
-        placement_group: whose bundles it uses. Each holds the ranks of a whole node, or as many as fit.
-        bundle_indices: which of them, in the order of the ranks; None: from the first on.
-        bundles: resources of bundles of its own, in place of a group; None: one for each node.
-        tp, dp: ranks of a replica, and replicas.
-        nnodes: into how many nodes the ranks are divided; None: one for each machine.
-        gpus_per_rank: 1 unless given; less leaves the rest of each GPU to a colocated trainer, and takes
-            bundles of one GPU. With `device="cpu"` it is 0.
-        cpus_per_rank: reserved with Ray; 0 unless given, and 1 with `device="cpu"`.
-        placement_timeout_s: how long to wait for the cluster to have room.
-        runtime_env: of the actors.
-        name: for messages.
-        abandoned: when it is set, the start is given up with an `EngineError`.
+        placement_group: the group to use. Each bundle holds the ranks of a whole node, or as many as fit.
+        bundle_indices: which bundles, in the order of the ranks; None: from the first on.
+        bundles: resources of bundles to create instead of using a group; None: one for each node.
+        tp, dp: tensor-parallel ranks per replica, and data-parallel replicas.
+        nnodes: how many nodes the ranks are divided into; None: one for each machine.
+        gpus_per_rank: default 1. Less than 1 leaves the rest of each GPU to a colocated trainer, and needs
+            bundles of one GPU. 0 with `device="cpu"`.
+        cpus_per_rank: CPUs reserved with Ray per rank; default 0, and 1 with `device="cpu"`.
+        placement_timeout_s: seconds to wait until the cluster has room.
+        runtime_env: the actors' Ray runtime environment.
+        name: the engine's name in messages.
+        abandoned: an event that, once set, ends the start with an `EngineError`.
         **arguments: fields of `ServerArgs`.
 
     Attributes:
-        num_ranks: of all replicas and nodes.
+        num_ranks: ranks of all replicas and nodes.
 
     Raises:
         ConfigurationError: the placement group is too small, or the engine cannot start so.
@@ -121,7 +121,7 @@ class RayEngine:
 
     @property
     def weight_version(self) -> str:
-        """The version of the weights that serve."""
+        """The version of the serving weights."""
         version: str = self._wait("model_info")["weight_version"]
         return version
 
@@ -135,20 +135,20 @@ class RayEngine:
     async def async_generate(
         self, prompt: Any = None, *args: Any, stream: bool = False, **fields: Any
     ) -> dict[str, Any] | list[dict[str, Any]] | AsyncGenerator[dict[str, Any], None]:
-        """As `Engine.async_generate`."""
+        """Like `Engine.async_generate`."""
         if stream:
             return self._stream("stream", (prompt, *args), _with_rid(fields))
         answer: dict[str, Any] | list[dict[str, Any]] = await self.ask("generate", prompt, *args, **fields)
         return answer
 
     def generate(self, prompt: Any = None, *args: Any, stream: bool = False, **fields: Any) -> Any:
-        """As `Engine.generate`."""
+        """Like `Engine.generate`."""
         if stream:
             return self._iterate((prompt, *args), _with_rid(fields))
         return self._wait("generate", prompt, *args, **fields)
 
     async def async_ended(self) -> str:
-        """Return, with what happened, when the engine has failed or one of its actors has died."""
+        """Wait until the engine has failed or one of its actors has died; returns what happened."""
         watches = {node.seats[0].actor.hold.remote(): str(node) for node in self._nodes[1:]}
         watches |= {
             seat.actor.hold.remote(): f"node {node.rank}, {seat}"
@@ -171,17 +171,17 @@ class RayEngine:
     # --------------------------------------------------------------------------------------------- lifetime
 
     def kill(self) -> None:
-        """End it at once, whatever it is doing: its actors, their processes, the bundles it made."""
+        """End the engine at once, whatever it is doing: its actors, their processes, bundles it created."""
         self._finalizer.detach()
         kill_engine(self._nodes)
         self._room.give_back()
 
     def shutdown(self) -> None:
-        """End the engine: its processes, then its actors, then the bundles if it made them. Idempotent."""
+        """End the engine: its processes, its actors, then the bundles it created. Idempotent."""
         self._finalizer()
 
     async def async_shutdown(self) -> None:
-        """As `shutdown`."""
+        """Like `shutdown`."""
         await asyncio.to_thread(self.shutdown)
 
     def __enter__(self) -> Self:

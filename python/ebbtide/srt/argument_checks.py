@@ -176,7 +176,7 @@ def _warn_without_effect(args: ServerArgs) -> None:
         if argument.kind is Kind.NO_EFFECT and getattr(args, argument.name) != argument.default:
             logger.warning("%s has no effect in Ebbtide", argument.flag)
     if args.schedule_policy not in OWN_SCHEDULE_POLICIES:
-        logger.warning("--schedule-policy %s is fcfs in Ebbtide: order of arrival", args.schedule_policy)
+        logger.warning("--schedule-policy %s means fcfs in Ebbtide: order of arrival", args.schedule_policy)
 
 
 def seconds_from(variable: str) -> float | None:

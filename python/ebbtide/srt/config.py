@@ -478,7 +478,7 @@ _OTHER_ATTENTION_BACKENDS = ("fa3", "fa4", "aiter")
 
 def _attention_backend(given: str | None) -> str | None:
     if given in _OTHER_ATTENTION_BACKENDS:
-        logger.warning("attention_backend=%s is not in Ebbtide: the best of this machine is used", given)
+        logger.warning("attention_backend=%s is not in Ebbtide: the default for this machine is used", given)
         return None
     return given
 

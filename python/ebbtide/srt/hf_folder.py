@@ -36,7 +36,7 @@ def local_folder(argument: str, given: str, revision: str | None, *, with_weight
         return Path(snapshot_download(given, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{argument}: {given!r} is no folder, and not to be had as a hub id: {_first_line(error)}"
+            f"{argument}: {given!r} is not a folder, and the hub did not deliver it: {_first_line(error)}"
         ) from error
 
 

@@ -39,11 +39,32 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it ends.
+    """How one request's tokens are sampled, and when it ends. The keys are those of `sampling_params`.
 
-    `None` for a key means its default (`max_new_tokens=None`: up to the context). After construction every
-    value is normalised: numbers are plain `int` and `float`, `stop` and `stop_token_ids` are tuples,
-    `logit_bias` has int keys. What needs the model (vocabulary, context, a tokenizer) is checked elsewhere.
+    `None` means a key's default. Values are normalised: numbers are plain `int` and `float`, `stop` and
+    `stop_token_ids` are tuples, `logit_bias` has int keys. What depends on the model (vocabulary, context,
+    tokenizer) is checked when a request is made.
+
+    Attributes:
+        max_new_tokens: most output tokens; None: to the end of the context.
+        min_new_tokens: tokens before which the output cannot stop.
+        temperature: 0 is greedy.
+        top_p, top_k, min_p: filters; 1.0, -1 and 0.0 turn them off.
+        frequency_penalty, presence_penalty, repetition_penalty: 0.0, 0.0 and 1.0 turn them off.
+        stop: a string or several that end the output.
+        stop_token_ids: token ids that end the output, besides the model's own.
+        ignore_eos: do not stop at end-of-sequence tokens, nor at `stop_token_ids`.
+        n: outputs per prompt.
+        skip_special_tokens, spaces_between_special_tokens: how the text is decoded.
+        no_stop_trim: keep the stop string or token in the output.
+        stream_interval: tokens per chunk of a stream; None: the server's.
+        logit_bias: token id → number added to its logit.
+        allowed_token_ids: only these tokens are sampled.
+        bad_words: texts whose tokens never appear in a row.
+        sampling_seed: the noise then depends on the seed and the position alone; None: drawn per request.
+        custom_params: only `return_top_p_token_ids` is read.
+        json_schema, regex, ebnf, structural_tag, choice: what the output must match; one of them at most.
+        stop_regex, beam_width, watermark: not supported; anything but None is refused.
 
     Raises:
         RequestRejected: status 400; names the key, what was expected and what was given.

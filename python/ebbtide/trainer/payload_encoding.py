@@ -175,7 +175,7 @@ class PayloadEncoder:
         if not self._has_explained:
             self._has_explained = True
             reason = str(error).partition("\n")[0]
-            logger.warning("new weights are copied by way of the host: they cannot be shared: %s", reason)
+            logger.warning("new weights cannot be shared, and are copied through the host: %s", reason)
 
 
 class WholeEncoder(PayloadEncoder):

@@ -189,7 +189,7 @@ class Update:
             may_pass = all(isinstance(error, again) and _may_pass(error) for error in failures.values())
             if not failures or retries_left == 0 or not may_pass or self._is_over.is_set():
                 break
-            logger.warning("%s failed and is broadcast again: %s", bucket, failures)
+            logger.warning("%s failed, and is broadcast again: %s", bucket, failures)
             self._is_over.wait(self._terms.retry_pause_s)
             without_session = self._without_session()
             if without_session:
@@ -249,7 +249,7 @@ class Update:
             except (AnswerLost, RequestRejected) as error:
                 if retries_left == 0 or not _may_pass(error) or self._is_over.is_set():
                     raise
-                logger.warning("%s failed and is tried again: %s", what, error)
+                logger.warning("%s failed, and is tried again: %s", what, error)
                 self._is_over.wait(self._terms.retry_pause_s)
         raise ValueError("retries: expected 0 or more")
 

@@ -1,12 +1,12 @@
-"""The trainer's weights into one or several engines, as one update of a few lines.
+"""Sends a trainer's weights to one or several engines, in a few lines.
 
     sender = WeightSender("http://127.0.0.1:30000")
     for step in range(num_steps):
         train(model)
         sender.send(model.named_parameters(), version=step + 1)
 
-All of an update is staged in a session beside the weights that serve, bucket by bucket, and committed at
-once: a failure anywhere before the commit leaves the old weights serving. Source: control_semantics
+The update is staged in a session beside the serving weights, bucket by bucket, and committed at once: after a
+failure anywhere before the commit the old weights keep serving. Source: control_semantics
 section 2.
 """
 
@@ -40,12 +40,12 @@ T = TypeVar("T")
 
 
 class WeightSendError(EbbtideError):
-    """An update came to nothing. The message says at which bucket, what the engine answered, what serves now.
+    """An update failed. The message says at which bucket, what the engine answered, and what serves now.
 
     Attributes:
-        failures: by the name of each engine that failed, what it answered.
-        committed: the names of the engines that serve the new weights all the same; empty unless some of
-            several engines failed at the commit.
+        failures: what each engine that failed answered, by its name.
+        committed: names of engines that serve the new weights nevertheless; empty unless some of several
+            engines failed at the commit.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class WeightSendError(EbbtideError):
 
 @dataclass(frozen=True)
 class SentWeights:
-    """An update that every engine serves; zeros on a rank that sent nothing.
+    """A completed update, which every engine serves; zeros on a rank that sent nothing.
 
     Attributes:
-        version: None where the engines kept theirs.
-        num_tensors, num_bytes: of the trainer, each counted once however many engines took it.
+        version: None if the engines kept theirs.
+        num_tensors, num_bytes: what was sent, counted once however many engines took it.
         seconds: from the call of `send` to its return.
-        staged: whether the old weights served until the commit; False where there was no room for a copy.
-        stall_ms: how long forward passes were held up, where it was longest. None, as `staged`, where the
-            answer to a commit was lost, and the engine was found serving the new weights.
+        staged: whether the old weights served until the commit; False if there was no room for a copy.
+        stall_ms: how long forward passes were held up, the longest of all engines. It and `staged` are None
+            if the answer to a commit was lost and the engine was found serving the new weights.
     """
 
     version: str | None
@@ -78,34 +78,39 @@ class SentWeights:
 
 
 class WeightSender:
-    """Sends a trainer's weights to one engine or several. One update at a time; may be used again and again.
+    """Sends a trainer's weights to one or several engines. Reusable; one update at a time.
 
-    While two buckets are on their way the next one is gathered: three buckets' worth of tensors exist at
-    once. Of broadcasts one is on its way at a time.
+    While two buckets are on their way the next one is gathered, so three buckets' worth of tensors exist at
+    once. With "broadcast" one bucket is on its way at a time.
 
     Args:
-        target: an `Engine`; the URL of a server; a list of either, all of which get the same update; or None
-            on those ranks of a trainer that only take part in gathering.
-        bucket_bytes: how much is sent at a time; a larger tensor is a bucket of its own.
-        pause_mode: what becomes of running requests at the commit: `in_place`, `retract`, `abort`, or `wait`
-            (also None). Ignored by an engine that is paused.
-        flush_cache: whether the prefix cache is emptied at the commit; None: unless `pause_mode` is
-            `in_place`, where requests go on with their KV.
-        timeout_s: for each request to an engine; the commit may wait so long for requests to end.
-        session_timeout_s: how long the whole update may take; None: the engine's `weight_update_timeout_s`.
-        retries: how often a request is sent again that was not answered, or refused for what may pass.
-        retry_pause_s: how long to wait before that.
-        progress: called after each bucket, in the thread of `send`; what it raises ends the update.
-        transport: how tensors get to a server, see `ServerTarget`. "broadcast" is for engines too: all of
-            their ranks and this process make one group, at the first `send`; `close` ends it.
+        target: an `Engine`; the URL of a server; a list of these, which all get the same update; or None on
+            ranks of the trainer that only take part in gathering.
+        bucket_bytes: bytes sent at a time (512 MiB); a larger tensor is a bucket of its own.
+        pause_mode: what happens to running requests at the commit: "in_place", "retract", "abort", or "wait"
+            (also None). Has no effect on a paused engine.
+        flush_cache: empty the prefix cache at the commit; None: yes, unless `pause_mode` is "in_place", where
+            requests go on with their KV.
+        timeout_s: limit of each request to an engine, and of the commit's wait for requests to end.
+        session_timeout_s: limit of the whole update; None: the engine's `weight_update_timeout_s`.
+        retries: how often a request is repeated that got no answer, or a refusal that may pass.
+        retry_pause_s: seconds before each repetition.
+        progress: called with (bytes, tensors) sent so far after each bucket, in the thread of `send`; an
+            exception from it ends the update.
+        transport: how tensors get to a server, see `ServerTarget`. "broadcast" works for engines too: all
+            their ranks and this process form one group at the first `send`; `close` ends it.
         backend, master_address, master_port: of that group, see `Broadcaster`.
-        api_key: for servers that ask for one.
-        keep_mapped: the tensors stay where they are from one `send` to the next, on a GPU of an engine: it
-            keeps them mapped, which saves it most of the time of an update. Memory of theirs that is freed
-            is the device's again when the next `send` brings others, after `close`, or with this process.
-        delta: keep a copy of what was sent, where the tensors are, and send what changed since: 3 bytes for
-            each changed element of bfloat16. The tensors must be of the engine's dtype, and every `send` must
-            bring a version. Engines that serve another one are sent everything. Not with "broadcast".
+        api_key: key to send to servers.
+        keep_mapped: for tensors on an engine's GPU that keep their addresses between calls of `send`: the
+            engine keeps them mapped, which saves most of an update's time. Memory that this process frees
+            goes back to the device when the next `send` brings other memory, after `close`, or when the
+            process ends.
+        delta: keep a copy of what was sent, on the same device as the tensors, and send only what changed: 3
+            bytes per changed bfloat16 element. Tensors must have the engine's dtype, and every `send` needs a
+            version. Engines that serve another version are sent everything. Not with "broadcast".
+
+    Raises:
+        ValueError: an argument out of range, or `delta` with "broadcast".
     """
 
     def __init__(
@@ -162,7 +167,7 @@ class WeightSender:
         )
 
     def close(self) -> None:
-        """End the group of broadcasts, and what is kept mapped. What is sent afterwards begins anew."""
+        """Leave the broadcast group, and unmap what was kept mapped. A later `send` sets both up again."""
         if self._broadcaster is not None:
             self._broadcaster.close()
         for target in self._targets:
@@ -177,22 +182,22 @@ class WeightSender:
     def send(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: str | int | None = None
     ) -> SentWeights:
-        """Send all of these weights, and return when every engine serves them.
+        """Send all of these weights; returns when every engine serves them.
 
-        Where the update fails, the rest of the tensors is read all the same, but not sent: other ranks of the
-        trainer may be gathering along. Blocks: in an event loop use `asyncio.to_thread`.
+        Blocks: in an event loop use `asyncio.to_thread`. If the update fails, the remaining tensors are still
+        read but not sent, since other ranks of the trainer may be gathering along.
 
         Args:
-            named_tensors: (checkpoint name, whole tensor), of any device; read as it goes, in this thread. A
-                `DTensor` is gathered here, which all ranks of its mesh must do: call `send` on each, with
-                the same tensors in the same order. Tensors must not change until this returns.
-            version: of these weights; None keeps the engines'. With one, a commit whose answer was lost can
-                be told from one that did not happen.
+            named_tensors: (checkpoint name, whole tensor) pairs, on any device, read one by one in this
+                thread. A `DTensor` is gathered here: call `send` on all ranks of its mesh, with the same
+                tensors in the same order. Tensors must not change until this returns.
+            version: of these weights; None keeps the engines'. With a version, a commit whose answer was lost
+                can be told from one that did not happen.
 
         Raises:
             WeightSendError: an engine refused, failed, or did not answer.
-            ValueError, TypeError: not pairs of a name and a dense tensor, or a name twice; with `delta`, no
-                version.
+            ValueError, TypeError: not pairs of a name and a dense tensor, a repeated name, or `delta` without
+                a version.
         """
         started = time.perf_counter()
         wanted = None if version is None else str(version)

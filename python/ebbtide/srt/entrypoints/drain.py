@@ -51,11 +51,11 @@ class Drain:
         self._waiting = asyncio.create_task(self._wait(manager, timeout_s))
 
     async def _wait(self, manager: TokenizerManager, timeout_s: float | None) -> None:
-        logger.info("draining: %d requests are served to their end", manager.num_live)
+        logger.info("draining: %d requests will be served to their end", manager.num_live)
         try:
             async with asyncio.timeout(timeout_s):
                 await manager.drain(DRAINING)
             logger.info("drained")
         except TimeoutError:
-            logger.warning("the drain ends after %g s: %d requests were left", timeout_s, manager.num_live)
+            logger.warning("the drain ended after %g s: %d requests were left", timeout_s, manager.num_live)
         self.on_end()

@@ -22,19 +22,22 @@ T = TypeVar("T")
 
 
 class Engine(WeightMethods):
-    """An engine with processes of its own and no port. Returns when it is ready.
+    """An LLM inference engine in Python: it starts its own processes and opens no port.
 
-    Methods may be called from any thread. Each method `m` is the plain twin of the coroutine `async_m`, which
-    works in any event loop. Control methods return the body of the reply.
+    The constructor returns when the engine is ready. Use it as a context manager, or call `shutdown`. Methods
+    may be called from any thread. Each method `m` blocks; its coroutine `async_m` works in any event loop.
+    Control methods return the reply's JSON body as a dict, as over HTTP (docs/control_plane.md).
 
     Args:
-        server_args: all arguments at once, in place of single ones.
-        **kwargs: fields of `ServerArgs`; `log_level` is "error" unless given.
+        server_args: all arguments at once, instead of `kwargs`.
+        **kwargs: fields of `ServerArgs`, such as `model_path`; `ebbtide serve --help` explains them.
+            `log_level` is "error" unless given.
 
     Raises:
-        ConfigurationError: the engine cannot start so.
-        EngineError: a process died; none is left. From methods: the engine failed, or was shut down.
-        RequestRejected: from methods only: refused, nothing has changed.
+        ConfigurationError: the engine cannot start with these arguments; the message says why.
+        EngineError: a process died at start; none is left running. Methods raise it if the engine has failed
+            or was shut down.
+        RequestRejected: from methods only: the request was refused, and nothing has changed.
     """
 
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
@@ -87,11 +90,35 @@ class Engine(WeightMethods):
         timeout_s: float | None = None,
         **fields: Any,
     ) -> Any:
-        """Generate. `fields` are any others of wire_api section 2.1; the answer is that of section 2.3.
+        """Generate text or token ids, for one prompt or a batch. Give `prompt` or `input_ids`.
+
+        A request waits while generation is paused, memory is released or the weights are incomplete.
+
+        Args:
+            prompt: a text, or a list of texts.
+            sampling_params: see `SamplingParams`; one for all prompts, or a list with one for each.
+            input_ids: token ids of a prompt, or a list of such lists.
+            return_logprob: return the logprob of each output token, and of prompt tokens from
+                `logprob_start_len` (a position) on.
+            top_logprobs_num: also return that many of the most likely tokens per position.
+            token_ids_logprob: also return the logprobs of these token ids per position.
+            return_text_in_logprobs: also return each token's text.
+            return_prompt_token_ids: also return the prompt's token ids.
+            rid: the request's id, for `abort_request`; a random one unless given.
+            stream: return chunks as they are generated.
+            cache_salt, extra_key: requests share cached prefixes only with requests of the same values.
+            routed_dp_rank: the data-parallel replica to use.
+            timeout_s: seconds after which the request is aborted.
+            **fields: any other field of `POST /generate`; `/openapi.json` of a server lists them.
 
         Returns:
-            A dict; a list of dicts for a batch or `n` > 1; with `stream` an iterator of chunks (from
-            `async_generate` an asynchronous one). Leaving it early aborts the request.
+            A dict with `text`, `output_ids` and `meta_info`; a list of dicts for a batch or `n` > 1; with
+            `stream` an iterator of such dicts (an asynchronous one from `async_generate`). Leaving the
+            iterator early aborts the request.
+
+        Raises:
+            RequestRejected: status 400, a bad field; 409, weights it asks for are gone; 503, the queue is
+                full.
         """
         given = {
             "text": prompt,
@@ -121,12 +148,22 @@ class Engine(WeightMethods):
     async def async_release_memory_occupation(
         self, tags: Sequence[str] | None = None, preserve: str = "none", backup: bool | None = None
     ) -> dict[str, Any]:
-        """Give the physical memory of these tags back; none means all of them. wire_api section 3.1.
+        """Give the physical memory of some tags back to the system. Returns when it is free.
+
+        Running requests that lose their KV are retracted: they wait, and prefill again after the resume.
 
         Args:
-            preserve: which KV is kept in host memory, and comes back with `kv_cache`: "live", that of
-                running requests, which go on without a second prefill; "all", the prefix cache too.
-            backup: whether the weights survive in host memory; None: as the engine was started.
+            tags: any of "weights", "kv_cache" and "cuda_graph"; None or empty: all.
+            preserve: KV to keep in host memory until `kv_cache` is resumed: "none"; "live", that of running
+                requests, which then go on without a second prefill; "all", the prefix cache too.
+            backup: keep the weights in host memory; None: as `enable_weights_cpu_backup` says.
+
+        Returns:
+            `freed_bytes` by tag, `num_retracted`, `num_parked`, `duration_ms` and more.
+
+        Raises:
+            RequestRejected: status 400, an unknown tag; 409, no room for the backup (`needed_bytes`,
+                `free_bytes`), or the backend cannot release.
         """
         return await self._control(
             io_struct.ReleaseMemoryOccupationReqInput, tags=tags, preserve=preserve, backup=backup
@@ -135,20 +172,37 @@ class Engine(WeightMethods):
     async def async_resume_memory_occupation(
         self, tags: Sequence[str] | None = None, lazy: bool = False
     ) -> dict[str, Any]:
-        """Take the memory of these tags again, at the same addresses. wire_api section 3.1.
+        """Take the memory of some tags again, at the same addresses.
+
+        Weights that were released without a backup are stale afterwards: nothing runs until an update has
+        written all of them.
 
         Args:
-            lazy: return as soon as requests can run: the rest of the KV cache comes beside them.
+            tags: any of "weights", "kv_cache" and "cuda_graph"; None or empty: all.
+            lazy: return as soon as requests can run, while the rest of the KV cache is still being mapped.
+
+        Returns:
+            `mapped_bytes` by tag, `weights` (their content, and which parameters are missing) and more.
+
+        Raises:
+            RequestRejected: status 409, not enough free memory (`needed_bytes`, `free_bytes`).
         """
         return await self._control(io_struct.ResumeMemoryOccupationReqInput, tags=tags, lazy=lazy)
 
     async def async_resize_memory_occupation(
         self, *, num_tokens: int | None = None, num_bytes: int | None = None, preserve: str = "none"
     ) -> dict[str, Any]:
-        """Make the KV cache smaller or larger while it serves: by tokens, or by bytes of each rank.
+        """Make the KV cache smaller or larger while it serves. Give one of the sizes.
 
         Args:
-            preserve: "live" keeps the KV of requests that have no room any more in host memory.
+            num_tokens: the new size in tokens, rounded up to whole chunks.
+            num_bytes: the new size in bytes per rank, rounded down to whole chunks.
+            preserve: "live" keeps the KV of requests that no longer fit in host memory; with "none" they
+                prefill again.
+
+        Raises:
+            RequestRejected: status 400, not one size, or a size out of bounds (`least_bytes`, `most_bytes`);
+                409, `kv_cache` is released.
         """
         return await self._control(
             io_struct.ResizeMemoryOccupationReqInput,
@@ -158,44 +212,70 @@ class Engine(WeightMethods):
         )
 
     async def async_memory_occupation(self) -> dict[str, Any]:
-        """What is resident, and why nothing can run if nothing can. Never waits for the engine."""
+        """Which tags are resident, and if nothing can run, why. Answers at once, whatever the engine does."""
         return await self._in_loop(self._service.memory_occupation())
 
     async def async_pause_generation(
         self, mode: str = "abort", timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Run no forward pass until `continue_generation`. wire_api section 3.2."""
+        """Stop forward passes until `continue_generation`. Returns when none is running.
+
+        Args:
+            mode: what happens to running requests: "abort", they end with the tokens they have; "retract",
+                they give up their KV and prefill again; "in_place", they keep it; "wait", they finish first.
+            timeout_s: with "wait", how long they may take; None: no limit.
+
+        Raises:
+            RequestRejected: status 409, a "wait" that timed out or was ended by another pause or a continue.
+        """
         return await self._control(io_struct.PauseGenerationReqInput, mode=mode, timeout_s=timeout_s)
 
     async def async_continue_generation(self) -> dict[str, Any]:
-        """End a pause."""
+        """End a pause; `changed` is false if there was none."""
         return await self._control(io_struct.ContinueGenerationReqInput)
 
     async def async_abort_request(self, rid: str | list[str] = "", abort_all: bool = False) -> dict[str, Any]:
-        """End one request, several, or all; they answer with the tokens they have."""
+        """End one request, several, or all; each returns the tokens it has.
+
+        Args:
+            rid: an id, or a list of them; unknown ids are no error.
+            abort_all: end all requests.
+        """
         return await self._control(io_struct.AbortReq, rid=rid, abort_all=abort_all)
 
     async def async_flush_cache(self, timeout_s: float = 0.0) -> dict[str, Any]:
-        """Empty the prefix cache; `fully_flushed` is false where running requests hold on to some of it."""
+        """Empty the prefix cache.
+
+        Args:
+            timeout_s: how long to wait for running requests, whose KV cannot be dropped.
+
+        Returns:
+            `fully_flushed`, false if running requests still hold some of it, and `freed_tokens`.
+        """
         return await self._control(io_struct.FlushCacheReqInput, timeout_s=timeout_s)
 
     # ------------------------------------------------------------------------------------------ information
 
     async def async_model_info(self) -> dict[str, Any]:
-        """What is served, and with which weights. wire_api section 3.4."""
+        """The model's path, name and limits, and the version of its weights."""
         self._runner.check_open()
         return self._service.model_info()
 
     async def async_server_info(self) -> dict[str, Any]:
-        """Every argument as given or chosen, and the state of the engine. wire_api section 3.4."""
+        """Every argument, as given or chosen, and the state of the engine."""
         return await self._in_loop(self._service.server_info())
 
     async def async_loads(self, include: str = "core", dp_rank: int | None = None) -> dict[str, Any]:
-        """What every replica has to do. wire_api section 3.4, `/v1/loads`."""
+        """Running and waiting requests and tokens of every replica, as `/v1/loads` reports them.
+
+        Args:
+            include: which section to report, see `/v1/loads`.
+            dp_rank: one replica only; None: all.
+        """
         return await self._in_loop(self._service.loads_body([include], dp_rank))
 
     async def async_metrics(self) -> dict[str, float]:
-        """Every sample of `GET /metrics`, whose keys are `name{label="value"}` as there."""
+        """Every sample of `GET /metrics`, by `name{label="value"}`. Needs no flag."""
         return await self._in_loop(self._service.metric_values())
 
     generate = blocking(async_generate)
@@ -216,10 +296,10 @@ class Engine(WeightMethods):
     async_get_server_info, get_server_info = async_server_info, server_info
 
     def serve_dashboard(self, port: int = 0) -> str:
-        """Serve the dashboard's page to this machine, without a key, for as long as the engine lives.
+        """Serve the dashboard on loopback, without a key, as long as the engine lives.
 
         Args:
-            port: of the loopback address; 0 for a free one.
+            port: TCP port; 0: a free one.
 
         Returns:
             The page's URL.
@@ -245,9 +325,9 @@ class Engine(WeightMethods):
         return self._service.is_down
 
     def shutdown(self) -> None:
-        """End the engine: what waits gets an `EngineError`. Returns when its processes are gone. Idempotent.
+        """End the engine. Returns when its processes are gone; waiting calls raise `EngineError`. Idempotent.
 
-        Unlike the other plain methods this works in a running event loop too, which it blocks for a moment.
+        Unlike the other blocking methods it also works inside a running event loop, which it blocks briefly.
         """
         self._finalizer()
         # The second of two calls at once waits here for the first.
@@ -256,7 +336,7 @@ class Engine(WeightMethods):
             self._encoder.close()
 
     async def async_shutdown(self) -> None:
-        """As `shutdown`."""
+        """Like `shutdown`."""
         await asyncio.to_thread(self.shutdown)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The methods of `Engine` that bring weights. Source: wire_api section 3.3."""
+"""The methods of `Engine` that update weights. Source: wire_api section 3.3."""
 
 from __future__ import annotations
 
@@ -27,7 +27,21 @@ _WHOLE_TENSOR_FORMATS = (None, "flattened_bucket", "safetensors")
 
 
 class WeightMethods:
-    """What `Engine` inherits to update weights, and to ask for them."""
+    """The methods of `Engine` that update weights, and read them.
+
+    Updates share these arguments:
+        flush_cache: empty the prefix cache at the commit.
+        weight_version: the version of the new weights; None keeps the current one.
+        pause_mode: what happens to running requests. None or "wait": they finish first. "in_place", "retract"
+            and "abort": as in `pause_generation`; generation continues after the commit.
+        abort_all_requests: the same as `pause_mode="abort"`.
+        timeout_s: how long the update may wait; None: the engine's `weight_update_timeout_s`.
+        session_id: the session that the update must belong to, see `begin_weight_update`.
+        canary: a test of the new weights before they serve, see `io_struct.Canary`.
+
+    Each returns a dict with `weight_version`, `committed`, `staged`, `num_tensors`, `stall_ms` and more, and
+    raises `RequestRejected` (400 or 409) if it is refused or fails; the old weights then keep serving.
+    """
 
     server_args: ServerArgs
     _service: EngineService
@@ -58,16 +72,20 @@ class WeightMethods:
         canary: Mapping[str, Any] | None = None,
         keep_mapped: bool = False,
     ) -> dict[str, Any]:
-        """Take new weights. wire_api section 3.3.
+        """Update the weights from tensors of this process. Other arguments: see `WeightMethods`.
 
         Args:
-            named_tensors: serialized entries, as over HTTP; or (checkpoint name, tensor) pairs, read where
-                they are on a GPU that all ranks reach, else copied once: with several nodes, into the
-                request. They must not change until the answer.
-            changed, base_version: of the `load_format` "sparse", see `UpdateWeightsFromTensorReqInput`.
-            keep_mapped: the tensors stay where they are: what is read on a GPU stays mapped for the next
-                update of the same. Memory of theirs that is freed is the device's again when the next one
-                brings other memory under these names, or after `forget_mapped`.
+            named_tensors: (checkpoint name, whole tensor) pairs. Tensors on a GPU that all ranks reach are
+                read in place; others are copied once, with several nodes into the request. They must not
+                change until this returns. Serialized entries, as over HTTP, are accepted too.
+            load_format: how entries are encoded; leave it out for pairs, or name a custom weight loader.
+            changed, base_version: for `load_format="sparse"`, see `UpdateWeightsFromTensorReqInput`.
+            keep_mapped: the tensors keep their addresses, so the engine keeps their GPU memory mapped for the
+                next update. Memory that this process frees goes back to the device when an update brings
+                other memory under these names, or after `forget_mapped`.
+
+        Raises:
+            RequestRejected: status 400; `errors` lists names, shapes or dtypes that do not fit.
         """
         with ExitStack() as shared:
             if isinstance(named_tensors, list) and all(isinstance(one, bytes | str) for one in named_tensors):
@@ -97,7 +115,7 @@ class WeightMethods:
             )
 
     def forget_mapped(self) -> None:
-        """Have what updates with `keep_mapped` left mapped given back: within a second or two."""
+        """Unmap what updates with `keep_mapped` left mapped, within a second or two."""
         self._encoder.close()
 
     async def async_update_weights_from_disk(
@@ -112,7 +130,14 @@ class WeightMethods:
         canary: Mapping[str, Any] | None = None,
         session_id: str | None = None,
     ) -> dict[str, Any]:
-        """Take the weights of a Hugging Face folder of the same architecture. wire_api section 3.3."""
+        """Update the weights from a Hugging Face checkpoint folder of the same architecture.
+
+        Args:
+            model_path: a folder that the engine's processes can read.
+            load_format: "auto" (also None), "safetensors" or "pt".
+
+        Other arguments: see `WeightMethods`.
+        """
         return await self._control(
             io_struct.UpdateWeightFromDiskReqInput,
             model_path=os.fspath(model_path),
@@ -141,7 +166,17 @@ class WeightMethods:
         session_id: str | None = None,
         canary: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Take what the trainer broadcasts in a group; a refusal in mid-broadcast ends that. wire_api 3.3."""
+        """Update the weights from what the trainer broadcasts in a process group.
+
+        Call `init_weights_update_group` first. After a failure in mid-broadcast the ranks have left the group.
+
+        Args:
+            names, dtypes, shapes: of the tensors, in the order in which they are broadcast.
+            group_name: of the group.
+            load_format: None, one broadcast per tensor; "flattened_bucket", a single one with all bytes.
+
+        Other arguments: see `WeightMethods`.
+        """
         return await self._control(
             io_struct.UpdateWeightsFromDistributedReqInput,
             names=list(names),
@@ -169,10 +204,12 @@ class WeightMethods:
         session_id: str | None = None,
         canary: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Take what checkpoint-engine's senders bring, on the engine's own GPUs. wire_api section 4.5.
+        """Update the weights from checkpoint-engine's senders, on the engine's own GPUs.
 
         Args:
-            zmq_handles: `GPU-<uuid>` of each device → the `ipc://` address where its sender listens.
+            zmq_handles: for each device, `GPU-<uuid>` → the `ipc://` address on which its sender listens.
+
+        Other arguments: see `WeightMethods`.
         """
         return await self._control(
             io_struct.UpdateWeightsFromIPCReqInput,
@@ -196,7 +233,18 @@ class WeightMethods:
         backend: str = "nccl",
         timeout_s: float = 300.0,
     ) -> dict[str, Any]:
-        """Join a process group whose rank 0 is the trainer. Returns when all of its ranks are there."""
+        """Join a process group whose rank 0 is the trainer. Returns when all of its ranks have joined.
+
+        Args:
+            master_address, master_port: of the trainer's TCP store.
+            rank_offset: the group rank of the engine's first rank; the others follow it.
+            world_size: of the group, trainer included.
+            backend: "nccl" or "gloo".
+            timeout_s: how long to wait for the others.
+
+        Raises:
+            RequestRejected: status 400; a rank could not join, and every rank has left.
+        """
         return await self._control(
             io_struct.InitWeightsUpdateGroupReqInput,
             master_address=master_address,
@@ -211,16 +259,20 @@ class WeightMethods:
     async def async_destroy_weights_update_group(
         self, group_name: str = io_struct.DEFAULT_GROUP
     ) -> dict[str, Any]:
-        """Leave a group; `changed` is false where there is none of that name."""
+        """Leave a process group; `changed` is false if there is none of that name."""
         return await self._control(io_struct.DestroyWeightsUpdateGroupReqInput, group_name=group_name)
 
     async def async_begin_weight_update(
         self, selector: str = "all", timeout_s: float | None = None, session_id: str | None = None
     ) -> dict[str, Any]:
-        """Open a session: updates are staged until `end_weight_update` commits them all at once.
+        """Open a session: updates are only staged until `end_weight_update` commits them all at once.
 
         Args:
-            session_id: a name for it; what gives that name is refused once the session is over.
+            timeout_s: seconds after which an open session is discarded; None: `weight_update_timeout_s`.
+            session_id: a name for the session. Updates that give it are refused after the session has ended.
+
+        Raises:
+            RequestRejected: status 409, a session is open already.
         """
         return await self._control(
             io_struct.BeginWeightUpdateReqInput, selector=selector, timeout_s=timeout_s, session_id=session_id
@@ -236,11 +288,15 @@ class WeightMethods:
         allow_incomplete: bool = False,
         canary: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Commit the open session. wire_api section 3.3.
+        """Commit all updates of the open session, between the same two forward passes.
 
         Args:
-            allow_incomplete: also where an update of the session was refused and not made up for.
-            canary: what the new weights are tried with before they serve; see `io_struct.Canary`.
+            allow_incomplete: commit although an update of the session was refused and not repeated.
+
+        Other arguments: see `WeightMethods`.
+
+        Raises:
+            RequestRejected: status 409, no session is open, or it is incomplete (`refusals`).
         """
         return await self._control(
             io_struct.EndWeightUpdateReqInput,
@@ -254,7 +310,7 @@ class WeightMethods:
         )
 
     async def async_abort_weight_update(self) -> dict[str, Any]:
-        """Discard the open session; the old weights serve."""
+        """Discard the open session; the old weights keep serving. `changed` is false if none was open."""
         return await self._control(io_struct.AbortWeightUpdateReqInput)
 
     @contextmanager
@@ -264,7 +320,7 @@ class WeightMethods:
         flush_cache: bool | None = None,
         pause_mode: str | None = None,
     ) -> Generator[None, None, None]:
-        """A session as a scope: committed at its end, discarded if it is left by an exception."""
+        """A session as a `with` block: committed at its end, discarded if an exception leaves it."""
         self.begin_weight_update()
         try:
             yield
@@ -276,7 +332,7 @@ class WeightMethods:
     async def async_update_weight_version(
         self, new_version: str, abort_all_requests: bool = False
     ) -> dict[str, Any]:
-        """Give the weights another version; in a session it takes effect with the commit."""
+        """Rename the version of the weights; in a session this takes effect with the commit."""
         return await self._control(
             io_struct.UpdateWeightVersionReqInput,
             new_version=new_version,
@@ -286,16 +342,20 @@ class WeightMethods:
     async def async_transition(
         self, steps: Sequence[Mapping[str, Any]], op_id: str | None = None
     ) -> dict[str, Any]:
-        """Carry out control requests in order, up to the first refusal; safe to repeat with the same `op_id`.
+        """Carry out control requests in order, up to the first that is refused.
 
         Args:
-            steps: objects with `op` (pause, release, resume, update_from_disk, flush, continue) and fields.
+            steps: dicts with `op` (pause, release, resume, update_from_disk, flush, continue) and its fields.
+            op_id: a unique id; repeating the call with it returns the recorded outcome and repeats nothing.
+
+        Raises:
+            RequestRejected: a step was refused; `num_done` says how many steps before it took effect.
         """
         fields = {"steps": [dict(step) for step in steps], "op_id": op_id}
         return await self._in_loop(self._service.transition(fields))
 
     async def async_get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        """The first rows of a weight under its checkpoint name, as float32 numbers."""
+        """The first `truncate_size` rows of a weight, by its checkpoint name, as float32 numbers."""
         fields = {"name": name, "truncate_size": truncate_size}
         rows: list[Any] = await self._in_loop(
             self._service.control(io_struct.GetWeightsByNameReqInput, fields)
@@ -305,11 +365,16 @@ class WeightMethods:
     async def async_check_weights(
         self, action: str = "checksum", skip_tensor_list: Sequence[str] | None = None
     ) -> dict[str, Any]:
-        """Checksums of the parameters, or whether they are those of a snapshot. wire_api section 3.3.
+        """Checksum the parameters, or compare them with a snapshot.
 
         Args:
-            action: checksum, snapshot, reset_tensors or compare.
-            skip_tensor_list: what is in the names of parameters to leave out.
+            action: "checksum"; "snapshot", copy them to host memory; "reset_tensors", overwrite them with
+                random bytes; "compare", with the snapshot, bit for bit.
+            skip_tensor_list: leave out parameters whose names contain any of these strings.
+
+        Raises:
+            RequestRejected: status 400, a comparison that found differences; 409, the weights changed
+                meanwhile, or are released or stale.
         """
         return await self._control(
             io_struct.CheckWeightsReqInput, action=action, skip_tensor_list=skip_tensor_list
@@ -317,7 +382,7 @@ class WeightMethods:
 
     @property
     def weight_version(self) -> str:
-        """The version of the weights that serve."""
+        """The version of the serving weights."""
         self._runner.check_open()
         return self._service.state.weight_version
 

@@ -388,4 +388,6 @@ def _listen(listener: socket.socket, http: HttpConfig) -> None:
 
 
 def _cannot_listen(http: HttpConfig, error: OSError) -> ConfigurationError:
-    return ConfigurationError(f"cannot listen on {http.host} port {http.port}: {error.strerror}")
+    return ConfigurationError(
+        f"cannot listen on {http.host} port {http.port} (--host, --port): {error.strerror}"
+    )

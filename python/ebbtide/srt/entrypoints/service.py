@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -32,12 +33,17 @@ from ebbtide.srt.managers.api.data_parallel_controller import DataParallelContro
 from ebbtide.srt.managers.api.request_fields import build_request
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
     GetLoadReqInput,
     GetLoadReqOutput,
     Load,
     ManagerInput,
+    PauseGenerationReqInput,
     PingReqInput,
+    ReleaseMemoryOccupationReqInput,
     Reply,
+    ResizeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
     SchedulerInput,
     StateReport,
     TotalsReply,
@@ -46,7 +52,17 @@ from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
 from ebbtide.srt.managers.wire.channel import Receiver, Sender
 
+logger = logging.getLogger(__name__)
+
 HEALTH_TIMEOUT_S = 20.0
+# What an operator looks for in the log. Updates are logged where they are committed.
+_LOGGED: Final = (
+    PauseGenerationReqInput,
+    ContinueGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    ResizeMemoryOccupationReqInput,
+)
 
 
 class ControlAnswer(NamedTuple):
@@ -274,7 +290,14 @@ class EngineService:
             ignored.extend(unknown)
             return await self.manager.control.call(request, vote=vote)
 
-        reply = await self.metrics.control.observed(OPERATIONS[kind], carry_out())
+        started = time.monotonic()
+        try:
+            reply = await self.metrics.control.observed(OPERATIONS[kind], carry_out())
+        except RequestRejected as error:
+            logger.warning("%s is refused (%d): %s", OPERATIONS[kind], error.status, error)
+            raise
+        if kind in _LOGGED:
+            logger.info("%s ms=%.1f", reply.message, 1000 * (time.monotonic() - started))
         if kind.row.body_field is not None:
             return ControlAnswer(getattr(reply, kind.row.body_field), reply.message)
         if isinstance(reply, TotalsReply):

@@ -254,7 +254,9 @@ def _log_staging(kv_pool: KVPool, weight_store: WeightStore, *, can_lend: bool) 
         source = f"{weight_store.num_chunks} of {num_chunks} chunks of the KV cache, or free device memory"
     else:
         source = f"free device memory: the KV cache has {num_chunks} chunks, too few to lend"
-    logger.info("a second copy of the weights for updates: bytes=%d from %s", weight_store.num_bytes, source)
+    logger.info(
+        "weight updates use a second copy of the weights: bytes=%d from %s", weight_store.num_bytes, source
+    )
 
 
 def _log_left(device: Device, cache_config: CacheConfig) -> None:

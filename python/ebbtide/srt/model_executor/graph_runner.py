@@ -299,7 +299,7 @@ def capture_with_room(
         try:
             capture(pool)
         except torch.OutOfMemoryError:
-            logger.info("CUDA graphs need more than %d bytes of scratch: captured again", num_bytes)
+            logger.info("CUDA graphs need more than %d bytes of scratch, and are captured again", num_bytes)
         else:
             return arena, pool
         # The error is gone by now, and with it the frames that held tensors of the pool.

@@ -85,7 +85,7 @@ def build_kv_pool(
     except OutOfDeviceMemory as error:
         raise ConfigurationError(f"the KV pool does not fit: {error}; lower max_total_tokens") from error
     logger.info(
-        "KV pool: pages=%d page_size=%d bytes=%d of %d that were free",
+        "KV cache: pages=%d page_size=%d bytes=%d free_bytes_before=%d",
         num_pages,
         layout.page_size,
         arena.num_bytes,

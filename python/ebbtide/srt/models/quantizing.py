@@ -76,7 +76,7 @@ def quantize(
     for module_name, names in _chosen(model, placements, quantization).items():
         scales |= {name + layout.suffix: _scales_of(name, placements[name], layout) for name in names}
         model.set_submodule(module_name, _in_eight_bits(model.get_submodule(module_name), layout))
-    logger.info("weights in 8 bits: %d of %d tensors", len(scales), len(placements))
+    logger.info("weights quantized to 8 bits: %d of %d tensors", len(scales), len(placements))
     return scales
 
 

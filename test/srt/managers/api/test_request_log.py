@@ -41,7 +41,7 @@ def test_one_line_as_it_comes_and_one_as_it_ends(
     caplog: pytest.LogCaptureFixture, level: int, more: str
 ) -> None:
     came, ended = lines_of(caplog, level)
-    assert came == f"request 'r' came: prompt_tokens=3 max_new_tokens=5 stream=False{more}"
+    assert came == f"request 'r' arrived: prompt_tokens=3 max_new_tokens=5 stream=False{more}"
     assert ended.startswith(
         "request 'r' ended: finish_reason=length prompt_tokens=3 cached_tokens=1 completion_tokens=2"
         " num_retractions=0 weight_version=1 queue_time=0.250 "
@@ -59,4 +59,4 @@ def test_a_client_that_leaves(caplog: pytest.LogCaptureFixture) -> None:
         (await engine.manager.prepare(FIELDS)).close()
 
     run(script, log_requests_level=0)
-    assert caplog.messages[1:] == ["request 'r' is aborted: its client has left"]
+    assert caplog.messages[1:] == ["request 'r' is aborted: its client has disconnected"]

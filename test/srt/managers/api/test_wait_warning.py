@@ -73,7 +73,7 @@ def test_one_warning_an_episode_with_the_reason_and_the_remedy(
         engine.clock.advance(0.1)
         [message] = caplog.messages
         assert message.endswith(
-            "requests wait, for 5 s or longer: paused(in_place). To go on: /continue_generation"
+            "requests have waited for 5 s or longer: paused(in_place). To go on: /continue_generation"
         )
         engine.send()
         engine.clock.advance(10 * SILENT_S)

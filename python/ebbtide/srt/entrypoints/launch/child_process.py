@@ -123,7 +123,7 @@ class ChildProcess:
         try:
             self._popen.wait(max(0.0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            logger.warning("the %s process did not end when asked: it is killed", self.name)
+            logger.warning("the %s process did not end when asked, and is killed", self.name)
             self._popen.kill()
             self._popen.wait()
 

@@ -232,7 +232,7 @@ class _Guests:
         rank = self.connections.pop(connection)
         del self._nodes[rank]
         connection.close()
-        logger.warning("node %d has gone again: waiting for nodes %s", rank, self._missing())
+        logger.warning("node %d has left again: waiting for nodes %s", rank, self._missing())
 
     def _admit(self, accepted: socket.socket, address: tuple[Any, ...]) -> None:
         peer = address[0]
@@ -240,7 +240,7 @@ class _Guests:
         try:
             hello = _hello_decoder.decode(connection.recv_bytes(MAX_MESSAGE_BYTES))
         except (EOFError, OSError, msgspec.DecodeError) as error:
-            logger.warning("%s is no node of this engine: %s", peer, _describe(error))
+            logger.warning("%s is not a node of this engine: %s", peer, _describe(error))
             connection.close()
             return
         if (refusal := self._refusal(hello)) is not None:
@@ -251,7 +251,7 @@ class _Guests:
             return
         self.connections[connection] = hello.node_rank
         self._nodes[hello.node_rank] = hello.node
-        logger.info("node %d has come from %s", hello.node_rank, peer)
+        logger.info("node %d has joined from %s", hello.node_rank, peer)
 
     def _refusal(self, hello: Hello) -> str | None:
         ours, theirs = self._agreement, hello.agreement

@@ -78,7 +78,7 @@ def _last_words(ready: Connection, status: str, message: str) -> None:
     try:
         ready.send({"status": status, "message": message})
     except OSError:
-        logger.error("the parent has gone and will not read: %s", message)
+        logger.error("the parent process has ended and will not read: %s", message)
 
 
 class ParentWatch:

@@ -136,7 +136,7 @@ def recommended_sampling(folder: str) -> dict[str, Any]:
         try:
             SamplingParams.from_dict({name: value})
         except RequestRejected as error:
-            logger.warning("%s is not used: %s", path, error)
+            logger.warning("chat template %s is not used: %s", path, error)
         else:
             recommended[name] = value
     return recommended

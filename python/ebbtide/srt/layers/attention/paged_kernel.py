@@ -102,6 +102,9 @@ class UntilCompiled:
         try:
             self._kernel = make()
         except Exception as error:
-            logger.warning("the slower attention goes on serving prompts: %s", str(error)[-500:])
+            logger.warning("prompts keep using the slower attention: %s", str(error)[-500:])
         else:
-            logger.info("attention of prompts: compiled beside serving: s=%.1f", time.monotonic() - started)
+            logger.info(
+                "faster attention for prompts compiled, and used from now on: s=%.1f",
+                time.monotonic() - started,
+            )

@@ -38,7 +38,7 @@ class RequestLog:
                 facts["sampling_params"] = _changed(output.sampling_params)
             if self._level >= PROMPTS:
                 facts["input_ids"] = output.input_ids
-            logger.info("request %r came: %s", output.rid, _told(facts))
+            logger.info("request %r arrived: %s", output.rid, _told(facts))
 
     def ended(self, output: OutputState) -> None:
         """An output has ended that somebody waits for."""
@@ -53,7 +53,7 @@ class RequestLog:
 
     def left(self, rid: str) -> None:
         """Nobody waits for an output any more."""
-        logger.info("request %r is aborted: its client has left", rid)
+        logger.info("request %r is aborted: its client has disconnected", rid)
 
 
 def _told(facts: dict[str, Any]) -> str:

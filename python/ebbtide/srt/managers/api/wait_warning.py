@@ -72,7 +72,7 @@ class WaitWarning:
             return
         self._told_reason = state.reason
         logger.warning(
-            "%d requests wait, for %g s or longer: %s. To go on: %s",
+            "%d requests have waited for %g s or longer: %s. To go on: %s",
             num_waiting,
             SILENT_S,
             state.reason,
@@ -140,7 +140,7 @@ class ForgottenPause:
         state = self._state()
         assert state is not None, "it was there when the pause began"
         logger.warning(
-            "nothing may run for %.0f s: %s. Is it forgotten? To go on: %s",
+            "nothing has been allowed to run for %.0f s: %s. If that was forgotten: %s",
             self.blocked_s,
             state.reason,
             ", ".join(_remedies(state)),

@@ -297,7 +297,7 @@ def _unanswered(work: Work[None]) -> Work[None]:
     except RequestRejected as error:
         logger.warning("%s", error.message)
     except Exception as error:
-        logger.error("what no reply waited for failed", exc_info=error)
+        logger.error("background work of a control request failed", exc_info=error)
 
 
 def _certainly(operation: Operation | Work[None]) -> Activity:

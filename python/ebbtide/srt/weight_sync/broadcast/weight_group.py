@@ -105,7 +105,7 @@ class WeightGroup:
             if not self.is_closed:
                 self.why_closed = why
                 self._closed.set()
-                logger.info("weight group %s is left: %s", self.name, why)
+                logger.info("left weight group %s: %s", self.name, why)
             # Ending connections may take as long as a peer likes. Whoever drops the backend last waits for
             # that: it must not be this thread.
             members = [self._member] if self._member is not None else []

@@ -123,7 +123,7 @@ class KeptMemory:
                 try:
                     mapping.close()
                 except EngineError as error:
-                    logger.warning("memory of a trainer that it lets go of stays mapped: %s", error)
+                    logger.warning("memory that a trainer has given up stays mapped: %s", error)
 
 
 def is_held(counter_file: bytes) -> bool:

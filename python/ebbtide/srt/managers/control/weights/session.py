@@ -446,7 +446,7 @@ class WeightSession:
             try:
                 mapped.append(incoming.detach())
             except (RequestRejected, EngineError) as error:
-                logger.warning("memory of an update is given back at its end: %r", error)
+                logger.warning("memory of an update is given back late, at its end: %r", error)
         return self._end(mapped)
 
     def _end(self, mapped: list[Slices[None]]) -> Work[None]:

@@ -204,7 +204,9 @@ class WeightUpdates:
         if self._awaits_verdict:
             self._set_deadline(deadline_id, LOOK_AGAIN_S)  # Other replicas may be committing it just now.
         else:
-            logger.warning("a weight update session was left open too long and is aborted")
+            logger.warning(
+                "a weight update session was open longer than weight_update_timeout_s, and is aborted"
+            )
             self._abort_session("it was open longer than weight_update_timeout_s")
 
     def report(self) -> SessionReport | None:
@@ -467,7 +469,7 @@ class WeightUpdates:
         except OutOfStep:
             raise
         except (DeadlinePassed, RequestRejected, EngineError) as error:
-            logger.warning("an update that serves is brought to its end in one piece: %r", error)
+            logger.warning("the rest of a committed update is finished without further turns: %r", error)
             yield from session.finish()
         self._operations.go_on(session.detach(incoming))
         return session.concluded(reply)

@@ -104,7 +104,7 @@ class KVLender:
                 self._memory.lend(self._aside)
             except OutOfDeviceMemory as error:
                 # The copy is then made of what was lent before, and of memory that is free.
-                logger.warning("not all of the KV cache's chunks could be lent: %s", error)
+                logger.warning("not all chunks of the KV cache could be lent: %s", error)
 
     def take_back(self) -> None:
         """Put everything that was set aside back into the pool. The same on all ranks, in the same turn."""
