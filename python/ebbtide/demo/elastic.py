@@ -97,7 +97,9 @@ class Elastic:
         self._watch(answers, seconds)
         end_s = self._record.samples[-1].time_s
         give()
-        label = f"{what} is a trainer's\n{reply['num_parked']} of {self._record.num_requests} requests parked"
+        label = (
+            f"{what} lent to a trainer\n{reply['num_parked']} of {self._record.num_requests} requests parked"
+        )
         self._record.spans.append(LentTime(start_s, end_s, label))
 
     def _shrink(self) -> dict[str, Any]:

@@ -85,9 +85,9 @@ def _introduction(results: Results) -> str:
         "<p>A small Qwen3 model learns to add two-digit numbers by GRPO. In every step the engine generates "
         "answers, gives all of its memory back while the trainer works, takes memory for the weights again, "
         "receives the new ones in flattened buckets, and takes memory for the KV cache again.</p>"
-        "<p>Answers have the ones digit first, as one adds by hand: 37+58= is answered by 59. Only an answer "
-        "that is right to the last digit is rewarded. Before the first step the model was warmed up on "
-        "written-out sums, until about one sampled answer in six was right.</p>" + fp8
+        "<p>Answers have the ones digit first, as in adding by hand: the right answer to 37+58= is 59, for "
+        "95. Only an answer that is right to the last digit is rewarded. Before the first step the model was "
+        "warmed up on sums with their answers, until about one sampled answer in six was right.</p>" + fp8
     )
 
 
@@ -153,11 +153,11 @@ def _elastic(results: Results) -> str:
         return ""
     plot = figures.svg(figures.memory_under_requests, results, 10, 3.8)
     return (
-        "<h2>Memory that is lent</h2><p>In the end the trained model answers "
+        "<h2>Lending memory while requests run</h2><p>At the end the trained model answers "
         f"{results.elastic.num_requests} questions at length, while a trainer takes seven eighths of the "
         "KV cache for a while, and then all of it. Requests that have no room are parked: their KV waits in "
-        "host memory, and they go on from there. All were answered token by token as by an engine that "
-        "nobody disturbs.</p>" + _image(plot, "resident memory while requests run")
+        "host memory, and they go on from there. All answers are token for token those of an undisturbed "
+        "engine.</p>" + _image(plot, "resident memory while requests run")
     )
 
 
@@ -176,7 +176,7 @@ def _logprobs(results: Results) -> str:
         )
     return (
         "<h2>Trainer and engine agree</h2><p>Before it learns, the trainer computes the log-probability of "
-        "every token that the engine sampled, by the same weights, in float32.</p>"
+        "every token that the engine sampled, with the same weights, in float32.</p>"
         + _image(figures.svg(figures.logprob_difference, results, 10, 3.2), "logprob difference by step")
     )
 

@@ -136,11 +136,11 @@ def _use_one_thread() -> None:
 
 
 def _warm_up(trainer: Trainer, problems: ProblemSet, goal: float, display: Display) -> None:
-    display.line("warming up on written-out sums")
+    display.line("warming up on sums with their answers")
     probability = 0.0
     for probability in trainer.warm_up(problems, goal):
         display.doing("warm-up: probability of a right answer", probability / goal)
-    display.line(f"a sampled answer is now right with a probability of {probability:.2f}")
+    display.line(f"warmed up: a sampled answer is right with a probability of {probability:.2f}")
 
 
 def _train(loop: Loop, settings: Settings, results: Results, display: Display) -> None:
@@ -153,8 +153,8 @@ def _train(loop: Loop, settings: Settings, results: Results, display: Display) -
         display.line(f"for {span.end_s - span.start_s:.1f} s {span.label}".replace("\n", ": "))
     results.failure = None
     display.line(
-        f"reward {results.first_reward:.3f} → {results.last_reward:.3f}; held-out sums answered right, "
-        f"greedily: {results.before.accuracy:.1%} → {results.after.accuracy:.1%}",
+        f"reward {results.first_reward:.3f} → {results.last_reward:.3f}; held-out sums answered right "
+        f"(greedy): {results.before.accuracy:.1%} → {results.after.accuracy:.1%}",
         "bold",
     )
 

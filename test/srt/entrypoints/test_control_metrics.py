@@ -118,13 +118,17 @@ def test_bytes_of_a_session_are_counted_once_and_its_commit_at_its_end(server: S
     assert after("weight_update_stall_seconds_count", operation="end_weight_update") == 1
 
 
-def test_an_engine_in_python_has_the_same_samples() -> None:
+def test_an_engine_in_python_has_the_same_samples_and_logs_what_was_done(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     callbacks = list(gc.callbacks)
-    with NullEngine(weight_version='a "b"') as engine:
+    with NullEngine(weight_version='a "b"') as engine, caplog.at_level("INFO", "ebbtide.srt.entrypoints"):
         engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 3})
         for chunk in engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 3}, stream=True):
             assert chunk["output_ids"]
         engine.release_memory_occupation(["weights"])
+        with pytest.raises(RequestRejected, match="begin_weight_update first"):
+            engine.end_weight_update()
         values = engine.metrics()
         assert len(gc.callbacks) == len(callbacks) + 1
     assert values['ebbtide:num_requests_total{finish_reason="length"}'] == 2
@@ -133,6 +137,9 @@ def test_an_engine_in_python_has_the_same_samples() -> None:
     assert values['ebbtide_not_running{reason="weights_released"}'] == 1
     assert values[r'ebbtide_weight_version_info{version="a \"b\""}'] == 1
     assert gc.callbacks == callbacks
+    released, refused = caplog.messages
+    assert released.startswith("Released weights. ms=")
+    assert refused.startswith("end_weight_update is refused (409): no weight update session is open")
 
 
 # ------------------------------------------------------------------------------------ without an engine

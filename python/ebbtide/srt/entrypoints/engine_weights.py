@@ -168,7 +168,7 @@ class WeightMethods:
     ) -> dict[str, Any]:
         """Update the weights from what the trainer broadcasts in a process group.
 
-        Call `init_weights_update_group` first. After a failure in mid-broadcast the ranks have left the group.
+        Call `init_weights_update_group` first. A failure in mid-broadcast ends the group.
 
         Args:
             names, dtypes, shapes: of the tensors, in the order in which they are broadcast.

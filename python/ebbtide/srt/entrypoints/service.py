@@ -294,7 +294,7 @@ class EngineService:
         try:
             reply = await self.metrics.control.observed(OPERATIONS[kind], carry_out())
         except RequestRejected as error:
-            logger.warning("%s is refused (%d): %s", OPERATIONS[kind], error.status, error)
+            logger.info("%s is refused (%d): %s", OPERATIONS[kind], error.status, error)
             raise
         if kind in _LOGGED:
             logger.info("%s ms=%.1f", reply.message, 1000 * (time.monotonic() - started))

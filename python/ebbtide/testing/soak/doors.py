@@ -148,7 +148,9 @@ def open_door(args: argparse.Namespace, folder: Path) -> Iterator[Door]:
     finally:
         process.terminate()
         process.wait(60)
-        print(f"the server's log ends so:\n{log_file.read_text(errors='replace')[-2000:]}", file=sys.stderr)
+        log = log_file.read_text(errors="replace")
+        if log:
+            print(f"the end of the server's log:\n{log[-2000:]}", file=sys.stderr)
 
 
 def _serve(args: argparse.Namespace, folder: Path, log_file: Path) -> tuple[subprocess.Popen[bytes], str]:
