@@ -116,7 +116,7 @@ def test_a_pause_that_lasts_is_told_of_again_and_again_though_nobody_waits(
             clock.advance(100)
             assert pause.blocked_s == 220
             assert caplog.messages[-1].endswith(
-                "paused(in_place). Is it forgotten? To go on: /continue_generation"
+                "paused(in_place). If that was forgotten: /continue_generation"
             )
             assert len(caplog.messages) == 2
             caplog.clear()
