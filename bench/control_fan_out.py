@@ -60,7 +60,7 @@ from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.testing import NullDevice, NullRunner, NullWeights
 from ebbtide.testing.null_engine import DEVICE_BYTES, POOL_TOKENS, null_args, null_config
-from ebbtide.testing.null_memory import null_memories
+from ebbtide.testing.null_weights import null_memories
 from ebbtide.trainer.payload_encoding import serialize_tensors
 
 NUM_LAYERS = 32

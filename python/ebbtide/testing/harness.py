@@ -45,9 +45,9 @@ from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.testing.null_kv import NUM_WEIGHT_CHUNKS, PAGE_IDS, NullChunks, NullKV, NullPageStore
-from ebbtide.testing.null_memory import NullDevice, null_memories
+from ebbtide.testing.null_memory import NullDevice
 from ebbtide.testing.null_runner import NullRunner
-from ebbtide.testing.null_weights import NullWeights
+from ebbtide.testing.null_weights import NullWeights, null_memories
 
 Body = TypeVar("Body")
 

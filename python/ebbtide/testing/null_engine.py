@@ -25,9 +25,9 @@ from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_kv import NullPageStore
-from ebbtide.testing.null_memory import NullDevice, null_memories
+from ebbtide.testing.null_memory import NullDevice
 from ebbtide.testing.null_runner import NullRunner
-from ebbtide.testing.null_weights import NullWeights
+from ebbtide.testing.null_weights import NullWeights, null_memories
 
 VOCAB_SIZE = NullRunner.VOCAB_SIZE
 CONTEXT_LEN = 4096

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ebbtide.srt.mem_cache.page_allocator import PageIds
 from ebbtide.srt.mem_cache.page_table import PageTable
-
-if TYPE_CHECKING:
-    from ebbtide.testing.null_memory import NullMemory
+from ebbtide.testing.null_memory import NullMemory
 
 # What pages are called: as in a pool of which each chunk has a block that no page fills.
 PAGE_IDS = PageIds(per_chunk=4, stride=5)

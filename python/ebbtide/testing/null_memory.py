@@ -1,16 +1,10 @@
-"""Device memory that is only counted, and the memory of each tag on it."""
+"""Device memory that is only counted, and the memory of a tag on it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ebbtide.srt.errors import OutOfDeviceMemory
-from ebbtide.srt.memory_saver.tags import MemoryTag
-
-if TYPE_CHECKING:
-    from ebbtide.testing.null_kv import NullKV
-    from ebbtide.testing.null_weights import NullWeights
 
 
 class NullDevice:
@@ -85,17 +79,3 @@ class NullMemory:
         self.resident_bytes += num_bytes
         self.wanted_bytes += num_bytes
         return num_bytes
-
-
-def null_memories(
-    device: NullDevice, weights: NullWeights, *, keeps_weights: bool = False, kv: NullKV | None = None
-) -> dict[MemoryTag, NullMemory]:
-    """Memory for every tag; the runner of these weights checks what it reads."""
-    lose_kv = kv.lose if kv is not None else lambda: None
-    memories = {
-        MemoryTag.WEIGHTS: NullMemory(device, 2000, keeps_contents=keeps_weights, lose_contents=weights.lose),
-        MemoryTag.KV_CACHE: NullMemory(device, 5000, lose_contents=lose_kv),
-        MemoryTag.CUDA_GRAPH: NullMemory(device, 100, is_needed=False),
-    }
-    weights.runner.needed = [memory for memory in memories.values() if memory.is_needed]
-    return memories

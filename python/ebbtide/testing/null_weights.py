@@ -18,6 +18,9 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromIPCReqInput,
     WeightUpdateRequest,
 )
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.testing.null_kv import NullKV
+from ebbtide.testing.null_memory import NullDevice, NullMemory
 from ebbtide.testing.null_parameters import NullParameters
 from ebbtide.testing.null_runner import NullRunner
 
@@ -381,3 +384,17 @@ class _NullJoining:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def null_memories(
+    device: NullDevice, weights: NullWeights, *, keeps_weights: bool = False, kv: NullKV | None = None
+) -> dict[MemoryTag, NullMemory]:
+    """Memory for every tag; the runner of these weights checks what it reads."""
+    lose_kv = kv.lose if kv is not None else lambda: None
+    memories = {
+        MemoryTag.WEIGHTS: NullMemory(device, 2000, keeps_contents=keeps_weights, lose_contents=weights.lose),
+        MemoryTag.KV_CACHE: NullMemory(device, 5000, lose_contents=lose_kv),
+        MemoryTag.CUDA_GRAPH: NullMemory(device, 100, is_needed=False),
+    }
+    weights.runner.needed = [memory for memory in memories.values() if memory.is_needed]
+    return memories
