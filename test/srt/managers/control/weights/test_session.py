@@ -75,8 +75,10 @@ def test_with_what_could_not_be_read_it_is_incomplete_for_good(num_ranks: int) -
     assert harness.values == [7] * 4
 
 
-def test_what_is_refused_on_one_rank_is_missing_on_all() -> None:
+@pytest.mark.parametrize("slowness", [0, 2])
+def test_what_is_refused_on_one_rank_is_missing_on_all(slowness: int) -> None:
     harness = Harness(num_ranks=3)
+    harness.weights.slowness = slowness  # the leader is done first, or last
     harness.begin()
     harness.ranks[1].weights.faults["write"] = RequestRejected("no")
     harness.refuse(updating(9, 1))

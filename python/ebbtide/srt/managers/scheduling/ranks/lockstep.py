@@ -281,11 +281,18 @@ class LeaderInbox:
         self._proposed: list[ControlCall] = []
         self._next_proposal_at = 0.0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next turn begins with something of the leader's own: a request, or a decision."""
+        return bool(self._proposed) or self._tally.has_decided
+
     def receive(self, demand: Demand) -> list[TurnInput] | None:
         wait_s = self._timer.wait_s(demand, self._deadlines, self._answer_limits)
+        if self.is_due:
+            wait_s = 0.0
         turn: list[TurnInput] = [*self._proposed]
         self._proposed = []
-        for message in self._messages.receive(0.0 if turn or self._tally.has_decided else wait_s):
+        for message in self._messages.receive(wait_s):
             match message:
                 case RankVote():
                     self._tally.count(message)
