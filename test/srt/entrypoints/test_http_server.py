@@ -164,6 +164,7 @@ def test_the_model_and_the_server_are_described(server: Server, checkpoints: Any
     assert info == server.get("/model_info").json()
     assert (info["model_type"], info["architectures"]) == ("qwen3", ["Qwen3ForCausalLM"])
     assert (info["context_len"], info["vocab_size"], info["dtype"]) == (2048, VOCAB_SIZE, "float32")
+    assert info["precision"] == {"weights": "float32", "kv_cache": "float32"}
     described = server.get("/get_server_info").json()
     assert (described["model_path"], described["max_queued_requests"]) == (str(checkpoints.a), 8)
     assert (described["status"], described["max_total_num_tokens"]) == ("ready", 4096)

@@ -44,6 +44,7 @@ class ModelInfo(Reply, kw_only=True):
     architectures: list[str]
     context_len: int
     dtype: str
+    precision: dict[str, str]
     vocab_size: int
 
 
@@ -107,6 +108,7 @@ def model_info(config: EngineConfig, state: StateReport, reports: Sequence[State
         architectures=model.architectures,
         context_len=model.context_len,
         dtype=model.dtype,
+        precision=config.precision,
         vocab_size=model.vocab_size,
     )
 
@@ -162,6 +164,7 @@ def arguments(config: EngineConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
         "context_length": config.model.context_len,
         "dtype": config.model.dtype,
         "kv_cache_dtype": cache.dtype,
+        "quantization": config.model.quantization,
         "page_size": cache.page_size,
         "mem_fraction_static": cache.mem_fraction_static,
         "max_running_requests": schedule.max_running_requests,
@@ -174,8 +177,10 @@ def arguments(config: EngineConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
         "dist_timeout": config.parallel.dist_timeout_s,
     }
     left_open = {name: value for name, value in chosen.items() if given[name] in (None, "auto")}
+    # A checkpoint may keep more modules as they are than it was asked to.
+    kept = {"quantization_exclude": list(config.model.quantization_exclude) or None}
     hidden = {name: "***" for name in KEY_FIELDS if given[name] is not None}
-    return given | left_open | hidden
+    return given | left_open | kept | hidden
 
 
 def _weight_update(state: StateReport) -> WeightUpdateState:

@@ -35,8 +35,10 @@ def vllm_sections(config: EngineConfig, config_format: str) -> dict[str, Any]:
             "model": config.model.served_model_name,
             "dtype": f"torch.{config.model.dtype}",
             "max_model_len": config.model.context_len,
+            "quantization": config.model.quantization,
             "logprobs_mode": config.runtime.logprobs_mode,
         },
+        "cache_config": {"cache_dtype": config.cache.dtype},
         "parallel_config": {
             "tensor_parallel_size": config.parallel.tp_size,
             "data_parallel_size": config.parallel.dp_size,

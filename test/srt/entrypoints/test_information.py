@@ -1,0 +1,39 @@
+"""What a server says of itself, of how weights are kept."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.checkpoints import edit_config, make_checkpoint
+from fixtures.eight_bits import COMPRESSED_TENSORS, QUANTIZATION_CONFIG
+
+from ebbtide.srt.config import resolve
+from ebbtide.srt.entrypoints.information import arguments
+from ebbtide.srt.entrypoints.vllm.information import vllm_sections
+from ebbtide.srt.server_args import ServerArgs
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "quantization", "excluded"),
+    [
+        (None, {}, None, None),
+        (None, {"quantization": "fp8", "quantization_exclude": ["o_proj"]}, "fp8", ["o_proj"]),
+        (QUANTIZATION_CONFIG, {}, "fp8", None),
+        (COMPRESSED_TENSORS, {}, "w8a8_fp8", ["lm_head"]),
+        (COMPRESSED_TENSORS, {"quantization_exclude": ["o_proj"]}, "w8a8_fp8", ["lm_head", "o_proj"]),
+    ],
+)
+def test_what_a_checkpoint_is_kept_as_is_told_like_what_was_asked_for(
+    stored: Any, given: Any, quantization: str | None, excluded: list[str] | None, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    if stored is not None:
+        edit_config(folder, quantization_config=stored)
+    config = resolve(ServerArgs(model_path=str(folder), **given))
+
+    told = arguments(config, {})
+    assert (told["quantization"], told["quantization_exclude"]) == (quantization, excluded)
+    assert config.precision == {"weights": quantization or "float32", "kv_cache": "float32"}
+    vllm_config = vllm_sections(config, "json")["vllm_config"]
+    assert vllm_config["model_config"]["quantization"] == quantization
+    assert vllm_config["cache_config"]["cache_dtype"] == "float32"
