@@ -193,6 +193,32 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
     "zero": (_with(SCALES, 0.0), "finite and above zero"),
     "negative": (_with(SCALES, -1.0), "finite and above zero"),
     "NaN": (_with(SCALES, float("nan")), "finite and above zero"),
+    "zero in float32": (lambda pairs: pairs | {SCALES: pairs[SCALES].double() / 1e300}, "finite and above"),
+    "infinite in float32": (
+        lambda pairs: pairs | {SCALES: pairs[SCALES].double() * 1e300},
+        "finite and above",
+    ),
+    "flat": (lambda pairs: pairs | {SCALES: pairs[SCALES].flatten()}, r"expected shape \[1, 2\], got \[2\]"),
+    "blocks of 64": (
+        lambda pairs: pairs | {SCALES: torch.ones(2, 4)},
+        r"expected shape \[1, 2\], got \[2, 4\]",
+    ),
+    "scales of 8 bits": (
+        lambda pairs: pairs | {SCALES: pairs[SCALES].to(FP8)},
+        r"float32 or .* got \S*e4m3fn$",
+    ),
+    "values of e5m2": (
+        lambda pairs: pairs | {DOWN: pairs[DOWN].to(torch.float8_e5m2)},
+        r"expected \S*e4m3fn or .* got \S*e5m2",
+    ),
+    "values as bytes": (
+        lambda pairs: pairs | {DOWN: pairs[DOWN].view(torch.uint8)},
+        r"expected \S*e4m3fn or .* got \S*uint8",
+    ),
+    "scales of activations": (
+        lambda pairs: pairs | {DOWN.replace("weight", "input_scale"): torch.ones(())},
+        "activations are quantised as they come",
+    ),
     "an embedding": (lambda pairs: {EMBED: pairs[EMBED].to(FP8)}, "not kept in 8 bits here"),
 }
 

@@ -122,7 +122,8 @@ def dequantize(values_RK: Tensor, scales_BC: Tensor, layout: ScaleLayout = BLOCK
 
 
 def are_scales(scales: Tensor) -> Tensor:
-    """Whether all of them are finite and above zero: a bool, where they are."""
+    """Whether all of them are finite and above zero, in float32 as they are kept: a bool, where they are."""
+    scales = scales.to(torch.float32)
     return ((scales > 0) & scales.isfinite()).all()
 
 

@@ -187,13 +187,15 @@ class WeightStore:
                 weight = name.removesuffix(layout.suffix)
                 if weight != name and self._expected_shape(weight, direct) is not None:
                     reason = self._kept_as(weight, direct)
+            if self._expected_shape(name.removesuffix("input_scale") + "weight", direct) is not None:
+                reason += ": activations are quantised as they come, and no scales of theirs expected"
             return TensorProblem(name[:MAX_TEXT], reason)
         if tuple(shape) != expected:
             return TensorProblem(name, f"expected shape {list(expected)}, got {str(list(shape))[:MAX_TEXT]}")
         parameter_dtype = self._slot(name, direct).dtype
         if dtype != parameter_dtype and dtype not in CONVERTIBLE:
             reason = f"expected {parameter_dtype} or a type that converts to it, got {dtype}"
-            if dtype == FP8:
+            if dtype == FP8 and self._weight_of(name, direct) is None:
                 reason += f": {self._kept_as(name, direct)}"
             return TensorProblem(name, reason)
         return None

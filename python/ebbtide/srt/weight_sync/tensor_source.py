@@ -286,7 +286,11 @@ def _open_safetensors(entry: bytes | str) -> WeightSource:
         )
     try:
         tensors = sorted(safetensors.torch.load(image).items())
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+    except KeyError as error:
+        raise RequestRejected(
+            f"the payload has tensors of the type {error}, which is not supported"
+        ) from error
+    except (SafetensorError, ValueError, RuntimeError) as error:
         raise RequestRejected(f"the payload is not a safetensors image: {error!r}"[:500]) from error
     headers = [TensorHeader(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
     return WeightSource(headers, lambda: tensors)
