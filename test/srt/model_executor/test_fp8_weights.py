@@ -41,6 +41,8 @@ from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.quantizing import Quantization
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.weight_sync.custom_loader import StagedModel
+from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
+from ebbtide.srt.weight_sync.delta.gap_coding import encode_positions
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 DOWN, EMBED = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
@@ -309,6 +311,27 @@ def test_scales_of_rows_are_looked_at_before_anything_is_written(path: Path, new
         assert re.search(reason, reply.message), reply.message
     assert "expected with them" in rank.apply(update({DOWN: pairs[DOWN]})).message
     assert rank.store.checksum() == before
+
+
+def test_a_delta_of_values_or_scales_is_refused(path: Path) -> None:
+    rank = RealRank(path, quantization="fp8")
+    before = rank.store.checksum()
+
+    def change(name: str, dtype: torch.dtype) -> Any:
+        codes, [num_codes] = encode_positions([torch.tensor([1])])
+        shape = rank.store.shape(name)
+        one = ChangedTensor(name=name, shape=shape, num_codes=num_codes, num_changed=1)
+        payload = save({"codes": codes, "values": torch.ones(1).to(dtype)})
+        return rank.apply(
+            UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[payload], load_format="sparse", changed=[one]
+            )
+        )
+
+    for name, dtype in ((DOWN, FP8), (DOWN, torch.bfloat16), (SCALES, torch.float32)):
+        assert "kept in 8 bits here, as values and scales that come" in change(name, dtype).message
+    assert rank.store.checksum() == before
+    assert change("model.norm.weight", torch.bfloat16).success
 
 
 @pytest.mark.parametrize(

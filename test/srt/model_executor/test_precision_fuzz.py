@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from fixtures.checkpoints import make_checkpoint
-from fixtures.eight_bits import SHAPE, SUFFIXES, in_eight_bits, is_quantized, quantized, restored
+from fixtures.eight_bits import MOE_SHAPE, SUFFIXES, in_eight_bits, is_quantized, quantized, restored
 from fixtures.full_rank import Rank, prompt
 from fixtures.fuzz import fuzzed
 from hypothesis import strategies as st
@@ -49,7 +49,7 @@ def home() -> tempfile.TemporaryDirectory[str]:
 @cache
 def checkpoint(seed: int) -> Path:
     folder = Path(home().name) / str(seed)
-    return make_checkpoint(folder, "Qwen3ForCausalLM", seed=seed, dtype="bfloat16", **SHAPE)
+    return make_checkpoint(folder, "Qwen3MoeForCausalLM", seed=seed, dtype="bfloat16", **MOE_SHAPE)
 
 
 @cache

@@ -236,13 +236,21 @@ class WeightStore:
         """What has one scale in a weight that is kept in 8 bits."""
         return str(self._layout)
 
-    def check_bits(self, name: str, dtype: torch.dtype) -> TensorProblem | None:
-        """What stands against changing some elements of a tensor that `check` accepts, bit for bit."""
-        if self.ignored(name) or dtype == self._slot(name, direct=False).dtype:
+    def check_change(self, name: str, dtype: torch.dtype, *, of_bits: bool) -> TensorProblem | None:
+        """What stands against changing some elements of a tensor that `check` accepts.
+
+        Args:
+            of_bits: whether what changes is bits of the parameter.
+        """
+        if self.ignored(name):
             return None
-        return TensorProblem(
-            name, f"expected the parameter's own {self._slot(name, direct=False).dtype}, got {dtype}"
-        )
+        kept = self._slot(name, direct=False).dtype
+        if kept == FP8 or name in self._scales:
+            reason = "kept in 8 bits here, as values and scales that come together: expected all of it"
+            return TensorProblem(name, reason)
+        if of_bits and dtype != kept:
+            return TensorProblem(name, f"expected the parameter's own {kept}, got {dtype}")
+        return None
 
     def write(
         self, name: str, tensor: Tensor | StoredTensor, shadow: Shadow | None, direct: bool = False

@@ -217,7 +217,7 @@ class IncomingTensors:
         runs: list[Run | None] = []
         dtypes = {entry.name: entry.dtype for entry in source.entries}
         for entry in source.entries:
-            if not self.is_delta and store.is_scales(entry.name, source.direct):
+            if store.is_scales(entry.name, source.direct):
                 scales.add(entry.name)
             runs.append(store.run(entry.name, entry.dtype, source.direct))
             problem = store.check(entry.name, entry.shape, entry.dtype, source.direct)
@@ -255,9 +255,7 @@ class IncomingTensors:
         """What stands against a tensor that fits, because of what comes with it or how it comes."""
         source, store = self._source, self._store
         if isinstance(source, DeltaSource):
-            if source.needs_own_dtype or store.is_quantized(entry.name):
-                return store.check_bits(entry.name, entry.dtype)
-            return None
+            return store.check_change(entry.name, entry.dtype, of_bits=source.needs_own_dtype)
         return store.check_scales(entry.name, entry.dtype, dtypes, source.direct)
 
     def receive_into(self, staging: Staging) -> bool:
