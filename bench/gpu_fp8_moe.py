@@ -20,7 +20,7 @@ from common import write_result
 from gpu_small_batch import graph_us
 from torch import Tensor
 
-from ebbtide.srt.layers.fp8 import FP8, num_blocks, quantize_into
+from ebbtide.srt.layers.fp8 import BLOCKS, FP8, quantize_into
 from ebbtide.srt.layers.kernels.fp8_moe import FewPlan, ManyPlan, choose_fp8_plan, fused_quantized_experts
 from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 from ebbtide.srt.layers.moe import route
@@ -52,7 +52,7 @@ class Case:
 
     def _quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         values = torch.empty(weight.shape, dtype=FP8, device="cuda")
-        scales = torch.empty(*map(num_blocks, weight.shape), device="cuda")
+        scales = torch.empty(*BLOCKS.shape(*weight.shape), device="cuda")
         quantize_into(values, scales, weight)
         return values, scales
 

@@ -299,6 +299,7 @@ class _NullIncoming:
         self.sent = frozenset(names)
         self.num_tensors = len(names)
         self.num_ignored = 0
+        self.scales = frozenset[str]()
         self.halves: dict[str, tuple[str, str]] = {}
         self.problems = [
             {"name": name, "reason": "the model has no parameter of this name"}

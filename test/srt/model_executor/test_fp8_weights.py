@@ -32,6 +32,7 @@ from ebbtide.srt.managers.io_struct import (
     EndWeightUpdateReqInput,
     GetWeightsByNameReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
 )
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
@@ -40,9 +41,11 @@ from ebbtide.srt.model_executor.batch_plan import LogprobSpec
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.quantizing import Quantization
 from ebbtide.srt.models.registry import build_model
+from ebbtide.srt.weight_sync.broadcast.memberships import Memberships
 from ebbtide.srt.weight_sync.custom_loader import StagedModel
 from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
 from ebbtide.srt.weight_sync.delta.gap_coding import encode_positions
+from ebbtide.trainer.payload_encoding import serialize
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 DOWN, EMBED = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
@@ -310,6 +313,54 @@ def test_scales_of_rows_are_looked_at_before_anything_is_written(path: Path, new
         reply = rank.apply(update({DOWN: pairs[DOWN], name: bad.contiguous()}))
         assert re.search(reason, reply.message), reply.message
     assert "expected with them" in rank.apply(update({DOWN: pairs[DOWN]})).message
+    assert rank.store.checksum() == before
+
+
+class Group:
+    """One in which a trainer has broadcast these tensors already."""
+
+    device = torch.device("cpu")
+    is_done = True
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+
+    def receive(self, *_: object) -> "Group":
+        return self
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+
+@pytest.mark.parametrize("staging", ["always", "never"])
+def test_scales_that_are_broadcast_are_looked_at_too(
+    staging: str, path: Path, new: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = RealRank(path, quantization="fp8", update_staging=staging)
+    before, pairs = rank.store.checksum(), in_eight_bits(new)
+    sent = {name: pairs[name] for name in (DOWN, SCALES)}
+
+    def broadcast(scales: Tensor) -> Any:
+        monkeypatch.setattr(Memberships, "get", lambda *_: Group([sent[DOWN], scales]))
+        dtypes, shapes = ["float8_e4m3fn", "float32"], [list(tensor.shape) for tensor in sent.values()]
+        return rank.apply(
+            UpdateWeightsFromDistributedReqInput(names=list(sent), dtypes=dtypes, shapes=shapes)
+        )
+
+    for bad in (sent[SCALES] * 0, sent[SCALES] * torch.nan):
+        assert "scales are finite and above zero" in broadcast(bad).message
+        assert rank.store.checksum() == before
+    assert broadcast(sent[SCALES]).success
+    assert torch.equal(rank.store.read(DOWN, 1 << 30), restored(*sent.values()))
+
+
+def test_one_weight_in_two_types_is_refused(path: Path, new: dict[str, Tensor]) -> None:
+    """Scales would be those of one, and values those of the other."""
+    rank = RealRank(path, quantization="fp8")
+    before, pairs = rank.store.checksum(), in_eight_bits(new)
+    twice = [(SCALES, pairs[SCALES]), (DOWN, new[DOWN] * 3), (DOWN, pairs[DOWN])]
+    request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[serialize(twice)])
+    assert "expected it once, got it in torch.bfloat16 and in" in rank.apply(request).message
     assert rank.store.checksum() == before
 
 

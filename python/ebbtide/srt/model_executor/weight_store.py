@@ -214,8 +214,13 @@ class WeightStore:
             found = others.get(weight, "nothing")
             lacks = None if weight in others else (weight, weight)
             return TensorProblem(name, f"expected with it {weight} in {FP8}, got {found}", lacks)
+        if self._slot(name, direct).dtype != FP8:
+            return None
+        if (other := others.get(name, dtype)) != dtype:
+            # One would be quantised with scales that are not those of the other.
+            return TensorProblem(name, f"expected it once, got it in {dtype} and in {other}")
         scales = name + self._layout.suffix
-        if dtype == FP8 and self._slot(name, direct).dtype == FP8 and scales not in others:
+        if dtype == FP8 and scales not in others:
             expected = self._expected_shape(scales, direct)
             shape = list(expected) if expected is not None else "?"
             reason = f"expected its scales with it: {scales}, float32 of shape {shape}"

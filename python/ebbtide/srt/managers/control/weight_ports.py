@@ -29,6 +29,7 @@ class IncomingWeights(Protocol):
         base_version: of the weights that a delta changes; None: it does not say.
         problems: what stands against writing them, as `{"name", "reason"}`; empty if nothing does.
         sent: the names of what is to be written; a name that the model does not know stands for itself.
+        scales: the names among them of what `open` looks at, however it came: not every number is one.
         halves: what is written by two tensors, of which it holds one: by the name of that one, the other's
             and the weight's, which is not among `names`.
     """
@@ -42,6 +43,7 @@ class IncomingWeights(Protocol):
     base_version: str | None
     num_tensors: int
     num_ignored: int
+    scales: frozenset[str]
     halves: dict[str, tuple[str, str]]
     problems: list[dict[str, str]]
 

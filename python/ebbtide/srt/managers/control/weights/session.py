@@ -200,7 +200,7 @@ class WeightSession:
         near_bytes = incoming.near_bytes if can_burst else None
         bursts = near_bytes is not None and (nobody_waits or is_burst(near_bytes))
         yield from self._make_room(incoming, bursts=bursts)
-        if not incoming.is_sent and self._staging is not None:
+        if self._staging is not None and (incoming.scales or not incoming.is_sent):
             # Opening a delta launches work on the device, which belongs with the copies.
             copies = self._weights.copies if incoming.is_delta else None
             yield from self._do(incoming.open(self._staging), Activity.COPYING, copies)

@@ -175,7 +175,7 @@ class IncomingTensors:
         self.halves: dict[str, tuple[str, str]] = {}
         self.num_tensors = len(source.entries)
         self.names = store.names if source.entries else frozenset[str]()
-        self.sent = self._scales = frozenset[str]()
+        self.sent = self.scales = frozenset[str]()
         self._runs: RunTable | None = None
         self._source = source
         self._store = store
@@ -208,7 +208,7 @@ class IncomingTensors:
         )
         if known is not None and known[0] == form:
             found = known[1]
-            self.names, self.sent, self._scales, self._runs = found[:4]
+            self.names, self.sent, self.scales, self._runs = found[:4]
             self.num_tensors, self.num_ignored, self.halves = found[4:]
             return
         covered: set[str] = set()
@@ -240,7 +240,7 @@ class IncomingTensors:
         self.num_tensors -= self.num_ignored
         self.names = frozenset(covered)
         self.sent = frozenset(covered | others)
-        self._scales = frozenset(scales)
+        self.scales = frozenset(scales)
         if isinstance(source, TableSource) and len(dtypes) == len(runs):
             are_alike = source.table.form.is_contiguous_T.tolist()
             self._runs = RunTable(
@@ -248,7 +248,7 @@ class IncomingTensors:
             )
         if notes is not None and not self.problems:
             counts = self.num_tensors, self.num_ignored
-            found = _Checked(self.names, self.sent, self._scales, self._runs, *counts, self.halves)
+            found = _Checked(self.names, self.sent, self.scales, self._runs, *counts, self.halves)
             notes[_Checked, source.direct] = (form, found)
 
     def _problem_beside(self, entry: TensorHeader, dtypes: dict[str, torch.dtype]) -> TensorProblem | None:
@@ -263,7 +263,7 @@ class IncomingTensors:
         source, store = self._source, self._store
         if not isinstance(source, BroadcastSource) or not source.can_receive_in_place(store.device):
             return False
-        if self._scales:  # They are checked before anything is written, so they must be received aside.
+        if self.scales:  # They are checked before anything is written, so they must be received aside.
             return False
 
         def destinations() -> list[Destination | None]:
@@ -306,7 +306,7 @@ class IncomingTensors:
 
     def _check_scales(self) -> Slices[None]:
         """Refuse scales that are not finite and above zero, before anything is written."""
-        names = self._scales
+        names = self.scales
         if not names:
             return
         with self._device.copying():
