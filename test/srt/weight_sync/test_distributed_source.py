@@ -57,6 +57,7 @@ def tensors(tmp_path: Path) -> Path:
     save_file(
         {
             "bytes": torch.arange(5, dtype=torch.uint8),
+            "eights": torch.randn(9, generator=generator).to(torch.float8_e4m3fn),
             "floats": torch.randn(3, 5, generator=generator),
             "halves": torch.randn(7, generator=generator).to(torch.bfloat16),
             "many": torch.randn(300, 1000, generator=generator),
@@ -138,9 +139,9 @@ def test_packed_broadcasts_are_cut_as_vllms_trainers_cut_them(
     join(groups, trainer)
     expected = load_file(tensors)
     sizes = [tensor.nbytes for tensor in expected.values()]
-    assert sizes == [60, 1_200_000, 4, 14, 5]
+    assert sizes == [60, 1_200_000, 4, 14, 9, 5]
     # A chunk ends with the tensor by which it exceeds the buffer: as long as the buffer it goes on.
-    for buffer_bytes, num_broadcasts in ((1 << 30, 1), (4, 4), (59, 3), (60, 2)):
+    for buffer_bytes, num_broadcasts in ((1 << 30, 1), (4, 5), (59, 3), (60, 2)):
         assert len(packed_slices(sizes, buffer_bytes)) == num_broadcasts
         for is_kept in (True, False):
             source = source_of(groups, tensors, "packed", packed_buffer_bytes=buffer_bytes)

@@ -63,7 +63,11 @@ class BroadcastQueue:
 
     def begin(self, transfer: Transfer) -> None:
         """Launch the next one. In a group whose members have not met this waits for them."""
-        self.under_way.append((transfer, self._backend.broadcast([transfer.tensor], self._options)))
+        tensor = transfer.tensor
+        if tensor.is_cpu and tensor.dtype == torch.float8_e4m3fn:
+            # gloo knows no numbers of 8 bits but integers.
+            tensor = tensor.view(torch.uint8)
+        self.under_way.append((transfer, self._backend.broadcast([tensor], self._options)))
         if self._keeps:
             self.kept.append(transfer.tensor)
 
