@@ -199,6 +199,7 @@ class Scheduler:
     def _launch(self, batch: ScheduledBatch) -> _Launched:
         if self.control.memory.restore_cuda_graph():
             self.answer()
+        self.progress.begin(f"a forward pass (requests={len(batch.requests)})")
         now = time.monotonic()
         for req in batch.admitted:
             if req.started_s is None:
@@ -215,7 +216,7 @@ class Scheduler:
     def _commit(self, launched: _Launched | None) -> None:
         if launched is None:
             return
-        self.progress.begin("a forward pass")
+        self.progress.begin(f"a forward pass (requests={len(launched.batch.requests)})")
         result = launched.step.wait()
         now = time.monotonic()
         began = max(launched.at_s, self._committed_s, self._pace.copied_at_s)

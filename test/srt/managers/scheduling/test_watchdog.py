@@ -12,7 +12,8 @@ from ebbtide.srt.managers.scheduling.watchdog import Progress, Watchdog
 class Watched:
     """A watchdog with limits of 2 s (soft) and 10 s, over a clock that is set."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
         self.now_s = 100.0
         self.ends: list[str] = []
         self.num_dumps = 0
@@ -22,6 +23,9 @@ class Watched:
         self._watchdog = Watchdog(self.progress, 10.0, 2.0, self.ends.append, self._dump)
 
     def _dump(self) -> None:
+        assert self._caplog.messages[-1].endswith("where every thread stands:"), (
+            "stacks come behind what names the rank"
+        )
         self.num_dumps += 1
 
     def after(self, seconds: float) -> None:
@@ -32,7 +36,7 @@ class Watched:
 def test_long_work_is_told_once_and_then_ended_and_waiting_is_no_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watched = Watched(monkeypatch)
+    watched = Watched(monkeypatch, caplog)
     watched.progress.begin("a forward pass")
     watched.after(1.9)
     watched.progress.begin("a forward pass")
@@ -44,7 +48,8 @@ def test_long_work_is_told_once_and_then_ended_and_waiting_is_no_work(
     watched.progress.begin("PauseGenerationReqInput 7")
     watched.after(3)
     watched.after(3)
-    assert caplog.messages == ["PauseGenerationReqInput 7 takes longer than 2 s (--soft-watchdog-timeout)"]
+    [told] = caplog.messages
+    assert told.startswith("PauseGenerationReqInput 7 takes longer than 2 s (--soft-watchdog-timeout)")
     assert (watched.num_dumps, watched.ends) == (1, [])
     watched.after(5)
     assert watched.ends == ["PauseGenerationReqInput 7 has not ended within 10 s (--watchdog-timeout)"]

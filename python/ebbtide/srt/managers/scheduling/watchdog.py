@@ -70,11 +70,17 @@ class Watchdog:
         what, since_s = current
         taken_s = time.monotonic() - since_s
         if taken_s > self._limit_s:
+            told = f"{what} has not ended within {self._limit_s:g} s (--watchdog-timeout)"
+            # Stacks do not say whose they are, and those of several ranks may lie in one log.
+            logger.critical("%s; where every thread stands:", told)
             self._dump()
-            self._end(f"{what} has not ended within {self._limit_s:g} s (--watchdog-timeout)")
+            self._end(told)
         elif self._soft_limit_s is not None and taken_s > self._soft_limit_s and current != self._told:
             self._told = current
-            logger.error("%s takes longer than %g s (--soft-watchdog-timeout)", what, self._soft_limit_s)
+            logger.error(
+                "%s takes longer than %g s (--soft-watchdog-timeout); where every thread stands:",
+                *(what, self._soft_limit_s),
+            )
             self._dump()
 
     def _run(self) -> None:
