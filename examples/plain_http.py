@@ -65,6 +65,8 @@ def sleep_and_wake(server: str, folder: str) -> None:
 
 
 def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     server = sys.argv[1].rstrip("/")
     folder = sys.argv[2] if len(sys.argv) > 2 else call(f"{server}/model_info")["model_path"]
     update_under_a_stream(server, folder)

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ebbtide {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="command")
+    parser.add_argument("command", choices=COMMANDS, metavar="{" + ",".join(COMMANDS) + "}")
     # Only the first word is ours: the rest belongs to the command.
     _, run = COMMANDS[parser.parse_args(given[:1]).command]
     return run(given[1:])

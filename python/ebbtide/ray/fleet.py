@@ -39,24 +39,24 @@ LOOK_S: Final = 0.5
 
 
 class RayFleet:
-    """Replicas in placement groups, each an engine of its own. Returns when all are ready.
+    """Several replicas on Ray, each an engine of its own; the fleet survives the death of a replica.
 
-    Each method `m` is the plain twin of the coroutine `async_m`, which works in any event loop. Control
-    methods ask every replica that lives, and return the body of the first, with those of all in `replicas`.
-    An update is prepared by all of them, and then committed by all or by none.
+    The constructor returns when all are ready. Each method `m` blocks; its coroutine `async_m` works in any
+    event loop. Control methods ask every live replica and return the first one's reply, with all of them in
+    `replicas`. An update is prepared by all replicas, then committed by all or by none.
 
-    A replica that dies is taken out, and another one started in its place, with the weights of one that
-    lives; from then on it serves. What it was working on goes on elsewhere: see `async_generate`.
+    A replica that dies is replaced by a new one, which takes the weights of a live one and then serves. The
+    requests of the dead one continue elsewhere: see `async_generate`.
 
     Args:
-        num_replicas: how many.
-        placement_group: of all replicas; None: each makes its own, by `bundles` or by what its ranks need.
-        bundle_indices: those of each replica; None: equal runs of the group's.
-        tp, dp, nnodes, bundles, gpus_per_rank, …: of each replica, see `RayEngine`.
+        num_replicas: number of replicas, 1 or more.
+        placement_group: for all replicas; None: each creates its own, from `bundles` or its ranks' needs.
+        bundle_indices: a list for each replica; None: equal shares of the group.
+        tp, dp, nnodes, bundles, gpus_per_rank, …: for each replica, see `RayEngine`.
         **arguments: fields of `ServerArgs`.
 
     Raises:
-        ConfigurationError, EngineError: as `RayEngine`; none is left.
+        ConfigurationError, EngineError: as for `RayEngine`; no replica is left running.
     """
 
     def __init__(
@@ -122,17 +122,17 @@ class RayFleet:
         on_death: str = "continue",
         **fields: Any,
     ) -> Any:
-        """As `Engine.async_generate`. Each prompt goes to the replica with the fewest; equal ones in a row
-        stay together, up to a replica's part of the batch.
+        """Like `Engine.async_generate`. Each prompt goes to the replica with the fewest requests; consecutive
+        equal prompts stay together, up to a replica's share of the batch.
 
         Args:
-            on_death: "continue": another replica goes on behind the tokens that were given, whose versions
-                are kept, as if there had been one replica. A request with stop strings, with `n` > 1, or that
-                records more than logprobs, begins anew there, unless it has been streamed: then, and with
-                "error", it ends with an error.
+            on_death: what happens when the replica dies. "continue": another one continues after the tokens
+                generated so far, whose versions are kept, as if there had been one replica. A request with
+                stop strings, `n` > 1, or records other than logprobs starts over there, unless it was
+                streamed. In that case, and with "error", it ends with an `EngineError`.
 
         Raises:
-            EngineError: its replica died, and it could not go on; or none is left.
+            EngineError: the replica died and the request could not continue, or no replica is left.
         """
         if on_death not in ("continue", "error"):
             raise RequestRejected(f"on_death: expected continue or error, got {on_death!r}")
@@ -341,7 +341,7 @@ class RayFleet:
     # ---------------------------------------------------------------------------------------------- control
 
     async def async_abort_request(self, rid: str | list[str] = "", abort_all: bool = False) -> Any:
-        """As `Engine.async_abort_request`, wherever the requests are."""
+        """Like `Engine.async_abort_request`, on whichever replicas the requests are."""
         return await self._runner.run(self._abort([rid] if isinstance(rid, str) else rid, abort_all))
 
     async def _abort(self, rids: Sequence[str], abort_all: bool) -> Any:
@@ -386,7 +386,7 @@ class RayFleet:
         return await gather({one: one.ask(method, *args, **kwargs) for one in self._living})
 
     async def _join_group(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answers:
-        """The ranks of all replicas join, one replica's behind those of the one before."""
+        """Have the ranks of all replicas join a group, replica by replica."""
         names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
         fields = {**dict(zip(names, args, strict=False)), **kwargs}
         first = fields.pop("rank_offset")
@@ -404,7 +404,7 @@ class RayFleet:
         return answers
 
     async def async_wait_for_all(self, /, timeout_s: float | None = None) -> None:
-        """Return when every replica serves; raises EngineError if one stays out, or takes longer."""
+        """Wait until every replica serves; raises EngineError if one stays out, or takes longer."""
         await self._runner.run(self._wait_for_all(timeout_s))
 
     async def _wait_for_all(self, timeout_s: float | None) -> None:
@@ -429,7 +429,7 @@ class RayFleet:
         return self._deaths[slot]
 
     def status(self) -> list[dict[str, Any]]:
-        """Each replica: its name, whether it serves, its lives before, its requests, why it last died."""
+        """Of each replica: name, whether it serves, earlier lives, running requests, why it last died."""
         return [
             {
                 "replica": one.name,
@@ -443,13 +443,13 @@ class RayFleet:
 
     @property
     def weight_version(self) -> str:
-        """The version of the weights that serve."""
+        """The version of the serving weights."""
         version: str = self._wait("model_info")["weight_version"]
         return version
 
     @property
     def engines(self) -> list[RayEngine]:
-        """Those of the replicas, as they are now; one that has died may be among them."""
+        """The replicas' engines, as they are now; one that has died may be among them."""
         return [one.engine for one in self._replicas]
 
     def shutdown(self) -> None:
