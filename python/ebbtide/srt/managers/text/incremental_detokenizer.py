@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from itertools import groupby, takewhile
 
@@ -113,9 +114,12 @@ class StopTrimmer:
     """
 
     def __init__(self, stop_strings: Sequence[str], keep_match: bool = False) -> None:
-        self._stop_strings = stop_strings
+        self._stop_strings = tuple(stop_strings)
         self._keep_match = keep_match
         self._held = ""
+        self._longest = max(map(len, stop_strings), default=0)
+        first_letters = "".join({stop[0] for stop in stop_strings})
+        self._beginning = re.compile(f"[{re.escape(first_letters)}]") if first_letters else None
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
@@ -123,28 +127,31 @@ class StopTrimmer:
         if self.matched is not None:
             return ""
         text = self._held + text
-        found = [(start, stop) for stop in self._stop_strings if (start := text.find(stop)) >= 0]
-        if found:
+        # Most pieces of text have no such place, however many stop strings there are.
+        places = () if self._beginning is None else [each.start() for each in self._beginning.finditer(text)]
+        if any(text.startswith(self._stop_strings, place) for place in places):
+            found = [(start, stop) for stop in self._stop_strings if (start := text.find(stop)) >= 0]
             start, self.matched = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
             self._held = ""
             return text[: start + len(self.matched) if self._keep_match else start]
-        num_held = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
+        end = next((place for place in places if self._is_beginning(text, place)), len(text))
+        self._held = text[end:]
+        return text[:end]
 
     def finish(self) -> str:
         """What was held back: no more text can complete a stop string."""
         held, self._held = self._held, ""
         return held
 
+    def _is_beginning(self, text: str, place: int) -> bool:
+        """Whether what stands from this place on may become a stop string."""
+        if len(text) - place >= self._longest:
+            return False
+        rest = text[place:]
+        return any(stop.startswith(rest) for stop in self._stop_strings)
+
 
 def _last_bytes(token_ids: list[int], byte_values: dict[int, int]) -> list[int]:
     """The bytes that these ids end in."""
     last = list(takewhile(byte_values.__contains__, reversed(token_ids)))
     return [byte_values[token_id] for token_id in reversed(last)]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with, `stop` as a whole excepted."""
-    longest = min(len(text), len(stop) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
