@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ebbtide.srt.managers.wire.logprobs import LOWEST_LOGPROB
 from ebbtide.srt.model_executor.batch_plan import (
     SAMPLED_BEFORE,
     BatchPlan,
@@ -18,9 +19,6 @@ from ebbtide.srt.model_executor.batch_plan import (
 )
 from ebbtide.testing.null_kv import NullKV
 from ebbtide.testing.null_memory import NullMemory
-
-# What stands for a logprob that is not finite.
-LOWEST_LOGPROB = -3.4028234663852886e38
 
 
 class NullRunner:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from ebbtide.srt.managers.api.live_generation import Triple
 
 # What stands for a token that cannot be chosen.
-LOWEST_LOGPROB: Final = -9999.0
+NEVER_LOGPROB: Final = -9999.0
 
 
 class PromptLogprob(Struct, kw_only=True):
@@ -42,7 +42,7 @@ def prompt_logprobs(meta: Mapping[str, Any], num_top: int) -> PromptLogprobs:
 
 def floored(logprob: float) -> float:
     """No logprob is below what stands for "never"."""
-    return max(logprob, LOWEST_LOGPROB)
+    return max(logprob, NEVER_LOGPROB)
 
 
 def _of_position(own: Triple, top: Sequence[Triple]) -> dict[str, PromptLogprob] | None:

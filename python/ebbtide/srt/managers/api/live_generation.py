@@ -22,11 +22,8 @@ from ebbtide.srt.managers.io_struct import (
     RoutedExperts,
     TokenizedGenerateReqInput,
 )
-from ebbtide.srt.managers.wire.logprobs import LogprobRows
+from ebbtide.srt.managers.wire.logprobs import LOWEST_LOGPROB, LogprobRows
 from ebbtide.srt.managers.wire.supports import SupportList, masks_of
-
-# JSON has no infinity: the lowest float32 stands for it.
-LOWEST_LOGPROB = -3.4028234663852886e38
 
 # Logprob, token id, text. No list: one per token would keep the garbage collector busy.
 Triple = tuple[float | None, int, str | None]

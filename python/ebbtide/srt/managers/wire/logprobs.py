@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from math import isnan, nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ebbtide.srt.model_executor.batch_plan import LogprobArrays
+
+# JSON has neither infinities nor NaN: the lowest float32 stands for them.
+LOWEST_LOGPROB: Final = -3.4028234663852886e38
 
 
 class LogprobColumns(Struct, frozen=True, array_like=True, omit_defaults=True):

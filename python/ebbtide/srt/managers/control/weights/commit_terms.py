@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Final
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
@@ -39,11 +38,9 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromDistributedReqInput,
     WeightUpdateRequest,
 )
+from ebbtide.srt.managers.wire.logprobs import LOWEST_LOGPROB
 
 logger = logging.getLogger(__name__)
-
-# What stands for a logprob that is no number, and for one of −∞.
-LOWEST: Final = -3.4028234663852886e38
 
 
 @dataclass(frozen=True)
@@ -277,7 +274,7 @@ def _expected(canary: Canary) -> list[float]:
 
 def _miss(canary: Canary, found: Sequence[float]) -> str:
     """What is wrong with a rank's logprobs; empty if nothing is."""
-    bad = [index for index, logprob in enumerate(found, 1) if not LOWEST < logprob < 1]
+    bad = [index for index, logprob in enumerate(found, 1) if not LOWEST_LOGPROB < logprob < 1]
     if bad:
         return f"{len(bad)} of {len(found)} logprobs are not finite, the first that of token {bad[0]}"
     if canary.logprobs is None:
