@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ebbtide.ray.node_loans import NodeLoans
     from ebbtide.trainer.payload_encoding import PayloadEncoder
 
-# So much is read between two forward passes, and so much travels at once (or one parameter, if that is more).
+# How much is read between two forward passes, and travels at once (or one parameter, if that is more).
 PIECE_BYTES: Final = 32 << 20
 BUCKET_BYTES: Final = 256 << 20
 

@@ -24,7 +24,7 @@ from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
 STEPS: Final[dict[str, type[ControlRequest]]] = {
     kind.row.op: kind for kind in CONTROL_REQUESTS if kind.row.op is not None
 }
-# So many outcomes are remembered: a retry comes within seconds or minutes, not after a thousand others.
+# How many outcomes are remembered: a retry comes within seconds or minutes, not after a thousand others.
 MAX_RECORDED = 1024
 
 Body = dict[str, Any]

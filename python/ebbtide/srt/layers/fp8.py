@@ -47,7 +47,7 @@ class ScaleLayout:
     multiple_of: int
 
     def shape(self, num_rows: int, num_columns: int) -> tuple[int, int]:
-        """Of the scales; the last blocks may be narrower."""
+        """The shape of a weight's scales; its last blocks may be narrower."""
         columns = 1 if self.block_columns is None else -(-num_columns // self.block_columns)
         return -(-num_rows // self.block_rows), columns
 
@@ -71,7 +71,7 @@ def quantize_into(
     """Write a weight as values and scales, on their device. Any floating type, any device.
 
     Divisions and roundings are those of float32 and of torch's own conversion, on every device: to nearest,
-    ties to even. A block of zeros has the scale 1. One with NaN or Inf has a scale that is none.
+    ties to even. A block of zeros has the scale 1, one with NaN or Inf a scale that is not finite.
 
     Args:
         first_column: of the weight's columns that are written; scales of rows are those of all columns.
@@ -85,7 +85,7 @@ def quantize_into(
 
         quantize_blocks(weight_RK, values_RK, scales_BC)
         return
-    # Row of blocks by row of blocks: what is computed with stays in the cache.
+    # One row of blocks at a time, so that intermediate results stay in the cache.
     for row, scales_C in enumerate(scales_BC):
         rows = slice(row * BLOCK, (row + 1) * BLOCK)
         piece = weight_RK[rows].to(torch.float32)
@@ -104,7 +104,7 @@ def _quantize_rows_into(values_RJ: Tensor, scales_R1: Tensor, weight_RK: Tensor,
 
         quantize_rows(weight_RK, values_RJ, scales_R1, first_column)
         return
-    # Some rows at a time: what is computed with stays in the cache.
+    # Some rows at a time, so that intermediate results stay in the cache.
     pieces = (torch.split(x, BLOCK) for x in (weight_RK, values_RJ, scales_R1))
     for piece, values, scales in zip(*pieces, strict=True):
         wide = piece.to(torch.float32)
@@ -114,7 +114,7 @@ def _quantize_rows_into(values_RJ: Tensor, scales_R1: Tensor, weight_RK: Tensor,
 
 
 def dequantize(values_RK: Tensor, scales_BC: Tensor, layout: ScaleLayout = BLOCKS) -> Tensor:
-    """The weight, float32; of its first rows where the values are those."""
+    """The weight in float32. The values may be its first rows only."""
     if layout is CHANNELS:
         return values_RK.to(torch.float32) * scales_BC[: len(values_RK)]
     wide = scales_BC.repeat_interleave(BLOCK, 0)[: values_RK.shape[0]]
@@ -122,7 +122,7 @@ def dequantize(values_RK: Tensor, scales_BC: Tensor, layout: ScaleLayout = BLOCK
 
 
 def are_scales(scales: Tensor) -> Tensor:
-    """Whether all of them are finite and above zero, in float32 as they are kept: a bool, where they are."""
+    """Whether all are finite and above zero in float32, the type they are kept in: a bool on their device."""
     scales = scales.to(torch.float32)
     return ((scales > 0) & scales.isfinite()).all()
 
@@ -157,12 +157,12 @@ class EightBitLinear(Linear):
         raise NotImplementedError
 
     def _quantized_product(self, x_TK: Tensor, norm: RMSNorm | None, bias_O: Tensor | None) -> Tensor:
-        """On a GPU, of tokens that are normalised first if there is a norm: [T, O]."""
+        """The product on a GPU, [T, O]. Tokens are normalised first if there is a norm."""
         raise NotImplementedError
 
 
 class Fp8Linear(EightBitLinear):
-    """The one with a scale for each block of the weight.
+    """`EightBitLinear` with a scale for each block of the weight.
 
     One token on a GPU is multiplied as it is, and the weight is widened as it is read; of several, each group
     of 128 columns of a token is quantised too.
@@ -245,13 +245,13 @@ class Fp8Linear(EightBitLinear):
         return QuantizedTokens(values_TI, scales_TG)
 
     def _adds_in_eight_bits(self, residual_TO: Tensor) -> bool:
-        """Whether a product is added to the residual here, and tokens have 8 bits."""
+        """Whether the product of tokens in 8 bits is added to the residual here."""
         return residual_TO.is_cuda and len(residual_TO) > 1 and self.bias is None and self.group.size == 1
 
     def _add_product(
         self, residual_TO: Tensor, tokens: QuantizedTokens, then: RMSNorm | None
     ) -> QuantizedTokens | None:
-        """residual += the product with tokens in 8 bits, and the norm that follows, in 8 bits again."""
+        """Add the product of tokens in 8 bits to the residual; returns the next norm, in 8 bits too."""
         from ebbtide.srt.layers.kernels.fp8_product import add_and_quantize, cublas_product
         from ebbtide.srt.layers.small_batch.fp8_products import MAX_TOKENS
 
@@ -259,7 +259,7 @@ class Fp8Linear(EightBitLinear):
         operands = (*tokens, self.weight, self.weight_scale_inv)
         product_TO = cublas_product(*operands) if then is not None and num_tokens > MAX_TOKENS else None
         if then is None or product_TO is None:
-            # Of few tokens each has one program in a norm: sums are quicker where every output has one.
+            # A norm runs one program for each token. Few tokens are added quicker by one for each output.
             self._product_of(*tokens, num_tokens, residual_TO)
             return None if then is None else _tokens_of(residual_TO, then)
         return QuantizedTokens(*add_and_quantize(residual_TO, product_TO, then.weight, then.eps, then.offset))
@@ -276,7 +276,10 @@ class Fp8Linear(EightBitLinear):
     def _product_of(
         self, values_TK: Tensor, scales_TG: Tensor, num_tokens: int, residual_TO: Tensor | None = None
     ) -> Tensor:
-        """Of tokens in 8 bits (more rows than there are): [T, O], added to the residual if there is one."""
+        """The product of tokens in 8 bits, [T, O]; added to the residual if there is one.
+
+        Values and scales are those of T tokens or more.
+        """
         from ebbtide.srt.layers.kernels.fp8_product import cublas_product, scaled_product
         from ebbtide.srt.layers.small_batch.fp8_products import MAX_TOKENS, multiply_quantized
 
@@ -309,7 +312,7 @@ class Fp8Linear(EightBitLinear):
 
 
 def _tokens_of(x_TK: Tensor, norm: RMSNorm | None = None, begun: Begun | None = None) -> QuantizedTokens:
-    """norm(x), or x, in 8 bits, where nobody has seen to that."""
+    """norm(x), or x, in 8 bits: `begun`, if whoever wrote x has made that already."""
     if isinstance(begun, QuantizedTokens):
         return begun
     from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens
@@ -342,8 +345,8 @@ class EightBitExperts(Experts):
 
 
 class Fp8Experts(EightBitExperts):
-    """The ones with a scale for each block. As with `Fp8Linear`, on a GPU few tokens keep their precision and
-    more of them are quantised.
+    """`EightBitExperts` with a scale for each block. On a GPU few tokens keep their precision, and more
+    of them are quantised, as with `Fp8Linear`.
 
     Attributes:
         gate_up_proj_scale_inv, down_proj_scale_inv: float32, a scale for each block of all experts' rows.

@@ -18,7 +18,7 @@ from ebbtide.srt.layers.norm import RMSNorm
 
 
 class ChannelLinear(EightBitLinear):
-    """The one with a scale for each output. On a GPU every token is quantised, too, and cuBLAS multiplies.
+    """`EightBitLinear` with a scale for each output. On a GPU tokens are quantised, too, for cuBLAS.
 
     Attributes:
         weight_scale: float32 [O, 1].
@@ -32,7 +32,7 @@ class ChannelLinear(EightBitLinear):
         residual_TO += self.multiply(x_TK, self.bias)
 
     def few_token_kernels(self, x_TD: Tensor) -> None:
-        # None of them knows scales of rows.
+        # None of these kernels knows scales of rows.
         return None
 
     def _dequantized(self) -> Tensor:

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# So many long prompts are tokenized at once; short ones have their turn between the pieces of long batches.
+# How many long prompts are tokenized at once; short ones have their turn between the pieces of long batches.
 NUM_TOKENIZING_THREADS: Final = 4
 NUM_GRAMMAR_THREADS: Final = 2
 # Characters of a batch that are tokenized in one go.

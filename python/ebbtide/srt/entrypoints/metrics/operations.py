@@ -39,7 +39,7 @@ DURATION_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 
 # How many commits ago the weights served that computed KV. The last one stands for all before it, too.
 KV_LAGS: Final = ("0", "1", "2", "3 or more")
 LAG_BUCKETS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
-# So many commits back the versions are known: a rollout lives through a few.
+# How many commits back the versions are known: a rollout lives through a few.
 MAX_VERSIONS: Final = 4096
 
 TRANSITION: Final = "transition"

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ebbtide.srt.entrypoints.metrics.operations import EndedOperation, Ending
 
-# So much of the past a page begins with: an hour of a training loop has a few hundred control operations.
+# How many past operations a page begins with: an hour of a training loop has a few hundred.
 MAX_OPERATIONS: Final = 512
 MAX_SAMPLES: Final = 1800
 SAMPLE_INTERVAL_S: Final = 1.0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, SpanContext
 
-# So many commits back an output can be linked to the update that hit it.
+# How many commits back an output can be linked to the update that hit it.
 MAX_COMMITS: Final = 1024
 
 

@@ -16,7 +16,7 @@ from ebbtide.srt.sampling_params import SamplingParams
 KEPT_S: Final = 600.0
 MAX_KEPT: Final = 4096
 MAX_KEPT_TOKENS: Final = 8 << 20
-# So many names are told of where another one was meant.
+# How many known names a refusal lists, in case that one of them was meant.
 MAX_TOLD: Final = 8
 
 

@@ -65,7 +65,7 @@ class Pool(Protocol):
     def restore(self) -> None: ...
 
 
-# So much memory changes hands between two forward passes while requests run: some 4 ms of the driver's time.
+# How much memory changes hands between two forward passes while requests run: some 4 ms of the driver's time.
 PART_BYTES: Final = 10 << 30
 NOT_IN_TIME: Final = "not all ranks did their part in time. Nothing was changed"
 

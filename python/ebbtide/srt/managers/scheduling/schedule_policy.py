@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
 
 
-# So many requests that came before it may the next turn of a conversation overtake: none waits for ever.
+# How many earlier requests the next turn of a conversation may overtake: none waits for ever.
 NEXT_TURN_OVERTAKES: Final = 256
-# So many requests that wait for another one's prefix are passed over in a step, at most.
+# How many requests that wait for another one's prefix a step passes over at most.
 MAX_DEFERRED: Final = 128
 
 

@@ -15,7 +15,7 @@ from ebbtide.srt.errors import HUNG_EXIT_STATUS
 
 logger = logging.getLogger(__name__)
 
-# So many looks are taken within a limit: it is exceeded by a tenth at most.
+# How many looks are taken within a limit, so that it is exceeded by a tenth at most.
 _LOOKS_PER_LIMIT: Final = 10
 
 

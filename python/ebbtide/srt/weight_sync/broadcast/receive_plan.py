@@ -14,7 +14,7 @@ from ebbtide.srt.weight_sync.broadcast.transfers import Transfer
 from ebbtide.srt.weight_sync.broadcast.weight_group import TensorKinds
 from ebbtide.srt.weight_sync.payload.bucket import Places, tensors_in
 
-# So much of what cannot be received where it belongs is on its way at a time.
+# How much may be on its way at a time of what cannot be received where it belongs.
 IN_FLIGHT_BYTES: Final = 1 << 30
 # NCCL's kernels read and write aligned memory faster.
 ALIGNMENT_BYTES: Final = 256

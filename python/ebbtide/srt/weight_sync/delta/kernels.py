@@ -32,7 +32,7 @@ from ebbtide.srt.weight_sync.delta.state_sum import (
 
 # Twice as many codes take 1.6 times as long to sum up: the scans over a block spill.
 BLOCK = 512
-# So many blocks are a turn's work: one or two milliseconds of a device's bandwidth, which forward passes
+# How many blocks are a turn's work: one or two milliseconds of a device's bandwidth, which forward passes
 # beside do not have.
 BLOCKS_AT_ONCE = 1 << 17
 # The bits that are all ones in NaN and Inf, of those types that have them and mean something without scales.

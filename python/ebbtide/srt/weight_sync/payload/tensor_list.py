@@ -34,7 +34,7 @@ MAGIC: Final = b"\xebEBT\x02\0\0\0"
 MAGIC_STAYS: Final = b"\xebEBT\x02\x01\0\0"
 MAGICS: Final = (MAGIC, MAGIC_STAYS)
 
-# So many names make a slice.
+# How many names make a slice.
 NAMES_AT_ONCE: Final = 64
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]

@@ -8,7 +8,7 @@ from typing import Any, Final
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights
 
-# So many names, or refusals, are listed in a message.
+# How many names, or refusals, a message lists at most.
 MAX_TOLD: Final = 10
 
 

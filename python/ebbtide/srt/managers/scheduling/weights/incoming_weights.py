@@ -35,9 +35,9 @@ from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges
 
 T = TypeVar("T")
 
-# So many names are listed in a message.
+# How many names a message lists at most.
 MAX_TOLD: Final = 10
-# So many copies are planned by one slice: less than a millisecond.
+# How many copies one slice plans, in less than a millisecond.
 PLANNED_AT_ONCE: Final = 64
 
 
