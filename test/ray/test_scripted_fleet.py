@@ -1,6 +1,7 @@
 """What a fleet does when replicas refuse, fail and die: engines by script, without a cluster."""
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from fixtures.servers import wait_until
 
 from ebbtide.ray import ActorDied, RayFleet, fleet as fleet_module
 from ebbtide.ray.continuation import OutputSoFar
-from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
 
 PROMPT = [1, 2, 3]
 PARAMS = {"max_new_tokens": 6, "sampling_seed": 7}
@@ -133,9 +134,9 @@ class ScriptedFleet(RayFleet):
         start_faults: what the next starts raise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *start_faults: Exception) -> None:
         self.started: list[tuple[ScriptedEngine, dict[str, Any]]] = []
-        self.start_faults: list[Exception] = []
+        self.start_faults = list(start_faults)
         super().__init__(2)
 
     def _start_engine(self, slot: int, changes: Any) -> Any:
@@ -378,6 +379,12 @@ class TestUpdates:
             fleet.wait_for_all(0.1)
         first_engine(fleet).session_open = False
         fleet.wait_for_all(10)
+
+
+def test_a_fleet_that_cannot_start_tells_what_all_say_and_the_cause_first() -> None:
+    with pytest.raises(ConfigurationError, match="no room for it") as caught:
+        ScriptedFleet(EngineError("no answer"), ConfigurationError("no room for it"))
+    assert sorted(re.findall(r"replica (\d): no (?:answer|room for it)", str(caught.value))) == ["0", "1"]
 
 
 def test_weights_that_nobody_has_any_more_end_the_fleet(fleet: ScriptedFleet) -> None:

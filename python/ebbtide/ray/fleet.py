@@ -23,8 +23,8 @@ from ebbtide.ray.batches import split_batch
 from ebbtide.ray.continuation import Continuation
 from ebbtide.ray.engine import RayEngine, shut_down
 from ebbtide.ray.joint_updates import JOINT_METHODS, JointUpdates
-from ebbtide.ray.launch import places_of_replicas
-from ebbtide.ray.replica import Answers, Replica, gather, replica_name
+from ebbtide.ray.launch import places_of_replicas, rank_as_cause
+from ebbtide.ray.replica import Answers, Replica, gather, replica_name, told_by
 from ebbtide.ray.succession import bring_up_to_date
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking, refuse_in_event_loop
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError, RequestRejected
@@ -78,11 +78,15 @@ class RayFleet:
         self._threads = ThreadPoolExecutor(num_replicas, thread_name_prefix="start-replica")
         starts = [self._threads.submit(self._start_engine, slot, {}) for slot in range(num_replicas)]
         engines = [start.result() for start in starts if start.exception() is None]
-        failures = [error for start in starts if (error := start.exception()) is not None]
+        failures = {
+            replica_name(slot): error
+            for slot, start in enumerate(starts)
+            if (error := start.exception()) is not None
+        }
         if failures:
             for engine in engines:
                 engine.kill()
-            raise failures[0]
+            raise _start_failure(failures)
         self._replicas = [Replica(slot, 0, engine) for slot, engine in enumerate(engines)]
         self._updates = JointUpdates(lambda: self._living, num_replicas)
         self._failure = ""
@@ -465,6 +469,14 @@ class RayFleet:
     generate = blocking(async_generate)
     abort_request = blocking(async_abort_request)
     wait_for_all = blocking(async_wait_for_all)
+
+
+def _start_failure(failures: Mapping[str, BaseException]) -> BaseException:
+    """What to raise where these replicas did not start: the likeliest cause, with what all of them say."""
+    cause = min(failures.values(), key=rank_as_cause)
+    if not isinstance(cause, ConfigurationError | EngineError):
+        return cause
+    return type(cause)(told_by({name: str(error) for name, error in failures.items()}))
 
 
 def _ending(supervisors: Sequence[asyncio.Task[None]]) -> Callable[[], Coroutine[Any, Any, None]]:

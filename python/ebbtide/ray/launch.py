@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -220,6 +220,11 @@ def _all_facts(actors: Sequence[Any], seatings: Sequence[Seating], timeout_s: fl
     for answer, seating in zip(asked, seatings, strict=True):
         try:
             facts.append(ray.get(answer, timeout=max(0.0, deadline_s - time.monotonic())))
+        except GetTimeoutError:
+            raise EngineError(
+                f"the actor in bundle {seating.bundle} has not started within {timeout_s:g} s "
+                "(placement_timeout_s)"
+            ) from None
         except RayError as error:
             raise translated(error, f"the actor in bundle {seating.bundle}") from None
     return facts
@@ -254,10 +259,10 @@ def _wait_for_all(starting: Mapping[Any, NodeSeats], abandoned: threading.Event)
         if failures and until_s is None:
             until_s = time.monotonic() + CAUSE_S
     if failures:
-        raise min(failures, key=_rank_as_cause)
+        raise min(failures, key=rank_as_cause)
 
 
-def _rank_as_cause(failure: Exception) -> int:
+def rank_as_cause(failure: BaseException) -> int:
     """What is likelier to have made the others fail comes first."""
     if isinstance(failure, ActorDied):
         return 0

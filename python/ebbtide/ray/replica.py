@@ -117,7 +117,7 @@ class Answers:
                 told = "; ".join(f"{replica.name}: {replica.reason}" for replica in self.dead)
                 raise EngineError(f"no replica is left to do this ({told})")
             return
-        told = _told({replica.name: str(error) for replica, error in self.failed.items()})
+        told = told_by({replica.name: str(error) for replica, error in self.failed.items()})
         message = f"{told}. {note}" if note else told
         fields = {"replicas": [{"replica": one.name, "success": one in self.done} for one in self._all]}
         statuses = [error.status for error in self.failed.values() if isinstance(error, RequestRejected)]
@@ -159,8 +159,8 @@ def dealt(entries: Sequence[Any], num_replicas: int, slot: int) -> list[Any]:
     return list(entries[slot * per_replica : (slot + 1) * per_replica])
 
 
-def _told(messages: Mapping[str, str]) -> str:
-    """Who says what, each message once."""
+def told_by(messages: Mapping[str, str]) -> str:
+    """Who says what, each message once. By name."""
     speakers: dict[str, list[str]] = {}
     for name, message in messages.items():
         speakers.setdefault(message, []).append(name)
