@@ -175,7 +175,7 @@ class PayloadEncoder:
         if not self._has_explained:
             self._has_explained = True
             reason = str(error).partition("\n")[0]
-            logger.warning("new weights cannot be shared, and are copied through the host: %s", reason)
+            logger.warning("new weights are copied through the host, as they cannot be shared: %s", reason)
 
 
 class WholeEncoder(PayloadEncoder):
