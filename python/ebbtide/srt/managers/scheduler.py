@@ -290,7 +290,7 @@ class Scheduler:
 
 
 def _output_interval(message: TokenizedGenerateReqInput) -> int | None:
-    """After how many tokens an output is sent; None: all of it at the end."""
+    """The number of tokens after which an output is sent; None: all of it at the end."""
     if message.stream:
         return message.stream_interval
     return MASKS_AT_ONCE if message.return_sampling_mask else None

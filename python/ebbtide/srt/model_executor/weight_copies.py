@@ -343,13 +343,13 @@ class NonFinite:
             self._look()
 
     def finish(self) -> None:
-        """All were added: launch what is left, and the reading."""
+        """After the last `add`, launch the looks that are left, and the reading of what they find."""
         self._look()
         if self._norms:
             self._is_finite = download(torch.stack(self._norms).isfinite())
 
     def names(self) -> list[str]:
-        """Once everything that was launched has run."""
+        """The tensors with NaN or Inf, once everything that was launched has run."""
         if self._is_finite is None:
             return []
         # A norm may be infinite where nothing else is: only those few are waited for.

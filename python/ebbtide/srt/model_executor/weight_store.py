@@ -328,7 +328,7 @@ class WeightStore:
         return Destination(self._region(name, shadow, direct), part, is_first, scales, self._layout)
 
     def note_write(self, sums: Mapping[str, int] = MappingProxyType({})) -> None:
-        """The live weights are about to be written, or have been; `sums`: what is known of theirs then."""
+        """Note that the live weights are about to be written, or have been. `sums`: as known from then on."""
         self.generation += 1
         self.sums = sums
 
@@ -426,7 +426,7 @@ class WeightStore:
         return self._region(name + self._layout.suffix, shadow, direct)
 
     def _kept_as(self, weight: str, direct: bool) -> str:
-        """How a weight is kept, for who sends it otherwise."""
+        """What a refusal says about how a weight is kept."""
         if self._slot(weight, direct).dtype != FP8:
             return f"its weight is not kept in 8 bits here ({OTHER_PRECISION})"
         scales, layout = weight + self._layout.suffix, self._layout

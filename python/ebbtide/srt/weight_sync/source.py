@@ -103,7 +103,7 @@ class WeightSource:
         return True
 
     def abandon(self) -> bool:
-        """Receive no more of it; whether nothing is written to destinations any more."""
+        """Receive no more of it; returns whether nothing writes to destinations any more."""
         return True
 
     def __iter__(self) -> Iterator[NamedTensor]:

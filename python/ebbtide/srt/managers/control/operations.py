@@ -245,7 +245,7 @@ class Line:
 
 
 def in_turn(has_come: Callable[[], bool], refusal: str, status: int) -> Work[None]:
-    """Wait for the front of a line. Raises RequestRejected at the deadline; `refusal`: what is so then."""
+    """Wait for the front of a line. Raises RequestRejected at the deadline; `refusal` is how it begins."""
     try:
         while not has_come():
             yield Activity.WAITING

@@ -313,7 +313,7 @@ class ChunkedKV(Protocol):
     """The KV cache as its memory comes back in parts. All but `map` comes out alike on all ranks."""
 
     def hold_back(self, pages: Sequence[int]) -> None:
-        """Before a resume: leave in the pool what is to have memory at once, these pages among it."""
+        """Before a resume: hold back all chunks but those that get memory at once, with these pages."""
         ...
 
     def next_part(self) -> list[int]:

@@ -19,7 +19,7 @@ class LongestStall:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """A turn of it is taken."""
+        """Within, a turn of the request is taken."""
         started_s = time.perf_counter()
         try:
             yield

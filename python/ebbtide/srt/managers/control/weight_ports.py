@@ -137,7 +137,7 @@ class Conversation(Protocol):
         ...
 
     def answer(self, problem: str = "") -> None:
-        """What has become of it. A piece with a problem ends in a refusal of the whole, at its end."""
+        """Tell the sender what became of the piece. A problem ends in a refusal of the whole, at its end."""
         ...
 
     def close(self) -> None:
@@ -370,7 +370,7 @@ class Weights(Protocol):
         ...
 
     def precision_of(self, name: str) -> str:
-        """How what `read` returns differs from what is kept, for people; empty where it does not."""
+        """A note for people on how values from `read` differ from those kept; empty if they do not."""
         ...
 
     def read(self, name: str, max_rows: int) -> list[Any]:

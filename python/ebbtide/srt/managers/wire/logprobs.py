@@ -95,7 +95,7 @@ class LogprobList:
         del self._tokens[:], self._top[:], self._top_ids[:], self._chosen[:]
 
     def append(self, rows: LogprobRows, index: int) -> None:
-        """One more position: what is in this row."""
+        """Add one position, with what is in this row."""
         self._tokens.append(rows.tokens[index])
         if self._num_top:
             start = index * rows.top_bytes

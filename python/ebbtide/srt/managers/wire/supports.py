@@ -56,7 +56,7 @@ class SupportList:
         del self._ids[:], self._counts[:], self._logprobs[:]
 
     def append(self, supports: Supports, index: int) -> None:
-        """One more token: what is at this index there."""
+        """Add one token, with the support at this index."""
         start = int(supports.ends_G[index - 1]) if index else 0
         end = int(supports.ends_G[index])
         self._ids.frombytes(supports.ids[start:end].tobytes())

@@ -52,7 +52,7 @@ class BorrowedMemory:
         self._stays_in: tuple[KeptMemory, KeptPayload] | None = None
 
     def stay_in(self, keeper: KeptMemory, payload: KeptPayload) -> None:
-        """What it maps stays mapped, and what is mapped already is used; until `close` it is in use."""
+        """Keep what is mapped with this payload, and use what it has mapped; it is in use until `close`."""
         self._stays_in = keeper, payload
         self._mapped, self._ends = payload.mapped, payload.ends
 

@@ -262,7 +262,7 @@ def refuse_halves(incoming: IncomingWeights) -> None:
 
 
 def _loss(overwritten: frozenset[str]) -> str:
-    """What an update that has failed took from those ahead of it in the same session."""
+    """What a refusal adds about parameters that the update had overwritten in its session."""
     if not overwritten:
         return ""
     return (
@@ -295,7 +295,7 @@ def _refusal(facts: list[_Fact]) -> RequestRejected | None:
 
 
 def _failure_of(work: Work[None]) -> Work[Exception | None]:
-    """How the work failed; what is thrown in, a deadline or a cancellation, ends it and goes on up."""
+    """Do the work; returns how it failed, if it did. A deadline or a cancellation thrown in goes on up."""
     with closing(work):
         while True:
             try:

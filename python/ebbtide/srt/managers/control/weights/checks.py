@@ -173,7 +173,7 @@ class WeightChecks:
         return result
 
     def _while_unchanged(self, slices: Slices[T]) -> Slices[T]:
-        """Control requests between two turns may change what is read, or take it away."""
+        """The same work, refused if a control request changes or releases the weights between two turns."""
         generation = self._parameters.generation
         with closing(slices):
             while True:

@@ -433,7 +433,7 @@ class WeightUpdates:
     def _require_named(
         self, request: WeightUpdateRequest | EndWeightUpdateReqInput, status: int = 400
     ) -> None:
-        """Refuse what is for another session than the open one: alone it would be served by itself."""
+        """Refuse a request for another session than the open one: its update would be served at once."""
         if request.session_id is None:
             return
         if self._session is None or self._session.session_id != request.session_id:

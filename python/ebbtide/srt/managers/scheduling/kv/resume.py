@@ -51,7 +51,7 @@ class KVResume:
         self._round = 0
 
     def hold_back(self, pages: Sequence[int]) -> None:
-        """Before a resume: leave the first chunks in the pool, those of these pages, and of pages in use."""
+        """Before a resume: hold back all chunks but the first, those of these pages, and of pages in use."""
         assert not self._held_back, "a resume is under way"
         if self._memory is None:
             return
