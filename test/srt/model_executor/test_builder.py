@@ -21,7 +21,7 @@ from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor import graph_runner
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
 from ebbtide.srt.model_executor.builder import build_model_runner, capture_graphs
-from ebbtide.srt.model_executor.kv_scales import checkpoint_scales
+from ebbtide.srt.model_executor.initial_kv_scales import checkpoint_scales
 from ebbtide.srt.model_executor.kv_sizing import choose_num_pages
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
