@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from msgspec import UNSET, UnsetType, convert
+from msgspec import UNSET, Struct, UnsetType, convert
 
 from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, floored, prompt_logprobs
@@ -37,8 +36,7 @@ from ebbtide.srt.managers.api.live_generation import Triple
 REPLACEMENT = "\ufffd"
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """What is new about one output: all of it, where there is no stream.
 
     Attributes:
