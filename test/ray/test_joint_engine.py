@@ -29,20 +29,21 @@ class Engine(JointEngine):
 
     Attributes:
         changes: whether something is written to them before each read.
+        most_together: parameters that a read brings of each rank.
     """
 
     def __init__(self) -> None:
         self.server_args: Any = SimpleNamespace(tp_size=2)
         self.generation = 0
         self.changes = False
+        self.most_together = (3, 2)
         self.num_reads = 0
         self.told: list[Any] = []
 
     async def _read(self, index: int, first_byte: int) -> list[list[WeightPiece]]:
-        """More of the first rank fits than of the second."""
         self.num_reads += 1
         self.generation += self.changes
-        return [self._pieces(index, first_byte, 3), self._pieces(index, first_byte, 2)]
+        return [self._pieces(index, first_byte, most) for most in self.most_together]
 
     def _pieces(self, index: int, first_byte: int, num_parameters: int) -> list[WeightPiece]:
         pieces = []
@@ -93,16 +94,21 @@ def test_small_parameters_are_read_together() -> None:
     assert (bucket.next_index, bucket.num_bytes, giver.num_reads) == (None, 2 * (40 + 6 + 4 + 6), 2)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("piece_bytes", "most_together", "num_staged"),
+    [(64, (1, 1), 1), (64, (3, 2), 0), (16, (1, 1), 0)],
+    ids=["between buckets", "between parameters", "within a parameter"],
+)
 def test_weights_that_change_meanwhile_are_not_taken(
-    monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+    monkeypatch: pytest.MonkeyPatch, piece_bytes: int, most_together: tuple[int, int], num_staged: int
 ) -> None:
-    monkeypatch.setattr(joint_engine, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(joint_engine, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(joint_engine, "BUCKET_BYTES", 1)
     giver, taker = Engine(), Engine()
-    giver.changes = True
+    giver.changes, giver.most_together = True, most_together
     with pytest.raises(RequestRejected, match="changed while they were read"):
         asyncio.run(taker.take_weights(giver.read_weights, "7"))
-    assert taker.told[-1] == "abort"
+    assert (taker.told[0], len(taker.told), taker.told[-1]) == ("begin", 2 + num_staged, "abort")
 
 
 class FarNode:

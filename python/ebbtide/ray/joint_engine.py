@@ -194,14 +194,16 @@ class JointEngine(Engine):
         run: one for each parameter would take minutes of a replica that is at work.
         """
         runs = await self._read(index, 0)
-        heads = [[run[0].data] for run in runs]
-        while any(len(pieces[-1]) == PIECE_BYTES for pieces in heads):
+        heads = [[run[0]] for run in runs]
+        while any(len(pieces[-1].data) == PIECE_BYTES for pieces in heads):
             for pieces, run in zip(heads, await self._read(index, PIECE_BYTES * len(heads[0])), strict=True):
-                pieces.append(run[0].data)
+                pieces.append(run[0])
+        if any(len({piece.generation for piece in pieces}) > 1 for pieces in heads):
+            raise RequestRejected(CHANGED, 409)
         # Where ranks hold unequal parts, fewer parameters of one may fit.
         num_common = min(map(len, runs))
         return [
-            [replace(run[0], data=b"".join(pieces)), *run[1:num_common]]
+            [replace(run[0], data=b"".join(piece.data for piece in pieces)), *run[1:num_common]]
             for pieces, run in zip(heads, runs, strict=True)
         ]
 
