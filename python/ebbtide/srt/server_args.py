@@ -27,9 +27,12 @@ _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 @dataclass
 class ServerArgs(SglangArguments):
-    """Every argument with its default. Building one checks and touches nothing: `config.resolve` does.
+    """The arguments of a server or an `Engine`, with their defaults. `ebbtide serve --help` explains each.
 
-    A field `a_b` is the flag `--a-b`. An unknown field is a `TypeError`.
+    A field `a_b` is the flag `--a-b`. Values are checked when an engine starts (`config.resolve`), not here.
+
+    Raises:
+        TypeError: a field that does not exist.
 
     Source: wire_api section 7.
     """
