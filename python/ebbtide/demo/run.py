@@ -58,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{LAST_REWARD_ABOVE}, among other checks.",
     )
     parser.add_argument("--steps", type=int, default=Settings.num_steps, help="GRPO steps (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything random (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder to write to (%(default)s)")
     parser.add_argument(
         "--fp8",
         action="store_true",
         help="weights and KV cache of the engine in FP8, emulated on the CPU: shows importance ratios",
     )
-    parser.add_argument("--dashboard-port", type=int, help="of this machine's; shows the engine meanwhile")
+    parser.add_argument("--dashboard-port", type=int, help="serve the live dashboard on this local port")
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error(f"--steps: expected a positive number, got {options.steps}")

@@ -1,1 +1,1 @@
-"""An engine under a storm of control requests, beside streams whose every token is checked."""
+"""A soak test: control requests at random, against an engine whose streams are checked token by token."""

@@ -1,14 +1,14 @@
-"""An engine under a storm of control requests, beside streams whose every token is checked.
+"""A soak test: control requests at random, against an engine whose streams are checked token by token.
 
     python -m ebbtide.testing.soak --minutes 30
 
-A tiny model of random weights is served. Before the storm it answers every prompt greedily, undisturbed: the
-twin. Then clients stream those prompts again and again, and some of them hang up in the middle, while memory
-is released and resumed, parked and resized, generation paused in every mode, weights updated (to the same
-values, under new versions), sessions given up, wrong updates refused, and senders killed in the middle of an
-update. In the end there is a table: requests, those that were lost or answered wrongly, and what the engine's
-processes hold before the storm, when each operation has been rehearsed, and after it. The exit status
-is 1 if a request was lost or wrong, a reply was a failure of the engine, or something leaked.
+It serves a tiny model with random weights. First the model answers every prompt greedily, undisturbed. Then
+clients stream those prompts again and again, and some disconnect in the middle, while memory is released,
+resumed, parked and resized, generation paused in every mode, weights updated (to the same values, under new
+versions), sessions abandoned, wrong updates refused, and senders killed in the middle of an update. The table
+at the end counts requests, lost ones and wrong ones, and compares what the engine's processes hold after a
+rehearsal of each operation and at the end. The exit status is 1 if a request was lost or answered wrongly, the
+engine failed, or something leaked.
 """
 
 from __future__ import annotations
@@ -31,16 +31,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--calm-s", type=float, default=0.3, help="longest pause between two operations")
-    parser.add_argument("--rehearsals", type=int, default=2, help="of every operation, before the storm")
-    parser.add_argument("--watch-s", type=float, default=0.0, help="a line of how it goes, so often")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--door", choices=("http", "engine"), default="http")
-    parser.add_argument("--park", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--resize", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--minutes", type=float, default=30.0, help="length (%(default)s)")
+    parser.add_argument("--streams", type=int, default=16, help="clients at a time (%(default)s)")
+    parser.add_argument(
+        "--calm-s", type=float, default=0.3, help="most seconds between two operations (%(default)s)"
+    )
+    parser.add_argument(
+        "--rehearsals", type=int, default=2, help="times each operation is tried first (%(default)s)"
+    )
+    parser.add_argument("--watch-s", type=float, default=0.0, help="seconds between progress lines (0: none)")
+    parser.add_argument("--seed", type=int, default=0, help="of the operations (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.add_argument(
+        "--door", choices=("http", "engine"), default="http", help="a server, or Engine in this process"
+    )
+    parser.add_argument(
+        "--park", action=argparse.BooleanOptionalAction, default=True, help="park KV at releases"
+    )
+    parser.add_argument(
+        "--resize", action=argparse.BooleanOptionalAction, default=True, help="resize the KV cache"
+    )
     parser.add_argument("server_flags", nargs="*", help="further flags of the server, after --")
     args = parser.parse_args(argv)
     if args.server_flags and args.door == "engine":
