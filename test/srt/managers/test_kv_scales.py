@@ -51,6 +51,16 @@ def scaled(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def louder(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights with other keys."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("louder"), "LlamaForCausalLM", **SHAPE)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.weight"] *= 16
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
 def reference(path: Path) -> Reference:
     return Reference(path, kv_cache_dtype="fp8_e4m3")
 
@@ -149,7 +159,7 @@ def largest_held(rank: Rank) -> Tensor:
 
 @pytest.mark.parametrize("mode", ["calibrate", "recalibrate"])
 def test_calibrated_scales_follow_what_was_seen_once_the_pool_is_empty(
-    make_rank: Callable[..., Rank], path: Path, reference: Reference, mode: str, tmp_path: Path
+    make_rank: Callable[..., Rank], path: Path, louder: Path, reference: Reference, mode: str
 ) -> None:
     rank = make_rank(path, kv_cache_scales=mode, kv_cache_calibration_tokens=100)
     scales = scales_of(rank)
@@ -181,10 +191,6 @@ def test_calibrated_scales_follow_what_was_seen_once_the_pool_is_empty(
     rank.run()
     assert reference.accepts(prompt(3, 60), rank.tokens[again])
     # Weights with other keys: they are for those that are asked to follow.
-    louder = make_checkpoint(tmp_path, "LlamaForCausalLM", **SHAPE)
-    tensors = load_file(louder / "model.safetensors")
-    tensors["model.layers.0.self_attn.k_proj.weight"] *= 16
-    save_file(tensors, louder / "model.safetensors", {"format": "pt"})
     assert rank.apply(update(louder)).success
     assert torch.equal(scales.scales_G2K, calibrated), "nothing was seen yet of these weights"
     run_one(rank, 4, 150)
@@ -194,6 +200,23 @@ def test_calibrated_scales_follow_what_was_seen_once_the_pool_is_empty(
         assert bool(((ratio[0, 0] >= 8) & (ratio[0, 0] <= 32)).all())
     else:
         assert bool((ratio == 1).all())
+
+
+def test_where_only_commits_empty_the_pool_scales_follow_with_them(
+    make_rank: Callable[..., Rank], path: Path, louder: Path
+) -> None:
+    rank = make_rank(path, kv_cache_scales="recalibrate", kv_cache_calibration_tokens=100)
+    after_commit = []
+    for folder in (louder, louder, path, path):
+        run_one(rank, 1, 150)
+        assert rank.apply(update(folder)).success
+        after_commit.append(scales_of(rank).scales_G2K[0, 0].clone())
+    # A commit brings those of what the weights before it showed.
+    quiet, loud, still_loud, quiet_again = after_commit
+    assert not torch.equal(quiet, torch.ones_like(quiet))
+    assert bool(((loud / quiet >= 8) & (loud / quiet <= 32)).all())
+    assert torch.equal(still_loud, loud)
+    assert torch.equal(quiet_again, quiet)
 
 
 def test_weights_on_trial_are_not_what_scales_follow(make_rank: Callable[..., Rank], path: Path) -> None:

@@ -80,6 +80,7 @@ class KVScales:
         self._keeps_up = keeps_up
         self._num_missing = 0
         self._is_due = False
+        self._begins_next = False
         self._is_paused = False
         self._layers = [HeadScales(self, layer) for layer in range(len(scales_G2K))]
 
@@ -96,10 +97,16 @@ class KVScales:
         """Look at the tokens of the passes to come, and forget those of an earlier calibration."""
         self._largest_G2K.zero_()
         self._num_missing, self._is_due = self._calibration_tokens, False
+        self._begins_next = False
 
     def weights_changed(self) -> None:
         """Other weights serve from now on."""
-        if self._keeps_up:
+        if not self._keeps_up:
+            return
+        if self._is_due:
+            # Where every commit empties the pool, what was seen before it would otherwise never settle.
+            self._begins_next = True
+        else:
             self.begin()
 
     def record(self, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> None:
@@ -134,6 +141,8 @@ class KVScales:
         self.inverses_G2K.copy_(self.scales_G2K.reciprocal())
         smallest, largest = (bound.item() for bound in torch.aminmax(self.scales_G2K))
         logger.info("scales of the KV cache calibrated: smallest=%g largest=%g", smallest, largest)
+        if self._begins_next:
+            self.begin()
         return True
 
 
