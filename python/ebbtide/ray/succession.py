@@ -40,12 +40,16 @@ async def bring_up_to_date(replica: Replica, living: Sequence[Replica]) -> str:
             return f"the weights of {peer.name} are {weights['content']}"
         version = (await peer.ask("model_info"))["weight_version"]
         began_s = time.monotonic()
-        num_bytes = await replica.call("take_weights", peer.engine.actor, version)
+        # A replica at work reads its weights for the checksum piece by piece, beside its forward passes: that
+        # takes long, and need not wait for the transfer.
+        num_bytes, theirs = await asyncio.gather(
+            replica.call("take_weights", peer.engine.actor, version), peer.ask("check_weights")
+        )
         logger.info(
             "%s has the weights of %s: bytes=%s s=%.1f",
             *(replica.name, peer.name, num_bytes, time.monotonic() - began_s),
         )
-        mine, theirs = await asyncio.gather(replica.ask("check_weights"), peer.ask("check_weights"))
+        mine = await replica.ask("check_weights")
         await _imitate(replica, state["state"])
     except ActorDied:
         if peer.engine is not replica.engine and await _lives(replica):
