@@ -147,6 +147,13 @@ def test_engines_of_clients_answer_with_tuples(engine: AsyncEngine, checkpoints:
     assert engine.destroy_weights_update_group()[0]
 
 
+def test_engines_of_clients_take_one_tensor_a_call(engine: AsyncEngine) -> None:
+    of_many = engine.update_weights_from_distributed(["model.norm.weight"], [torch.float32], [[64]])
+    of_one = engine.update_weights_from_distributed("model.norm.weight", torch.float32, torch.Size([64]))
+    assert of_one == of_many
+    assert "group" in of_one[1]
+
+
 @pytest.mark.parametrize(
     "fields",
     # The last is in the words of older senders, for one tensor.

@@ -179,11 +179,13 @@ class Engine(EngineBase):
         self,
         names: Sequence[str],
         dtypes: Sequence[Any],
-        shapes: Sequence[Sequence[int]],
+        shapes: Sequence[Any],
         group_name: str = DEFAULT_GROUP,
         flush_cache: bool = True,
         **fields: Any,
     ) -> Outcome:
+        if isinstance(names, str):  # Older senders broadcast one tensor a call: its name, type and shape.
+            names, dtypes, shapes = [names], [dtypes], [shapes]
         obj = UpdateWeightsFromDistributedReqInput(
             names=list(names),
             dtypes=[str(dtype) for dtype in dtypes],
