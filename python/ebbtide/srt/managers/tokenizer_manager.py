@@ -176,7 +176,7 @@ class TokenizerManager:
         Cancelled meanwhile, the request never runs; what has been sent of it is aborted.
 
         Args:
-            render: makes the text of the prompt; see `RequestNormalizer.draft`.
+            render: makes the prompt; see `RequestNormalizer.draft`.
             routed_form: how routed experts are told.
             is_incremental: whether the chunks of a stream hold only what is new; None: as the server's do.
 

@@ -40,7 +40,7 @@ def template(text: str | None = TOOL_TEMPLATE) -> ChatTemplate:
     return ChatTemplate(Tokenizer(make_tokenizer()), text)
 
 
-def render(fields: dict[str, Any], text: str | None = TOOL_TEMPLATE) -> str:
+def render(fields: dict[str, Any], text: str | None = TOOL_TEMPLATE) -> str | list[int]:
     render = chat_call(fields, "tide", template(text), {}).render
     assert render is not None
     return render()
@@ -308,6 +308,53 @@ def test_the_prompt_as_other_servers_let_it_be_changed() -> None:
     assert render({"messages": [USER], "add_generation_prompt": False}, opens) == ""
     with pytest.raises(RequestRejected, match="exclude each other"):
         render({"messages": [USER], "add_generation_prompt": True, "continue_final_message": True})
+
+
+EOS = make_tokenizer().eos_token_id
+# Of the answer before the last message it leaves something out, as templates do with reasoning.
+ENDED_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}={% if loop.last %}(hm){% endif %}{{ m.content }}<|endoftext|>"
+    "{% endfor %}{% if add_generation_prompt %}assistant={% endif %}"
+)
+TALK = [USER, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+BEHIND = [*b"user=(hm)c", EOS, *b"assistant="]
+LAST_ANSWER = {"role": "assistant", "content": "d", "prompt_token_ids": [5, 6], "generation_token_ids": [7]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "required", "prompt"),
+    [
+        (TALK, [1, 2, EOS], [1, 2, EOS, *BEHIND]),
+        (TALK, [1, 2], [1, 2, EOS, *BEHIND]),
+        ([*TALK, LAST_ANSWER], None, [5, 6, 7, EOS, *b"assistant="]),
+        ([*TALK, LAST_ANSWER], [1], [1, EOS, *b"assistant="]),
+        ([LAST_ANSWER, *TALK], None, [5, 6, 7, EOS, *b"user=a", EOS, *b"assistant=b", EOS, *BEHIND]),
+        ([USER], [1], [1, EOS, *b"assistant="]),
+    ],
+    ids=["ended", "cut_off", "of_the_message", "of_both", "of_an_earlier_message", "no_answer"],
+)
+def test_a_prompt_begins_with_the_tokens_of_an_earlier_one(
+    messages: list[Any], required: list[int] | None, prompt: list[int]
+) -> None:
+    fields = {"messages": messages, "required_prefix_token_ids": required}
+    assert render(fields, ENDED_TEMPLATE) == prompt
+
+
+@pytest.mark.parametrize("fields", [{"required_prefix_token_ids": []}, {"continue_final_message": True}])
+def test_nothing_to_begin_with(fields: dict[str, Any]) -> None:
+    assert isinstance(render({"messages": [USER, LAST_ANSWER], **fields}, ENDED_TEMPLATE), str)
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "message"),
+    [
+        (TOOL_TEMPLATE, {}, "writes no token that"),
+        (ENDED_TEMPLATE, {"continue_final_message": True}, "exclude each other"),
+    ],
+)
+def test_tokens_that_a_prompt_cannot_begin_with(text: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestRejected, match=message):
+        render({"messages": TALK, "required_prefix_token_ids": [1], **fields}, text)
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])

@@ -37,6 +37,15 @@ def test_a_conversation() -> None:
     assert answer.tokens == list(b"user=a;")
 
 
+def test_a_conversation_of_which_some_tokens_are_known() -> None:
+    template = ChatTemplate(Tokenizer(HF), "{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}")
+    messages = [{"role": "assistant", "content": "b"}, *CONVERSATION]
+    fields = {"messages": messages, "required_prefix_token_ids": [1, 2]}
+    assert Tokenization(template, LIMITS).tokenize(fields).tokens == [1, 2, EOS, *b"a", EOS]
+    with pytest.raises(RequestRejected, match="required_prefix_token_ids: -1 is not in the vocabulary"):
+        Tokenization(template, LIMITS).tokenize({**fields, "required_prefix_token_ids": [-1]})
+
+
 @pytest.mark.parametrize(
     ("fields", "adds"),
     [
@@ -95,7 +104,9 @@ def test_over_http(prefix: str, has_tokenizer: bool) -> None:
         service: Any = SimpleNamespace(
             manager=engine.manager,
             tracing=None,
-            config=SimpleNamespace(server_args=ServerArgs(model_path="none")),
+            config=SimpleNamespace(
+                server_args=ServerArgs(model_path="none"), model=SimpleNamespace(eos_token_ids=frozenset())
+            ),
         )
         transport = httpx.ASGITransport(create_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ebbtide.srt.entrypoints.openai.kept_tokens import KeptTokens, begin_with
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.sampling_params import SamplingParams
@@ -28,11 +29,56 @@ class ChatTemplate:
 
     Args:
         template: Jinja; None for the tokenizer's own.
+        end_ids: tokens that end an answer, besides the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: str | None, end_ids: frozenset[int] = frozenset()
+    ) -> None:
         self.tokenizer = tokenizer
         self._template = template
+        self._end_ids = end_ids | tokenizer.eos_token_ids
+
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        options: Mapping[str, Any],
+        continue_final_message: bool,
+        add_generation_prompt: bool | None = None,
+        kept: KeptTokens | None = None,
+        add_special_tokens: bool = False,
+    ) -> str | list[int]:
+        """As `render`; with the ids of its tokens if some are kept.
+
+        Args:
+            kept: what the prompt has to begin with.
+            add_special_tokens: with those that the tokenizer adds to a text by itself.
+
+        Raises:
+            RequestRejected: as `render` and `begin_with`.
+        """
+        text = self.render(
+            messages,
+            tools=tools,
+            options=options,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+        )
+        if kept is None:
+            return text
+        history = self.render(
+            messages[: kept.num_messages],
+            tools=tools,
+            options=options,
+            continue_final_message=False,
+            add_generation_prompt=False,
+        )
+        ids, of_history = (
+            self.tokenizer.encode(one, add_special_tokens=add_special_tokens) for one in (text, history)
+        )
+        return begin_with(kept.ids, of_history, ids, self._end_ids)
 
     def render(
         self,

@@ -116,10 +116,15 @@ class TextPart(Struct, kw_only=True):
 
 
 class ChatMessage(Struct, kw_only=True):
-    """A message; the chat template sees its other fields too."""
+    """A message; the chat template sees its other fields too.
+
+    `prompt_token_ids`, `generation_token_ids`: of an answer, what it was made from and of.
+    """
 
     role: str
     content: str | list[TextPart] | None = None
+    prompt_token_ids: list[int] | None = None
+    generation_token_ids: list[int] | None = None
 
 
 class ChatCompletionRequest(OpenAIRequest, kw_only=True):
@@ -127,6 +132,7 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
 
     `separate_reasoning`: false leaves it with the answer. `return_flat_raw_output_top_logprobs`: in the
     `meta_info` that `return_meta_info` asks for. `logprobs`: clients of vLLM's write 1 for true.
+    `required_prefix_token_ids`: in the place of what the template makes of all up to the last answer.
     """
 
     messages: list[ChatMessage] | None = None
@@ -142,6 +148,7 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    required_prefix_token_ids: list[int] | None = None
     return_meta_info: bool | None = None
     return_flat_raw_output_top_logprobs: bool | None = None
     return_flat_raw_top_logprobs_b64: bool | None = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
+from ebbtide.srt.entrypoints.openai.kept_tokens import kept_tokens
 from ebbtide.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -64,7 +65,7 @@ class OpenAICall:
 
     Attributes:
         generate: the fields for `/generate`.
-        render: makes the text of the prompt, where those do not hold one.
+        render: makes the prompt, where those do not hold one.
         num_samples: per prompt.
         num_logprobs, num_prompt_logprobs: how many of the most likely tokens are told; None: no logprobs.
         stop_token_ids: those that the request itself brought.
@@ -158,13 +159,16 @@ def chat_call(
         return replace(call, flat_top=flat_form(request))
     # The template writes the special tokens.
     generate["add_special_tokens"] = bool(request.add_special_tokens)
+    continues = bool(request.continue_final_message)
     render = functools.partial(
-        template.render,
+        template.prompt,
         fields.get("messages") or [],
         tools=request.tools,
         options=request.chat_template_kwargs or {},
-        continue_final_message=bool(request.continue_final_message),
+        continue_final_message=continues,
         add_generation_prompt=request.add_generation_prompt,
+        kept=kept_tokens(request.messages or [], request.required_prefix_token_ids, continues=continues),
+        add_special_tokens=generate["add_special_tokens"],
     )
     call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, render=render, form=form)
     return replace(call, flat_top=flat_form(request))

@@ -124,7 +124,9 @@ class OpenAIApi:
         tokenizer = self._service.manager.tokenizer
         if tokenizer is None:
             return None
-        return ChatTemplate(tokenizer, read_chat_template(self._service.config.server_args.chat_template))
+        config = self._service.config
+        template = read_chat_template(config.server_args.chat_template)
+        return ChatTemplate(tokenizer, template, config.model.eos_token_ids)
 
     @property
     def _tokenization(self) -> Tokenization:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
+from ebbtide.srt.entrypoints.openai.kept_tokens import kept_tokens
 from ebbtide.srt.entrypoints.openai.protocol import ChatMessage, parse
 from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported
 from ebbtide.srt.errors import RequestRejected
@@ -37,6 +38,7 @@ class TokenizeRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    required_prefix_token_ids: list[int] | None = None
 
 
 class Tokens(Struct, kw_only=True):
@@ -79,12 +81,17 @@ class Tokenization:
         """The answer of `/tokenize`. Raises `RequestRejected`: 400."""
         request = parse(TokenizeRequest, fields)
         refuse_unsupported(fields, is_chat=request.messages is not None)
-        texts, is_batch = self._texts(request, fields)
         adds_special_tokens = request.add_special_tokens
         if adds_special_tokens is None:
             # A chat template writes them.
             adds_special_tokens = request.messages is None
-        tokens = [self._tokenizer.encode(text, add_special_tokens=adds_special_tokens) for text in texts]
+        prompts, is_batch = self._prompts(request, fields, adds_special_tokens)
+        tokens = [
+            prompt
+            if isinstance(prompt, list)
+            else self._tokenizer.encode(prompt, add_special_tokens=adds_special_tokens)
+            for prompt in prompts
+        ]
         shaped, counts = _shaped(tokens, is_batch), _shaped(list(map(len, tokens)), is_batch)
         answer = Tokens(tokens=shaped, count=counts, max_model_len=self._limits.context_len)
         if request.return_token_strs:
@@ -106,22 +113,29 @@ class Tokenization:
         text, prompt = decode(True), decode(False)
         return Texts(text=_shaped(text, is_batch), prompt=_shaped(prompt, is_batch))
 
-    def _texts(self, request: TokenizeRequest, fields: Mapping[str, Any]) -> tuple[list[str], bool]:
-        """The texts, and whether they are a batch."""
+    def _prompts(
+        self, request: TokenizeRequest, fields: Mapping[str, Any], adds_special_tokens: bool
+    ) -> tuple[Sequence[str | list[int]], bool]:
+        """The texts, or what has its tokens already, and whether they are a batch."""
         given = [value for value in (request.prompt, request.text, request.messages) if value is not None]
         if len(given) != 1:
             raise RequestRejected(f"exactly one of prompt, text and messages is needed, got {len(given)}")
         if request.messages is None:
             texts = request.prompt if request.prompt is not None else request.text
             return ([texts], False) if isinstance(texts, str) else (texts or [], True)
-        text = self._template.render(
+        continues = bool(request.continue_final_message)
+        required = request.required_prefix_token_ids
+        self._limits.check_ids("required_prefix_token_ids", required or [])
+        prompt = self._template.prompt(
             fields["messages"],
             tools=request.tools,
             options=request.chat_template_kwargs or {},
-            continue_final_message=bool(request.continue_final_message),
+            continue_final_message=continues,
             add_generation_prompt=request.add_generation_prompt,
+            kept=kept_tokens(request.messages, required, continues=continues),
+            add_special_tokens=adds_special_tokens,
         )
-        return [text], False
+        return [prompt], False
 
 
 def _shaped(values: list[T], is_batch: bool) -> list[T] | T:

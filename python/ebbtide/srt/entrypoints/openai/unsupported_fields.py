@@ -34,7 +34,6 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
     "mm_processor_kwargs": _ONLY_TEXT,
     "prompt_embeds": _ONLY_TEXT,
     "repetition_detection": "there are stop strings, stop_token_ids and penalties",
-    "required_prefix_token_ids": "completions take token ids",
     "stop_regex": "stop takes strings",
     "thinking_token_budget": "max_tokens counts all tokens",
     "use_beam_search": "n samples are drawn",
@@ -45,6 +44,7 @@ _OF_CHATS: Final[Mapping[str, str]] = {
     "echo": "completions have it",
 }
 _OF_COMPLETIONS: Final[Mapping[str, str]] = {
+    "required_prefix_token_ids": "prompt takes token ids",
     "tools": "chats show them to the chat template",
 }
 

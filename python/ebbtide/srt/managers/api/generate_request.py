@@ -24,8 +24,8 @@ from ebbtide.srt.sampling_params import SamplingParams
 
 V = TypeVar("V")
 
-# Makes a text that becomes a prompt.
-Render: TypeAlias = Callable[[], str]
+# Makes a text that becomes a prompt, or its token ids.
+Render: TypeAlias = Callable[[], str | list[int]]
 # The token ids of a prompt, or what they are to be made of.
 Prompt: TypeAlias = list[int] | str | Render
 
@@ -123,7 +123,7 @@ class RequestNormalizer:
         """Check everything that needs no tokens, and give the outputs their names and seeds.
 
         Args:
-            render: makes the text of the prompt, in the place of `text` and `input_ids`.
+            render: makes the prompt, in the place of `text` and `input_ids`.
         """
         arrival_s = time.monotonic()
         request = parse(given)
@@ -253,14 +253,14 @@ class RequestNormalizer:
     def _ids(self, request: GenerateReqInput, prompt: Prompt) -> list[int]:
         """The checked ids of a prompt."""
         kept = request.truncate_prompt_tokens
-        if isinstance(prompt, list):
-            ids = prompt
+        made = prompt if isinstance(prompt, str | list) else prompt()
+        if isinstance(made, list):
+            ids = made
         else:
-            text = prompt if isinstance(prompt, str) else prompt()
             tokenizer = self._need_tokenizer("text")
             if not kept:
-                self._limits.check_text(text, tokenizer)
-            ids = tokenizer.encode(text, add_special_tokens=request.add_special_tokens is not False)
+                self._limits.check_text(made, tokenizer)
+            ids = tokenizer.encode(made, add_special_tokens=request.add_special_tokens is not False)
         if kept:
             ids = ids[-(kept if kept > 0 else self._limits.max_req_input_len) :]
         self._limits.check_prompt(ids)
