@@ -1,6 +1,8 @@
 """What holds for every test: no network, one thread per process. Helpers: `from fixtures.x import y`."""
 
+import atexit
 import contextlib
+import gc
 import os
 import sys
 from pathlib import Path
@@ -8,6 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+# What is imported and collected stays until the end: to look through it for garbage takes seconds each time.
+gc.disable()
 
 sys.path.insert(0, str(Path(__file__).parent / "srt"))
 
@@ -101,6 +106,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
+    """Collections of garbage leave out what is there by now."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+    gc.enable()
+    _quicken_interpreter()
+
+
+def _quicken_interpreter() -> None:
     """Where kernels are interpreted, have Triton replace its language once for each launch.
 
     Its interpreter looks through the language again at every call of a function of a kernel by another, which
