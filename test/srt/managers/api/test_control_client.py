@@ -11,6 +11,8 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
 from ebbtide.srt.managers.api.live_outputs import LiveOutputs
 from ebbtide.srt.managers.io_struct import (
+    AbortReq,
+    AbortReqOutput,
     AnyControlRequest,
     ContinueGenerationReqInput,
     ContinueGenerationReqOutput,
@@ -22,6 +24,7 @@ from ebbtide.srt.managers.io_struct import (
     Refusal,
     Verdict,
 )
+from ebbtide.srt.managers.wire.reply_merging import merge_replicas
 
 
 class Scheduler:
@@ -56,6 +59,14 @@ async def test_replies_find_their_callers_in_any_order(scheduler: Scheduler) -> 
     for number in (3, 0, 4, 1, 2):
         scheduler.answer(number, ContinueGenerationReqOutput(changed=True, message=str(number)))
     assert [(await task).message for task in tasks] == list("01234")
+
+
+@scripted()
+async def test_aborted_requests_are_counted_over_all_replicas(scheduler: Scheduler) -> None:
+    task = await scheduler.begin(AbortReq(abort_all=True))
+    replicas = [AbortReqOutput(changed=True, num_aborted=2, message="Aborted 2 requests.")] * 2
+    scheduler.answer(0, merge_replicas(replicas))
+    assert (await task).message == "Aborted 4 requests."
 
 
 @scripted()

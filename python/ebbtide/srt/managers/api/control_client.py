@@ -178,10 +178,11 @@ def _accepted(reply: AnyReply) -> Reply:
 
 def _with_more_aborted(reply: Reply, num_more: int) -> Reply:
     match reply:
-        case AbortReqOutput() if num_more:
+        case AbortReqOutput():
+            # Of all replicas; each of them counts its own.
             num_aborted = reply.num_aborted + num_more
             return AbortReqOutput(
-                changed=True, num_aborted=num_aborted, message=f"Aborted {num_aborted} requests."
+                changed=num_aborted > 0, num_aborted=num_aborted, message=f"Aborted {num_aborted} requests."
             )
         case PauseGenerationReqOutput():
             return msgspec.structs.replace(reply, num_aborted=reply.num_aborted + num_more)
