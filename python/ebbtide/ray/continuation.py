@@ -19,7 +19,7 @@ from ebbtide.srt.sampling_params import TOP_P_IDS, SamplingParams
 
 # Of a request that is not streamed, what has been generated since it was told last is generated again
 # elsewhere: about so many tokens. Each time costs the fleet's process and the replica's a third of a
-# millisecond: with 16 tokens, one process of a fleet could not follow 50,000 tokens a second.
+# millisecond.
 CHECKPOINT_TOKENS: Final = 64
 
 # Lists in `meta_info` that grow by what is new, and those that come once, with the prompt.
