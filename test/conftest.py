@@ -46,7 +46,7 @@ STARTERS = {
     "ebbtide.ray.fleet",
     "ebbtide.demo.run",
     "ebbtide.testing.null_engine",
-    "ebbtide.testing.soak",
+    "ebbtide.testing.soak.__main__",
 }
 STARTERS |= {f"ebbtide.srt.entrypoints.{name}" for name in ("engine", "launch.launcher")}
 STARTERS |= {f"ebbtide.srt.entrypoints.launch.{name}" for name in ("child_process", "early_processes")}
@@ -84,9 +84,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tiers = [tier_of(item.getparent(pytest.Module).obj) for item in items]  # type: ignore[union-attr]
     for item, tier in zip(items, tiers, strict=True):
         item.add_marker(tier)
-    order = sorted(
-        range(len(items)), key=lambda index: (tiers[index] == "unit", "fuzz" not in items[index].nodeid)
-    )
+    whole = tuple(module for family in FAMILIES for module in family)
+
+    def turn(index: int) -> tuple[bool, bool, bool]:
+        nodeid, tier = items[index].nodeid, tiers[index]
+        is_long = tier == "contract" or nodeid.startswith(whole)
+        return tier == "unit", not is_long, "fuzz" not in nodeid
+
+    order = sorted(range(len(items)), key=turn)
     items[:] = [items[index] for index in order]
 
 
