@@ -130,7 +130,6 @@ def test_streams_and_loops_of_any_thread(manager: TokenizerManager) -> None:
     thread.join()
     whole = asyncio.run(generate(manager))
     assert chunks[-1]["output_ids"] == whole["output_ids"]
-    assert len(chunks) > 1
 
 
 def test_engines_of_clients_answer_with_tuples(engine: AsyncEngine, checkpoints: tuple[Path, Path]) -> None:

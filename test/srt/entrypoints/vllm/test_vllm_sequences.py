@@ -304,7 +304,6 @@ def test_prime_rl_by_folder(server: Server, checkpoints: Any, tmp_path: Path) ->
     lines = server.post("/inference/v1/generate", {**masked, "stream": True}).text.split("\n\n")
     pieces = [json.loads(line[len("data: ") :])["choices"][0] for line in lines if "choices" in line]
     assert [mask for piece in pieces for mask in piece["sampling_mask"]] == whole["sampling_mask"]
-    assert len(pieces) > 1
     for path, asked in {
         "/v1/completions": {"prompt": PROMPT},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "tide"}]},
