@@ -195,6 +195,14 @@ def test_a_version_given_while_the_end_waits_comes_after_it(harness: Harness, wa
     assert harness.now.weight_version == ("9" if waits else "8")
 
 
+def test_a_refusal_half_way_through_weights_that_served_is_a_failure(harness: Harness) -> None:
+    harness.weights.num_staged = 0
+    for status in (500, 400):
+        harness.weights.faults["write"] = RequestRejected("the file was cut short")
+        assert harness.refuse(updating(7)).status == status
+        assert not harness.now.can_run
+
+
 def test_in_place_nothing_runs_between_the_first_bucket_and_the_end(harness: Harness) -> None:
     harness.weights.num_staged = 0
     rid = harness.begin_request(max_new_tokens=40)

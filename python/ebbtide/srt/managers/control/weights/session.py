@@ -288,7 +288,7 @@ class WeightSession:
     def write(self, incoming: IncomingWeights, *, waits: bool = True) -> Work[int]:
         """Write one update's tensors, which were prepared; returns their bytes.
 
-        If it fails, they count as not written.
+        If it fails, they count as not written; live weights that serve are then lost, which is no refusal.
 
         Args:
             waits: False: the copies go into live weights that serve. They are launched behind the forward
@@ -303,9 +303,8 @@ class WeightSession:
         else:
             self.names -= _touched(incoming)
             self.lacks.forget(incoming)
-        num_bytes = 0
-        if self._staging is not None:
-            num_bytes = yield from self._copy(incoming, self._staging)
+        staging = self._staging
+        num_bytes = 0 if staging is None else (yield from self._copy(incoming, staging))
         self.names = _union(self.names, _union(incoming.names, self.lacks.note_written(incoming)))
         self._is_spoilt = False
         self.num_tensors += incoming.num_tensors
@@ -317,6 +316,7 @@ class WeightSession:
         return num_bytes
 
     def _copy(self, incoming: IncomingWeights, staging: Staging) -> Work[int]:
+        serves = isinstance(self._content.state, Valid)
         if self._unfinished is not None:
             # No boundary is needed: the copies are launched behind the forward pass under way.
             self._lose(incoming)
@@ -328,7 +328,12 @@ class WeightSession:
         is_beside = self.is_staged or self._unfinished is not None
         kind = Activity.COPYING if is_beside else Activity.WORKING
         work = self._copied(incoming, staging, kind)
-        (num_bytes, _), found = yield from self._ranks.survey(kind, work, lambda copied: copied[1])
+        try:
+            (num_bytes, _), found = yield from self._ranks.survey(kind, work, lambda copied: copied[1])
+        except RequestRejected as refusal:
+            if self.is_staged or not serves:
+                raise
+            raise EngineError(f"the update broke off half-way: {refusal.message}") from refusal
         self._note_nonfinite(incoming, frozenset[str]().union(*found))
         if incoming.is_sent and self._unfinished is None:
             incoming.close()
