@@ -140,7 +140,7 @@ class KVSize:
             device_free_bytes_before=free_before,
             device_free_bytes_after=self._free_bytes(),
             duration_ms=(time.perf_counter() - started) * 1e3,
-            message=f"The KV cache holds {self._pool.num_tokens} tokens.",
+            message="The KV cache was resized." if num_added else "The KV cache has this size already.",
         )
 
     def _save(self, plan: ShrinkingPlan) -> Work[int]:

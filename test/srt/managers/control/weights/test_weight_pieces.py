@@ -168,9 +168,11 @@ def test_a_sender_that_falls_silent_is_left_at_the_deadline_with_the_first_reaso
 ) -> None:
     harness.say(said)
     call = harness.bring(timeout_s=5.0)
-    behind = harness.call(updating(3))
+    behind, late = harness.call(updating(3)), harness.call(updating(4))
     harness.turn(harness.MANY_TURNS)
     assert not harness.replies.keys() & {call, behind}, "the sender of the first is waited for"
+    harness.expire(late)
+    assert harness.refusal(harness.settle(late)).message.endswith("given up at its deadline: give a longer timeout_s")
     harness.expire(call)
     refusal = harness.refusal(harness.settle(call))
     assert (refusal.status, reason in refusal.message) == (400, True)

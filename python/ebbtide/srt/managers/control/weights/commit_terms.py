@@ -182,10 +182,13 @@ class CommitConditions:
         except (RequestRejected, OutOfStep):
             raise
         except DeadlinePassed:
-            raise RequestRejected(
-                f"the update was given up at its deadline: {self._requests.num_running} requests were still "
-                "running. Pause generation, or give pause_mode or a longer timeout_s"
-            ) from None
+            advice = "give a longer timeout_s"
+            if num_running := self._requests.num_running:
+                advice = (
+                    f"{num_running} requests were still running. Pause generation, or give pause_mode or a "
+                    "longer timeout_s"
+                )
+            raise RequestRejected(f"the update was given up at its deadline: {advice}") from None
         except Exception as error:
             if not isinstance(self._memory.content.state, Valid):
                 raise
