@@ -168,7 +168,7 @@ def test_trl_beside_its_rollouts(server: Server, trainer: BroadcastingTrainer, c
     body = {"token_ids": PROMPT, "sampling_params": {**GREEDY, "max_tokens": 1500}}
     rollout = threading.Thread(target=lambda: rollouts.append(server.post("/inference/v1/generate", body)))
     rollout.start()
-    wait_until(lambda: ok(server.get("/load"))["server_load"] == 1, "it runs")
+    wait_until(lambda: ok(server.get("/v1/loads"))["loads"][0]["num_running_reqs"] == 1, "it runs")
     assert ok(server.post("/pause?mode=keep"))["num_retracted"] == 1
     ok(server.post("/start_weight_update", {"is_checkpoint_format": True}))
     info = update_info(checkpoints.b)

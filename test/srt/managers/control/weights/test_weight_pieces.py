@@ -172,7 +172,9 @@ def test_a_sender_that_falls_silent_is_left_at_the_deadline_with_the_first_reaso
     harness.turn(harness.MANY_TURNS)
     assert not harness.replies.keys() & {call, behind}, "the sender of the first is waited for"
     harness.expire(late)
-    assert harness.refusal(harness.settle(late)).message.endswith("given up at its deadline: give a longer timeout_s")
+    assert harness.refusal(harness.settle(late)).message.endswith(
+        "given up at its deadline: give a longer timeout_s"
+    )
     harness.expire(call)
     refusal = harness.refusal(harness.settle(call))
     assert (refusal.status, reason in refusal.message) == (400, True)
