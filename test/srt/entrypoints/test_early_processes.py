@@ -2,9 +2,9 @@
 
 import os
 import time
-from pathlib import Path
 
 import pytest
+from fixtures.servers import environment_of
 
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
 from ebbtide.srt.server_args import ServerArgs
@@ -16,8 +16,7 @@ def test_there_is_one_for_every_rank_of_this_node_and_those_not_taken_end() -> N
         assert list(early.pids) == ["scheduler-tp0", "scheduler-tp1"]
         for pid in early.pids.values():
             # Libraries look for their kernels as they are imported.
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            assert b"FLASHINFER_WORKSPACE_BASE=/kernels" in variables
+            assert environment_of(pid)["FLASHINFER_WORKSPACE_BASE"] == "/kernels"
         taken = early.take("scheduler-tp1")
         assert taken is not None
         assert early.take("scheduler-tp1") is None

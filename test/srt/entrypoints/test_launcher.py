@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fixtures.servers import ENVIRONMENT, is_alive, wait_until
+from fixtures.servers import ENVIRONMENT, environment_of, is_alive, wait_until
 
 from ebbtide.srt.entrypoints.launch import launcher
 from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
@@ -27,12 +27,6 @@ TEST_FOLDER = Path(__file__).parents[1]
 
 def targets(**names: str) -> dict[str, str]:
     return {name: f"fixtures.scripted_processes:{function}" for name, function in names.items()}
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    """As it was when the process began."""
-    lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(line.split("=", 1) for line in lines if line)
 
 
 def left_in(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.servers import free_port, is_alive, wait_until
+from fixtures.servers import environment_of, free_port, is_alive, wait_until
 
 from ebbtide.srt.config import EngineConfig, ParallelConfig
 from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses, NodeProcesses
@@ -38,11 +38,6 @@ def running(processes: NodeProcesses) -> Iterator[NodeProcesses]:
         yield processes
     finally:
         processes.shutdown()
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(line.split("=", 1) for line in lines if line)
 
 
 # ------------------------------------------------------------------------------------------------- placement
