@@ -1,7 +1,7 @@
 """The error tree: the caller's fault (refused, nothing changed), the device's limit, and our own failures."""
 
 import traceback
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 # What a process that its watchdog ended exits with: the others are asked where they stand before they end.
 HUNG_EXIT_STATUS: Final = 70
@@ -44,11 +44,22 @@ class EngineError(EbbtideError):
     Args:
         message: what failed, and where.
         **fields: further fields of the error body, e.g. `replicas`: what each of them serves now.
+
+    Attributes:
+        status: the HTTP status.
     """
+
+    status: ClassVar = 500
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
         self.fields = fields
+
+
+class EngineDown(EngineError):
+    """A process of the engine died, or it ends: what waits for it ends too, and what comes is refused."""
+
+    status = 503
 
 
 class OutOfDeviceMemory(EbbtideError):

@@ -75,6 +75,7 @@ def test_a_process_that_dies_takes_the_server_down() -> None:
             "code": 503,
         }
         assert said in stream.result().text
+        assert '"code":503' in stream.result().text
         assert stream.result().text.endswith("data: [DONE]\n\n") or stream.result().status_code == 503
         assert server.log.splitlines()[-1] == said
         assert not any(is_alive(pid) for pid in children.values())

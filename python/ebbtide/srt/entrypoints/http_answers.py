@@ -122,7 +122,7 @@ class _Events(StreamingResponse):
         except RequestRejected as error:
             yield _event({"error": error.body["error"]})
         except EngineError as error:
-            yield _event({"error": error_body(str(error), 500)["error"]})
+            yield _event({"error": error_body(str(error), error.status)["error"]})
         yield b"data: [DONE]\n\n"
 
 

@@ -153,8 +153,8 @@ class _Endpoints:
 
     async def answer_failure(self, request: Request, error: Exception) -> Response:
         """500; 503 when the engine is down or going down."""
-        fields = error.fields if isinstance(error, EngineError) else {}
-        return error_answer(str(error), 503 if self._service.is_down else 500, **fields)
+        status, fields = (error.status, error.fields) if isinstance(error, EngineError) else (500, {})
+        return error_answer(str(error), 503 if self._service.is_down else status, **fields)
 
     async def _health(self, request: Request) -> Response:
         return await _healthy(self._service.check_health())

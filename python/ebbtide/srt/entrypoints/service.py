@@ -185,7 +185,7 @@ class EngineService:
         )
 
     def fail(self, message: str) -> None:
-        """End everything that waits, and what is asked from now on, with an `EngineError`."""
+        """End everything that waits, and what is asked from now on, with `EngineDown`."""
         self._failure = message
         if self._manager is not None:
             self._manager.fail(message)

@@ -131,7 +131,7 @@ class Transitions:
         except RequestRejected as error:
             reply, status = error.body, error.status
         except EngineError as error:
-            reply, status = error_body(str(error), 500), 500
+            reply, status = error_body(str(error), error.status), error.status
         duration_ms = (time.perf_counter() - started) * 1e3
         return StepOutcome(op=step["op"], status=status, duration_ms=duration_ms, reply=reply)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
-from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.errors import EngineDown, RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.api.generate_request import (
@@ -137,7 +137,7 @@ class TokenizerManager:
         self._reader = asyncio.create_task(self._read())
 
     async def close(self) -> None:
-        """End everything that waits with an `EngineError`, and close the channels. Idempotent."""
+        """End everything that waits with `EngineDown`, and close the channels. Idempotent."""
         self.fail("the engine has been shut down")
         if self._reader is not None:
             self._reader.cancel()
@@ -158,7 +158,7 @@ class TokenizerManager:
         self.pause.cancel()
         self.control.fail(message)
         for generation in self._live.clear():
-            generation.fail(EngineError(message))
+            generation.fail(EngineDown(message))
 
     # ------------------------------------------------------------------------------------------ generation
 
@@ -182,7 +182,7 @@ class TokenizerManager:
 
         Raises:
             RequestRejected: 400; nothing runs. 503: no requests are taken, or none while it is paused.
-            EngineError: the engine is gone.
+            EngineDown: the engine is gone.
         """
         self._check_alive()
         if self._refusal is not None:
@@ -242,7 +242,7 @@ class TokenizerManager:
         """Run what would hold up the event loop in a thread, by default one of those that tokenize.
 
         Raises:
-            EngineError: the engine is gone; whatever the work was, nobody waits for it.
+            EngineDown: the engine is gone; whatever the work was, nobody waits for it.
         """
         self._check_alive()
         running = asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
@@ -328,7 +328,7 @@ class TokenizerManager:
         """Let the event loop go on.
 
         Raises:
-            EngineError: the engine has gone meanwhile.
+            EngineDown: the engine has gone meanwhile.
         """
         await asyncio.sleep(0)
         self._check_alive()
@@ -391,7 +391,7 @@ class TokenizerManager:
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise EngineError(self._failure)
+            raise EngineDown(self._failure)
 
     async def _read(self) -> None:
         try:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.errors import EngineDown, EngineError, RequestRejected
 from ebbtide.srt.managers.api.live_outputs import LiveOutputs
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
@@ -102,7 +102,7 @@ class ControlClient:
         self, request: AnyControlRequest, timeout_s: float | None, vote: Vote | None
     ) -> Reply:
         if self._failure is not None:
-            raise EngineError(self._failure)
+            raise EngineDown(self._failure)
         call_id = str(next(self._ids))
         future: asyncio.Future[AnyReply] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
@@ -157,11 +157,11 @@ class ControlClient:
             future.set_result(message.reply)
 
     def fail(self, message: str) -> None:
-        """End every call that waits, and those to come, with an `EngineError`."""
+        """End every call that waits, and those to come, with `EngineDown`."""
         self._failure = message
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(EngineError(message))
+                future.set_exception(EngineDown(message))
 
 
 def _accepted(reply: AnyReply) -> Reply:
