@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +60,16 @@ class ChatTemplate:
         Raises:
             RequestRejected: as `render` and `begin_with`.
         """
-        text = self.render(
+        render = partial(self.render, tools=tools, options=options)
+        text = render(
             messages,
-            tools=tools,
-            options=options,
             continue_final_message=continue_final_message,
             add_generation_prompt=add_generation_prompt,
         )
         if kept is None:
             return text
-        history = self.render(
-            messages[: kept.num_messages],
-            tools=tools,
-            options=options,
-            continue_final_message=False,
-            add_generation_prompt=False,
+        history = render(
+            messages[: kept.num_messages], continue_final_message=False, add_generation_prompt=False
         )
         ids, of_history = (
             self.tokenizer.encode(one, add_special_tokens=add_special_tokens) for one in (text, history)
