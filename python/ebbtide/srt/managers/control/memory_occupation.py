@@ -82,7 +82,7 @@ class MemoryOccupation:
         self._parked_tokens = 0
         # Counts the times that the KV cache was released: a resume that still takes memory is then void.
         self._num_kv_releases = 0
-        # Its number when that was for want of the memory that a resume was still taking.
+        # The number of the last release that was made because a resume did not get the rest of its memory.
         self._failed_at = 0
         self._released: frozenset[MemoryTag] = frozenset()
         self._requests = requests
