@@ -50,7 +50,7 @@ def fill(pool: KVPool) -> list[torch.Tensor]:
 def test_saved_pages_come_back_to_any_pages_and_those_that_are_shared_are_kept_once(
     pool: KVPool, monkeypatch: pytest.MonkeyPatch, pages_per_buffer: int
 ) -> None:
-    monkeypatch.setattr(page_store, "PIECE_BYTES", pages_per_buffer * LAYOUT.page_bytes)
+    monkeypatch.setattr(page_store, "UNPINNED_PIECE_BYTES", pages_per_buffer * LAYOUT.page_bytes)
     store = HostPageStore(pool, 7 * LAYOUT.page_bytes)
     fill(pool)
     (dropped,) = store.save([ids(5, 6)])
@@ -72,6 +72,11 @@ def test_saved_pages_come_back_to_any_pages_and_those_that_are_shared_are_kept_o
         assert torch.equal(plane[ids(1, 2, 5, 0, 3, 6)], old[ids(7, 0, 3, 7, 4, 8)])
         assert (plane[ids(4, 7, 8)] == -1.0).all()
     for slots in (second, kept):
+        assert store.held_bytes >= store.num_bytes > 0
         store.drop(slots)
-    assert (store.num_bytes, store.num_free) == (0, 7)
+    assert (store.num_bytes, store.num_free, store.held_bytes) == (0, 7, 0)
+    store.allocate()
+    (kept,) = store.save([ids(0)])
+    store.drop(kept)
+    assert store.held_bytes >= 7 * LAYOUT.page_bytes, "what was taken ahead is kept"
     store.close()

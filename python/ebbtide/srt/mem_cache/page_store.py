@@ -11,6 +11,8 @@ import torch
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.memory_saver.backup import PIECE_BYTES, HostBuffer, HostPinning
 
+# Memory that is not pinned is quickly had again: it is taken in smaller pieces, and given back.
+UNPINNED_PIECE_BYTES = 16 << 20
 # A copy of less than this says nothing about the speed of copies.
 MEASURED_BYTES = 16 << 20
 
@@ -18,7 +20,8 @@ MEASURED_BYTES = 16 << 20
 class HostPageStore:
     """Keeps the contents of pages in slots, and brings them back to whatever pages.
 
-    Host memory is taken a piece of `PIECE_BYTES` at a time, and kept: pinning it takes seconds.
+    Host memory is taken a piece at a time. What is pinned is kept, since pinning takes seconds, and so is
+    what `allocate` took; the rest is given back from the end on as its slots are dropped.
 
     Args:
         pool: resident whenever pages are saved or restored.
@@ -30,7 +33,9 @@ class HostPageStore:
         self._pool = pool
         self._pinning = pinning
         self._max_slots = min(max_bytes // pool.layout.page_bytes, pool.num_pages)
-        self._slots_per_buffer = max(1, min(PIECE_BYTES // pool.layout.page_bytes, self._max_slots))
+        piece_bytes = UNPINNED_PIECE_BYTES if pinning is None else PIECE_BYTES
+        self._slots_per_buffer = max(1, min(piece_bytes // pool.layout.page_bytes, self._max_slots))
+        self._keeps_buffers = pinning is not None
         self._buffers: list[HostBuffer] = []
         self._free = list(range(self._max_slots - 1, -1, -1))
         self._num_users: Counter[int] = Counter()
@@ -52,7 +57,8 @@ class HostPageStore:
         return self._page_s
 
     def allocate(self) -> None:
-        """Take all of the memory now, so that no release waits for it."""
+        """Take all of the memory now, so that no release waits for it, and keep it."""
+        self._keeps_buffers = True
         self._allocate(self._max_slots)
 
     def save(self, owners: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -95,13 +101,22 @@ class HostPageStore:
         self._pool.move(sources, targets)
 
     def drop(self, slots: Sequence[int]) -> None:
-        """An owner needs these no more; the memory is kept for the next ones."""
+        """An owner needs these no more."""
         for slot in slots:
             self._num_users[slot] -= 1
             assert self._num_users[slot] >= 0, f"slot {slot} is dropped twice"
             if not self._num_users[slot]:
                 del self._num_users[slot]
                 self._free.append(slot)
+        if not self._keeps_buffers:
+            num_used = max(self._num_users, default=-1) // self._slots_per_buffer + 1
+            while len(self._buffers) > num_used:
+                self._buffers.pop().close()
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory that is taken, whether pages are in it or not."""
+        return sum(buffer.num_bytes for buffer in self._buffers)
 
     def close(self) -> None:
         """Give the host memory back. Idempotent."""
