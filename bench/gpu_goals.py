@@ -216,8 +216,7 @@ def _rollout_goals() -> dict[str, Goal]:
         for prompt_len in (512, 4096):
             title = f"{of_model}64 prompts of {prompt_len:,}, 8 samples each"
             add(f"{other}grpo_{prompt_len}_tok_s", title, "tok/s")
-        if prefix == "llama":
-            add("grpo_4096_of_unshared", "the same: of steps that share no reading", "x")
+        add(f"{other}grpo_4096_of_unshared", f"{of_model}the same: of steps that share no reading", "x")
         title = f"{of_model}the first with an update (in_place) in the middle: of the same without"
         add(f"{other}grpo_512_updated", title, "share")
         for size in WORKLOADS:

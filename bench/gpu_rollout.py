@@ -2,6 +2,7 @@
 
 - `grpo`, `grpo_4096`: 64 prompts, 8 samples of each, temperature 1 with logprobs. Output lengths are
   log-normal (median 245, sigma 0.85, cut at 2,048), the same for every run. Whole calls; output tokens count.
+- `grpo_4096_unshared`: turns of the second of these and of the same with prefixes read once per sample.
 - `update`: the first of these with an update of all weights in the middle, `pause_mode=in_place`, as a share
   of runs without one.
 - `batches`: greedy batches, and the same with what samplers and trainers ask for, as a share of the greedy
@@ -45,9 +46,10 @@ from gpu_common import (
 from gpu_goals import GOALS, ROLLOUT_PREFIXES
 from gpu_machine import GIB, Machine, synchronize
 from gpu_throughput import least_seconds
-from http_load import run_load
+from http_load import clients, run_load
 from numpy.typing import NDArray
 from rollout_calls import NUM_PROMPTS, RL, Rollouts
+from unshared_prefixes import SharingEngine, sharing_folder, unshared
 
 from ebbtide import Engine
 
@@ -130,6 +132,21 @@ class Bench:
 
     def grpo_4096(self) -> None:
         self.grpo(4096)
+
+    def grpo_4096_unshared(self) -> None:
+        shared_key, key = (self.key(f"grpo_4096_{what}") for what in ("tok_s", "of_unshared"))
+        lens = lengths(self.args)
+        with self.report.attempt(shared_key, key):
+            length = 32 if self.args.tiny else 4096
+            shared, apart = [], []
+            for _ in range(self.args.runs):
+                shared.append(self.rollouts.grpo(length, lens))
+                with unshared(self.args.device):
+                    apart.append(self.rollouts.grpo(length, lens))
+                # Of these long runs those that are done are kept, should there be no time for the next.
+                self.report.add(shared_key, shared, output_tokens=int(lens.sum()))
+                ratios = [one / other for one, other in zip(shared, apart, strict=True)]
+                self.report.add(key, ratios, shared_tok_s=shared, unshared_tok_s=apart)
 
     def update(self) -> None:
         key, lens = self.key("grpo_512_updated"), lengths(self.args)
@@ -286,13 +303,13 @@ def measure_http(report: Report, args: argparse.Namespace, folder: Path, shape: 
                     count, (lens[0], lens[1]), RL, return_logprob=True
                 )
                 by_engine[size] = [run() for _ in range(args.runs)]
-        with running_server(engine_args(args, folder, **given, **_pool(args))) as server:
+        with clients() as pool, running_server(engine_args(args, folder, **given, **_pool(args))) as server:
             server.wait_ready()
-            run_load(server.url, 8, shape["vocab_size"], (64, 16), stream=True)
+            run_load(pool, server.url, 8, shape["vocab_size"], (64, 16), stream=True)
             for (size, stream), key in keys.items():
                 count, *lens = lens_of[size]
                 loads = [
-                    run_load(server.url, count, shape["vocab_size"], (lens[0], lens[1]), stream=stream)
+                    run_load(pool, server.url, count, shape["vocab_size"], (lens[0], lens[1]), stream=stream)
                     for _ in range(args.runs)
                 ]
                 tok_s = [load.num_tokens / load.seconds for load in loads]
@@ -344,6 +361,7 @@ def _pool(args: argparse.Namespace) -> dict[str, Any]:
 BENCH_PARTS = (
     "grpo",
     "grpo_4096",
+    "grpo_4096_unshared",
     "update",
     "batches",
     "many",
@@ -382,7 +400,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if chosen:
             with (
                 report.attempt(row_key(args, "grpo_512_tok_s")),
-                Engine(**engine_args(args, folder, **_pool(args))) as engine,
+                sharing_folder(),
+                SharingEngine(**engine_args(args, folder, **_pool(args))) as engine,
             ):
                 rollouts = Rollouts(engine, shape)
                 # Whatever is compiled or allocated at first use.

@@ -8,15 +8,18 @@ import json
 import multiprocessing
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.pool import Pool
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
 NUM_PROCESSES = 4
-# Until every process is ready to begin.
-LEAD_S = 2.0
+# Until every process has its prompts.
+LEAD_S = 1.0
 TIMEOUT_S = 300.0
 # Beyond a chunk with the logprobs of many tokens.
 BUFFER_BYTES = 1 << 22
@@ -38,22 +41,24 @@ class Load:
     gaps_ms: list[float]
 
 
-def run_load(url: str, num_requests: int, vocab_size: int, lens: tuple[int, int], *, stream: bool) -> Load:
+@contextmanager
+def clients() -> Iterator[Pool]:
+    """The processes. A first small load waits until they have imported what they need."""
+    with multiprocessing.get_context("spawn").Pool(NUM_PROCESSES) as pool:
+        yield pool
+
+
+def run_load(
+    pool: Pool, url: str, num_requests: int, vocab_size: int, lens: tuple[int, int], *, stream: bool
+) -> Load:
     """So many requests of temperature 1 with logprobs at once, each of a prompt of its own."""
-    context = multiprocessing.get_context("spawn")
     counts = [len(part) for part in np.array_split(np.arange(num_requests), NUM_PROCESSES)]
-    with context.Pool(NUM_PROCESSES) as pool:
-        pool.map(abs, range(NUM_PROCESSES))
-        begin_s = time.time() + LEAD_S
-        parts = pool.starmap(
-            _run_part,
-            [
-                (url, count, vocab_size, lens, stream, begin_s, seed)
-                for seed, count in enumerate(counts)
-                if count
-            ],
-            chunksize=1,
-        )
+    begin_s = time.time() + LEAD_S
+    parts = pool.starmap(
+        _run_part,
+        [(url, count, vocab_size, lens, stream, begin_s, seed) for seed, count in enumerate(counts) if count],
+        chunksize=1,
+    )
     answers = [answer for part in parts for answer in part]
     gaps = [(after - before) * 1e3 for _, times in answers for before, after in itertools.pairwise(times)]
     return Load(
