@@ -156,14 +156,6 @@ def test_level_0_only_pauses(client: Client) -> None:
     assert (woken["status"], woken["tags"], woken["resumed"]) == ("awake", ["scheduling"], True)
 
 
-def test_a_refused_sleep_leaves_generation_running() -> None:
-    with NullEngine(enable_memory_saver=False) as engine:
-        client = Client(engine)
-        refused = client.post("/sleep?level=1", status=409)
-        assert "memory_saver_backend is 'none'" in refused["error"]["message"]
-        assert not client.get("/is_paused")["is_paused"]
-
-
 def test_a_server_may_turn_requests_away_while_it_is_paused() -> None:
     with NullEngine(paused_requests="reject") as engine:
         client = Client(engine)

@@ -1,12 +1,13 @@
 """Pausing, sleeping and waking in vLLM's words, as control requests. Source: wire_vllm section 4.1.
 
-A call of vLLM's is several control requests in a row. Each of them is refused or done; a call that is refused
-in the middle leaves generation as it was before.
+A call of vLLM's is several control requests in a row. One that is refused or fails after its pause leaves
+generation as it was before: the states are orthogonal, and whoever was told of no pause ends none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from ebbtide.srt.entrypoints.vllm.parameters import (
@@ -18,7 +19,7 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     WakeUpParameters,
     pause_mode,
 )
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.errors import EbbtideError
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -62,7 +63,8 @@ class VllmOccupation:
         return bool(self._released())
 
     async def pause(self, asked: PauseParameters) -> Body:
-        return {**await self._pause(asked.pause_mode, flushes=asked.clear_cache), "status": "paused"}
+        async with self._paused(asked.pause_mode, flushes=asked.clear_cache) as paused:
+            return {**paused, "status": "paused"}
 
     async def resume(self, asked: Nothing) -> Body:
         return {**await self._control(ContinueGenerationReqInput, {}), "status": "resumed"}
@@ -72,19 +74,13 @@ class VllmOccupation:
         answer = {"status": "sleeping", "level": asked.level}
         if asked.level > 0 and self._released() == set(SLEEPING_TAGS):
             return {"success": True, "message": "Asleep already.", "changed": False, **answer}
-        was_paused = self.is_paused
         clears_cache = asked.level > 0
-        paused = await self._pause(pause_mode(asked.mode, clears_cache), flushes=clears_cache)
-        if asked.level == 0:
-            return {**paused, **answer}
-        release = {"tags": list(SLEEPING_TAGS), "backup": asked.level == 1}
-        try:
+        async with self._paused(pause_mode(asked.mode, clears_cache), flushes=clears_cache) as paused:
+            if asked.level == 0:
+                return {**paused, **answer}
+            release = {"tags": list(SLEEPING_TAGS), "backup": asked.level == 1}
             released = await self._control(ReleaseMemoryOccupationReqInput, release)
-        except RequestRejected:
-            if not was_paused:
-                await self._control(ContinueGenerationReqInput, {})
-            raise
-        return {**released, **answer, "mode": paused["mode"]}
+            return {**released, **answer, "mode": paused["mode"]}
 
     async def wake_up(self, asked: WakeUpParameters) -> Body:
         """Take memory again; with the last of it generation goes on, whoever paused it."""
@@ -115,11 +111,21 @@ class VllmOccupation:
         reply = await self._control(AbortReq, {"rid": rids})
         return {**reply, "status": "aborted", "aborted": len(asked.request_ids)}
 
-    async def _pause(self, mode: PauseMode, *, flushes: bool) -> Body:
+    @contextlib.asynccontextmanager
+    async def _paused(self, mode: PauseMode, *, flushes: bool) -> AsyncIterator[Body]:
+        """Pause, for more to follow: a failure of that ends the pause, unless there was one before."""
+        was_paused = self.is_paused
         paused: Body = await self._control(PauseGenerationReqInput, {"mode": mode})
-        if flushes:
-            await self._control(FlushCacheReqInput, {})
-        return paused
+        try:
+            if flushes:
+                await self._control(FlushCacheReqInput, {})
+            yield paused
+        except EbbtideError:
+            if not was_paused:
+                # An engine that is down cannot: the first failure is what the caller is told.
+                with contextlib.suppress(EbbtideError):
+                    await self._control(ContinueGenerationReqInput, {})
+            raise
 
     def _released(self) -> set[MemoryTag]:
         ranks = self._state().ranks
