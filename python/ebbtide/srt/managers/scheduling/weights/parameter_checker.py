@@ -21,7 +21,8 @@ from ebbtide.srt.model_executor.weight_store import WeightStore
 PIECE_BYTES: Final = 16 << 20
 
 WORD_BYTES: Final = 8
-# Odd numbers with bits all over.
+# SplitMix64's numbers without their highest bits: odd, with bits all over. They stay: a client may have kept
+# sums to compare with later.
 PLACE_FACTOR: Final = 0x1E3779B97F4A7C15
 MIXING_FACTORS: Final = (0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 LOW_32_BITS: Final = (1 << 32) - 1
