@@ -9,6 +9,7 @@ Shapes: T tokens, K columns, O outputs, R rows of a weight, B and C blocks along
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
@@ -127,7 +128,7 @@ def are_scales(scales: Tensor) -> Tensor:
     return ((scales > 0) & scales.isfinite()).all()
 
 
-class EightBitLinear(Linear):
+class EightBitLinear(Linear, ABC):
     """A `Linear` whose weight has 8 bits. On a CPU products are those of the weight in float32, and
     activations keep their dtype.
 
@@ -152,13 +153,13 @@ class EightBitLinear(Linear):
             return self._quantized_product(x_TK, norm, bias_O)
         return self.multiply(norm(x_TK), bias_O)
 
+    @abstractmethod
     def _dequantized(self) -> Tensor:
         """The weight in float32, [O, K]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _quantized_product(self, x_TK: Tensor, norm: RMSNorm | None, bias_O: Tensor | None) -> Tensor:
         """The product on a GPU, [T, O]. Tokens are normalised first if there is a norm."""
-        raise NotImplementedError
 
 
 class Fp8Linear(EightBitLinear):
@@ -321,7 +322,7 @@ def _tokens_of(x_TK: Tensor, norm: RMSNorm | None = None, begun: Begun | None = 
     return QuantizedTokens(*quantize_tokens(x_TK.contiguous(), *normed))
 
 
-class EightBitExperts(Experts):
+class EightBitExperts(Experts, ABC):
     """`Experts` whose weights have 8 bits. On a CPU products are as those of `EightBitLinear`.
 
     Args:
@@ -339,9 +340,9 @@ class EightBitExperts(Experts):
         out_TD = run_experts(x_TD.to(torch.float32), *self._dequantized(), weights_TK, experts_TK)
         return out_TD.to(x_TD.dtype)
 
+    @abstractmethod
     def _dequantized(self) -> tuple[Tensor, Tensor]:
         """Both weights in float32."""
-        raise NotImplementedError
 
 
 class Fp8Experts(EightBitExperts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Final, Protocol, TypeAlias
@@ -54,7 +55,7 @@ class PlacedChanges(Protocol):
         ...
 
 
-class DeltaSource(WeightSource):
+class DeltaSource(WeightSource, ABC):
     """A set of changes on their way into the engine. Open it before it is placed.
 
     Attributes:
@@ -83,9 +84,9 @@ class DeltaSource(WeightSource):
         """
         return iter(())
 
+    @abstractmethod
     def place(self, weights: PatchedWeights) -> PlacedChanges:
         """The changes where they belong."""
-        raise NotImplementedError
 
 
 class PlacedPatches:
