@@ -303,6 +303,23 @@ def test_ranks_reach_their_slice(folder: Path) -> None:
     assert resolved(folder).parallel == ParallelConfig()
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8"])
+@pytest.mark.parametrize(("is_cuda", "served"), [(False, {"bfloat16", "float32"}), (True, {"bfloat16"})])
+def test_quantised_weights_need_a_dtype_that_has_products_with_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: str, is_cuda: bool, served: set[str]
+) -> None:
+    monkeypatch.setattr(config, "sees_cuda", lambda: is_cuda)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    for dtype in ("bfloat16", "float32", "float16"):
+        asked = {"dtype": dtype, "quantization": quantization}
+        if dtype in served:
+            assert resolved(folder, **asked).precision["weights"] == quantization
+        else:
+            said = refused(folder, **asked)
+            assert f"quantization={quantization}: expected dtype bfloat16" in said
+            assert said.endswith(f"got {dtype}")
+
+
 def test_the_gpus_of_all_ranks_of_a_node_must_be_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "sees_cuda", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)

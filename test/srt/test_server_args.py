@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from ebbtide.srt.argument_checks import check_arguments, settled
 from ebbtide.srt.errors import ConfigurationError
@@ -101,11 +102,21 @@ def test_an_alias_is_what_it_stands_for() -> None:
         settled(both)
 
 
-def test_a_dtype_may_be_an_object_of_torch() -> None:
-    torch = pytest.importorskip("torch")
-    args = settled(ServerArgs(model_path="m", dtype=torch.bfloat16, kv_cache_dtype=torch.float8_e4m3fn))
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "names"),
+    [
+        ("auto", "auto", ("auto", "auto")),
+        ("half", "fp8", ("float16", "fp8_e4m3")),
+        ("bf16", "float", ("bfloat16", "float32")),
+        (torch.bfloat16, torch.float8_e4m3fn, ("bfloat16", "fp8_e4m3")),
+    ],
+)
+def test_a_dtype_may_have_another_name_or_be_an_object_of_torch(
+    dtype: Any, kv_cache_dtype: Any, names: tuple[str, str]
+) -> None:
+    args = settled(ServerArgs(model_path="m", dtype=dtype, kv_cache_dtype=kv_cache_dtype))
     check_arguments(args)
-    assert (args.dtype, args.kv_cache_dtype) == ("bfloat16", "fp8_e4m3")
+    assert (args.dtype, args.kv_cache_dtype) == names
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,19 +24,21 @@ from ebbtide.srt.sglang_arguments import Kind, sglang_arguments
 logger = logging.getLogger(__name__)
 
 ALLOW_UNAUTHENTICATED_CONTROL = "EBBTIDE_ALLOW_UNAUTHENTICATED_CONTROL"
+# Other names of dtypes, and which they are. torch's own stand behind "torch.".
+_DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16"}
+_KV_CACHE_DTYPES = {**_DTYPES, "fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3"}
 
 
 def settled(args: ServerArgs) -> ServerArgs:
-    """The arguments with the values of aliases under the names that they stand for, and dtypes as text.
+    """The arguments with the values of aliases under what those stand for, and each dtype by its one name.
 
     Raises:
         ConfigurationError: an alias and what it stands for were given different values.
     """
     changes: dict[str, Any] = {
-        name: str(getattr(args, name)).removeprefix("torch.") for name in ("dtype", "kv_cache_dtype")
+        "dtype": _dtype_name(args.dtype, _DTYPES),
+        "kv_cache_dtype": _dtype_name(args.kv_cache_dtype, _KV_CACHE_DTYPES),
     }
-    if changes["kv_cache_dtype"] == "float8_e4m3fn":
-        changes["kv_cache_dtype"] = "fp8_e4m3"
     defaults = {spec.name: spec.default for spec in argument_specs()}
     for alias in sglang_arguments().values():
         value = getattr(args, alias.name)
@@ -48,6 +51,11 @@ def settled(args: ServerArgs) -> ServerArgs:
             )
         changes[alias.stands_for] = value
     return replace(args, **changes)
+
+
+def _dtype_name(given: object, others: Mapping[str, str]) -> str:
+    name = str(given).removeprefix("torch.")
+    return others.get(name, name)
 
 
 def check_arguments(args: ServerArgs) -> None:
@@ -189,6 +197,19 @@ def seconds_from(variable: str) -> float | None:
     if math.isnan(seconds):
         raise ConfigurationError(f"{variable}: expected a number of seconds, got {given!r}")
     return seconds if 0 < seconds < math.inf else None
+
+
+def check_quantized_dtype(quantization: str | None, dtype: str, *, is_cuda: bool) -> None:
+    """Refuse the dtypes that have no products with quantised weights.
+
+    Raises ConfigurationError: a GPU's kernels write bfloat16, which a CPU emulates, in float32 too.
+    """
+    served = ("bfloat16",) if is_cuda else ("bfloat16", "float32")
+    if quantization is not None and dtype not in served:
+        where = "on a GPU" if is_cuda else "on a CPU"
+        raise ConfigurationError(
+            f"quantization={quantization}: expected dtype {' or '.join(served)} {where}, got {dtype}"
+        )
 
 
 def sees_cuda() -> bool:

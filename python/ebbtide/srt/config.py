@@ -10,7 +10,13 @@ from types import SimpleNamespace
 from typing import Final
 
 from ebbtide.srt import hf_folder
-from ebbtide.srt.argument_checks import check_arguments, seconds_from, sees_cuda, settled
+from ebbtide.srt.argument_checks import (
+    check_arguments,
+    check_quantized_dtype,
+    seconds_from,
+    sees_cuda,
+    settled,
+)
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import OWN_SCHEDULE_POLICIES, ServerArgs, bare_host
 
@@ -226,7 +232,7 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything, resolved. Picklable: it goes to the engine's processes. `server_args` is as passed."""
+    """Everything, resolved. Picklable: it goes to the engine's processes. `server_args` is as settled."""
 
     model: ModelConfig
     cache: CacheConfig
@@ -256,8 +262,9 @@ def resolve(args: ServerArgs) -> EngineConfig:
 
 
 def resolve_for(args: ServerArgs, model: ModelConfig) -> EngineConfig:
-    """Choose what was left open, for a model that is known already."""
+    """Choose what was left open, for a model that is known already. The arguments are settled."""
     device = _resolve_device(args)
+    check_quantized_dtype(model.quantization, model.dtype, is_cuda=_is_cuda(device))
     cache = _resolve_cache(args, model, device)
     schedule = _resolve_schedule(args, model, device)
     return EngineConfig(
@@ -288,7 +295,7 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
     num_heads = hf_folder.positive_int(folder, hf_config, "num_attention_heads")
     hidden_size = hf_folder.positive_int(folder, hf_config, "hidden_size")
     longest = hf_folder.positive_int(folder, hf_config, "max_position_embeddings")
-    dtype = hf_folder.declared_dtype(folder, hf_config) if args.dtype == "auto" else _dtype_name(args.dtype)
+    dtype = hf_folder.declared_dtype(folder, hf_config) if args.dtype == "auto" else args.dtype
     quantization, kept = hf_folder.quantization(folder, hf_config, args.quantization)
     return ModelConfig(
         path=str(folder),
@@ -326,10 +333,6 @@ def _context_len(given: int | None, longest: int) -> int:
     return given if given is not None else longest
 
 
-def _dtype_name(given: str) -> str:
-    return {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp8": "fp8_e4m3"}.get(given, given)
-
-
 def _resolve_device(args: ServerArgs) -> str:
     """The device's name; cuda only where torch sees one."""
     if args.device == "cpu":
@@ -353,7 +356,7 @@ def _resolve_cache(args: ServerArgs, model: ModelConfig, device: str) -> CacheCo
     fraction = args.mem_fraction_static
     if fraction is None and _is_cuda(device):
         fraction = CUDA_MEM_FRACTION_STATIC
-    dtype = model.dtype if args.kv_cache_dtype == "auto" else _dtype_name(args.kv_cache_dtype)
+    dtype = model.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     if args.kv_cache_scales != "checkpoint" and dtype != "fp8_e4m3":
         raise ConfigurationError(
             f"kv_cache_scales={args.kv_cache_scales}: expected kv_cache_dtype=fp8_e4m3, the only one with "

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
+from ebbtide.srt.argument_checks import settled
 from ebbtide.srt.config import EngineConfig, ModelConfig, resolve_for
 from ebbtide.srt.entrypoints.engine import Engine
 from ebbtide.srt.entrypoints.http_server import serve
@@ -61,7 +62,7 @@ def null_args(**fields: Any) -> ServerArgs:
 def null_config(args: ServerArgs) -> EngineConfig:
     """The configuration of an engine whose model is no model."""
     return resolve_for(
-        args,
+        settled(args),
         ModelConfig(
             path=args.model_path,
             tokenizer_path=args.model_path,

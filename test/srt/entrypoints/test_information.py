@@ -37,3 +37,16 @@ def test_what_a_checkpoint_is_kept_as_is_told_like_what_was_asked_for(
     vllm_config = vllm_sections(config, "json")["vllm_config"]
     assert vllm_config["model_config"]["quantization"] == quantization
     assert vllm_config["cache_config"]["cache_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("given", ["auto", "fp8", "bf16"])
+def test_the_kv_cache_has_one_name_wherever_it_is_told(given: str, tmp_path: Path) -> None:
+    config = resolve(
+        ServerArgs(model_path=str(make_checkpoint(tmp_path, "Qwen3ForCausalLM")), kv_cache_dtype=given)
+    )
+    told = {
+        arguments(config, {})["kv_cache_dtype"],
+        vllm_sections(config, "json")["vllm_config"]["cache_config"]["cache_dtype"],
+        config.precision["kv_cache"],
+    }
+    assert told == {{"auto": "float32", "fp8": "fp8_e4m3", "bf16": "bfloat16"}[given]}

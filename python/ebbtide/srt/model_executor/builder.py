@@ -231,16 +231,11 @@ def _quantization(model_config: ModelConfig, device: torch.device) -> Quantizati
     """
     if (name := model_config.quantization) is None:
         return None
-    if device.type == "cuda":
-        if not has_fp8(device):
-            raise ConfigurationError(
-                f"quantization={name}: expected a GPU that multiplies e4m3, Hopper (compute capability 9.0) "
-                f"or later, found {card(device)}"
-            )
-        if model_config.dtype != "bfloat16":
-            raise ConfigurationError(
-                f"quantization={name}: expected dtype bfloat16 on a GPU, got {model_config.dtype}"
-            )
+    if device.type == "cuda" and not has_fp8(device):
+        raise ConfigurationError(
+            f"quantization={name}: expected a GPU that multiplies e4m3, Hopper (compute capability 9.0) or "
+            f"later, found {card(device)}"
+        )
     return Quantization(model_config.quantization_exclude, SCALE_LAYOUTS[name])
 
 
