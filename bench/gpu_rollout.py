@@ -139,12 +139,14 @@ class Bench:
         with self.report.attempt(shared_key, key):
             length = 32 if self.args.tiny else 4096
             shared, apart = [], []
-            for _ in range(self.args.runs):
+            for run in range(self.args.runs):
                 shared.append(self.rollouts.grpo(length, lens))
-                with unshared(self.args.device):
-                    apart.append(self.rollouts.grpo(length, lens))
                 # Of these long runs those that are done are kept, should there be no time for the next.
                 self.report.add(shared_key, shared, output_tokens=int(lens.sum()))
+                if run >= (self.args.reference_runs or self.args.runs):
+                    continue
+                with unshared(self.args.device):
+                    apart.append(self.rollouts.grpo(length, lens))
                 ratios = [one / other for one, other in zip(shared, apart, strict=True)]
                 self.report.add(key, ratios, shared_tok_s=shared, unshared_tok_s=apart)
 
@@ -302,7 +304,7 @@ def measure_http(report: Report, args: argparse.Namespace, folder: Path, shape: 
                 run = lambda count=count, lens=lens: rollouts.batch(  # noqa: E731
                     count, (lens[0], lens[1]), RL, return_logprob=True
                 )
-                by_engine[size] = [run() for _ in range(args.runs)]
+                by_engine[size] = [run() for _ in range(args.reference_runs or args.runs)]
         with clients() as pool, running_server(engine_args(args, folder, **given, **_pool(args))) as server:
             server.wait_ready()
             run_load(pool, server.url, 8, shape["vocab_size"], (64, 16), stream=True)
@@ -388,6 +390,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--kinds", nargs="*", choices=tuple(ASKED), default=list(ASKED), help="beside greedy batches"
+    )
+    parser.add_argument(
+        "--reference-runs", type=int, help="of `Engine` beside HTTP, and without sharing (default: --runs)"
     )
     args = parse(parser, argv)
     machine = Machine.measure(args.device, tiny=args.tiny)
