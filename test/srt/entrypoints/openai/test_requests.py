@@ -437,7 +437,7 @@ def test_reasoning_and_calls_are_told_apart_from_the_answer(is_stream: bool) -> 
         output = {"text": piece, "output_ids": [1], "meta_info": meta([1], finish if is_last else None)}
         [new] = whole_pieces(output)
         if is_stream:
-            choice = msgspec.to_builtins(writer.chunk(new))["choices"][0]
+            choice = msgspec.to_builtins(writer.chunk(new, None))["choices"][0]
         else:
             choice = msgspec.to_builtins(write_answer(writer, call, output))["choices"][0]
         said = choice["delta" if is_stream else "message"]

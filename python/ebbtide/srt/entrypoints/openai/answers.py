@@ -116,16 +116,22 @@ class UsageCounter:
     @property
     def usage(self) -> Usage:
         firsts = [meta for index, meta in self._metas.items() if index % self._num_samples == 0]
-        prompt_tokens = sum(meta["prompt_tokens"] for meta in firsts)
-        completion_tokens = sum(meta["completion_tokens"] for meta in self._metas.values())
-        return Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(
-                cached_tokens=sum(meta["cached_tokens"] for meta in firsts)
-            ),
-        )
+        return _usage(firsts, self._metas.values())
+
+
+def _usage(prompts: Iterable[Mapping[str, Any]], outputs: Iterable[Mapping[str, Any]]) -> Usage:
+    """Of the `meta_info` of an output for each prompt, and of each output."""
+    prompts = list(prompts)
+    prompt_tokens = sum(meta["prompt_tokens"] for meta in prompts)
+    completion_tokens = sum(meta["completion_tokens"] for meta in outputs)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=sum(meta["cached_tokens"] for meta in prompts)
+        ),
+    )
 
 
 class Writer(Protocol):
@@ -133,7 +139,7 @@ class Writer(Protocol):
 
     def answer(self, pieces: Sequence[Piece], usage: Usage) -> Any: ...
 
-    def chunk(self, piece: Piece) -> Any: ...
+    def chunk(self, piece: Piece, usage: Usage | UnsetType | None) -> Any: ...
 
     def last_chunk(self, usage: Usage) -> Any: ...
 
@@ -162,8 +168,8 @@ async def write_chunks(
         piece = _piece(chunk, index, is_first=index not in begun)
         begun.add(index)
         counter.note(piece)
-        yield writer.chunk(piece)
-    if call.include_usage:
+        yield writer.chunk(piece, _usage_of_chunk(call, piece))
+    if call.stream_options.include_usage:
         yield writer.last_chunk(counter.usage)
 
 
@@ -172,9 +178,11 @@ def _head(call: OpenAICall) -> dict[str, Any]:
     return {"id": call.id, "created": call.created, "model": call.model}
 
 
-def _usage_of_chunk(call: OpenAICall) -> UnsetType | None:
-    """In a stream the usage comes last; where it was asked for, the other chunks have a null."""
-    return None if call.include_usage else UNSET
+def _usage_of_chunk(call: OpenAICall, piece: Piece) -> Usage | UnsetType | None:
+    """The usage of all comes last; other chunks have their own or, where that was not asked for, a null."""
+    if call.stream_options.continuous_usage_stats:
+        return _usage([piece.meta], [piece.meta])
+    return None if call.stream_options.include_usage else UNSET
 
 
 # ---------------------------------------------------------------------------------------------- completions
@@ -191,9 +199,8 @@ class CompletionWriter:
         choices = [self._choice(piece, absent=None) for piece in pieces]
         return Completion(**_head(self._call), choices=choices, usage=usage, metadata=pieces[0].metadata)
 
-    def chunk(self, piece: Piece) -> Completion:
+    def chunk(self, piece: Piece, usage: Usage | UnsetType | None) -> Completion:
         choices = [self._choice(piece, absent=UNSET)]
-        usage = _usage_of_chunk(self._call)
         return Completion(**_head(self._call), choices=choices, usage=usage, metadata=piece.metadata)
 
     def last_chunk(self, usage: Usage) -> Completion:
@@ -324,7 +331,7 @@ class ChatWriter:
             prompt_token_ids=_prompt_token_ids(self._call, pieces[0], None),
         )
 
-    def chunk(self, piece: Piece) -> ChatCompletionChunk:
+    def chunk(self, piece: Piece, usage: Usage | UnsetType | None) -> ChatCompletionChunk:
         call, parts = self._call, self._parts(piece)
         choice = ChatChunkChoice(
             index=piece.index,
@@ -345,7 +352,6 @@ class ChatWriter:
             routed_experts=piece.meta.get("routed_experts", UNSET),
             sampling_mask=piece.meta.get("output_token_sampling_mask", UNSET),
         )
-        usage = _usage_of_chunk(call)
         return ChatCompletionChunk(**_head(call), choices=[choice], usage=usage, metadata=piece.metadata)
 
     def last_chunk(self, usage: Usage) -> ChatCompletionChunk:

@@ -6,7 +6,7 @@ In requests, None means "not given", and fields that are not here are ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType, ValidationError, convert
 
@@ -20,9 +20,16 @@ R = TypeVar("R", bound=Struct)
 
 
 class StreamOptions(Struct, kw_only=True):
-    """`include_usage`: a last chunk without choices tells the tokens of the whole request."""
+    """`include_usage`: a last chunk without choices tells the tokens of the whole request.
+
+    `continuous_usage_stats`: every other chunk tells those of its choice so far.
+    """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+NO_STREAM_OPTIONS: Final = StreamOptions()
 
 
 class OpenAIRequest(Struct, kw_only=True):
@@ -179,7 +186,7 @@ class PromptTokensDetails(Struct, kw_only=True):
 
 
 class Usage(Struct, kw_only=True):
-    """Tokens of a whole request; a prompt counts once, however many samples it has."""
+    """Tokens of a whole request, or of a choice; a prompt counts once, however many samples it has."""
 
     prompt_tokens: int
     completion_tokens: int

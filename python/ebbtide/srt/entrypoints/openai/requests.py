@@ -12,9 +12,11 @@ from typing import Any, TypeAlias
 from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
 from ebbtide.srt.entrypoints.openai.kept_tokens import kept_tokens
 from ebbtide.srt.entrypoints.openai.protocol import (
+    NO_STREAM_OPTIONS,
     ChatCompletionRequest,
     CompletionRequest,
     OpenAIRequest,
+    StreamOptions,
     parse,
 )
 from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
@@ -67,6 +69,7 @@ class OpenAICall:
         generate: the fields for `/generate`.
         render: makes the prompt, where those do not hold one.
         num_samples: per prompt.
+        stream_options: which chunks of a stream tell the tokens.
         num_logprobs, num_prompt_logprobs: how many of the most likely tokens are told; None: no logprobs.
         stop_token_ids: those that the request itself brought.
         form: how the text of a chat's answers is taken apart.
@@ -79,7 +82,7 @@ class OpenAICall:
     created: int
     generate: Fields
     num_samples: int
-    include_usage: bool
+    stream_options: StreamOptions
     return_token_ids: bool
     return_prompt_token_ids: bool
     return_weight_versions: bool
@@ -186,7 +189,6 @@ def _call(
 ) -> OpenAICall:
     rid = request.rid if request.rid is not None else (request.request_id or uuid.uuid4().hex)
     posted_id = None if request.request_id is None else id_prefix + request.request_id
-    options = request.stream_options
     wants_prompt = bool(request.return_token_ids or request.return_prompt_token_ids)
     return OpenAICall(
         id=posted_id or (rid if isinstance(rid, str) else next(iter(rid), "")),
@@ -194,7 +196,7 @@ def _call(
         created=int(time.time()),
         generate={**generate, "rid": rid, "return_prompt_token_ids": wants_prompt or echo is not None},
         num_samples=request.n or 1,
-        include_usage=options is not None and bool(options.include_usage),
+        stream_options=request.stream_options or NO_STREAM_OPTIONS,
         return_token_ids=bool(request.return_token_ids),
         return_prompt_token_ids=wants_prompt,
         return_weight_versions=bool(request.return_weight_versions),

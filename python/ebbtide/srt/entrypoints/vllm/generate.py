@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ebbtide.srt.entrypoints.openai.answers import Piece, known, stop_reason
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, prompt_logprobs
-from ebbtide.srt.entrypoints.openai.protocol import Usage
+from ebbtide.srt.entrypoints.openai.protocol import NO_STREAM_OPTIONS, Usage
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, within_limits
 from ebbtide.srt.entrypoints.openai.routes import answer_call
 from ebbtide.srt.entrypoints.openai.unsupported_fields import check_salt
@@ -76,7 +76,7 @@ class TokensApi:
         call = tokens_call(fields, request.headers, self._service.config.model.served_model_name)
         args = self._service.config.server_args
         common = within_limits(call.common, args.max_logprobs, self._service.manager.limits.vocab_size)
-        writer = _Writer(replace(call, common=common))
+        writer = TokensWriter(replace(call, common=common))
         if call.request.continue_from is not None:
             names = meant_by(call.request.continue_from)
             common.generate["continue_from"] = self._service.manager.ended.find(names) or names[0]
@@ -131,14 +131,13 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         "routed_dp_rank": request.routed_dp_rank,
         **{name: getattr(request, name) for name in PASSED_ON_FIELDS},
     }
-    options = request.stream_options
     common = OpenAICall(
         id=f"generate-tokens-{rid}",
         model=request.model if request.model is not None else default_model,
         created=int(time.time()),
         generate=generate,
         num_samples=params.get("n", 1),
-        include_usage=options is not None and bool(options.include_usage),
+        stream_options=request.stream_options or NO_STREAM_OPTIONS,
         return_token_ids=request.return_token_ids,
         return_prompt_token_ids=request.return_token_ids,
         return_weight_versions=True,
@@ -162,8 +161,8 @@ def _support_width(request: TokensRequest, params: Mapping[str, Any]) -> int:
     return top_k
 
 
-class _Writer:
-    """Writes the answers."""
+class TokensWriter:
+    """Writes answers of `/inference/v1/generate`."""
 
     def __init__(self, call: TokensCall) -> None:
         self._call = call
@@ -183,8 +182,9 @@ class _Writer:
         ignored = {"ignored_fields": call.ignored} if call.ignored else {}
         return {**msgspec.structs.asdict(answer), **ignored}
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        return {"request_id": self._call.common.id, "choices": [_without_nulls(self._choice(piece))]}
+    def chunk(self, piece: Piece, usage: Usage | UnsetType | None) -> dict[str, Any]:
+        told = {"usage": usage} if isinstance(usage, Usage) else {}
+        return {"request_id": self._call.common.id, "choices": [_without_nulls(self._choice(piece))], **told}
 
     def last_chunk(self, usage: Usage) -> dict[str, Any]:
         return {"request_id": self._call.common.id, "choices": [], "usage": usage}

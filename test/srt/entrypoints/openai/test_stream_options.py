@@ -1,0 +1,87 @@
+"""Which chunks of a stream tell how many tokens there were."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from fixtures.checkpoints import make_tokenizer
+
+from ebbtide.srt.entrypoints.openai.answers import ChatWriter, CompletionWriter, Writer, write_chunks
+from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
+from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call
+from ebbtide.srt.entrypoints.vllm.generate import TokensWriter, tokens_call
+from ebbtide.srt.managers.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.unit
+
+# Of which output each chunk is, and how many tokens that has by then.
+STEPS = ((0, 1), (1, 2), (0, 3), (1, 5))
+PROMPT_TOKENS, CACHED_TOKENS = 4, 3
+
+
+async def outputs() -> AsyncIterator[dict[str, Any]]:
+    """The chunks of two samples of a prompt."""
+    for number, (index, completion_tokens) in enumerate(STEPS):
+        meta = {
+            "finish_reason": {"type": "length"} if number >= 2 else None,
+            "prompt_tokens": PROMPT_TOKENS,
+            "cached_tokens": CACHED_TOKENS,
+            "completion_tokens": completion_tokens,
+            "weight_version": "7",
+            "weight_versions": [],
+            "kv_weight_versions": ["7"],
+            "prefill_weight_versions": [],
+        }
+        yield {"index": index, "text": "a", "output_ids": [1], "meta_info": meta}
+
+
+def call_of(endpoint: str, options: dict[str, Any] | None) -> tuple[Writer, OpenAICall]:
+    fields: dict[str, Any] = {"stream": True, "stream_options": options}
+    if endpoint == "chat":
+        message = {"role": "user", "content": "a"}
+        template = ChatTemplate(Tokenizer(make_tokenizer()), None)
+        call = chat_call({**fields, "messages": [message], "n": 2}, "tide", template, {})
+        return ChatWriter(call, return_meta_info=False), call
+    if endpoint == "completion":
+        call = completion_call({**fields, "prompt": [1], "n": 2}, "tide", None)
+        return CompletionWriter(call), call
+    tokens = tokens_call({**fields, "token_ids": [1], "sampling_params": {"n": 2}}, {}, "tide")
+    return TokensWriter(tokens), tokens.common
+
+
+def usage(completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": completion_tokens,
+        "total_tokens": PROMPT_TOKENS + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": CACHED_TOKENS},
+    }
+
+
+@pytest.mark.parametrize("endpoint", ["completion", "chat", "tokens"])
+@pytest.mark.parametrize(
+    ("options", "is_continuous", "has_last"),
+    [
+        (None, False, False),
+        ({"continuous_usage_stats": False}, False, False),
+        ({"include_usage": True}, False, True),
+        ({"include_usage": True, "continuous_usage_stats": True}, True, True),
+        ({"continuous_usage_stats": True}, True, False),
+    ],
+)
+def test_chunks_tell_the_tokens_of_their_choice_and_the_last_one_those_of_all(
+    endpoint: str, options: dict[str, Any] | None, is_continuous: bool, has_last: bool
+) -> None:
+    async def written() -> list[dict[str, Any]]:
+        writer, call = call_of(endpoint, options)
+        return [msgspec.to_builtins(chunk) async for chunk in write_chunks(writer, call, outputs())]
+
+    chunks = asyncio.run(written())
+    last = chunks.pop() if has_last else None
+    assert [len(chunk["choices"]) for chunk in chunks] == [1] * len(STEPS)
+    told = [chunk.get("usage") for chunk in chunks]
+    assert told == [usage(number) if is_continuous else None for _, number in STEPS]
+    if last is not None:
+        assert (last["choices"], last["usage"]) == ([], usage(3 + 5))
