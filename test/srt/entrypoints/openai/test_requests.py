@@ -132,18 +132,36 @@ def test_without_a_tokenizer_there_is_no_chat_but_completions_of_ids() -> None:
     assert choice.logprobs.top_logprobs == expected
 
 
+METADATA = {
+    "weight_version": "7",
+    "weight_versions": [{"version": "7", "start": 0, "end": 1}],
+    "kv_weight_versions": ["6", "7"],
+    "prefill_weight_versions": [{"version": "6", "start": 0, "end": 2}],
+    "precision": {"weights": "fp8", "kv_cache": "bfloat16"},
+}
+
+
 def meta(ids: list[int], finish: Any = None) -> dict[str, Any]:
     return {
         "finish_reason": finish,
         "prompt_tokens": 2,
         "completion_tokens": len(ids),
         "cached_tokens": 1,
-        "weight_version": "7",
-        "weight_versions": [],
-        "kv_weight_versions": ["7"],
-        "prefill_weight_versions": [],
+        **METADATA,
         "output_token_logprobs": [(-float(token), token, None) for token in ids],
     }
+
+
+def test_metadata_say_which_weights_in_which_precision_once_an_output_has_ended() -> None:
+    for kind in ("chat", "completion"):
+        call = call_of(kind)
+        writer = ChatWriter(call, return_meta_info=False) if kind == "chat" else CompletionWriter(call)
+        for finish in (None, {"type": "length"}):
+            output = {"text": "a", "output_ids": [1], "meta_info": meta([1], finish)}
+            [piece] = whole_pieces(output)
+            chunk = msgspec.to_builtins(writer.chunk(piece, None))
+            assert chunk.get("metadata") == (None if finish is None else METADATA)
+        assert msgspec.to_builtins(write_answer(writer, call, output))["metadata"] == METADATA
 
 
 def test_a_stream_tells_what_is_new_whatever_the_servers_streams_do() -> None:

@@ -33,6 +33,7 @@ async def outputs() -> AsyncIterator[dict[str, Any]]:
             "weight_versions": [],
             "kv_weight_versions": ["7"],
             "prefill_weight_versions": [],
+            "precision": {},
         }
         yield {"index": index, "text": "a", "output_ids": [1], "meta_info": meta}
 

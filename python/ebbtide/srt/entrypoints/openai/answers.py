@@ -11,6 +11,7 @@ from msgspec import UNSET, Struct, UnsetType, convert
 from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, floored, prompt_logprobs
 from ebbtide.srt.entrypoints.openai.protocol import (
+    AnswerMetadata,
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
@@ -25,7 +26,6 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     TokenLogprob,
     TopLogprob,
     Usage,
-    VersionMetadata,
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 from ebbtide.srt.entrypoints.openai.tool_use import AnswerParts, AnswerReader
@@ -77,9 +77,9 @@ class Piece(Struct, frozen=True):
         return self.finish.get("matched") if self.finish is not None else None
 
     @property
-    def metadata(self) -> VersionMetadata | UnsetType:
-        """The versions, once it has ended."""
-        return convert(self.meta, VersionMetadata) if self.finish is not None else UNSET
+    def metadata(self) -> AnswerMetadata | UnsetType:
+        """Versions and precision, once it has ended."""
+        return convert(self.meta, AnswerMetadata) if self.finish is not None else UNSET
 
 
 def whole_pieces(result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Piece]:

@@ -194,13 +194,14 @@ class Usage(Struct, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
 
-class VersionMetadata(Struct, kw_only=True):
-    """The weights behind a choice; see `/generate`."""
+class AnswerMetadata(Struct, kw_only=True):
+    """The weights behind a choice, and the dtypes that it was computed in; see `/generate`."""
 
     weight_version: str
     weight_versions: list[VersionSpan]
     kv_weight_versions: list[str]
     prefill_weight_versions: list[VersionSpan]
+    precision: dict[str, str]
 
 
 class CompletionLogprobs(Struct, kw_only=True):
@@ -244,7 +245,7 @@ class Completion(Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-    metadata: VersionMetadata | UnsetType = UNSET
+    metadata: AnswerMetadata | UnsetType = UNSET
 
 
 class TopLogprob(Struct, kw_only=True):
@@ -317,7 +318,7 @@ class ChatCompletion(Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    metadata: VersionMetadata
+    metadata: AnswerMetadata
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | UnsetType | None = None
 
@@ -353,7 +354,7 @@ class ChatCompletionChunk(Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    metadata: VersionMetadata | UnsetType = UNSET
+    metadata: AnswerMetadata | UnsetType = UNSET
 
 
 class ModelCard(Struct, kw_only=True):
