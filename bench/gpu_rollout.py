@@ -48,13 +48,11 @@ from gpu_machine import GIB, Machine, synchronize
 from gpu_throughput import least_seconds
 from http_load import clients, run_load
 from numpy.typing import NDArray
-from rollout_calls import NUM_PROMPTS, RL, Rollouts
+from rollout_calls import NUM_PROMPTS, NUM_SAMPLES, RL, Rollouts, output_lens
 from unshared_prefixes import SharingEngine, sharing_folder, unshared
 
 from ebbtide import Engine
 
-NUM_SAMPLES = 8
-MEDIAN_LEN, SIGMA, MAX_LEN = 245, 0.85, 2048
 GREEDY: tuple[dict[str, Any], dict[str, Any]] = ({"temperature": 0.0}, {})
 ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "t1": (RL, {}),
@@ -93,9 +91,7 @@ def measure_reading(device: str, *, tiny: bool) -> list[float]:
 
 
 def lengths(args: argparse.Namespace) -> NDArray[np.int64]:
-    count = NUM_PROMPTS * (1 if args.tiny else NUM_SAMPLES)
-    drawn = np.random.default_rng(1).lognormal(np.log(MEDIAN_LEN), SIGMA, count)
-    return np.clip(drawn, 1, 16 if args.tiny else MAX_LEN).astype(np.int64)
+    return np.minimum(output_lens(NUM_PROMPTS), 16) if args.tiny else output_lens(NUM_PROMPTS * NUM_SAMPLES)
 
 
 def row_key(args: argparse.Namespace, name: str) -> str:

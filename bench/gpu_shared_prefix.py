@@ -2,21 +2,27 @@
 
 In a CUDA graph of 32 calls on pools that no cache holds. `plain` is the kernel as decode steps use it, with
 rows of a group side by side; `plain_mixed` with rows in random order. `shared` reads shared pages once
-per tile of rows; `items` goes through the same list of work without sharing.
+per tile of rows; `items` goes through the same list of work without sharing. `plain_whole` cuts no request.
+With `--grpo` the rows are those that still run after so many steps of 64 prompts with 8 samples each, with
+the lengths of bench/gpu_rollout.py; "shares" is what the engine would do.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from common import write_result
 from gpu_attention import DEVICE, HEAD_DIM, KIND, NUM_CALLS, PAGE_SIZE, replay_ms
+from numpy.typing import NDArray
+from rollout_calls import NUM_PROMPTS, NUM_SAMPLES, output_lens
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionShape
-from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel
+from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel, saves_time
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
     DevicePages,
     HostLens,
@@ -26,6 +32,7 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
 )
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns
 
+Ints = NDArray[np.int64]
 SHAPE = AttentionShape(32, 8, HEAD_DIM, PAGE_SIZE, torch.bfloat16, torch.bfloat16, (KIND,))
 # Groups, rows of each, shared tokens, own tokens.
 CASES = (
@@ -44,10 +51,11 @@ CASES = (
 
 
 class Case:
-    def __init__(self, groups: int, rows: int, shared: int, own: int) -> None:
+    """Groups of so many rows each, which share `shared` tokens and have `own_lens` of their own."""
+
+    def __init__(self, rows_G: Ints, shared: int, own_lens: Ints) -> None:
         rng = np.random.default_rng(0)
-        self.num_rows = groups * rows
-        own_lens = rng.integers(own // 2, own * 3 // 2, self.num_rows)
+        self.num_rows, groups = int(rows_G.sum()), len(rows_G)
         self.lens = (shared + own_lens).astype(np.int32)
         shared_pages = shared // PAGE_SIZE
         num_pages = -(-self.lens // PAGE_SIZE)
@@ -56,7 +64,8 @@ class Case:
         ids = rng.permutation(total).astype(np.int32)
         heads = ids[: groups * shared_pages].reshape(groups, shared_pages)
         rest = np.split(ids[groups * shared_pages :], np.cumsum(num_pages - shared_pages)[:-1])
-        self.tables = [np.concatenate([heads[row // rows], rest[row]]) for row in range(self.num_rows)]
+        group_R = np.repeat(np.arange(groups), rows_G)
+        self.tables = [np.concatenate([heads[group_R[row]], rest[row]]) for row in range(self.num_rows)]
         pool_bytes = 4 * total * PAGE_SIZE * 8 * HEAD_DIM
         size = (total, PAGE_SIZE, 8, HEAD_DIM)
         count = 2 if pool_bytes > 1 << 30 else 4
@@ -65,10 +74,11 @@ class Case:
             for _ in range(count)
         ]
         self.q = torch.randn(self.num_rows, 32, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
+        several_G = rows_G > 1
         self.runs = SharedRuns(
-            np.arange(groups, dtype=np.int32) * rows,
-            np.full(groups, rows, dtype=np.int32),
-            np.full(groups, shared_pages if rows > 1 else 0, dtype=np.int32),
+            (np.cumsum(rows_G) - rows_G)[several_G].astype(np.int32),
+            rows_G[several_G].astype(np.int32),
+            np.full(several_G.sum(), shared_pages, dtype=np.int32),
         )
         self.read_bytes = pool_bytes
 
@@ -92,12 +102,26 @@ def graph_us(call: Any, case: Case) -> float:
         return replay_ms(graph.replay) / NUM_CALLS * 1e3
 
 
-def plain(case: Case, order: np.ndarray, partial: Tensor) -> tuple[float, Tensor]:
+def even(groups: int, rows: int, shared: int, own: int) -> Case:
+    own_lens = np.random.default_rng(0).integers(own // 2, own * 3 // 2, groups * rows)
+    return Case(np.full(groups, rows), shared, own_lens)
+
+
+def grpo(prompt_len: int, num_steps: int) -> Case:
+    """What runs still, `num_steps` after all samples began together; a prompt's last token is not shared."""
+    runs_R = output_lens(NUM_PROMPTS * NUM_SAMPLES) > num_steps
+    rows_G = np.bincount(np.repeat(np.arange(NUM_PROMPTS), NUM_SAMPLES)[runs_R])
+    shared = (prompt_len - 1) // PAGE_SIZE * PAGE_SIZE
+    own_lens = np.full(runs_R.sum(), prompt_len - shared + num_steps)
+    return Case(rows_G[rows_G > 0], shared, own_lens)
+
+
+def plain(case: Case, order: np.ndarray, partial: Tensor, *, whole: bool = False) -> tuple[float, Tensor]:
     indptr, last, indices = case.arrays(order)
     kernel = PrefillKernel(SHAPE, KIND, Workspace(partial), causal=False, backend="fa2")
     q_indptr = torch.arange(case.num_rows + 1, dtype=torch.int32)
     lens = torch.from_numpy(case.lens[order])
-    plan = kernel.plan(HostLens(q_indptr, torch.from_numpy(indptr), lens), captured=True)
+    plan = kernel.plan(HostLens(q_indptr, torch.from_numpy(indptr), lens), captured=True, whole=whole)
     pages = DevicePages(
         q_indptr.to(DEVICE),
         torch.from_numpy(indptr).to(DEVICE),
@@ -124,27 +148,43 @@ def by_items(case: Case, runs: SharedRuns) -> tuple[float, Tensor]:
     return us, out
 
 
+def measure(case: Case, partial: Tensor) -> dict[str, Any]:
+    order = np.arange(case.num_rows)
+    row: dict[str, Any] = {"limit": case.read_bytes / 4.2e6}
+    row["plain"], expected = plain(case, order, partial)
+    row["plain_whole"], _ = plain(case, order, partial, whole=True)
+    row["mixed"], _ = plain(case, np.random.default_rng(1).permutation(case.num_rows), partial)
+    for name, runs in (("shared", case.runs), ("items", NO_RUNS)):
+        row[name], out = by_items(case, runs)
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    return {key: round(value, 1) for key, value in row.items()}
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--grpo", nargs="+", default=[], metavar="PROMPTxSTEPS")
+    parser.add_argument("--label", default="", help="end of the result's name")
+    args = parser.parse_args()
+    cases: dict[str, tuple[Callable[..., Case], tuple[int, ...]]] = {}
+    if args.grpo:
+        cases = {given: (grpo, tuple(map(int, given.split("x")))) for given in args.grpo}
+    else:
+        cases = {
+            f"{groups}x{count}, {shared}+{own}": (even, (groups, count, shared, own))
+            for groups, count, shared, own in CASES
+        }
     rows: list[dict[str, Any]] = []
     partial = torch.zeros(partial_bytes(SHAPE, DEVICE), dtype=torch.uint8, device=DEVICE)
-    for groups, count, shared, own in CASES:
-        case = Case(groups, count, shared, own)
-        row: dict[str, Any] = {
-            "groups": groups,
-            "rows": count,
-            "shared": shared,
-            "own": own,
-        }
-        row["limit"] = round(case.read_bytes / 4.2e6, 1)
-        row["plain"], expected = plain(case, np.arange(case.num_rows), partial)
-        row["mixed"], _ = plain(case, np.random.default_rng(1).permutation(case.num_rows), partial)
-        for name, runs in (("shared", case.runs), ("items", NO_RUNS)):
-            row[name], out = by_items(case, runs)
-            torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
-        row = {key: round(value, 1) if isinstance(value, float) else value for key, value in row.items()}
+    for name, (make, sizes) in cases.items():
+        case = make(*sizes)
+        num_pages = int(((case.lens - 1) // PAGE_SIZE).sum())
+        shares = saves_time(SHAPE, case.num_rows, case.runs.num_saved, num_pages)
+        about = {"case": name, "rows": case.num_rows, "saved_pages": case.runs.num_saved, "shares": shares}
+        row = about | measure(case, partial)
         print(row, flush=True)
         rows.append(row)
-    print(write_result("gpu_shared_prefix", {"batches": rows}))
+        del case
+    print(write_result("gpu_shared_prefix" + (f"_{args.label}" if args.label else ""), {"batches": rows}))
 
 
 if __name__ == "__main__":

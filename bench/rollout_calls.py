@@ -18,8 +18,15 @@ from numpy.typing import NDArray
 
 from ebbtide import Engine
 
-NUM_PROMPTS = 64
+NUM_PROMPTS, NUM_SAMPLES = 64, 8
+MEDIAN_LEN, SIGMA, MAX_LEN = 245, 0.85, 2048
 RL: dict[str, Any] = {"temperature": 1.0}
+
+
+def output_lens(count: int) -> NDArray[np.int64]:
+    """Tokens of so many outputs: log-normal, the same for every run."""
+    drawn = np.random.default_rng(1).lognormal(np.log(MEDIAN_LEN), SIGMA, count)
+    return np.clip(drawn, 1, MAX_LEN).astype(np.int64)
 
 
 class Rollouts:
