@@ -125,7 +125,7 @@ ARCHITECTURE, SIZES = (
 @pytest.mark.parametrize("precision", PRECISIONS if DEVICE.is_cuda else ["both", "rows"])
 def test_answers_are_the_same_to_the_bit_before_and_after(tmp_path: Path, precision: str) -> None:
     folders = [
-        make_checkpoint(tmp_path / name, ARCHITECTURE, seed=seed, **DEVICE.checkpoint, **SIZES)
+        make_checkpoint(tmp_path / name, ARCHITECTURE, seed=seed, **(DEVICE.checkpoint | SIZES))
         for seed, name in enumerate("ab")
     ]
     weights, others = (load_file(folder / "model.safetensors") for folder in folders)
