@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from fixtures.checkpoints import make_checkpoint
+from fixtures.eight_bits import SHAPE, in_eight_bits
 from fixtures.real_rank import RealRank
 from safetensors.torch import load_file
 
@@ -202,6 +204,24 @@ def test_nan_and_inf_are_named(rank: RealRank, checkpoints: tuple[Path, Path]) -
     assert reply.num_nonfinite == 2
     assert "hold NaN or Inf: model.layers.0.mlp.up_proj.weight, model.norm.weight." in reply.message
     assert rank.apply(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[0]))).num_nonfinite == 0
+
+
+@pytest.mark.parametrize("staging", ["always", "never"])
+@pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8"])
+def test_nan_that_comes_in_8_bits_is_named(quantization: str, staging: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "Qwen3ForCausalLM", **SHAPE)
+    rank = RealRank(folder, quantization=quantization, update_staging=staging)
+    tensors = in_eight_bits(load_file(folder / "model.safetensors"), quantization)
+    name = "model.layers.0.mlp.up_proj.weight"
+    for bits, named in ((0xFE, []), (0xFF, [name])):
+        tensors[name].view(torch.uint8)[3, 5] = bits
+        reply = rank.apply(
+            UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[safetensors.torch.save(tensors)], load_format="safetensors"
+            )
+        )
+        assert (reply.num_nonfinite, name in reply.message) == (len(named), bool(named))
+    rank.store.arena.close()
 
 
 def test_a_broadcast_that_is_refused_unopened_is_known_by_name(rank: RealRank) -> None:

@@ -2,13 +2,21 @@
 
 import math
 import os
+from itertools import product
 
 import pytest
 import torch
 
 from ebbtide.srt.layers.fp8 import FP8, dequantize, quantize_into
 from ebbtide.srt.model_executor import weight_copies
-from ebbtide.srt.model_executor.weight_copies import LOOKED_AT_ONCE, NonFinite, Run, WeightCopies
+from ebbtide.srt.model_executor.weight_copies import (
+    EXPONENTS,
+    LOOKED_AT_ONCE,
+    Destination,
+    NonFinite,
+    Run,
+    WeightCopies,
+)
 
 HAS_GPU = torch.cuda.is_available()  # noqa: TID251
 BFLOAT16, HALF, FLOAT, BYTES = torch.bfloat16, torch.float16, torch.float32, torch.uint8
@@ -71,6 +79,50 @@ def test_planned_copies_bring_every_byte_and_name_what_is_not_finite(
         assert torch.equal(arena[start:stop].cpu(), tensor.view(BYTES))
     assert torch.equal(arena[end : end + 64].cpu(), part[32:48].view(BYTES).cpu())
     assert not arena[end + 64 :].any()
+
+
+def every_number(dtype: torch.dtype) -> torch.Tensor:
+    """Of each pattern of bits one; of 32 bits those with few ones, or few zeros, at either end."""
+    if dtype == FLOAT:
+        few = [sign << 31 | (1 << n) - 1 << m for sign in (0, 1) for n in range(32) for m in range(32 - n)]
+        return torch.tensor(few).to(torch.int32).view(dtype)
+    num_bits = 8 * dtype.itemsize
+    return torch.arange(1 << num_bits).to({8: BYTES, 16: torch.int16}[num_bits]).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", list(EXPONENTS), ids=str)
+def test_a_planned_copy_tells_each_number_that_is_not_finite_from_all_that_are(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    from ebbtide.srt.layers.kernels import copy_spans
+
+    # One program for each of them: most would have nothing to do.
+    monkeypatch.setattr(copy_spans, "PIECES", 1)
+    monkeypatch.setattr(copy_spans, "ROW_BYTES", copy_spans.PIECE_BYTES)
+    numbers = every_number(dtype)
+    is_finite = numbers.to(FLOAT).isfinite()
+    good, bad = numbers.view(BYTES).view(-1, dtype.itemsize)[is_finite], numbers[~is_finite]
+    padding = torch.zeros(-good.numel() % 16, dtype=BYTES)
+    places, sources = range(4 // dtype.itemsize), {}
+    # Each number at each place in a word of 32 bits; and of the others some, beside numbers nearly like them.
+    for place in places:
+        sources[f"good at {place}"] = torch.cat([good.roll(place, 0).flatten(), padding]).view(dtype)
+    for number, place in product({0, len(bad) // 2, len(bad) - 1}, places):
+        beside = good[-1].repeat(16 // dtype.itemsize).view(dtype)
+        beside[place] = bad[number]
+        sources[f"bad {number} at {place}"] = beside
+    sources = {name: tensor.to(device) for name, tensor in sources.items()}
+    arena, copies, end = torch.zeros(1 << 20, dtype=BYTES, device=device), WeightCopies(device), 0
+    for name, tensor in sources.items():
+        assert copies.plan(name, tensor, Run(end, tensor.nbytes, 0, dtype), arena.data_ptr())
+        end += tensor.nbytes
+    assert copies.prepare(arena.data_ptr()) is not None
+    assert sum(copies.launch()) == end
+
+    torch.zeros(1, device=device).item()  # everything that was launched has run
+    assert copies.nonfinite() == [name for name in sources if name.startswith("bad")]
+    copied = torch.cat([tensor.view(BYTES) for tensor in sources.values()])
+    assert torch.equal(arena[:end], copied)
 
 
 @pytest.mark.parametrize("is_taken_again", [False, True])
@@ -159,9 +211,25 @@ def test_nan_and_inf_are_found_and_what_is_merely_large_is_not() -> None:
         "large half": torch.full((100,), 6e4, dtype=torch.float16),
         "empty": torch.empty(0),
         "integers": torch.ones(2, dtype=torch.int8),
+        "eight bits": every_number(FP8)[:0x7F],
+        "eight bits below zero": every_number(FP8)[0x80:0xFF],
+        "eight bits, nan": every_number(FP8)[:0x80],
+        "eight bits, nan below zero": torch.arange(0xF0, 0x100).to(BYTES).view(FP8).view(4, 4)[:, 3:],
+        "no eight bits": torch.empty(0, dtype=FP8),
     }
     nonfinite = NonFinite()
     for name, region in regions.items():
         nonfinite.add(name, region)
     nonfinite.finish()
-    assert nonfinite.names() == ["nan", "inf"]
+    assert nonfinite.names() == ["nan", "inf", "eight bits, nan", "eight bits, nan below zero"]
+    only = NonFinite()
+    only.add("nan", regions["eight bits, nan"])
+    only.finish()
+    assert only.names() == ["nan"]
+
+
+def test_scales_tell_of_what_was_quantised_and_values_of_what_came_in_8_bits() -> None:
+    region, scales = torch.zeros(128, 128, dtype=FP8), torch.ones(1, 1)
+    assert Destination(region, None, scales=scales).telling(BFLOAT16) is scales
+    assert Destination(region, None, scales=scales).telling(FP8) is region
+    assert Destination(scales, None).telling(BFLOAT16) is scales

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 AnyTensor = TypeVar("AnyTensor", Tensor, StoredTensor, Tensor | StoredTensor)
 
-# Narrower floating types mean nothing without the scales that belong to them.
+# Narrower floating types mean nothing without the scales that belong to them; FP8's NaN is one with any.
 CONVERTIBLE: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 # Tensors that are looked at for NaN and Inf by one call.
 LOOKED_AT_ONCE: Final = 64
@@ -30,11 +30,12 @@ LOOKED_AT_ONCE: Final = 64
 LAUNCH_BYTES: Final = 2 << 30
 # What addresses and lengths of planned copies are multiples of.
 ALIGNMENT_BYTES: Final = 16
-# The bits that are all ones in NaN and Inf, in the lower and in the upper half of 32 bits.
+# The bits that are all ones in NaN and Inf, in 32 bits of elements, and the lowest of those in each element.
 EXPONENTS: Final = {
-    torch.bfloat16: (0x7F80, 0x7F800000),
-    torch.float16: (0x7C00, 0x7C000000),
-    torch.float32: (0x7F800000, 0x7F800000),
+    FP8: (0x7F7F7F7F, 0x01010101),
+    torch.bfloat16: (0x7F807F80, 0x00800080),
+    torch.float16: (0x7C007C00, 0x04000400),
+    torch.float32: (0x7F800000, 0x00800000),
 }
 
 
@@ -66,10 +67,9 @@ class Destination:
         part = self.part
         return tensor if part is None else tensor.narrow(part.dim, part.start, part.length)
 
-    @property
-    def telling(self) -> Tensor:
-        """What holds NaN or Inf if what was written does."""
-        return self.region if self.scales is None else self.scales
+    def telling(self, dtype: torch.dtype) -> Tensor:
+        """What holds NaN or Inf if the tensor of this dtype does that was written."""
+        return self.region if self.scales is None or dtype == self.region.dtype else self.scales
 
     def write(self, tensor: Tensor) -> None:
         """Write a whole tensor that the store's `check` accepts."""
@@ -333,11 +333,14 @@ class NonFinite:
         self._named: list[tuple[str, Tensor]] = []
         self._num_looked_at = 0
         self._norms: list[Tensor] = []
-        self._is_finite: Tensor | None = None
+        self._in_eight_bits: list[tuple[str, Tensor]] = []
+        self._is_good: Tensor | None = None
 
     def add(self, name: str, region: Tensor) -> None:
-        """Look at it, now or later. Types that have no Inf or mean nothing without scales are skipped."""
-        if region.dtype in CONVERTIBLE:
+        """Look at it, now or later. Types that have neither NaN nor Inf are skipped."""
+        if region.dtype == FP8:
+            self._in_eight_bits.append((name, _has_no_nan(region)))
+        elif region.dtype in CONVERTIBLE:
             self._named.append((name, region))
         if len(self._named) - self._num_looked_at == LOOKED_AT_ONCE:
             self._look()
@@ -345,20 +348,32 @@ class NonFinite:
     def finish(self) -> None:
         """After the last `add`, launch the looks that are left, and the reading of what they find."""
         self._look()
-        if self._norms:
-            self._is_finite = download(torch.stack(self._norms).isfinite())
+        found = [torch.stack(self._norms).isfinite()] if self._norms else []
+        if self._in_eight_bits:
+            found.append(torch.stack([is_good for _, is_good in self._in_eight_bits]))
+        if found:
+            self._is_good = download(torch.cat(found))
 
     def names(self) -> list[str]:
         """The tensors with NaN or Inf, once everything that was launched has run."""
-        if self._is_finite is None:
+        if self._is_good is None:
             return []
+        is_good = self._is_good.tolist()
         # A norm may be infinite where nothing else is: only those few are waited for.
-        looked_at = zip(self._named, self._is_finite.tolist(), strict=True)
-        suspects = [named for named, is_finite in looked_at if not is_finite]
-        return [name for name, region in suspects if not bool(region.isfinite().all())]
+        suspects = [named for named, good in zip(self._named, is_good, strict=False) if not good]
+        names = [name for name, region in suspects if not bool(region.isfinite().all())]
+        of_nan = zip(self._in_eight_bits, is_good[len(self._named) :], strict=True)
+        return names + [name for (name, _), good in of_nan if not good]
 
     def _look(self) -> None:
         regions = [region for _, region in self._named[self._num_looked_at :]]
         self._num_looked_at = len(self._named)
         if regions:
             self._norms += torch._foreach_norm(regions, 2, dtype=torch.float32)
+
+
+def _has_no_nan(region: Tensor) -> Tensor:
+    """Whether FP8 holds no NaN, whose bits are the largest of either sign: a bool on its device."""
+    if region.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=region.device)
+    return (region.view(torch.int8).max() < 0x7F) & (region.view(torch.uint8).max() < 0xFF)

@@ -47,8 +47,8 @@ class HostCopies:
         self._spans = spans_S5.tolist()
 
     def launch(self, launch_bytes: int) -> Iterator[int]:
-        for number, (source, destination, num_bytes, lower, upper) in enumerate(self._spans):
-            assert (lower, upper) == EXPONENTS[torch.float32]
+        for number, (source, destination, num_bytes, *looked_for) in enumerate(self._spans):
+            assert tuple(looked_for) == EXPONENTS[torch.float32]
             ctypes.memmove(destination, source, num_bytes)
             copied = np.frombuffer((ctypes.c_char * num_bytes).from_address(destination), np.float32)
             self.found_S[number] = int(not np.isfinite(copied).all())

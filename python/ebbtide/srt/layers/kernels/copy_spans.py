@@ -26,9 +26,10 @@ class SpanCopies:
     """So many copies, ready to be launched, on the stream that they were made on.
 
     Args:
-        spans_S5: addresses of source and destination, bytes, and two masks: 32 bits of the source in which
-            all bits of a mask are set hold NaN or Inf (zeros: nothing is looked for). The first three are
-            multiples of 16. All of that memory must live until the copies have run.
+        spans_S5: addresses of source and destination, bytes, and of 32 bits of the source those that are all
+            ones in an element that is NaN or Inf, and the lowest of these in each element (zeros: nothing is
+            looked for). The first three are multiples of 16. All of that memory must live until the copies
+            have run.
         device: where it lies.
 
     Attributes:
@@ -61,7 +62,7 @@ class SpanCopies:
 
 
 def _rows(spans_S5: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Bytes of each row [R]; and source, destination, words of 32 bits, span and the masks [R, 6]."""
+    """Bytes of each row [R]; source, destination, words of 32 bits, span and what is looked for [R, 6]."""
     num_bytes_S = spans_S5[:, 2]
     num_rows_S = -(-num_bytes_S // ROW_BYTES)
     span_R = np.repeat(np.arange(len(spans_S5)), num_rows_S)
@@ -85,13 +86,16 @@ def _copy_rows(  # type: ignore[no-untyped-def]
     source_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.int32)), 16)
     destination_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(tl.int32)), 16)
     num_words = tl.multiple_of(tl.load(row_ptr + 2).to(tl.int32), 4)
-    lower, upper = tl.load(row_ptr + 4).to(tl.int32), tl.load(row_ptr + 5).to(tl.int32)
+    ones, lowest = tl.load(row_ptr + 4), tl.load(row_ptr + 5)
+    # Where all are ones, adding the lowest carries into the bit above them, which is an element's sign.
+    carried = (ones + lowest).to(tl.int32)
+    ones, lowest = ones.to(tl.int32), lowest.to(tl.int32)
     first = (program % PIECES) * WORDS * STEPS
     found = tl.zeros((WORDS,), tl.int32)
     for step in range(STEPS):
         word = first + step * WORDS + tl.arange(0, WORDS)
         values = tl.load(source_ptr + word, mask=word < num_words, other=0)
         tl.store(destination_ptr + word, values, mask=word < num_words)
-        found |= ((values & lower) == lower).to(tl.int32) | ((values & upper) == upper).to(tl.int32)
-    is_found = (tl.max(found, axis=0) > 0) & (lower != 0)
+        found |= ((values & ones) + lowest) & carried
+    is_found = tl.max((found != 0).to(tl.int32), axis=0) > 0
     tl.store(found_ptr + tl.load(row_ptr + 3), 1, mask=is_found)

@@ -269,7 +269,9 @@ class IncomingTensors:
         def destinations() -> list[Destination | None]:
             made = [store.destination(entry.name, staging.shadow) for entry in source.entries]
             named = zip(source.entries, made, strict=True)
-            self._received = [(entry.name, place.telling) for entry, place in named if place is not None]
+            self._received = [
+                (entry.name, place.telling(entry.dtype)) for entry, place in named if place is not None
+            ]
             return made
 
         self._receives_into = staging
@@ -439,7 +441,7 @@ class IncomingTensors:
                 yield from store.write_by_slices(name, tensor, shadow, direct)
                 written = store.destination(name, shadow, direct)
                 if written is not None:
-                    self._looked_at.add(name, written.telling)
+                    self._looked_at.add(name, written.telling(tensor.dtype))
         except RequestRejected as error:
             if staging.is_staged:
                 raise
