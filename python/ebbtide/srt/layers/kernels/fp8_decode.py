@@ -2,12 +2,9 @@
 
 A program takes one request's queries that share a KV head, and all of the keys or a part of them. Two
 numbers of FP8 lie in a word of 16 bits. Words, and not bytes, go from memory to the registers of tensor
-cores, where two float16 are made of each with shifts and masks: a number's bits, moved, are those of the
-number times 2⁻⁸. So the even and the odd dimensions of heads are products of their own. Every number of FP8
-is one of float16, and so is every query of bfloat16 of ordinary size: nothing is rounded but the weights, to
-11 bits.
-
-What is no number in FP8 is read as ±480.
+cores, where two float16 are made of each. So the even and the odd dimensions of heads are products of their
+own. Every number of FP8 is one of float16, and so is every query of bfloat16 of ordinary size: nothing is
+rounded but the weights, to 11 bits.
 
 Shapes: T tokens, one of each request, N query heads, K KV heads, H head_dim, P pages, S page_size, C parts.
 """
@@ -21,12 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.kernels.exponent import exp2_or_0
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.paged_attention import Pages, room_for_parts
 
-_ROWS = 16
-# The best of those that were tried (bench/gpu_fp8_kv.py, on an H200).
-_KEYS, _WARPS, _STAGES = 128, 4, 3
+# The best of those that were tried (bench/gpu_fp8_kv.py, on an H200). Four programs find room on a
+# multiprocessor, if they keep to so many registers: for the most common heads they do.
+_KEYS, _WARPS, _STAGES, _REGISTERS = 128, 4, 3, 128
+# Columns of a product on tensor cores.
+_FEWEST_QUERIES = 8
 _PROGRAMS_PER_SM, _MAX_SPLITS = 4, 32
 _UNALIGNED = ["kv_indptr", "kv_indices", "last_page_len"]
 
@@ -51,9 +51,10 @@ def attend_fp8(
     """
     num_requests, num_q_heads, head_dim = q_TNH.shape
     num_kv_heads = k_PSKH.shape[2]
+    queries = max(_FEWEST_QUERIES, triton.next_power_of_2(num_q_heads // num_kv_heads))
     splits = _num_splits(num_requests * num_kv_heads, q_TNH.device)
     parts_CTNH, sums_CTN = room_for_parts(out_TNH, splits)
-    _attend[(num_requests, num_kv_heads * splits)](
+    _attend[(num_kv_heads, num_requests * splits)](
         q_TNH,
         k_PSKH.view(torch.int16),
         v_PSKH.view(torch.int16),
@@ -72,11 +73,12 @@ def attend_fp8(
         WINDOW=window if window is not None else 0,
         CAPPED=soft_cap is not None,
         SPLITS=splits,
-        BLOCK_ROWS=_ROWS,
+        BLOCK_QUERIES=queries,
         BLOCK_KEYS=_KEYS,
         ASM=q_TNH.is_cuda,
         num_warps=_WARPS,
         num_stages=_STAGES,
+        maxnreg=_REGISTERS if head_dim <= 128 and queries == _FEWEST_QUERIES else None,
         **overlap_options(q_TNH),
     )
     if splits > 1:
@@ -119,30 +121,33 @@ def _attend(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     ASM: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Write the output; of several parts, each one's output and the logarithm of its sum of weights."""
+    """Write the output; of several parts, each one's output and the logarithm of its sum of weights.
+
+    Keys are the rows of products and queries the columns: those come by the eight, rows by the sixteen.
+    """
     GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
-    # What a float16 made of the bits of FP8 is to be multiplied by.
-    UNIT: tl.constexpr = 256.0
+    LOG2_E: tl.constexpr = 1.4426950408889634
     if OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    request = tl.program_id(0)
-    kv_head, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
+    # Programs that run beside each other read the heads of one request, which lie beside each other.
+    kv_head = tl.program_id(0)
+    request, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
     first_page = tl.load(kv_indptr + request)
     num_pages = tl.load(kv_indptr + request + 1) - first_page
     end = (num_pages - 1) * PAGE_SIZE + tl.load(last_page_len + request)
-    row = tl.arange(0, BLOCK_ROWS)
-    present = row < GROUP
-    q_row = request.to(tl.int64) * NUM_Q_HEADS + kv_head * GROUP + row
-    pair = tl.arange(0, HALF)[None, :]
-    q_at = q_ptr + q_row[:, None] * (2 * HALF) + 2 * pair
-    q_even = tl.load(q_at, mask=present[:, None], other=0.0).to(tl.float16)
-    q_odd = tl.load(q_at + 1, mask=present[:, None], other=0.0).to(tl.float16)
+    query = tl.arange(0, BLOCK_QUERIES)
+    present = query < GROUP
+    q_row = request.to(tl.int64) * NUM_Q_HEADS + kv_head * GROUP + query
+    pair = tl.arange(0, HALF)
+    q_at = q_ptr + q_row[None, :] * (2 * HALF) + 2 * pair[:, None]
+    q_even = tl.load(q_at, mask=present[None, :], other=0.0).to(tl.float16)
+    q_odd = tl.load(q_at + 1, mask=present[None, :], other=0.0).to(tl.float16)
 
     begin = end - end
     if WINDOW > 0:
@@ -151,58 +156,60 @@ def _attend(  # type: ignore[no-untyped-def]
         part = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
         begin += split * part
         end = tl.minimum(end, begin + part)
-    best = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_ROWS,), tl.float32)
-    out_even = tl.zeros((BLOCK_ROWS, HALF), tl.float32)
-    out_odd = tl.zeros((BLOCK_ROWS, HALF), tl.float32)
+    factor = scale if CAPPED else scale * LOG2_E
+    best = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
+    # The sum of weights is taken at the end: a sum over keys makes threads wait for each other.
+    total = tl.zeros((BLOCK_KEYS, BLOCK_QUERIES), tl.float32)
+    out_even = tl.zeros((HALF, BLOCK_QUERIES), tl.float32)
+    out_odd = tl.zeros((HALF, BLOCK_QUERIES), tl.float32)
     for start in range(begin, end, BLOCK_KEYS):
         key = start + tl.arange(0, BLOCK_KEYS)
         seen = key < end
         page = tl.load(kv_indices + first_page + key // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
-        slot = page * PAGE_SIZE + key % PAGE_SIZE
-        at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HALF + pair
-        k_even, k_odd = _both(tl.load(k_ptr + at, mask=seen[:, None], other=0), ASM)
-        v_even, v_odd = _both(tl.load(v_ptr + at, mask=seen[:, None], other=0), ASM)
-        score = tl.dot(q_even, tl.trans(k_even))
-        score = tl.dot(q_odd, tl.trans(k_odd), score) * (scale * UNIT)
+        at = ((page * PAGE_SIZE + key % PAGE_SIZE) * NUM_KV_HEADS + kv_head) * HALF
+        # Values are read as columns: as rows, Triton would not load them ahead of the products before them.
+        k_words = tl.load(k_ptr + (at[:, None] + pair[None, :]), mask=seen[:, None], other=0)
+        v_words = tl.load(v_ptr + (at[None, :] + pair[:, None]), mask=seen[None, :], other=0)
+        k_even, k_odd = _both(k_words, ASM)
+        v_even, v_odd = _both(v_words, ASM)
+        score = tl.dot(k_even, q_even)
+        score = tl.dot(k_odd, q_odd, score) * factor
         if CAPPED:
             # tanh(z) = 1 − 2 / (1 + exp(2z))
-            score = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp(2.0 * score / soft_cap))
-        score = tl.where(seen[None, :], score, float("-inf"))
-        new_best = tl.maximum(best, tl.max(score, axis=1))
-        weight = tl.exp(score - new_best[:, None])
-        shrink = tl.exp(best - new_best)
-        total = total * shrink + tl.sum(weight, axis=1)
+            score = (soft_cap - 2.0 * soft_cap / (1.0 + tl.exp(2.0 * score / soft_cap))) * LOG2_E
+        score = tl.where(seen[:, None], score, float("-inf"))
+        new_best = tl.maximum(best, tl.max(score, axis=0))
+        weight = exp2_or_0(score - new_best[None, :], ASM)
+        shrink = exp2_or_0(best - new_best, ASM)[None, :]
+        total = total * shrink + weight
         weight_half = weight.to(tl.float16)
-        out_even = tl.dot(weight_half, v_even, out_even * shrink[:, None])
-        out_odd = tl.dot(weight_half, v_odd, out_odd * shrink[:, None])
+        out_even = tl.dot(v_even, weight_half, out_even * shrink)
+        out_odd = tl.dot(v_odd, weight_half, out_odd * shrink)
         best = new_best
-    divisor = tl.where(total > 0.0, total, 1.0)
+    sum_of_weights = tl.sum(total, axis=0)
+    divisor = tl.where(sum_of_weights > 0.0, sum_of_weights, 1.0)
     if SPLITS > 1:
         q_row += split.to(tl.int64) * num_tokens * NUM_Q_HEADS
-        tl.store(sum_ptr + q_row, best + tl.log(divisor), mask=present)
-    out = tl.interleave(out_even, out_odd) * (UNIT / divisor)[:, None]
+        tl.store(sum_ptr + q_row, best / LOG2_E + tl.log(divisor), mask=present)
+    out = tl.interleave(tl.trans(out_even), tl.trans(out_odd)) / divisor[:, None]
     dim = tl.arange(0, 2 * HALF)[None, :]
     tl.store(out_ptr + q_row[:, None] * (2 * HALF) + dim, out, mask=present[:, None])
 
 
 @triton.jit
 def _both(words, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The numbers in the lower and in the upper halves of words, times 2⁻⁸."""
+    """The numbers in the lower and in the upper halves of words."""
     if ASM:
-        # Two words at a time.
+        # Two words at a time, whose bytes are put in order first. Triton's own conversion would first make
+        # bytes of words, one by one.
         return tl.inline_asm_elementwise(
             """{
-                .reg .b32 a, b;
-                shl.b32 a, $2, 7;
-                and.b32 a, a, 0x3f803f80;
-                shl.b32 b, $2, 8;
-                and.b32 b, b, 0x80008000;
-                or.b32 $0, a, b;
-                shr.u32 a, $2, 1;
-                and.b32 a, a, 0x3f803f80;
-                and.b32 b, $2, 0x80008000;
-                or.b32 $1, a, b;
+                .reg .b32 a;
+                .reg .b16 lower, upper;
+                prmt.b32 a, $2, 0, 0x3120;
+                mov.b32 {lower, upper}, a;
+                cvt.rn.f16x2.e4m3x2 $0, lower;
+                cvt.rn.f16x2.e4m3x2 $1, upper;
             }""",
             "=r,=r,r",
             [words],
@@ -210,12 +217,9 @@ def _both(words, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
             is_pure=True,
             pack=2,
         )
-    lower = ((words << 7) & 0x3F80) | ((words << 8) & -0x8000)
-    upper = ((words >> 1) & 0x3F80) | (words & -0x8000)
-    return (
-        lower.to(tl.int16).to(tl.float16, bitcast=True),
-        upper.to(tl.int16).to(tl.float16, bitcast=True),
-    )
+    lower = words.to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    upper = (words >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    return lower.to(tl.float16), upper.to(tl.float16)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
