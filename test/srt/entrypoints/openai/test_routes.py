@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import httpx
 import openai
 import pydantic
 import pytest
@@ -14,6 +15,7 @@ MESSAGES: Any = [{"role": "user", "content": "ebb?"}]
 # What the tokenizer's template makes of them.
 RENDERED = "user: ebb?\nassistant: "
 NUM_TOKENS = 8
+PROMPT = [5, 6, 7]
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +30,15 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def ok(response: httpx.Response) -> Any:
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
 def generate(server: Server, text: str, num_tokens: int = NUM_TOKENS, **fields: Any) -> Any:
     """What `/generate` makes of it, greedily."""
     params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    response = server.post("/generate", {"text": text, "sampling_params": params, **fields})
-    assert response.status_code == 200, response.text
-    return response.json()
+    return ok(server.post("/generate", {"text": text, "sampling_params": params, **fields}))
 
 
 def extra(answer: Any) -> dict[str, Any]:
@@ -275,3 +280,71 @@ def test_tools_that_make_no_sense_are_refused(
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model=NAME, messages=MESSAGES, **fields)
     assert problem in refused.value.message
+
+
+# --------------------------------------------------------------------------- fields of clients of vLLM's
+
+
+def test_a_teacher_scores_prompts(server: Server) -> None:
+    asked = {"prompt": [PROMPT, PROMPT], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 2}
+    choices = ok(server.post("/v1/completions", asked))["choices"]
+    scored = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    scored |= {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+    expected = ok(server.post("/generate", scored))["meta_info"]
+    for choice in choices:
+        assert choice["logprobs"] is None
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        for position, told in enumerate(others, 1):
+            own, top = expected["input_token_logprobs"][position], expected["input_top_logprobs"][position]
+            assert told[str(PROMPT[position])]["logprob"] == pytest.approx(own[0])
+            ranked = sorted(told.items(), key=lambda item: item[1]["rank"])
+            assert [int(token_id) for token_id, _ in ranked[:2]] == [token_id for _, token_id, _ in top]
+            assert [item["rank"] for _, item in ranked] == list(range(1, len(told) + 1))
+    refused = server.post("/v1/completions", {**asked, "stream": True})
+    assert (refused.status_code, refused.json()["message"]) == (400, "prompt_logprobs: not in a stream")
+
+
+def test_a_chat_has_ids_in_vllms_places(server: Server) -> None:
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "temperature": 0.0}
+    asked |= {"return_token_ids": True, "logprobs": True, "top_logprobs": 1, "chat_template_kwargs": {}}
+    answer = ok(server.client.post("/v1/chat/completions", json=asked, headers={"X-Request-Id": "7"}))
+    [choice] = answer["choices"]
+    assert answer["id"] == "chatcmpl-7"
+    assert answer["prompt_token_ids"] == choice["prompt_token_ids"]
+    assert choice["token_ids"] == choice["response_token_ids"]
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == 4
+    stopping = choice["token_ids"][1]
+    stopped = ok(server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "temperature": 0.0}))
+    assert stopped["choices"][0]["stop_reason"] is None
+    asked |= {"stop_token_ids": [stopping]}
+    assert ok(server.post("/v1/chat/completions", asked))["choices"][0]["stop_reason"] == stopping
+
+
+def test_ids_that_may_come_and_ids_that_are_told(server: Server) -> None:
+    asked = {"allowed_token_ids": [9, 10], "logprob_token_ids": [9, 11], "logprobs": 0}
+    shape = {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    [choice] = ok(server.post("/v1/completions", {**shape, **asked}))["choices"]
+    assert set(choice["token_ids"]) <= {9, 10}
+    for told in choice["logprobs"]["top_logprobs"]:
+        assert told["token_id:9"] > -50.0
+        assert told["token_id:11"] == -9999.0
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 8, **asked}}
+    [choice] = ok(server.post("/inference/v1/generate", body))["choices"]
+    assert set(choice["token_ids"]) <= {9, 10}
+    for token in choice["logprobs"]["content"]:
+        listed = {each["token_id"]: each["logprob"] for each in token["top_logprobs"]}
+        assert listed.keys() == {token["token_id"], 9, 11}
+        assert listed[11] == -9999.0
+    asked = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    word = ok(server.post("/v1/completions", asked))["choices"][0]["text"].strip()[2:4]
+    [other] = ok(server.post("/v1/completions", {**asked, "bad_words": [word]}))["choices"]
+    assert word not in other["text"]
+    for wrong, message in (
+        ({"bad_words": [""]}, "words"),
+        ({"allowed_token_ids": []}, "at least one"),
+        ({"allowed_token_ids": [999]}, "999"),
+    ):
+        refused = server.post("/v1/completions", {"prompt": PROMPT, **wrong})
+        assert refused.status_code == 400
+        assert message in refused.json()["message"]
