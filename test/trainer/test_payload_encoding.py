@@ -99,6 +99,14 @@ def test_a_payload_that_nobody_opened_leaves_nothing(left_behind: LeftBehind) ->
     assert left_behind() == set()
 
 
+def test_a_payload_that_is_lost_leaves_nothing(left_behind: LeftBehind) -> None:
+    shared = serialize_tensors(named())
+    assert len(left_behind()) == 1
+    del shared
+    gc.collect()
+    assert left_behind() == set()
+
+
 def test_no_tensors_are_a_payload_too() -> None:
     with serialize_tensors([]) as shared:
         assert received(shared.payload) == {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 import weakref
@@ -104,7 +103,6 @@ class RayFleet:
             self._runner.end,
             _ending(self._supervisors),
             _stopping(self._replicas, self._threads, self._is_ending),
-            os.getpid(),
         )
         self._runner.wait(self._open())
 

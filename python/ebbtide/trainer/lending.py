@@ -151,7 +151,12 @@ class Counts:
 
 def _remove(descriptor: int, path: Path, pid: int) -> None:
     os.close(descriptor)
-    if os.getpid() == pid:  # and not in a process that was forked off
+    remove_own(path, pid)
+
+
+def remove_own(path: Path, pid: int) -> None:
+    """Remove a file of the process `pid`, in that process; not in one that was forked off."""
+    if os.getpid() == pid:
         path.unlink(missing_ok=True)
 
 

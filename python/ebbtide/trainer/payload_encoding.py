@@ -26,6 +26,7 @@ import io
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
@@ -40,7 +41,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
 from ebbtide.srt.weight_sync.payload.tensor_list import HostStorage, Listing
-from ebbtide.trainer.lending import LentTensors, Payload, lend, uuid_of
+from ebbtide.trainer.lending import LentTensors, Payload, lend, remove_own, uuid_of
 from ebbtide.trainer.standing_loans import StandingLoans
 
 logger = logging.getLogger(__name__)
@@ -81,14 +82,14 @@ class SharedTensors(Payload):
     def __init__(self, entries: Sequence[bytes], storage: torch.UntypedStorage, handle: bytes) -> None:
         super().__init__(entries)
         self._storage: torch.UntypedStorage | None = storage
-        self._path = object_path(handle)
+        # Also where nobody closes it: a caller that is interrupted may never get to see it.
+        self._remove = weakref.finalize(self, remove_own, object_path(handle), os.getpid())
 
     def close(self) -> None:
         """Frees the shared memory, also when an entry was never opened. Idempotent."""
-        if self._storage is not None:
-            self._storage = None
-            # What is left now is the reference of a receiver that never took it.
-            self._path.unlink(missing_ok=True)
+        self._storage = None
+        # What is left now is the reference of a receiver that never took it.
+        self._remove()
 
 
 class WholeTensors(Payload):

@@ -205,6 +205,38 @@ def use_until_a_process_dies() -> list[int]:
     return list(pids.values())
 
 
+def test_a_fork_of_the_caller_is_told_so_and_leaves_the_engine_alone() -> None:
+    with NullEngine() as engine:
+        stream = engine.generate(input_ids=[5], sampling_params=ENDLESS, stream=True)
+        next(stream)
+        forked = os.fork()
+        if forked == 0:
+            # Ends the fork if it hangs.
+            signal.alarm(60)
+            try:
+                refused = f"belongs to process {os.getppid()}, and this is a fork"
+                for call in (lambda: engine.generate(input_ids=[5]), engine.model_info, lambda: next(stream)):
+                    with pytest.raises(EngineError, match=refused):
+                        call()
+                stream.close()
+                engine.shutdown()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(forked, 0)[1] == 0
+        next(stream)
+        assert len(engine.generate(input_ids=[5], sampling_params=GREEDY)["output_ids"]) == 8
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_stream_that_outlives_its_engine_is_dropped_without_a_word() -> None:
+    with NullEngine() as engine:
+        stream = engine.generate(input_ids=[5], sampling_params=ENDLESS, stream=True)
+        next(stream)
+    del stream
+    gc.collect()
+
+
 def test_an_engine_in_an_event_loop() -> None:
     async def main() -> list[int]:
         async with NullEngine() as engine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -49,9 +48,7 @@ class Engine(WeightMethods):
         service = self._service = self._start(server_args)
         self._runner = LoopThread()
         # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
-        self._finalizer = weakref.finalize(
-            self, self._runner.end, service.close, service.shutdown, os.getpid()
-        )
+        self._finalizer = weakref.finalize(self, self._runner.end, service.close, service.shutdown)
         try:
             self._wait(self._service.open())
         except BaseException:

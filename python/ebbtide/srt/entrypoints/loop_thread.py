@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import threading
@@ -29,24 +30,38 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="ebbtide-engine", daemon=True)
         self._lock = threading.Lock()
         self._is_open = True
+        self._owner_pid = os.getpid()
         self._thread.start()
 
     @property
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
 
+    @property
+    def _is_ours(self) -> bool:
+        """Whether this is the process of the thread: a fork has the loop without it."""
+        return os.getpid() == self._owner_pid
+
     def check_open(self) -> None:
+        if not self._is_ours:
+            raise EngineError(
+                f"the engine belongs to process {self._owner_pid}, and this is a fork of it: ask it there"
+            )
         if not self._is_open:
             raise EngineError("the engine has been shut down")
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop. Raises `EngineError` once the loop has been closed."""
-        # The lock: what is submitted gets to run, or is refused, but never waits in a loop that has stopped.
-        with self._lock:
-            if self._is_open:
+        """Run a coroutine in the loop. Raises `EngineError` once that has been closed, and in a fork."""
+        try:
+            # Ahead of the lock: a fork may have got it held, for ever.
+            self.check_open()
+            # What is submitted gets to run, or is refused, but never waits in a loop that has stopped.
+            with self._lock:
+                self.check_open()
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
-        work.close()
-        raise EngineError("the engine has been shut down")
+        except EngineError:
+            work.close()
+            raise
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a coroutine in the loop, from whichever loop this is."""
@@ -82,10 +97,14 @@ class LoopThread:
             while (chunk := self.wait(_next(chunks))) is not None:
                 yield chunk
         finally:
-            self.wait(chunks.aclose())
+            # An engine that was shut down has ended them.
+            with contextlib.suppress(EngineError):
+                self.wait(chunks.aclose())
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call a function in the loop, unless that has been closed."""
+        """Call a function in the loop, unless that has been closed, or this is a fork."""
+        if not self._is_ours:
+            return
         with self._lock:
             if self._is_open:
                 self._loop.call_soon_threadsafe(function)
@@ -99,20 +118,17 @@ class LoopThread:
         self._thread.join()
         self._loop.close()
 
-    def end(
-        self, last: Callable[[], Coroutine[Any, Any, None]], then: Callable[[], None], owner_pid: int
-    ) -> None:
-        """As `close`, from wherever the garbage collector runs: in this thread too, or in a fork.
+    def end(self, last: Callable[[], Coroutine[Any, Any, None]], then: Callable[[], None]) -> None:
+        """As `close`, from wherever the garbage collector runs: in this thread too. In a fork nothing ends.
 
         Args:
             then: called behind it.
-            owner_pid: the process that the thread belongs to. In a fork of it there is nothing to end.
         """
-        if os.getpid() != owner_pid:
+        if not self._is_ours:
             return
         if self.is_current:
             # It cannot wait for itself.
-            threading.Thread(target=self.end, args=(last, then, owner_pid)).start()
+            threading.Thread(target=self.end, args=(last, then)).start()
             return
         self.close(last())
         then()
