@@ -2,11 +2,12 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -51,6 +52,24 @@ def test_an_address_that_does_not_do_is_refused_before_anything_starts(
         with pytest.raises(ConfigurationError, match=message):
             serve(lambda: null_config(args), TARGETS)
     assert set(psutil.Process().children()) <= set(before)
+
+
+# --------------------------------------------------------------------------------------------------- clients
+
+
+def test_more_clients_than_a_shells_limit_of_open_files_are_served() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        try:
+            server = stack.enter_context(null_server(is_ready=False))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        server.wait_ready()
+        url = server.client.base_url
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((url.host, url.port)))
+        assert httpx.get(f"{url}/health").status_code == 200
 
 
 # ---------------------------------------------------------------------------------------------------- deaths

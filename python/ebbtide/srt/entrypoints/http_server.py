@@ -43,6 +43,7 @@ from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.information import vllm_sections
 from ebbtide.srt.entrypoints.vllm.routes import VllmApi
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body
+from ebbtide.srt.file_limit import raise_file_limit
 from ebbtide.srt.heap import freeze_heap
 from ebbtide.srt.server_args import ServerArgs
 
@@ -268,6 +269,7 @@ def serve(
         application: makes what is served.
     """
     service: EngineService | None = None
+    raise_file_limit()
     try:
         with raising_signals():
             config = configure()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 from multiprocessing.connection import Connection
 
 import torch
@@ -12,6 +11,7 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.distributed.parallel_group import join_parallel_group
+from ebbtide.srt.file_limit import raise_file_limit
 from ebbtide.srt.heap import GcClock, freeze_heap
 from ebbtide.srt.kernel_cache import keep_kernels_in
 from ebbtide.srt.layers.attention.registry import name_of
@@ -48,7 +48,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
         ConfigurationError: the model, the checkpoint, a size or a custom weight loader does not do.
         EngineError: the other ranks of the replica have not come in time.
     """
-    _raise_file_limit()
+    raise_file_limit()
     keep_kernels_in(config.server_args.kernel_cache_dir)
     # A path that is wrong is refused before minutes have gone into loading a model.
     import_loaders(config.update.custom_weight_loaders)
@@ -94,12 +94,6 @@ def _say_last(ready: Connection, message: str) -> None:
     # A parent that has gone reads nothing.
     with contextlib.suppress(OSError):
         ready.send({"status": "crashed", "message": message})
-
-
-def _raise_file_limit() -> None:
-    """Raise it to what the system allows: every block of shared memory of a payload is held open."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def rank_parts(
