@@ -90,7 +90,7 @@ def run(settings: Settings, seed: int, out: Path, console: Console) -> Results:
     """
     start = time.perf_counter()
     _use_one_thread()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     problems, trainer = ProblemSet(seed), Trainer(settings.num_steps, seed)
     with Display(console) as display:
         _warm_up(trainer, problems, settings.warm_up_goal, display)
