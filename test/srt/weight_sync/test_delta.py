@@ -219,6 +219,16 @@ def test_a_manifest_that_cannot_be_is_refused(tmp_path: Path, told: Any, message
         read_chain(tmp_path, 0, 1)
 
 
+# The manifest of the last one is there, and no number between is tried before the first is missed.
+@pytest.mark.parametrize("published", [False, True])
+def test_a_chain_without_its_first_link_is_refused_at_once(tmp_path: Path, published: bool) -> None:
+    if published:
+        manifest_of(tmp_path, 10**15).parent.mkdir()
+        manifest_of(tmp_path, 10**15).touch()
+    with pytest.raises(RequestRejected, match="delta-00000001" if published else "version 1 is not ready"):
+        read_chain(tmp_path, 0, 10**15)
+
+
 def test_a_store_says_where_its_tensors_lie_in_every_copy(tmp_path: Path) -> None:
     kernels = pytest.importorskip("ebbtide.srt.weight_sync.delta.kernels", exc_type=ImportError)
     path = make_checkpoint(tmp_path / "model", "Qwen3ForCausalLM", seed=1)

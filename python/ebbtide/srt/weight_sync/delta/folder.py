@@ -79,9 +79,20 @@ def read_chain(source_dir: Path, base: int, target: int) -> list[PublishedDelta]
         RequestRejected: 400, one is not there, not ready, of another version, or of an unknown kind.
     """
     versions = range(base + 1, target + 1)
-    if any(manifest_of(source_dir, version).is_file() for version in versions):
+    if _has_manifest(source_dir, versions):
         return [_read_manifest(manifest_of(source_dir, version), version) for version in versions]
     return [_read_index(source_dir, version) for version in versions]
+
+
+def _has_manifest(source_dir: Path, versions: range) -> bool:
+    """Whether a manifest of these is there. A client may ask for any version: only names are gone through."""
+    try:
+        names = os.listdir(source_dir)
+    except (OSError, ValueError):
+        return False
+    numbers = [name.removeprefix("delta-") for name in names if name.startswith("delta-")]
+    found = [int(number) for number in numbers if number.isdecimal()]
+    return any(version in versions and manifest_of(source_dir, version).is_file() for version in found)
 
 
 def write_state(local_dir: Path, state: PulledState) -> None:
