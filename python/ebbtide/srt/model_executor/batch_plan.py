@@ -173,9 +173,9 @@ class LogprobArrays:
     def columns(self) -> tuple[NDArray[Any] | None, ...]:
         return self.tokens_N, self.top_NK, self.top_ids_NK, self.chosen_NC
 
-    def part(self, start: int, end: int, spec: LogprobSpec) -> LogprobArrays:
-        """Positions [start, end), and of them what this asks for."""
-        rows, tops = slice(start, end), slice(spec.top)
+    def part(self, rows: slice | NDArray[np.int64], spec: LogprobSpec) -> LogprobArrays:
+        """The positions of these rows, and of them what this asks for."""
+        tops = slice(spec.top)
         return LogprobArrays(
             self.tokens_N[rows],
             self.top_NK[rows, tops] if self.top_NK is not None and spec.top else None,

@@ -65,7 +65,7 @@ class PromptLogprobs:
             last = first + len(rows.token_ids)
             results[rows.request] = LogprobArrays.joined(
                 [
-                    piece.part(max(first - start, 0), last - start, spec)
+                    piece.part(slice(max(first - start, 0), last - start), spec)
                     for piece, start, end in zip(pieces, [0, *ends], ends, strict=False)
                     if start < last and first < end
                 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,12 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter
 from ebbtide.srt.managers.scheduling.request import Req
-from ebbtide.srt.managers.scheduling.running_rows import PAIR_BASE, PLAIN_STREAM
+from ebbtide.srt.managers.scheduling.running_rows import PLAIN_STREAM
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.versions import Commit
-from ebbtide.srt.managers.wire.logprobs import LogprobRows
-from ebbtide.srt.model_executor.batch_plan import Routes, StepResult
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Routes, StepResult
 
 # How much of the prompt's end the detokenizer sees: enough to know whether the first token joins on to it.
 PROMPT_TAIL = 8
@@ -73,7 +72,7 @@ class OutputProcessor:
         rows_S = plan.page_rows_R[sampled]
         is_plain_S = policy.rows.stream_kind[rows_S] == PLAIN_STREAM
         is_plain_S &= ~np.isin(sampled, list(ended | looked_at))
-        _keep_logprobs(batch.requests, result, sampled[~is_plain_S])
+        self._keep_logprobs(batch.requests, result, sampled[~is_plain_S], rows_S[~is_plain_S])
         streamed = self._streamed(batch.requests, result, sampled[is_plain_S], rows_S[is_plain_S])
         output = self._outputs(batch, sampled[~is_plain_S], ended, streamed)
         if ended:
@@ -153,20 +152,43 @@ class OutputProcessor:
         rows_P: NDArray[np.int32],
     ) -> list[StreamedTokens]:
         """Most streams have one more token, and nothing else is new: together those that ask for as much."""
-        widths_P = self._policy.rows.stream_width[rows_P]
         streamed = []
-        for width in np.unique(widths_P).tolist():
-            places = plain_P[widths_P == width]
-            indices = places.tolist()
+        for plain, _, spec in self._alike(requests, plain_P, rows_P):
+            indices = plain.tolist()
             token_ids = []
             for index in indices:
                 requests[index].num_emitted += 1
                 token_ids.append(result.token_ids[index])
             columns = None
-            if result.output_logprobs is not None:
-                columns = LogprobColumns.of_rows(result.output_logprobs, places, *divmod(width, PAIR_BASE))
+            if spec is not None:
+                assert result.output_logprobs is not None
+                columns = LogprobColumns.of(result.output_logprobs.part(plain, spec))
             streamed.append(StreamedTokens([requests[index].rid for index in indices], token_ids, columns))
         return streamed
+
+    def _keep_logprobs(
+        self,
+        requests: list[Req],
+        result: StepResult,
+        sampled: NDArray[np.int64],
+        rows_S: NDArray[np.int32],
+    ) -> None:
+        """Those of tokens that go out later, or with more than a token."""
+        if result.output_logprobs is None:
+            return
+        for indices, rows, spec in self._alike(requests, sampled, rows_S):
+            if spec is not None:
+                positions = result.output_logprobs.part(indices, spec)
+                self._policy.rows.logprobs.add(positions, requests, indices, rows)
+
+    def _alike(
+        self, requests: list[Req], indices_P: NDArray[np.int64], rows_P: NDArray[np.int32]
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32], LogprobSpec | None]]:
+        """The requests that ask for equally many logprobs together, with their rows, and what that is."""
+        kinds_P = self._policy.rows.logprob_kind[rows_P]
+        for kind in np.unique(kinds_P).tolist():
+            indices = indices_P[kinds_P == kind]
+            yield indices, rows_P[kinds_P == kind], requests[indices[0]].spec.logprobs
 
     def _outputs(
         self,
@@ -217,7 +239,7 @@ class OutputProcessor:
             version_starts=list(req.version_starts) if req.versions_changed else None,
             kv_versions=list(req.kv_versions) if req.kv_versions_changed else None,
             num_retractions=req.num_retractions,
-            logprobs=req.new_logprobs.take() if req.spec.logprobs is not None else None,
+            logprobs=self._policy.rows.logprobs.take(req),
             prefill_starts=req.prefill_starts if req.prefill_changed else None,
             routed_experts=_routed_experts(req) if req.finish is not None else None,
             supports=req.new_supports.take() if req.spec.returns_support else None,
@@ -263,17 +285,6 @@ def _routed_experts(req: Req) -> RoutedExperts | None:
     rows_TLK = np.ascontiguousarray(req.routes.between(req.routes_from, end))
     num_tokens, num_layers, top_k = rows_TLK.shape
     return RoutedExperts(rows_TLK.tobytes(), (num_tokens, num_layers, top_k), str(rows_TLK.dtype))
-
-
-def _keep_logprobs(requests: list[Req], result: StepResult, sampled: NDArray[np.int64]) -> None:
-    """Those of tokens that go out later, or with more than a token."""
-    if result.output_logprobs is None or not len(sampled):
-        return
-    rows = LogprobRows.of(result.output_logprobs)
-    for index in sampled.tolist():
-        req = requests[index]
-        if req.spec.logprobs is not None:
-            req.new_logprobs.append(rows, index)
 
 
 def _finish_reason(req: Req, *, is_sampled: bool) -> FinishReason | None:

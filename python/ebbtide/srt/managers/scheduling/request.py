@@ -97,7 +97,7 @@ class Req:
         kv_versions: versions of the weights that computed the KV used so far, oldest first.
         prefill_starts: (weight version, first token) per span of the prompt, as it was last prefilled.
         input_logprobs: of the prompt from `LogprobSpec.start` on; whole once the first prefill is done.
-        new_logprobs: of the output tokens that were not sent on yet.
+        unsent_logprobs: of output tokens that were not sent on yet, those before what `OutputLogprobs` has.
     """
 
     rid: str
@@ -135,13 +135,12 @@ class Req:
     kv_versions_changed: bool = False
     prefill_starts: list[tuple[str, int]] = field(default_factory=list)
     prefill_changed: bool = False
+    unsent_logprobs: list[bytes] = field(default_factory=list)
     input_logprobs: LogprobList = field(init=False)
-    new_logprobs: LogprobList = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.spec.logprobs or LogprobSpec()
         self.input_logprobs = LogprobList(spec.top, len(spec.token_ids))
-        self.new_logprobs = LogprobList(spec.top, len(spec.token_ids))
         self.reset_input_logprobs()
 
     def reset_input_logprobs(self) -> None:

@@ -187,6 +187,7 @@ class RequestPages:
         self.allocator.free(kv.pages[len(kv.lease.pages) :])
         kv.lease.release()
         self.table.free_row(kv.row)
+        self.rows.logprobs.empty(req)
         self.rows.close(kv.row)
         req.kv = None
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ebbtide.srt.managers.scheduling.output_logprobs import OutputLogprobs
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, Routes
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 Column = NDArray[np.int64]
 
 PLAIN_STREAM, OTHER_STREAM = 1, 2
-# Of a column that holds a pair of numbers.
-PAIR_BASE = 1 << 32
 
 
 class RunningRows:
@@ -43,11 +42,13 @@ class RunningRows:
             as its prefill goes on. See `OutputProcessor.commit`.
         is_followed: 1 where every token is looked at: it has stop strings, or a grammar.
         stream_kind: `PLAIN_STREAM`, each token is sent at once, with its logprobs at most; `OTHER_STREAM`; 0.
-        stream_width: how many logprobs a position has: most likely tokens times `PAIR_BASE`, plus named ids.
+        logprob_kind: the same for all that ask for as many logprobs of the most likely tokens, and of named
+            ids; 0: for none, not even the tokens' own.
         output_interval: after how many tokens an output is sent.
         next_output: tokens with which the next one is.
         num_routed: tokens whose experts were given with the request.
         needs_ids: 1 where the next token depends on the ids of all before it.
+        logprobs: of output tokens that were not sent on yet.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -58,7 +59,8 @@ class RunningRows:
         self.launched, self.computed, self.capacity, self.in_flight = column(), column(), column(), column()
         self.last_token, self.settled, self.needs_ids = column(), column(), column()
         self.is_followed, self.stream_kind, self.num_routed = column(), column(), column()
-        self.stream_width, self.output_interval, self.next_output = column(), column(), column()
+        self.logprob_kind, self.output_interval, self.next_output = column(), column(), column()
+        self.logprobs = OutputLogprobs(num_rows)
         self._num_opened = 0
 
     def open(self, row: int, req: Req, *, num_computed: int, num_pages_tokens: int) -> None:
@@ -78,7 +80,7 @@ class RunningRows:
         self.is_followed[row] = req.stop_strings is not None or spec.mask is not None
         self.stream_kind[row] = _stream_kind(req)
         logprobs = spec.logprobs
-        self.stream_width[row] = 0 if logprobs is None else logprobs.top * PAIR_BASE + len(logprobs.token_ids)
+        self.logprob_kind[row] = 0 if logprobs is None else (1 + logprobs.top << 32) + len(logprobs.token_ids)
         self.output_interval[row] = req.stream_interval or 0
         # The first token goes out at once.
         num_sent = len(spec.prompt_ids) + req.num_emitted

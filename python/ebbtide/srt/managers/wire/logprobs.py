@@ -14,10 +14,6 @@ from msgspec import Struct
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Any
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from ebbtide.srt.model_executor.batch_plan import LogprobArrays
 
@@ -40,20 +36,8 @@ class LogprobColumns(Struct, frozen=True, array_like=True, omit_defaults=True):
     chosen: bytes = b""
 
     @classmethod
-    def of_rows(
-        cls, positions: LogprobArrays, rows_P: NDArray[np.int64], num_top: int, num_chosen: int
-    ) -> LogprobColumns:
-        """These positions, with so many of the most likely tokens and of the named ids at each."""
-
-        def picked(column_NK: NDArray[Any] | None, width: int) -> bytes:
-            return b"" if column_NK is None or not width else column_NK[rows_P, :width].tobytes()
-
-        return cls(
-            positions.tokens_N[rows_P].tobytes(),
-            picked(positions.top_NK, num_top),
-            picked(positions.top_ids_NK, num_top),
-            picked(positions.chosen_NC, num_chosen),
-        )
+    def of(cls, positions: LogprobArrays) -> LogprobColumns:
+        return cls(*(b"" if column is None else column.tobytes() for column in positions.columns))
 
 
 class LogprobRows:
@@ -66,10 +50,6 @@ class LogprobRows:
         self.top, self.top_ids, self.chosen = columns.top, columns.top_ids, columns.chosen
         num_rows = max(1, len(self.tokens))
         self.top_bytes, self.chosen_bytes = len(self.top) // num_rows, len(self.chosen) // num_rows
-
-    @classmethod
-    def of(cls, positions: LogprobArrays) -> LogprobRows:
-        return cls(LogprobColumns(*(b"" if part is None else part.tobytes() for part in positions.columns)))
 
 
 class LogprobList:
@@ -131,12 +111,6 @@ class LogprobList:
         self._top.frombytes(columns.top)
         self._top_ids.frombytes(columns.top_ids)
         self._chosen.frombytes(columns.chosen)
-
-    def take(self) -> LogprobColumns:
-        """All positions, which are here no more."""
-        columns = self.columns()
-        self.clear()
-        return columns
 
     def columns(self) -> LogprobColumns:
         return LogprobColumns(
