@@ -3,7 +3,13 @@
 import pytest
 
 from ebbtide.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
     FinishReason,
+    GetLoadReqInput,
+    GetLoadReqOutput,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
     PauseMode,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsReqOutput,
@@ -114,3 +120,27 @@ def test_the_spans_of_a_prompt_begin_where_other_weights_went_on_with_it() -> No
     starts = harness.outputs[rid].prefill_starts
     assert [version for version, _ in starts] == ["default", "1"]
     assert starts[1][1] in range(4, 100, 4), "a chunk is 4 tokens"
+
+
+def test_the_load_says_how_many_tokens_of_kv_each_version_computed() -> None:
+    """What requests share counts for each of them."""
+    harness = SchedulerHarness()
+    first = harness.generate(PROMPT, max_new_tokens=40)
+    harness.turn_until(lambda: len(harness.outputs[first].token_ids) >= 3)
+    rids = [first, harness.generate(PROMPT, max_new_tokens=40, seed=1)]
+    harness.turn_until(lambda: all(len(harness.outputs[rid].token_ids) >= 3 for rid in rids))
+    assert harness.outputs[rids[1]].cached_tokens > 0
+
+    def num_computed() -> int:
+        # All but the last token of each, which is fed back with the next step.
+        return sum(len(PROMPT) + len(harness.outputs[rid].token_ids) - 1 for rid in rids)
+
+    pause = PauseGenerationReqInput(mode=PauseMode.IN_PLACE)
+    harness.apply(pause, PauseGenerationReqOutput)
+    by_old = num_computed()
+    update(harness, "5")
+    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.turn_until(lambda: num_computed() >= by_old + 6)
+    harness.apply(pause, PauseGenerationReqOutput)
+    load = harness.apply(GetLoadReqInput(), GetLoadReqOutput).loads[0]
+    assert load.kv_tokens == {"default": by_old, "5": num_computed() - by_old}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from msgspec import structs
@@ -75,16 +74,9 @@ class LoadMeter:
             parked_bytes=policy.page_store.num_bytes,
             num_parked_reqs=sum(req.parked is not None for req in policy.queued),
             recomputed_tokens={cause.value: count for cause, count in policy.pages.recomputed.items()},
-            kv_tokens=self._kv_tokens(),
+            kv_tokens=policy.pages.tokens_by_version(policy.running),
             cache_hit_rate=self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
         )
-
-    def _kv_tokens(self) -> dict[str, int]:
-        tokens: Counter[str] = Counter()
-        for req in self._policy.running:
-            for version, num_tokens in self._policy.pages.versions_of(req):
-                tokens[version] += num_tokens
-        return dict(tokens)
 
     def _end_stretch(self, now: float) -> None:
         if self._num_tokens and now > self._stretch_start_s:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from ebbtide.srt.managers.control.ports import PageStore
 from ebbtide.srt.managers.io_struct import RetractCause
@@ -204,14 +204,18 @@ class RequestPages:
         if held is not None:
             req.lost = (cause, held.num_computed)
 
-    def versions_of(self, req: Req) -> Iterator[tuple[str, int]]:
-        """(version, tokens) per span of a running request's KV; of a page of two commits it is the newer."""
-        assert req.kv is not None
-        spans = self.versions.spans(req.kv.lease.runs, req.kv.commit_starts, self.page_size)
-        # One that has just been admitted may have no span yet.
-        starts = [start for _, start in spans] + [req.kv.num_computed]
-        for (commit, start), end in zip(spans, starts[1:], strict=True):
-            yield commit.version, max(0, end - start)
+    def tokens_by_version(self, requests: Sequence[Req]) -> dict[str, int]:
+        """KV tokens of running requests by the version that computed them; of a page of two, the newer."""
+        tokens: Counter[str] = Counter()
+        holds = [req.kv for req in requests if req.kv is not None]
+        ends = self.rows.computed[[kv.row for kv in holds]].tolist()
+        for kv, end in zip(holds, ends, strict=True):
+            spans = self.versions.spans(kv.lease.runs, kv.commit_starts, self.page_size)
+            for commit, start in reversed(spans):
+                if start < end:
+                    tokens[commit.version] += end - start
+                    end = start
+        return dict(tokens)
 
     def drop_parked(self, req: Req) -> None:
         """What a request has in host memory, if anything, is of no use any more."""
