@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,17 +36,27 @@ NUM_STEPS = 4
 
 
 def plan_of(
-    driver: RunnerDriver, size: int, context_len: int, num_new: int = 1, *, asks: bool = False
+    driver: RunnerDriver,
+    size: int,
+    context_len: int,
+    num_new: int = 1,
+    *,
+    asks: bool = False,
+    longest: int | None = None,
 ) -> tuple[BatchPlan, list[int]]:
     """A step of so many new tokens for each of `size` requests, and the pages, which no two of them share.
 
     Args:
         asks: for the logprobs of all new tokens, which are a prompt.
+        longest: the context of the last request, if that is another.
     """
+    starts_R = np.full(size, context_len, dtype=np.int32)
+    if longest is not None:
+        starts_R[-1] = longest
     rows = [driver.runner.page_table.allocate_row() for _ in range(size)]
     held: list[int] = []
-    for row in rows:
-        pages = driver.allocator.allocate(-(-(context_len + num_new + 64) // driver.page_size))
+    for row, start in zip(rows, starts_R.tolist(), strict=True):
+        pages = driver.allocator.allocate(-(-(start + num_new + 64) // driver.page_size))
         assert pages is not None
         driver.runner.page_table.write(row, 0, pages)
         held += pages
@@ -53,7 +64,7 @@ def plan_of(
     plan = BatchPlan(
         input_ids_T=np.arange(size * num_new, dtype=np.int64) % 1000 + 7,
         page_rows_R=np.array(rows, dtype=np.int32),
-        starts_R=np.full(size, context_len, dtype=np.int32),
+        starts_R=starts_R,
         num_new_R=np.full(size, num_new, dtype=np.int32),
         samples_R=np.ones(size, dtype=np.bool_),
         num_outputs_R=np.full(size, 0 if asks else 5, dtype=np.int64),
@@ -97,10 +108,8 @@ def kernels(driver: RunnerDriver, plan: BatchPlan) -> tuple[dict[str, list[float
     return found, gaps_us
 
 
-def show(
-    driver: RunnerDriver, what: str, size: int, *plan_sizes: int, max_rows: int, asks: bool = False
-) -> None:
-    plan, pages = plan_of(driver, size, *plan_sizes, asks=asks)
+def show(driver: RunnerDriver, what: str, size: int, *plan_sizes: int, max_rows: int, **options: Any) -> None:
+    plan, pages = plan_of(driver, size, *plan_sizes, **options)
     print(f"== {what}: step {step_ms(driver, plan):.3f} ms")
     if max_rows:
         found, gaps_us = kernels(driver, plan)
@@ -124,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, nargs="+", default=[256], help="requests of decode steps")
     parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--longest", type=int, help="context of one of the requests")
     parser.add_argument("--quantization", choices=("fp8",))
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8_e4m3"))
     parser.add_argument("--prefill", nargs="*", default=[], metavar="REQUESTSxTOKENS")
@@ -137,7 +147,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         config=SHAPES[args.model].config | {"num_hidden_layers": args.layers},
     )
     prompts = [(int(size), int(length)) for size, length in (given.split("x") for given in args.prefill)]
-    sizes = [size * (args.context + 80) for size in args.batch] + [n * (length + 80) for n, length in prompts]
+    longest = args.longest or 0
+    sizes = [size * (args.context + 80) + longest for size in args.batch] + [
+        n * (length + 80) for n, length in prompts
+    ]
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         driver = RunnerDriver(
             shape.write(Path(folder)),
@@ -154,6 +167,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for size in args.batch:
             what = f"{args.model} x{args.layers} layers, batch {size}"
             show(driver, what, size, args.context, max_rows=args.kernels)
+            if args.longest is not None:
+                what += f", one of {args.longest} tokens"
+                show(driver, what, size, args.context, max_rows=args.kernels, longest=args.longest)
         for size, length in prompts:
             what = f"{args.model} x{args.layers} layers, prompts {size} x {length}"
             show(driver, what, size, 0, length, max_rows=args.kernels)
