@@ -206,13 +206,17 @@ def test_parts_of_rows_are_put_together(device: str, heads: tuple[int, int, int]
 
 
 @pytest.mark.parametrize(
-    ("lens", "splits", "window", "soft_cap", "norm_offset"),
-    [([1, 33, 210], 4, None, None, None), ([70, 64], 1, None, 2.0, 1.0), ([160, 5], 4, 90, None, 0.0)],
+    ("lens", "cut", "window", "soft_cap", "norm_offset"),
+    [
+        ([1, 33, 210], (4, 64, 64), None, None, None),
+        ([70, 64], (1, 64, 32), None, 2.0, 1.0),
+        ([160, 5], (4, 64, 32), 90, None, 0.0),
+    ],
 )
 def test_few_requests_are_rotated_stored_and_attended_to_at_once(
     device: str,
     lens: list[int],
-    splits: int,
+    cut: tuple[int, int, int],
     window: int | None,
     soft_cap: float | None,
     norm_offset: float | None,
@@ -257,7 +261,7 @@ def test_few_requests_are_rotated_stored_and_attended_to_at_once(
             scale=0.2,
             window=window,
             soft_cap=soft_cap,
-            cut=Cut(splits, 64),
+            cut=Cut(*cut),
         )
 
     assert not arrivals.any()

@@ -26,7 +26,7 @@ from ebbtide.srt.layers.kernels.paged_attention import Pages, room_for_parts
 # Rows of a product on tensor cores: query heads that share a KV head, at most.
 MAX_GROUP = 16
 _MAX_SPLITS = 16
-_KEYS, _WARPS = 64, 4
+_WARPS = 4
 _UNALIGNED = ["kv_indptr", "kv_indices", "last_page_len"]
 
 
@@ -36,18 +36,30 @@ class Cut:
 
     Attributes:
         splits: parts of a request's keys at most, a power of two.
-        least: keys of a part, at least; parts are multiples of 64.
+        least: keys of a part, at least; parts are whole tiles.
+        keys: of a tile.
     """
 
     splits: int
     least: int
+    keys: int
 
 
 def choose_cut(num_requests: int, num_kv_heads: int, group: int, device: torch.device) -> Cut:
-    """Two programs for every multiprocessor: the best of what was tried (bench/gpu_few_decode.py)."""
-    programs = 2 * num_multiprocessors(device) // (num_requests * num_kv_heads)
+    """As many programs as run at once: the best of what was tried (bench/gpu_few_decode.py, on an H200).
+
+    Of tiles of 64 keys a multiprocessor holds two programs, of tiles of 32 three. The wide tiles are quicker,
+    unless there could be twice as many programs with the narrow ones.
+    """
+
+    def splits(programs_per_sm: int) -> int:
+        programs = programs_per_sm * num_multiprocessors(device) // (num_requests * num_kv_heads)
+        return min(_MAX_SPLITS, 1 << max(0, programs.bit_length() - 1))
+
     # Every part of the keys is another one of each query head's to be added up.
-    return Cut(min(_MAX_SPLITS, 1 << max(0, programs.bit_length() - 1)), 64 if group <= 4 else 128)
+    least = 64 if group <= 4 else 128
+    wide, narrow = splits(2), splits(3)
+    return Cut(narrow, least, keys=32) if narrow > wide else Cut(wide, least, keys=64)
 
 
 def attend_few(
@@ -113,7 +125,7 @@ def attend_few(
         SPLITS=cut.splits,
         BLOCK_ROWS=MAX_GROUP,
         MERGED_ROWS=triton.next_power_of_2(num_q_heads // num_kv_heads),
-        BLOCK_KEYS=_KEYS,
+        BLOCK_KEYS=cut.keys,
         LEAST_KEYS=cut.least,
         num_warps=_WARPS,
         num_stages=1,
