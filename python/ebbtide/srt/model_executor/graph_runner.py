@@ -203,13 +203,13 @@ class DecodeGraphs:
 
     def _choose(self, num_requests: int, layout: BatchLayout, runs: SharedRuns | None) -> _Captured:
         """The smallest graph of the step's kind that takes so many requests."""
+        fitting = self._fitting(StepKind.ANY, num_requests)
+        assert fitting is not None
         kind = StepKind.ANY
         if runs is not None:
             kind = StepKind.SHARED
-        elif self._is_even(layout.lens_R):
+        elif self._is_even(layout.lens_R, fitting.size):
             kind = StepKind.EVEN
-        fitting = self._fitting(StepKind.ANY, num_requests)
-        assert fitting is not None
         special = self._fitting(kind, num_requests)
         if special is None or (kind is StepKind.EVEN and special.size > fitting.size):
             return fitting

@@ -257,8 +257,8 @@ class AttentionBackend(ABC):
         """Attention for a CUDA graph of so many requests with one new token each."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured")
 
-    def is_even(self, lens_R: NDArray[np.int32]) -> bool:
-        """Whether a step of requests so long is quicker in a graph for `StepKind.EVEN`."""
+    def is_even(self, lens_R: NDArray[np.int32], batch_size: int) -> bool:
+        """Whether a step of requests so long is quicker in a graph of this size for `StepKind.EVEN`."""
         return False
 
     def has_even(self, batch_size: int) -> bool:

@@ -6,17 +6,24 @@ in place of three, which is in place while the projection still runs.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.paged_kernel import DevicePages
 from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
 # Up to so many (bench/gpu_few_decode.py, on an H200).
 MAX_REQUESTS = 32
 # Query heads that share a KV head: the rows of a product on tensor cores.
 _MAX_GROUP = 16
+# A step whose longest part has more than so many times the keys that each program would have if all had
+# equally many, and so many keys besides, is quicker with kernels that cut requests by their lengths: 64 keys
+# take a program 1.75 us, and what is one kernel here takes those 12 us more (bench/gpu_few_decode.py).
+_UNEVEN, _UNEVEN_KEYS = 1.5, 400
 
 
 def serves_few(shape: AttentionShape, num_requests: int) -> bool:
@@ -28,6 +35,24 @@ def serves_few(shape: AttentionShape, num_requests: int) -> bool:
         and shape.group <= _MAX_GROUP
         and is_power_of_2
     )
+
+
+def suits_few(
+    shape: AttentionShape, lens_R: NDArray[np.int32], batch_size: int, device: torch.device
+) -> bool:
+    """Whether `FewRequests` is quickest for requests so long: it cuts all of them into equally many parts.
+
+    Args:
+        batch_size: of the graph, by which the number of parts is chosen.
+    """
+    from ebbtide.srt.layers.kernels.few_decode import choose_cut
+
+    windows = [kind.window for kind in shape.kinds if kind.window is not None]
+    if len(windows) == len(shape.kinds):
+        lens_R = np.minimum(lens_R, max(windows))
+    cut = choose_cut(batch_size, shape.num_kv_heads, shape.group, device)
+    even = int(lens_R.sum()) * shape.num_kv_heads / (2 * num_multiprocessors(device))
+    return int(lens_R.max()) / cut.splits <= _UNEVEN * even + _UNEVEN_KEYS
 
 
 class FewRequests:

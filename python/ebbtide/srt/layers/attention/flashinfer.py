@@ -29,7 +29,7 @@ from ebbtide.srt.layers.attention.base import (
     fp8_problem,
     scaled_outputs_,
 )
-from ebbtide.srt.layers.attention.few_requests import FewRequests, serves_few
+from ebbtide.srt.layers.attention.few_requests import FewRequests, serves_few, suits_few
 from ebbtide.srt.layers.attention.flashinfer_compile import compile_kernels
 from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel, can_list, saves_time
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
@@ -202,18 +202,22 @@ class FlashInferAttention(AttentionBackend):
 
     def captured(self, batch_size: int, buffers: DecodeBuffers, kind: StepKind = StepKind.ANY) -> GraphDecode:
         items = ItemBuffers(self._shape, batch_size, self._device) if kind is StepKind.SHARED else None
-        whole = kind is StepKind.EVEN
-        return GraphDecode(self._layers, self._kernels, self._shape, batch_size, buffers, items, whole=whole)
+        is_even = kind is StepKind.EVEN
+        return GraphDecode(
+            self._layers, self._kernels, self._shape, batch_size, buffers, items, is_even=is_even
+        )
 
     def has_even(self, batch_size: int) -> bool:
+        if serves_few(self._shape, batch_size):
+            return batch_size > 1
         # Batches of `unsplit_from` requests and more cut no request in any step.
-        plans = not (
-            on_cuda_cores(self._shape) or decodes_fp8(self._shape) or serves_few(self._shape, batch_size)
-        )
+        plans = not (on_cuda_cores(self._shape) or decodes_fp8(self._shape))
         return plans and batch_size < unsplit_from(self._shape, self._device)
 
-    def is_even(self, lens_R: NDArray[np.int32]) -> bool:
+    def is_even(self, lens_R: NDArray[np.int32], batch_size: int) -> bool:
         """Whether cutting requests would take longer than it saves (bench/gpu_attention.py, on an H200)."""
+        if serves_few(self._shape, batch_size):
+            return suits_few(self._shape, lens_R, batch_size, self._device)
         longest = int(lens_R.max())
         is_busy = len(lens_R) * self._shape.num_kv_heads >= num_multiprocessors(self._device)
         return longest <= _SHORT_TOKENS or (is_busy and longest <= _EVEN * float(lens_R.mean()))
@@ -267,7 +271,7 @@ class GraphDecode:
 
     Args:
         items: what steps whose requests share pages are listed in; None for steps that share none.
-        whole: no request is cut.
+        is_even: for steps of `StepKind.EVEN`: no request is cut, or all into equally many parts.
     """
 
     def __init__(
@@ -279,10 +283,10 @@ class GraphDecode:
         buffers: DecodeBuffers,
         items: ItemBuffers | None = None,
         *,
-        whole: bool = False,
+        is_even: bool = False,
     ) -> None:
         self._layers, self._page_size, self._items = layers, shape.page_size, items
-        self._whole = whole
+        self._whole = is_even
         # One new token each.
         q_indptr_B1 = torch.arange(batch_size + 1, dtype=torch.int32)
         self._host_q_indptr_B1 = q_indptr_B1
@@ -294,7 +298,9 @@ class GraphDecode:
             buffers.last_page_len_B[:batch_size],
         )
         self._rows = slice(0, batch_size)
-        few = FewRequests(shape, self._pages) if items is None and serves_few(shape, batch_size) else None
+        # One request alone is never uneven.
+        takes_few = items is None and serves_few(shape, batch_size) and (is_even or batch_size == 1)
+        few = FewRequests(shape, self._pages) if takes_few else None
         self._step = _Step({}, buffers.slots_B[:batch_size], few)
         self._planned: dict[AttentionKind, PagedKernel] = {}
         if few is not None:
