@@ -253,12 +253,11 @@ class Fp8Linear(EightBitLinear):
         self, residual_TO: Tensor, tokens: QuantizedTokens, then: RMSNorm | None
     ) -> QuantizedTokens | None:
         """Add the product of tokens in 8 bits to the residual; returns the next norm, in 8 bits too."""
-        from ebbtide.srt.layers.kernels.fp8_product import add_and_quantize, cublas_product
-        from ebbtide.srt.layers.small_batch.fp8_products import MAX_TOKENS
+        from ebbtide.srt.layers.kernels.fp8_product import add_and_quantize
 
         num_tokens = len(residual_TO)
         operands = (*tokens, self.weight, self.weight_scale_inv)
-        product_TO = cublas_product(*operands) if then is not None and num_tokens > MAX_TOKENS else None
+        product_TO = None if then is None else _library_product(*operands, num_tokens)
         if then is None or product_TO is None:
             # A norm runs one program for each token. Few tokens are added quicker by one for each output.
             self._product_of(*tokens, num_tokens, residual_TO)
@@ -281,12 +280,12 @@ class Fp8Linear(EightBitLinear):
 
         Values and scales are those of T tokens or more.
         """
-        from ebbtide.srt.layers.kernels.fp8_product import cublas_product, scaled_product
+        from ebbtide.srt.layers.kernels.fp8_product import scaled_product
         from ebbtide.srt.layers.small_batch.fp8_products import MAX_TOKENS, multiply_quantized
 
         operands = (values_TK, scales_TG, self.weight, self.weight_scale_inv)
         is_added = residual_TO is not None
-        product_TO = cublas_product(*operands) if num_tokens > MAX_TOKENS else None
+        product_TO = _library_product(*operands, num_tokens)
         if product_TO is not None:
             product_TO = product_TO[:num_tokens]
             return product_TO if residual_TO is None else residual_TO.add_(product_TO)
@@ -310,6 +309,21 @@ class Fp8Linear(EightBitLinear):
     def few_token_kernels(self, x_TD: Tensor) -> ModuleType | None:
         # One token's products take as long as reading the weight: it keeps its precision.
         return super().few_token_kernels(x_TD) if len(x_TD) == 1 else None
+
+
+def _library_product(
+    values_TK: Tensor, scales_TG: Tensor, weight: Tensor, weight_scales: Tensor, num_tokens: int
+) -> Tensor | None:
+    """The product by a library's kernel, with T rows or more; None where it is ours that is quicker."""
+    from ebbtide.srt.layers.kernels.fp8_blockscale import blockscale_product
+    from ebbtide.srt.layers.kernels.fp8_product import cublas_product
+    from ebbtide.srt.layers.small_batch.fp8_products import MAX_TOKENS
+
+    operands = (values_TK, scales_TG, weight, weight_scales)
+    product_TO = blockscale_product(*operands, num_tokens)
+    if product_TO is None and num_tokens > MAX_TOKENS:
+        product_TO = cublas_product(*operands)
+    return product_TO
 
 
 def _tokens_of(x_TK: Tensor, norm: RMSNorm | None = None, begun: Begun | None = None) -> QuantizedTokens:

@@ -129,9 +129,11 @@ class _Counted(Executor):
 
 @contextmanager
 def compiling_only(executor: Executor, *, ignore_errors: bool = False) -> Iterator[None]:
-    """Whatever this process launches of Triton's is compiled in the executor and does not run."""
+    """What this process launches of Triton's or of NVRTC's is compiled in the executor and does not run."""
     import triton
     from triton.runtime.jit import JITFunction
+
+    from ebbtide.srt.layers.kernels.nvrtc import compiling_ahead
 
     launch: Any = JITFunction.run
 
@@ -140,7 +142,7 @@ def compiling_only(executor: Executor, *, ignore_errors: bool = False) -> Iterat
 
     JITFunction.run = compile_alone
     try:
-        with triton.AsyncCompileMode(executor, ignore_errors=ignore_errors):
+        with triton.AsyncCompileMode(executor, ignore_errors=ignore_errors), compiling_ahead(executor):
             yield
     finally:
         JITFunction.run = launch

@@ -3,8 +3,7 @@
 Activations are quantised by token and group of 128 columns, weights by blocks of 128 × 128. The tensor cores
 add 128 products at a time; what these come to is scaled and added up in float32, as DeepSeek-V3's report has
 it (https://arxiv.org/abs/2412.19437, section 3.3). cuBLAS does that by way of torch, and takes half of the
-time of the kernel here, which serves where cuBLAS wants other sizes. FlashInfer's `fp8_blockscale_gemm_sm90`
-takes 0.8 to 0.9 of cuBLAS's time at 32 tokens, but compiles each of its kernels when it is first needed.
+time of the kernel here, which serves where cuBLAS wants other sizes.
 
 Shapes: T tokens, K columns, O outputs, G = K / 128 groups.
 """
@@ -30,8 +29,8 @@ def quantize_tokens(
 ) -> tuple[Tensor, Tensor]:
     """x, or rms_norm(x), in e4m3, and its scales: [T', K] and [T', G], tokens side by side.
 
-    T' is T, rounded up to a multiple of 4, as cuBLAS wants it, and to 32 at least, which takes it no longer:
-    what the rows behind T hold means nothing.
+    T' is T, rounded up to a multiple of 4, as cuBLAS wants it, and to 32 at least, which takes it no longer,
+    or further: what the rows behind T hold means nothing.
 
     Args:
         x_TK: contiguous; K a multiple of 128.
@@ -180,6 +179,10 @@ def _in_eight_bits(x, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
 def room_for_tokens(num_tokens: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory, not written yet, for the values [T', K] and the scales [T', G] of tokens."""
     padded_tokens = max(32, -(-num_tokens // 4) * 4)
+    if 32 < num_tokens <= 256:
+        # Whole tiles of FlashInfer's kernel: what it finds beyond the end of a matrix takes it longer.
+        multiple = 64 if num_tokens <= 64 else 128
+        padded_tokens = -(-num_tokens // multiple) * multiple
     values_TK = torch.empty((padded_tokens, num_columns), dtype=torch.float8_e4m3fn, device=device)
     scales_GT = torch.empty((num_columns // GROUP, padded_tokens), dtype=torch.float32, device=device)
     return values_TK, scales_GT.t()

@@ -28,6 +28,12 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def current_stream(device: torch.device) -> int:
+    """The handle of torch's current stream on a GPU."""
+    handle: int = torch.cuda.current_stream(device).cuda_stream
+    return handle
+
+
 @cache
 def has_fp8(device: torch.device) -> bool:
     """Whether the products of weights in 8 bits were written for such a GPU: Hopper and later."""

@@ -1,0 +1,171 @@
+"""Kernels in CUDA: NVRTC, which comes with torch, compiles them, and the driver launches them.
+
+What was compiled is kept beside Triton's kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ebbtide.srt.layers.kernels.launch import current_stream
+
+# Of one program on Hopper.
+MAX_SHARED_BYTES: Final = 232448
+_FILE = "kernel.cubin"
+_MAX_DYNAMIC_SHARED_BYTES = 8
+_KINDS = {torch.float8_e4m3fn: 0, torch.float32: 7, torch.bfloat16: 9}
+_NO_SWIZZLE, _SWIZZLE_128 = 0, 3
+_PROMOTE_256 = 3
+_MAP_BYTES, _MAP_MULTIPLE = 128, 64
+
+_AHEAD: ContextVar[tuple[Executor, dict[str, Future[bytes]]] | None] = ContextVar("ahead", default=None)
+
+
+@contextmanager
+def compiling_ahead(executor: Executor) -> Iterator[None]:
+    """Within, kernels are compiled in the executor (`compile_ahead`) and not launched. Waits for them all."""
+    begun: dict[str, Future[bytes]] = {}
+    token = _AHEAD.set((executor, begun))
+    try:
+        yield
+    finally:
+        _AHEAD.reset(token)
+        for future in begun.values():
+            future.exception()
+
+
+def is_ahead() -> bool:
+    """Whether this is within `compiling_ahead`."""
+    return _AHEAD.get() is not None
+
+
+def compile_ahead(text: str, options: tuple[str, ...]) -> None:
+    """Have a kernel compiled, once. Within `compiling_ahead`."""
+    ahead = _AHEAD.get()
+    assert ahead is not None
+    executor, begun = ahead
+    if text not in begun:
+        begun[text] = executor.submit(compiled, text, options)
+
+
+def compiled(text: str, options: tuple[str, ...]) -> bytes:
+    """Machine code for Hopper, from the cache of Triton's kernels if it is there.
+
+    Raises:
+        ImportError: the package cuda-bindings is not installed.
+        RuntimeError: with the compiler's words; or there is no NVRTC.
+    """
+    from triton.runtime.cache import get_cache_manager
+
+    nvrtc = import_module("cuda.bindings.nvrtc")
+    wanted = ["--gpu-architecture=sm_90a", "-std=c++17", *options]
+    told = "\0".join((text, *wanted, str(nvrtc.nvrtcVersion())))
+    cache = get_cache_manager(hashlib.sha256(told.encode()).hexdigest())
+    if (path := cache.get_file(_FILE)) is not None:
+        return Path(path).read_bytes()
+    _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], [])
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(wanted), [option.encode() for option in wanted])
+    if int(status):
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(log.decode(errors="replace").strip("\0 \n"))
+    _, size = nvrtc.nvrtcGetCUBINSize(program)
+    cubin: bytes = b" " * size
+    nvrtc.nvrtcGetCUBIN(program, cubin)
+    nvrtc.nvrtcDestroyProgram(program)
+    cache.put(cubin, _FILE, binary=True)
+    return cubin
+
+
+@cache
+def driver() -> Any:
+    """CUDA's driver."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the driver.
+
+    Raises:
+        RuntimeError: with its name and the driver's words.
+    """
+    if status := getattr(driver(), name)(*arguments):
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{name}: {(text.value or b'').decode() or status}")
+
+
+class TensorMap:
+    """What the bulk copy engine knows of a matrix [R, C], and of the boxes that it copies.
+
+    Args:
+        x_RC: whose first rows and columns these are; columns one behind the other, and what begins a row at
+            a multiple of 16 bytes.
+        shape: R and C.
+        box: rows and columns.
+        is_swizzled: a box has rows of 128 bytes, which lie in shared memory as the tensor cores read them.
+    """
+
+    def __init__(
+        self, x_RC: Tensor, shape: tuple[int, int], box: tuple[int, int], *, is_swizzled: bool
+    ) -> None:
+        self._room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_MULTIPLE)
+        self.address = -(-ctypes.addressof(self._room) // _MAP_MULTIPLE) * _MAP_MULTIPLE
+        call(
+            "cuTensorMapEncodeTiled",
+            ctypes.c_void_p(self.address),
+            _KINDS[x_RC.dtype],
+            2,
+            ctypes.c_void_p(x_RC.data_ptr()),
+            (ctypes.c_uint64 * 2)(shape[1], shape[0]),
+            (ctypes.c_uint64 * 1)(x_RC.stride(0) * x_RC.element_size()),
+            (ctypes.c_uint32 * 2)(box[1], box[0]),
+            (ctypes.c_uint32 * 2)(1, 1),
+            0,
+            _SWIZZLE_128 if is_swizzled else _NO_SWIZZLE,
+            _PROMOTE_256,
+            0,
+        )
+
+
+class Kernel:
+    """A kernel, in the context of the device that is torch's current one.
+
+    Args:
+        cubin: of `compiled`.
+        name: of which the function's own is made; it is the only one like that.
+        threads, shared_bytes: of a program.
+    """
+
+    def __init__(self, cubin: bytes, name: str, threads: int, shared_bytes: int) -> None:
+        found = re.search(rb"_Z\w*" + name.encode() + rb"\w*", cubin)
+        assert found is not None
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        call("cuModuleLoadData", ctypes.byref(module), cubin)
+        call("cuModuleGetFunction", ctypes.byref(self._function), module, found.group())
+        call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+        self._threads, self._shared_bytes = threads, shared_bytes
+
+    def launch(
+        self, programs: int, device: torch.device, *arguments: TensorMap | ctypes.Structure | ctypes.c_uint64
+    ) -> None:
+        """Launch it on torch's current stream."""
+        places = [x.address if isinstance(x, TensorMap) else ctypes.addressof(x) for x in arguments]
+        grid, block = (programs, 1, 1), (self._threads, 1, 1)
+        stream = ctypes.c_void_p(current_stream(device))
+        given = (ctypes.c_void_p * len(places))(*places)
+        call("cuLaunchKernel", self._function, *grid, *block, self._shared_bytes, stream, given, None)
