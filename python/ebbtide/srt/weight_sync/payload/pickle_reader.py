@@ -92,21 +92,25 @@ class _Reader:
         self.memo: dict[int, object] = {}
 
     def read(self, budget: Budget) -> Generator[int, None, object]:
-        start = told = 0
+        data, handlers = self.data, _HANDLERS
+        start = told = num_left = 0
         try:
             while budget.num_opcodes > 0:
-                budget.num_opcodes -= 1
-                if budget.num_opcodes % SLICE_OPCODES == 0:
-                    yield self.position - told
-                    told = self.position
-                start = self.position
-                opcode = self.data[start]
-                self.position = start + 1
-                handler = _HANDLERS.get(opcode)
-                if handler is None:
-                    raise RequestRejected(_unknown_opcode(opcode, start))
-                handler(self)
+                num_left = min(budget.num_opcodes, SLICE_OPCODES)
+                budget.num_opcodes -= num_left
+                while num_left:
+                    num_left -= 1
+                    start = self.position
+                    opcode = data[start]
+                    self.position = start + 1
+                    handler = handlers.get(opcode)
+                    if handler is None:
+                        raise RequestRejected(_unknown_opcode(opcode, start))
+                    handler(self)
+                yield self.position - told
+                told = self.position
         except _Stop:
+            budget.num_opcodes += num_left
             return self._result()
         except (IndexError, KeyError, ValueError) as error:
             # Truncated input, an empty stack, a missing memo entry or a string that is not UTF-8.
@@ -130,6 +134,29 @@ class _Reader:
 
     def number(self, width: int) -> int:
         return int.from_bytes(self.take(width), "little")
+
+    def short_text(self) -> None:
+        # What payloads are mostly made of is read without further calls.
+        position = self.position
+        start = position + 1
+        end = self.position = start + self.data[position]
+        if end > len(self.data):
+            raise IndexError
+        self.stack.append(str(self.data[start:end], "utf-8"))
+
+    def byte(self) -> None:
+        position = self.position
+        self.position = position + 1
+        self.stack.append(self.data[position])
+
+    def memoized(self) -> None:
+        position = self.position
+        self.position = position + 1
+        self.stack.append(self.memo[self.data[position]])
+
+    def memoize_next(self) -> None:
+        memo = self.memo
+        memo[len(memo)] = self.stack[-1]
 
     def line(self) -> str:
         end = self.data.index(b"\n", self.position)
@@ -261,12 +288,12 @@ _HANDLERS: Final[dict[int, Callable[[_Reader], None]]] = {
     ord("N"): _push(lambda r: None),
     0x88: _push(lambda r: True),
     0x89: _push(lambda r: False),
-    ord("K"): _push(lambda r: r.number(1)),
+    ord("K"): _Reader.byte,
     ord("M"): _push(lambda r: r.number(2)),
     ord("J"): _push(lambda r: int.from_bytes(r.take(4), "little", signed=True)),
     0x8A: _push(lambda r: int.from_bytes(r.take(r.number(1)), "little", signed=True)),
     ord("G"): _push(lambda r: struct.unpack(">d", r.take(8))[0]),
-    0x8C: _push(lambda r: r.take(r.number(1)).decode()),
+    0x8C: _Reader.short_text,
     ord("X"): _push(lambda r: r.take(r.number(4)).decode()),
     0x8D: _push(lambda r: r.take(r.number(8)).decode()),
     ord("C"): _push(lambda r: r.take(r.number(1))),
@@ -283,10 +310,10 @@ _HANDLERS: Final[dict[int, Callable[[_Reader], None]]] = {
     ord("}"): _push(lambda r: {}),
     ord("s"): lambda r: r.set_items(r.pop_pair()),
     ord("u"): lambda r: r.set_items(r.pop_to_mark()),
-    0x94: lambda r: r.memoize(len(r.memo)),
+    0x94: _Reader.memoize_next,
     ord("q"): lambda r: r.memoize(r.number(1)),
     ord("r"): lambda r: r.memoize(r.number(4)),
-    ord("h"): _push(lambda r: r.memo[r.number(1)]),
+    ord("h"): _Reader.memoized,
     ord("j"): _push(lambda r: r.memo[r.number(4)]),
     ord("c"): _push(lambda r: r.resolve(r.line(), r.line())),
     0x93: _Reader.stack_global,
