@@ -16,6 +16,7 @@ from ebbtide.srt.errors import EngineError
 from ebbtide.srt.stored_tensor import StoredTensor
 from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.bucket import Places, tensors_in
+from ebbtide.srt.weight_sync.payload.tensor_list import TensorForms
 from ebbtide.srt.weight_sync.payload.tensor_refs import (
     TensorHeader,
     TensorRef,
@@ -153,8 +154,22 @@ def borrowed_source(
     )
 
 
-def packed_source(flat: TensorRef, places: Places, memory: BorrowedMemory) -> WeightSource:
-    """As `borrowed_source`, of tensors that lie in a flat one: see `tensors_in`."""
+def packed_source(
+    flat: TensorRef, places: Places, memory: BorrowedMemory, forms: TensorForms | None = None
+) -> WeightSource:
+    """As `borrowed_source`, of tensors that lie in a flat one, within its bytes: see `tensors_in`.
+
+    Args:
+        forms: of the buckets before it.
+    """
+    form = (TensorForms() if forms is None else forms).packed(tuple(header for header, _ in places))
+    begin_T = flat.offset * flat.dtype.itemsize + np.array([start for _, start in places], dtype=np.int64)
+    if not (begin_T % form.itemsize_T).any():
+        storage_T = np.zeros(len(begin_T), dtype=np.int64)
+        # The flat tensor was checked to lie within its storage, and these within that.
+        table = TensorTable(form, [flat.storage], storage_T, begin_T // form.itemsize_T)
+        return TableSource(table, memory)
+    # Such a place cannot be said in elements, so the bytes are copied.
     memory.want(flat.storage)
     headers = [header for header, _ in places]
     return WeightSource(headers, lambda: tensors_in(memory.tensor(flat), places), memory=memory)

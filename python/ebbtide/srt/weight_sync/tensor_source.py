@@ -2,7 +2,7 @@
 
 import base64
 import binascii
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeGuard
 
@@ -144,7 +144,7 @@ def open_by_slices(
             every reference that was decoded has been given back, opened or not; so it is where this is ended
             early.
     """
-    if load_format not in _OPENERS and load_format != SAFETENSORS:
+    if load_format is not None and load_format not in _FORMATS:
         raise _refuse_format(load_format)
     if not entries:
         return WeightSource((), tuple)
@@ -157,7 +157,9 @@ def open_by_slices(
             decoded = yield from _decode_kept(data, place.tp_rank, memory, keeper, forms)
         else:
             decoded = yield from _decode(data, place.tp_rank, memory, forms)
-        return _OPENERS[load_format](decoded, memory)
+        if load_format == "flattened_bucket":
+            return _open_bucket(decoded, memory, forms)
+        return _open_named(decoded, memory, direct=load_format == "direct")
     except BaseException:
         memory.close()
         raise
@@ -238,16 +240,12 @@ def _entry_of(
     raise RequestRejected(f"serialized_named_tensors: expected {expected} entries, got {len(entries)}")
 
 
-def _open_named(decoded: object, memory: BorrowedMemory, *, direct: bool = False) -> WeightSource:
+def _open_named(decoded: object, memory: BorrowedMemory, *, direct: bool) -> WeightSource:
     if isinstance(decoded, TensorTable):
         return TableSource(decoded, memory, direct=direct)
     if not isinstance(decoded, list):
         raise RequestRejected(f"the payload: expected a list of (name, tensor), got {kind_of(decoded)}")
     return borrowed_source([_named_ref(item) for item in decoded], memory, direct=direct)
-
-
-def _open_direct(decoded: object, memory: BorrowedMemory) -> WeightSource:
-    return _open_named(decoded, memory, direct=True)
 
 
 def _named_ref(item: object) -> tuple[str, TensorRef]:
@@ -259,7 +257,7 @@ def _named_ref(item: object) -> tuple[str, TensorRef]:
     return name, value
 
 
-def _open_bucket(decoded: object, memory: BorrowedMemory) -> WeightSource:
+def _open_bucket(decoded: object, memory: BorrowedMemory, forms: TensorForms | None) -> WeightSource:
     if not isinstance(decoded, dict) or decoded.keys() != {"flattened_tensor", "metadata"}:
         raise RequestRejected('the payload: expected a dictionary of "flattened_tensor" and "metadata"')
     flat_ref, listed = decoded["flattened_tensor"], decoded["metadata"]
@@ -269,7 +267,7 @@ def _open_bucket(decoded: object, memory: BorrowedMemory) -> WeightSource:
         raise RequestRejected(f"metadata: expected a list, got {kind_of(listed)}")
     metadata = [as_metadata(item) for item in listed]
     check_bucket(flat_ref.dtype, flat_ref.shape, flat_ref.stride, metadata)
-    return packed_source(flat_ref, [item.place for item in metadata], memory)
+    return packed_source(flat_ref, [item.place for item in metadata], memory, forms)
 
 
 def is_safetensors(entry: bytes | str) -> bool:
@@ -300,16 +298,11 @@ SAFETENSORS: Final = "safetensors"
 # About 80 bytes describe a tensor, so this leaves room for 100,000: reading them takes seconds, in one piece.
 MAX_HEADER_BYTES: Final = 8 << 20
 
-# How what a pickle describes is to be understood, by `load_format`.
-_OPENERS: Final[Mapping[str | None, Callable[[object, BorrowedMemory], WeightSource]]] = {
-    None: _open_named,
-    "flattened_bucket": _open_bucket,
-    "direct": _open_direct,
-}
+_FORMATS: Final = ("flattened_bucket", "direct", SAFETENSORS)
 
 
 def _refuse_format(load_format: str | None) -> RequestRejected:
-    valid = "null, " + ", ".join([*(name for name in _OPENERS if name is not None), SAFETENSORS])
+    valid = "null, " + ", ".join(_FORMATS)
     if load_format is not None and "." in load_format:
         return RequestRejected(
             f"load_format: the import path {load_format[:200]!r} is not listed in --custom-weight-loader; "

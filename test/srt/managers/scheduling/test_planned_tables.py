@@ -1,6 +1,7 @@
 """Tensors that a table lists in a device's memory: planned all at once, and written as one by one."""
 
 import ctypes
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from ebbtide.srt.model_executor.weight_copies import EXPONENTS, WeightCopies
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.slices import finish
+from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload.tensor_list import DeviceStorage, Listing, TensorForms
 
 Named = list[tuple[str, torch.Tensor]]
@@ -89,10 +91,12 @@ def lend(named: Named, gpu: Gpu, counters: Counters) -> bytes:
     return data
 
 
-def write(store: WeightStore, data: bytes, gpu: Gpu, forms: TensorForms) -> tuple[IncomingTensors, list[str]]:
+def write(
+    store: WeightStore, data: bytes, gpu: Gpu, forms: TensorForms, load_format: str | None = None
+) -> tuple[IncomingTensors, list[str]]:
     """One update as a GPU's is planned; the names of what was copied in some other way."""
     device = CpuDevice()
-    incoming = IncomingTensors(open_payload([data], None, cuda=gpu, forms=forms), store, device)
+    incoming = IncomingTensors(open_payload([data], load_format, cuda=gpu, forms=forms), store, device)
     incoming._is_planned = True
     incoming._copies = WeightCopies(torch.device("cpu"))
     finish(incoming.check())
@@ -144,6 +148,37 @@ def test_of_two_tensors_of_one_name_the_later_one_counts(
     incoming, _ = write(store, lend(sent, gpu, counters), gpu, TensorForms())
     assert torch.equal(stored(store, NORM), later[1])
     assert incoming.names == store.names
+
+
+def bucket_of(named: Named, gpu: Gpu) -> bytes:
+    bucket = FlattenedTensorBucket(named)
+    flat = gpu.share(bucket.get_flattened_tensor())
+    return pickle.dumps({"flattened_tensor": flat, "metadata": bucket.get_metadata()}, 4)
+
+
+def test_what_a_bucket_holds_is_planned_at_once_behind_its_event_and_checked_once(
+    store: WeightStore, named: Named, gpu: Gpu, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    check = store.check
+    monkeypatch.setattr(store, "check", lambda name, *rest: checked.append(name) or check(name, *rest))
+    forms = TensorForms()
+    for sign in (1, -1):
+        sent = [(name, tensor * sign) for name, tensor in named]
+        incoming, others = write(store, bucket_of(sent, gpu), gpu, forms, "flattened_bucket")
+        assert (others, incoming.names, incoming.nonfinite()) == ([], store.names, [])
+        assert all(torch.equal(stored(store, name), tensor) for name, tensor in sent)
+    assert gpu.log == ["open 0", "wait 0", "free 0", "open 1", "wait 1", "free 1"]
+    assert checked == [name for name, _ in named]
+    assert not any(counters.values)
+
+
+def test_so_it_arrives_where_a_tensor_begins_between_two_elements(
+    store: WeightStore, named: Named, gpu: Gpu
+) -> None:
+    sent = [(ROTARY, torch.zeros(3, dtype=torch.uint8)), *named]
+    write(store, bucket_of(sent, gpu), gpu, TensorForms(), "flattened_bucket")
+    assert all(torch.equal(stored(store, name), tensor) for name, tensor in named)
 
 
 def test_nan_is_told_by_name(store: WeightStore, named: Named, gpu: Gpu, counters: Counters) -> None:

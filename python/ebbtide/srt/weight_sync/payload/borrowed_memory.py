@@ -123,15 +123,17 @@ class BorrowedMemory:
                 offset = ref.offset * ref.dtype.itemsize
                 return StoredTensor(self._block(ref.storage), offset, ref.shape, ref.stride, ref.dtype)
             case CudaStorageRef():
-                storage = self._storage(ref.storage)
+                mapping = self._awaited_mapping(ref.storage)
+                storage = mapping.storage(ref.storage.offset_bytes, ref.storage.num_bytes)
         empty = torch.empty(0, dtype=ref.dtype, device=storage.device)
         return empty.set_(storage, ref.offset, ref.shape, ref.stride)
 
     def address(self, storage: AnyStorageRef | None) -> int:
-        """Where device memory is mapped that is open; 0 for what is not wanted."""
+        """Where device memory is mapped that is open, for work launched on torch's current stream; 0 for what
+        is not wanted."""
         if not isinstance(storage, CudaStorageRef) or storage not in self._wanted:
             return 0
-        return self._mapping(storage).address + storage.offset_bytes
+        return self._awaited_mapping(storage).address + storage.offset_bytes
 
     def release(self) -> Iterator[int]:
         """Give the device memory back, once all that reads it has run; yields the bytes of each mapping."""
@@ -211,13 +213,14 @@ class BorrowedMemory:
             raise EngineError(f"{told(ref)} is read before it was opened")
         return mapping
 
-    def _storage(self, ref: CudaStorageRef) -> torch.UntypedStorage:
+    def _awaited_mapping(self, ref: CudaStorageRef) -> Mapping:
+        """What is launched from here on, on torch's current stream, runs after the sender's writes."""
         assert self._cuda is not None
         mapping = self._mapping(ref)
         if ref.event is not None and ref not in self._awaited:
             self._cuda.wait(ref.event)
             self._awaited.add(ref)
-        return mapping.storage(ref.offset_bytes, ref.num_bytes)
+        return mapping
 
     def _give_back_opened(self, counters: Counters) -> None:
         opened, self._opened = self._opened, {}

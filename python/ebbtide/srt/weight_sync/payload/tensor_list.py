@@ -21,9 +21,11 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.tensor_refs import (
     AnyStorageRef,
     TensorForm,
+    TensorHeader,
     TensorLayout,
     TensorTable,
     checked_layout,
+    contiguous_layout,
     device_storage,
     host_storage,
 )
@@ -148,9 +150,11 @@ class TensorForms:
     """Names and shapes of the last payloads by the bytes that said them, the least recently used first."""
 
     MAX_BYTES: Final = 16 << 20
+    MAX_PACKED: Final = 256
 
     def __init__(self) -> None:
         self._forms: dict[bytes, TensorForm] = {}
+        self._packed: dict[tuple[TensorHeader, ...], TensorForm] = {}
 
     def take(self, data: bytes) -> Generator[int, None, TensorForm]:
         """What these bytes say; in slices where they are new.
@@ -166,6 +170,21 @@ class TensorForms:
             oldest = next(iter(self._forms))
             num_over -= len(oldest)
             del self._forms[oldest]
+        return form
+
+    def packed(self, headers: tuple[TensorHeader, ...]) -> TensorForm:
+        """The form of contiguous tensors, those of a bucket."""
+        form = self._packed.pop(headers, None)
+        if form is None:
+            numbers: dict[TensorLayout, int] = {}
+            layouts = (contiguous_layout(one.dtype, one.shape) for one in headers)
+            layout_T = [numbers.setdefault(layout, len(numbers)) for layout in layouts]
+            names = [header.name for header in headers]
+            form = TensorForm(names, list(numbers), np.array(layout_T, dtype=np.int64))
+            form.headers += headers
+        self._packed[headers] = form
+        if len(self._packed) > self.MAX_PACKED:
+            del self._packed[next(iter(self._packed))]
         return form
 
 

@@ -281,6 +281,13 @@ def checked_layout(where: str, dtype: str, shape: object, stride: object) -> Ten
     return layout
 
 
+def contiguous_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorLayout:
+    """What a tensor looks like whose elements lie one behind the other."""
+    num_elements = math.prod(shape)
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return TensorLayout(dtype, shape, stride, num_elements)
+
+
 class TensorForm:
     """Names and shapes: what the tensors of many payloads have in common.
 
@@ -373,5 +380,5 @@ class TensorTable:
     @property
     def used_storages(self) -> list[AnyStorageRef]:
         """Those that tensors lie in, each once."""
-        listed = (self.storages[number] for number in np.unique(self.storage_T).tolist())
+        listed = (self.storages[number] for number in sorted(set(self.storage_T.tolist())))
         return [storage for storage in listed if storage is not None]

@@ -188,6 +188,8 @@ class IncomingTensors:
         self._copies = WeightCopies(store.device)
         # Tensors on the device that no planned copy covers.
         self._others: dict[str, Tensor] = {}
+        # Those that are covered live until the copies have run: some are not the sender's memory.
+        self._covered: list[Tensor] = []
         self._looked_at = NonFinite()
         self._changes: PlacedChanges | None = None
         self._new_sums: Tensor | None = None
@@ -327,19 +329,19 @@ class IncomingTensors:
         address = self._store.address(staging.shadow)
         if notes is not None and (known := notes.get(key)) is not None:
             self._copies.take(known, address)
-            yield 1
             return
         for number, (name, tensor) in enumerate(self._to_plan(address)):
             assert isinstance(tensor, Tensor), "copies are planned of tensors on the device only"
             self._others.pop(name, None)
             if not self._store.plan(self._copies, name, tensor, staging.shadow, self._source.direct):
                 self._others[name] = tensor
+            else:
+                self._covered.append(tensor)
             if number % PLANNED_AT_ONCE == 0:
                 yield 1
         planned = self._copies.prepare(address)
         if notes is not None and planned is not None and not self._others:
             notes[key] = planned
-        yield 1
 
     def _to_plan(self, address: int) -> Iterable[NamedTensor]:
         """The tensors that are planned one by one. Most tensors of a table are planned here, all at once."""
@@ -411,12 +413,14 @@ class IncomingTensors:
 
     def release(self) -> Slices[None]:
         """To be run before the commit, so that closing many mappings holds no forward pass up."""
-        # Placed changes hold references to the sender's memory.
+        # These hold references to the sender's memory.
         self._changes = None
+        self._covered.clear()
         yield from self._source.release()
 
     def detach(self) -> Slices[None]:
         self._changes = None
+        self._covered.clear()
         return self._source.detach()
 
     def finish(self) -> None:
@@ -430,6 +434,7 @@ class IncomingTensors:
         finally:
             self._changes = None
             self._others.clear()
+            self._covered.clear()
             self._source.close()
 
     def _write_each(
