@@ -284,8 +284,9 @@ class WeightCopies:
         """Launch what is ready; yields the bytes of each kernel. To be run to its end."""
         for ready in self._ready:
             yield from ready.launch(LAUNCH_BYTES)
-        if self._ready:
-            self._is_found = download(torch.cat([ready.found_S for ready in self._ready]))
+        found = [ready.found_S for ready in self._ready]
+        if found:
+            self._is_found = download(found[0] if len(found) == 1 else torch.cat(found))
 
     def nonfinite(self) -> list[str]:
         """Once everything that was launched has run: the names of what holds NaN or Inf."""

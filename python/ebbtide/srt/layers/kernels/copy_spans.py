@@ -37,11 +37,16 @@ class SpanCopies:
     """
 
     def __init__(self, spans_S5: NDArray[np.int64], device: torch.device) -> None:
-        self.found_S = torch.zeros(len(spans_S5), dtype=torch.int32, device=device)
         self._bytes_R, rows_R6 = _rows(spans_S5)
-        self._rows_R6 = torch.from_numpy(rows_R6)
-        if device.type == "cuda":
-            self._rows_R6 = self._rows_R6.pin_memory().to(device, non_blocking=True)
+        # In one transfer: few spans take no longer to copy than to tell of.
+        table = torch.empty(
+            rows_R6.nbytes + 4 * len(spans_S5), dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
+        table.numpy()[: rows_R6.nbytes].view(np.int64)[:] = rows_R6.reshape(-1)
+        table.numpy()[rows_R6.nbytes :] = 0
+        table = table.to(device, non_blocking=True)
+        self._rows_R6 = table[: rows_R6.nbytes].view(torch.int64).view(rows_R6.shape)
+        self.found_S = table[rows_R6.nbytes :].view(torch.int32)
 
     def launch(self, launch_bytes: int) -> Iterator[int]:
         """Launch them, by kernels of about so many bytes each; yields the bytes of each kernel."""
