@@ -21,6 +21,7 @@ from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.lent_tensor import LentTensor
 from ebbtide.srt.weight_sync.payload.pickle_reader import Global, read_by_slices
+from ebbtide.srt.weight_sync.payload.tensor_list import TensorForms
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader, TensorRef, dtype_named
 from ebbtide.srt.weight_sync.source import WeightSource, borrowed_source, packed_source
 
@@ -33,12 +34,14 @@ def open_handles(
     *,
     place: ParallelConfig,
     cuda: CudaIpc | None,
+    forms: TensorForms | None = None,
 ) -> Generator[int, None, WeightSource]:
     """Opens the tensors of this rank's device, by slices.
 
     Args:
         entries: for each rank a pickle: a list with the handles of each tensor, or the handles of a buffer.
         lent: what is behind them.
+        forms: the names and shapes of the payloads before it.
 
     Raises:
         RequestRejected: 400; every reference of this device that was read has been given back.
@@ -59,7 +62,7 @@ def open_handles(
     memory = BorrowedMemory(cuda, is_kept=isinstance(handles, dict))
     try:
         if isinstance(handles, dict):
-            return _open_buffer(handles, headers, lent, memory, cuda)
+            return _open_buffer(handles, headers, lent, memory, cuda, forms)
         return _open_each(handles, headers, memory, cuda)
     except BaseException:
         memory.close()
@@ -91,6 +94,7 @@ def _open_buffer(
     lent: Sequence[LentTensor],
     memory: BorrowedMemory,
     cuda: CudaIpc,
+    forms: TensorForms | None,
 ) -> WeightSource:
     ref = _own(handles, "the buffer", memory, cuda)
     if len(ref.shape) != 1 or ref.stride != (1,):
@@ -107,7 +111,7 @@ def _open_buffer(
     num_bytes = ref.shape[0] * ref.dtype.itemsize
     if start > num_bytes:
         raise RequestRejected(f"tensor_sizes: {start} bytes are not within the buffer of {num_bytes}")
-    return packed_source(ref, places, memory)
+    return packed_source(ref, places, memory, forms)
 
 
 def _own(by_device: object, where: str, memory: BorrowedMemory, cuda: CudaIpc) -> TensorRef:

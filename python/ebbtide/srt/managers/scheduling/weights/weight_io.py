@@ -178,7 +178,8 @@ class EngineWeights:
                 )
             case UpdateWeightsFromTensorReqInput(load_format="ipc_handles"):
                 entries, place = request.serialized_named_tensors, self._config.parallel
-                return (yield from open_handles(entries, request.lent, place=place, cuda=self._cuda))
+                lent, forms = request.lent, self._forms
+                return (yield from open_handles(entries, lent, place=place, cuda=self._cuda, forms=forms))
             case UpdateWeightsFromTensorReqInput():
                 return (
                     yield from open_by_slices(
