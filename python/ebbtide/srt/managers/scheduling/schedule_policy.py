@@ -306,7 +306,7 @@ class SchedulePolicy:
         the oldest always gets on. None: there is nothing to run, or nothing before the step in flight is
         committed.
         """
-        if self._must_commit_first() or not self._grow_running():
+        if not self.has_work or self._must_commit_first() or not self._grow_running():
             return None
         admits = bool(self.waiting) and not self.holds_admission
         rows_R = self._running_rows()
