@@ -1,7 +1,7 @@
 """Products of a model's layer with weights of 8 bits: what each library and each kernel takes, by tokens.
 
 Every figure is that of a CUDA graph in which calls follow one another on different weights, of more than the
-second-level cache holds. Rows of "quantized" and "cublas" are those of tokens that are quantised already:
+second-level cache holds. Rows of "quantized" and of libraries are those of tokens that are quantised already:
 "quantise" is to be added. `gate_up` counts the activation in, but for the libraries'.
 
     python bench/gpu_fp8_products.py [--tokens 1 8 32] [--shapes qkv o gate_up down]
@@ -24,6 +24,7 @@ from gpu_small_batch import graph_us
 from torch import Tensor
 
 from ebbtide.srt.layers.activation import Activation
+from ebbtide.srt.layers.kernels.fp8_blockscale import blockscale_product
 from ebbtide.srt.layers.kernels.fp8_product import cublas_product, quantize_tokens
 from ebbtide.srt.layers.small_batch.fp8_products import (
     MAX_STATIONARY,
@@ -134,18 +135,14 @@ def _told(config: QuantizedConfig | StationaryConfig | PassingConfig) -> str:
 
 
 def library_variants(case: Case) -> dict[str, Callable[[Tensor], Any]]:
-    """Of tokens that are quantised, but for FlashInfer's, which does that itself."""
+    """Of tokens that are quantised."""
     scales = case.scales
     values, x_scales = quantize_tokens(case.x)
-
-    def flashinfer(w: Tensor) -> Tensor:
-        from flashinfer.gemm import fp8_blockscale_gemm_sm90
-
-        return fp8_blockscale_gemm_sm90(case.x, w, None, scales)
-
     found: dict[str, Callable[[Tensor], Any]] = {"quantise": lambda w: quantize_tokens(case.x)[0]}
     found["cublas"] = lambda w: cublas_product(values, x_scales, w, scales)
-    return found | ({"flashinfer": flashinfer} if case.tokens == 256 else {})
+    if blockscale_product(values, x_scales, case.weights[0], scales, case.tokens) is not None:
+        found["flashinfer"] = lambda w: blockscale_product(values, x_scales, w, scales, case.tokens)
+    return found
 
 
 def error_of(name: str, case: Case, run: Callable[[Tensor], Any]) -> tuple[str | None, float | None]:
