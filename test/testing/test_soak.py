@@ -11,9 +11,12 @@ from ebbtide.testing.soak.storm import Soak
 from ebbtide.testing.soak.tally import Tally
 
 
-@pytest.mark.parametrize("door", ["http", "engine"])
-def test_a_short_storm_loses_nothing(door: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("door", "flags"), [("http", ["--", "--tp", "2"]), ("engine", [])], ids=["http, two ranks", "engine"]
+)
+def test_a_short_storm_loses_nothing(door: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--minutes", "0.02", "--rehearsals", "1", "--streams", "4", "--calm-s", "0.1", "--door", door]
+    options += flags
     try:
         soak.main(options)
     except SystemExit:

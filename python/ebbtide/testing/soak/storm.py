@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ebbtide.srt.errors import EbbtideError
 from ebbtide.srt.weight_sync.payload.kept_memory import LOOK_S
-from ebbtide.testing.soak.doors import REPLY_TIMEOUT_S, Door
+from ebbtide.testing.soak.doors import MAX_TOTAL_TOKENS, REPLY_TIMEOUT_S, Door
 from ebbtide.testing.soak.model import SHAPE
 from ebbtide.testing.soak.tally import Holdings, Tally, shared_objects
 
@@ -280,13 +280,12 @@ class Soak:
         await self._release(tags=["kv_cache"], preserve=self._rng.choice(["live", "all"]))
 
     async def _resize(self) -> None:
-        _, report = await self._door.call("memory_occupation")
-        num_bytes = report["tags"]["kv_cache"]["virtual_bytes"]
-        smaller = int(num_bytes * self._rng.uniform(0.3, 0.9))
+        # In tokens: bytes are those of each rank, and there may be several.
+        smaller = int(MAX_TOTAL_TOKENS * self._rng.uniform(0.3, 0.9))
         preserve = self._rng.choice(["none", "live"])
-        await self._post("resize_memory_occupation", num_bytes=smaller, preserve=preserve)
+        await self._post("resize_memory_occupation", num_tokens=smaller, preserve=preserve)
         await self._wait()
-        await self._must("resize_memory_occupation", num_bytes=num_bytes)
+        await self._must("resize_memory_occupation", num_tokens=MAX_TOTAL_TOKENS)
 
     async def _update_from_disk(self) -> None:
         mode = self._rng.choice(MODES)
