@@ -185,6 +185,7 @@ class TestUpdates:
         harness.ranks[2].weights.faults["write"] = EngineError("half-way")
         refusal = harness.refuse(update(7, 0, 3))
         assert (refusal.status, "rank 2: EngineError: half-way" in refusal.message) == (500, True)
+        assert "2 parameters are stale until an update writes them" in refusal.message
         missing = [rank.scheduler.control.memory.content.missing for rank in harness.ranks]
         assert missing == [{"layer.0", "layer.3"}] * NUM_RANKS
         rid = harness.begin_request(max_new_tokens=16)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import (
@@ -191,7 +191,12 @@ class CommitConditions:
             raise RequestRejected(f"the update was given up at its deadline: {advice}") from None
         except Exception as error:
             if not isinstance(self._memory.content.state, Valid):
-                raise
+                num_missing = len(self._memory.content.missing)
+                failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+                raise EngineError(
+                    f"{failure}. No request runs: {num_missing} parameters are stale until an update "
+                    "writes them"
+                ) from error
             logger.error("a weight update failed; the old weights serve", exc_info=error)
             raise RequestRejected(
                 f"the update failed, the old weights serve: {type(error).__name__}: {error}"
