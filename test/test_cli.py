@@ -52,6 +52,18 @@ def test_help_lists_the_commands(module: str) -> None:
     assert all(f"  {name} " in done.stdout for name in ("serve", "demo", "warmup", "doctor"))
 
 
+def test_a_daemon_without_standard_streams_gets_some_for_the_processes_it_starts() -> None:
+    child = (
+        "import os, sys; [os.fstat(descriptor) for descriptor in range(3)]; print('heard', file=sys.stderr)"
+    )
+    script = (
+        "import subprocess, sys; from ebbtide.launch_server import open_standard_streams; "
+        f'open_standard_streams(); sys.exit(subprocess.call([sys.executable, "-c", "{child}"]))'
+    )
+    closing = ["/bin/sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, script]
+    assert subprocess.run(closing, timeout=120, check=False).returncode == 0
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])

@@ -6,6 +6,7 @@ On the further nodes of an engine (`--node-rank 1`) it lends their ranks to node
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m ebbtide.launc
     )
     ServerArgs.add_cli_args(parser)
     args = ServerArgs.from_cli_args(parser.parse_args(argv))
+    open_standard_streams()
     try:
         with raising_signals(), EarlyProcesses(args) as early:
             # Seconds of imports: not for a usage error, and beside those of the ranks.
@@ -41,6 +43,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m ebbtide.launc
         print(f"{prog}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1
     return 0
+
+
+def open_standard_streams() -> None:
+    """Open those that this process was started without, as daemons are, for it and what it starts.
+
+    What is opened next would get their numbers, and what is written to them.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 if __name__ == "__main__":
