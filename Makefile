@@ -14,7 +14,7 @@ SOURCES := python compat test bench examples
 TESTS := test
 # Much of a test's time is waiting for an engine: four at a time keep two cores busy.
 WORKERS ?= 4
-# How many sequences `make fuzz` tries; the gate tries 400 of them, which takes a minute on one core.
+# How many sequences `make fuzz` tries; the gate tries 400 of them.
 FUZZ_SEQUENCES ?= 50000
 # How long `make soak` goes on, and further arguments, e.g. SOAK_OPTIONS="--device cuda --streams 64"
 SOAK_MINUTES ?= 30
