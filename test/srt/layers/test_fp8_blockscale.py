@@ -30,7 +30,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for cached in (fp8_blockscale._kernel, fp8_blockscale._tell):
+    for cached in (fp8_blockscale._kernel, fp8_blockscale._tell, fp8_blockscale._version):
         cached.cache_clear()
 
 
@@ -87,7 +87,54 @@ def test_it_is_compiled_ahead_for_all_numbers_of_tokens_and_not_launched(
     assert len(texts) == len(set(texts)) == 2
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no cuda_bf16.h"), ImportError("no cuda.bindings")])
+def test_with_another_flashinfer_it_is_compiled_again(an_h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+    monkeypatch.setattr(nvrtc, "compiled", lambda text, options: texts.append(text))
+
+    for version in ("0.6.12", "0.6.13"):
+        forget()
+        monkeypatch.setattr(fp8_blockscale, "version", {"flashinfer-python": version}.__getitem__)
+        with ThreadPoolExecutor(1) as threads, nvrtc.compiling_ahead(threads):
+            blockscale_product(*operands(64))
+
+    assert len(texts) == len(set(texts)) == 4
+
+
+def test_the_kernel_is_found_among_names_that_have_its_own_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(nvrtc, "call", lambda name, *given: asked.append((name, given[-1])))
+    names = (b"_ZSt9is_same_vIZ15fp8_gemm_kernelvE10DivisibleE", b".text._Z15fp8_gemm_kernelv", b"_Z1av")
+
+    nvrtc.Kernel(b"\0".join(names), "fp8_gemm_kernel", 256, 1024)
+
+    assert ("cuModuleGetFunction", b"_Z15fp8_gemm_kernelv") in asked
+
+
+@pytest.mark.parametrize("cubin", [b"", b".text._Z15fp8_gemm_kernelv"])
+def test_where_it_cannot_be_loaded_others_multiply_and_one_line_says_so(
+    an_h200: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cubin: bytes
+) -> None:
+    def refuse(name: str, *arguments: object) -> None:
+        raise RuntimeError(f"{name}: no binary for this GPU")
+
+    monkeypatch.setattr(nvrtc, "compiled", lambda text, options: cubin)
+    monkeypatch.setattr(nvrtc, "call", refuse)
+
+    with caplog.at_level(logging.WARNING):
+        assert [blockscale_product(*operands(num_tokens)) for num_tokens in (64, 50, 200)] == [None] * 3
+
+    said = "no binary for this GPU" if cubin else "no kernel fp8_gemm_kernel"
+    assert [said in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("no cuda_bf16.h"),
+        ImportError("no cuda.bindings"),
+        PermissionError("the folder of kernels"),
+    ],
+)
 def test_without_a_compiler_others_multiply_and_one_line_says_so(
     an_h200: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:

@@ -13,6 +13,7 @@ import ctypes
 import logging
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,7 +37,7 @@ _OPTIONS = (
     "-D__FORCE_INCLUDE_CUDA_FP16_HPP_FROM_FP16_H__=1",
     "-D__FORCE_INCLUDE_CUDA_BF16_HPP_FROM_BF16_H__=1",
 )
-_TEXT = """
+_TEXT = """// FlashInfer {flashinfer}
 #define NVRTC_JIT_COMPILATION
 #include <deep_gemm/nvrtc_std.cuh>
 #include <cuda_bf16.h>
@@ -93,7 +94,7 @@ def choose_tile(num_tokens: int, num_rows: int, num_columns: int, num_programs: 
 def blockscale_product(
     values_TK: Tensor, x_scales_TG: Tensor, weight_OK: Tensor, scales: Tensor, num_tokens: int
 ) -> Tensor | None:
-    """x Wᵀ, [T, O] in bfloat16; None where other kernels are quicker, or where this one cannot be compiled.
+    """x Wᵀ, [T, O] in bfloat16; None where other kernels are quicker, or this one cannot be had.
 
     Args:
         values_TK, x_scales_TG: of `quantize_tokens`; they have T rows or more.
@@ -144,20 +145,29 @@ class _Input(ctypes.Structure):
 
 
 def _text(tile: Tile, num_rows: int, num_columns: int) -> str:
-    return _TEXT.format(rows=num_rows, columns=num_columns, **vars(tile))
+    return _TEXT.format(flashinfer=_version(), rows=num_rows, columns=num_columns, **vars(tile))
+
+
+@cache
+def _version() -> str:
+    """FlashInfer's: from the headers of another one the same text would make another kernel."""
+    try:
+        return version("flashinfer-python")
+    except PackageNotFoundError:
+        return "of unknown version"
 
 
 @cache
 def _kernel(
     tile: Tile, num_rows: int, num_columns: int, options: tuple[str, ...], device: torch.device
 ) -> nvrtc.Kernel | None:
+    threads = 128 * (1 + tile.block_tokens // 64)
     try:
         cubin = nvrtc.compiled(_text(tile, num_rows, num_columns), options)
-    except (ImportError, RuntimeError) as error:
-        _tell(f"NVRTC does not compile it: {error}")
+        return nvrtc.Kernel(cubin, "fp8_gemm_kernel", threads, tile.shared_bytes(num_columns))
+    except (ImportError, OSError, RuntimeError) as error:
+        _tell(f"it cannot be compiled or loaded: {error}")
         return None
-    threads = 128 * (1 + tile.block_tokens // 64)
-    return nvrtc.Kernel(cubin, "fp8_gemm_kernel", threads, tile.shared_bytes(num_columns))
 
 
 @cache

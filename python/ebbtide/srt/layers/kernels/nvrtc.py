@@ -66,6 +66,7 @@ def compiled(text: str, options: tuple[str, ...]) -> bytes:
 
     Raises:
         ImportError: the package cuda-bindings is not installed.
+        OSError: the cache cannot be read or written.
         RuntimeError: with the compiler's words; or there is no NVRTC.
     """
     from triton.runtime.cache import get_cache_manager
@@ -80,11 +81,11 @@ def compiled(text: str, options: tuple[str, ...]) -> bytes:
     (status,) = nvrtc.nvrtcCompileProgram(program, len(wanted), [option.encode() for option in wanted])
     if int(status):
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        log = b" " * size
+        log = bytes(size)
         nvrtc.nvrtcGetProgramLog(program, log)
         raise RuntimeError(log.decode(errors="replace").strip("\0 \n"))
     _, size = nvrtc.nvrtcGetCUBINSize(program)
-    cubin: bytes = b" " * size
+    cubin = bytes(size)
     nvrtc.nvrtcGetCUBIN(program, cubin)
     nvrtc.nvrtcDestroyProgram(program)
     cache.put(cubin, _FILE, binary=True)
@@ -147,16 +148,21 @@ class Kernel:
 
     Args:
         cubin: of `compiled`.
-        name: of which the function's own is made; it is the only one like that.
+        name: in the source; one kernel there is called so.
         threads, shared_bytes: of a program.
+
+    Raises:
+        RuntimeError: there is no such kernel, or the driver does not load it.
     """
 
     def __init__(self, cubin: bytes, name: str, threads: int, shared_bytes: int) -> None:
-        found = re.search(rb"_Z\w*" + name.encode() + rb"\w*", cubin)
-        assert found is not None
+        # What has machine code has a section of its own. Other names may have a kernel's in them.
+        found = re.search(rb"\.text\.(_Z\w*" + name.encode() + rb"\w*)", cubin)
+        if found is None:
+            raise RuntimeError(f"{len(cubin)} bytes of machine code have no kernel {name}")
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         call("cuModuleLoadData", ctypes.byref(module), cubin)
-        call("cuModuleGetFunction", ctypes.byref(self._function), module, found.group())
+        call("cuModuleGetFunction", ctypes.byref(self._function), module, found.group(1))
         call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
         self._threads, self._shared_bytes = threads, shared_bytes
 
