@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.pickle_reader import Global, Record, read_pickle
+from ebbtide.srt.slices import finish
+from ebbtide.srt.weight_sync.payload.pickle_reader import (
+    SLICE_OPCODES,
+    Budget,
+    Global,
+    Record,
+    read_by_slices,
+    read_pickle,
+)
 
 atoms = (
     st.none()
@@ -48,6 +56,20 @@ def test_long_strings_and_many_items_are_read() -> None:
     value = ["x" * 100_000, b"y" * 100_000, list(range(3000)), {str(i): (i,) for i in range(3000)}]
     for protocol in (3, 4, 5):
         assert read_pickle(pickle.dumps(value, protocol), no_globals) == value
+
+
+# Of 3 opcodes, of just a slice, and of some slices; a weight for each rank is a short pickle of its own.
+@pytest.mark.parametrize("num_opcodes", [3, SLICE_OPCODES, 3 * SLICE_OPCODES + 5])
+def test_pickles_of_one_budget_are_read_by_slices_however_short_they_are(num_opcodes: int) -> None:
+    data = b"(" + b"N" * (num_opcodes - 3) + b"t."
+    budget = Budget(8 * SLICE_OPCODES)
+    num_slices = 0
+    while budget.num_opcodes >= num_opcodes:
+        num_slices += sum(1 for _ in read_by_slices(data, no_globals, budget))
+        num_read = 8 * SLICE_OPCODES - budget.num_opcodes
+        assert (num_slices, num_read % num_opcodes) == (num_read // SLICE_OPCODES, 0)
+    with pytest.raises(RequestRejected, match="opcodes"):
+        finish(read_by_slices(data + b".", no_globals, Budget(num_opcodes - 1)))
 
 
 def test_shared_values_stay_shared() -> None:

@@ -68,7 +68,7 @@ def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:
 def read_by_slices(
     data: bytes, resolve: Callable[[str, str], object], budget: Budget | None = None
 ) -> Generator[int, None, object]:
-    """As `read_pickle`, yielding the bytes of every `SLICE_OPCODES` opcodes that it has read.
+    """As `read_pickle`, yielding the bytes read after every `SLICE_OPCODES` opcodes of its budget.
 
     What is read is taken off `budget` (None: one of its own).
     """
@@ -96,7 +96,8 @@ class _Reader:
         start = told = num_left = 0
         try:
             while budget.num_opcodes > 0:
-                num_left = min(budget.num_opcodes, SLICE_OPCODES)
+                # Short pickles that share a budget make a slice together.
+                num_left = (budget.num_opcodes - 1) % SLICE_OPCODES + 1
                 budget.num_opcodes -= num_left
                 while num_left:
                     num_left -= 1
@@ -111,6 +112,8 @@ class _Reader:
                 told = self.position
         except _Stop:
             budget.num_opcodes += num_left
+            if num_left == 0:
+                yield self.position - told
             return self._result()
         except (IndexError, KeyError, ValueError) as error:
             # Truncated input, an empty stack, a missing memo entry or a string that is not UTF-8.
