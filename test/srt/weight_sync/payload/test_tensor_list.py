@@ -18,7 +18,13 @@ from ebbtide.srt.weight_sync.payload.tensor_list import (
     TensorForms,
     decode_tensors,
 )
-from ebbtide.srt.weight_sync.payload.tensor_refs import AnyStorageRef, CudaStorageRef, StorageRef, TensorTable
+from ebbtide.srt.weight_sync.payload.tensor_refs import (
+    AnyStorageRef,
+    CudaStorageRef,
+    StorageRef,
+    TensorHeader,
+    TensorTable,
+)
 from ebbtide.srt.weight_sync.tensor_source import decode_by_slices
 
 HOST = HostStorage(b"/tmp/torch-shm-dir-aB3/manager.sock", b"/torch_12_34_5", 96)
@@ -75,6 +81,26 @@ def test_names_and_shapes_that_were_read_before_are_kept_and_the_oldest_are_drop
     monkeypatch.setattr(TensorForms, "MAX_BYTES", len(Listing(NAMED[:2]).form))
     assert decoded(encoded(NAMED[:2], [0, 1], [0, 0]), forms)[0].form is other.form
     assert decoded(encoded(NAMED, [0, 1, 0], [4, 0, 0]), forms)[0].form is not first.form
+
+
+def test_those_of_buckets_are_kept_as_long_as_they_take_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TensorForms, "MAX_BYTES", 10_000)
+    forms = TensorForms()
+    short, other = ((TensorHeader(name, (2, 3, 1, 4), torch.bfloat16),) for name in ("a", "b"))
+    kept = [forms.packed(short), forms.packed(other)]
+    assert [forms.packed(short), forms.packed(other)] == kept
+    assert kept[0].layout(0).stride == torch.empty(2, 3, 1, 4).stride()
+    # A name as long as all that may be kept pushes them out, and is not kept itself.
+    long = (TensorHeader("c" * 10_000, (), torch.int8),)
+    assert forms.packed(long) is not forms.packed(long)
+    again = forms.packed(short)
+    assert again is not kept[0]
+    assert forms.packed(short) is again
+    # So do many tensors of short names.
+    forms.packed(tuple(TensorHeader(str(number), (), torch.int8) for number in range(1000)))
+    assert forms.packed(short) is not again
 
 
 @pytest.mark.parametrize(

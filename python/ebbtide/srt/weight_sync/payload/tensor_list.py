@@ -150,11 +150,11 @@ class TensorForms:
     """Names and shapes of the last payloads by the bytes that said them, the least recently used first."""
 
     MAX_BYTES: Final = 16 << 20
-    MAX_PACKED: Final = 256
 
     def __init__(self) -> None:
         self._forms: dict[bytes, TensorForm] = {}
         self._packed: dict[tuple[TensorHeader, ...], TensorForm] = {}
+        self._packed_bytes = 0
 
     def take(self, data: bytes) -> Generator[int, None, TensorForm]:
         """What these bytes say; in slices where they are new.
@@ -182,10 +182,18 @@ class TensorForms:
             names = [header.name for header in headers]
             form = TensorForm(names, list(numbers), np.array(layout_T, dtype=np.int64))
             form.headers += headers
+            self._packed_bytes += _kept_bytes(headers)
         self._packed[headers] = form
-        if len(self._packed) > self.MAX_PACKED:
-            del self._packed[next(iter(self._packed))]
+        while self._packed_bytes > self.MAX_BYTES:
+            oldest = next(iter(self._packed))
+            self._packed_bytes -= _kept_bytes(oldest)
+            del self._packed[oldest]
         return form
+
+
+def _kept_bytes(headers: tuple[TensorHeader, ...]) -> int:
+    """About what a form of these takes at least: the sender chooses their number and their names."""
+    return 2048 + sum(64 + len(header.name) + 8 * len(header.shape) for header in headers)
 
 
 def decode_tensors(

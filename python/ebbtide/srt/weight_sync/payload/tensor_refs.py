@@ -7,7 +7,9 @@ Source: wire_api sections 4.2 and 4.3.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -283,9 +285,8 @@ def checked_layout(where: str, dtype: str, shape: object, stride: object) -> Ten
 
 def contiguous_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorLayout:
     """What a tensor looks like whose elements lie one behind the other."""
-    num_elements = math.prod(shape)
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return TensorLayout(dtype, shape, stride, num_elements)
+    *steps, num_elements = itertools.accumulate(reversed(shape), operator.mul, initial=1)
+    return TensorLayout(dtype, shape, tuple(reversed(steps)), num_elements)
 
 
 class TensorForm:
