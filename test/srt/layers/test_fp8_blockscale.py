@@ -30,7 +30,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for cached in (fp8_blockscale._kernel, fp8_blockscale._tell, fp8_blockscale._version):
+    for cached in (fp8_blockscale._kernels, fp8_blockscale._tell, fp8_blockscale._version):
         cached.cache_clear()
 
 
@@ -85,6 +85,26 @@ def test_it_is_compiled_ahead_for_all_numbers_of_tokens_and_not_launched(
     assert some.shape == (40, 512)
     # Of up to 64 tokens, and of more: of so few rows tiles are the same for 128 tokens and for 256.
     assert len(texts) == len(set(texts)) == 2
+
+
+def test_after_a_pass_of_any_size_no_other_waits_for_the_compiler(
+    an_h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    launches: list[str] = []
+    monkeypatch.setattr(
+        nvrtc, "compiled", lambda text, options: texts.append(text) or b".text._Z15fp8_gemm_kernelv"
+    )
+    monkeypatch.setattr(nvrtc, "call", lambda name, *given: launches.append(name))
+    monkeypatch.setattr(nvrtc, "current_stream", lambda device: 0)
+
+    assert blockscale_product(*operands(8192)) is None
+    assert len(texts) == 2
+    for num_tokens in (40, 100, 200):
+        assert blockscale_product(*operands(num_tokens)) is not None
+
+    assert len(texts) == 2
+    assert launches.count("cuLaunchKernel") == 3
 
 
 def test_with_another_flashinfer_it_is_compiled_again(an_h200: None, monkeypatch: pytest.MonkeyPatch) -> None:

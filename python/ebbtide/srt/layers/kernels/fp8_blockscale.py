@@ -106,20 +106,21 @@ def blockscale_product(
         return None
     options = (*_OPTIONS, *includes)
     num_programs = num_multiprocessors(device)
+    kernels: dict[Tile, nvrtc.Kernel] = {}
     if nvrtc.is_ahead():
-        # Of all numbers of tokens: prompts of any length may come later.
-        for most in _BLOCKS_OF_TOKENS:
-            if (tile := choose_tile(most, num_rows, num_columns, num_programs)) is not None:
-                nvrtc.compile_ahead(_text(tile, num_rows, num_columns), options)
+        for each in _tiles(num_rows, num_columns, num_programs):
+            nvrtc.compile_ahead(_text(each, num_rows, num_columns), options)
+    else:
+        kernels = _kernels(num_rows, num_columns, options, device)
     tile = choose_tile(num_tokens, num_rows, num_columns, num_programs)
     if tile is None or not MIN_TOKENS <= num_tokens <= MAX_TOKENS:
         return None
-    out_TO = torch.empty((num_tokens, num_rows), dtype=torch.bfloat16, device=device)
     if nvrtc.is_ahead():
-        return out_TO
-    kernel = _kernel(tile, num_rows, num_columns, options, device)
+        return torch.empty((num_tokens, num_rows), dtype=torch.bfloat16, device=device)
+    kernel = kernels.get(tile)
     if kernel is None:
         return None
+    out_TO = torch.empty((num_tokens, num_rows), dtype=torch.bfloat16, device=device)
     padded_tokens = len(values_TK)
     box = min(tile.block_tokens, num_tokens), tile.block_rows
     scales_GT, groups = x_scales_TG.t(), num_columns // _GROUP
@@ -157,17 +158,27 @@ def _version() -> str:
         return "of unknown version"
 
 
+def _tiles(num_rows: int, num_columns: int, num_programs: int) -> list[Tile]:
+    """Those of all numbers of tokens: prompts of any length may come later."""
+    tiles = (choose_tile(most, num_rows, num_columns, num_programs) for most in _BLOCKS_OF_TOKENS)
+    return [tile for tile in dict.fromkeys(tiles) if tile is not None]
+
+
 @cache
-def _kernel(
-    tile: Tile, num_rows: int, num_columns: int, options: tuple[str, ...], device: torch.device
-) -> nvrtc.Kernel | None:
-    threads = 128 * (1 + tile.block_tokens // 64)
-    try:
-        cubin = nvrtc.compiled(_text(tile, num_rows, num_columns), options)
-        return nvrtc.Kernel(cubin, "fp8_gemm_kernel", threads, tile.shared_bytes(num_columns))
-    except (ImportError, OSError, RuntimeError) as error:
-        _tell(f"it cannot be compiled or loaded: {error}")
-        return None
+def _kernels(
+    num_rows: int, num_columns: int, options: tuple[str, ...], device: torch.device
+) -> dict[Tile, nvrtc.Kernel]:
+    """A weight's kernels, as far as they can be had: no later pass waits for a compiler."""
+    kernels = {}
+    for tile in _tiles(num_rows, num_columns, num_multiprocessors(device)):
+        threads = 128 * (1 + tile.block_tokens // 64)
+        try:
+            cubin = nvrtc.compiled(_text(tile, num_rows, num_columns), options)
+            shared_bytes = tile.shared_bytes(num_columns)
+            kernels[tile] = nvrtc.Kernel(cubin, "fp8_gemm_kernel", threads, shared_bytes)
+        except (ImportError, OSError, RuntimeError) as error:
+            _tell(f"it cannot be compiled or loaded: {error}")
+    return kernels
 
 
 @cache
