@@ -251,6 +251,7 @@ def test_a_mapping_that_begins_elsewhere_is_refused(gpu: Gpu) -> None:
         ({"offset": 1}, "reaches beyond its storage of 24 bytes"),
         ({"num_bytes": 2**63}, "storage size: expected an integer"),
         ({"offset_bytes": 2**63}, "storage offset: expected an integer"),
+        ({"offset_bytes": 513}, "storage offset: expected a multiple of 16"),
         ({"handle": b"\x02x" + b"h" * 64}, "memory handle: not one"),
         ({"handle": b"\x02c" + b"h" * 63}, "memory handle: not one"),
         ({"handle": None}, "beyond its storage of 0 bytes"),

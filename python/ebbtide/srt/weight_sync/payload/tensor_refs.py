@@ -29,6 +29,8 @@ _HANDLE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 _COUNTER_FILE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+(?:_[0-9]+)?")
 NUM_COUNTERS: Final = 10_000
 _EVENT_BYTES: Final = 64
+# The size of the largest element; where torch's storages begin on a device is a multiple of 512.
+STORAGE_ALIGNMENT_BYTES: Final = 16
 # A handle of the driver, bare or behind two bytes that say so; or a longer list of an expandable segment.
 DRIVER_HANDLE_BYTES: Final = 64
 _HANDLE_KINDS: Final = (b"c", b"e")
@@ -206,11 +208,15 @@ def device_storage(
     if not isinstance(device, int | str) or not is_device(device):
         raise RequestRejected(f"{name}: device: expected an index or a UUID")
     assert isinstance(handle, bytes)
+    begin = natural(offset_bytes, f"{name}: storage offset")
+    if begin % STORAGE_ALIGNMENT_BYTES:
+        # A kernel that reads between two elements would end the engine's context.
+        raise RequestRejected(f"{name}: storage offset: expected a multiple of {STORAGE_ALIGNMENT_BYTES}")
     return CudaStorageRef(
         device,
         handle,
         size,
-        natural(offset_bytes, f"{name}: storage offset"),
+        begin,
         counter_file,
         counter_index,
         event if must_wait and isinstance(event, bytes) else None,
