@@ -32,8 +32,8 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
 )
 from ebbtide.srt.layers.attention.paged_kernel import DevicePages, HostLens, PagedKernel
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS
-from ebbtide.srt.layers.kernels.fp8_decode import attend_fp8
-from ebbtide.srt.layers.kernels.fp8_pages import widen_pages
+from ebbtide.srt.layers.kernels.fp8.decode import attend_fp8
+from ebbtide.srt.layers.kernels.fp8.pages import widen_pages
 from ebbtide.srt.layers.kernels.paged_attention import Pages, attend
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16

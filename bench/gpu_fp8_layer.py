@@ -18,7 +18,7 @@ from gpu_small_batch import graph_us
 from torch import Tensor, nn
 
 from ebbtide.srt.layers.fp8 import Fp8Linear
-from ebbtide.srt.layers.kernels import fp8_blockscale
+from ebbtide.srt.layers.kernels.fp8 import blockscale
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import RMSNorm
 
@@ -58,13 +58,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8, 32, 33, 64, 96, 128, 192, 256])
     args = parser.parse_args()
     layers = Layers()
-    ways = {"taken": fp8_blockscale.blockscale_product, "cublas": lambda *operands: None}
+    ways = {"taken": blockscale.blockscale_product, "cublas": lambda *operands: None}
     table: list[dict[str, Any]] = []
     for tokens in args.tokens:
         attended, start = (torch.randn(tokens, HIDDEN, device="cuda").bfloat16() for _ in range(2))
         row: dict[str, Any] = {"tokens": tokens}
         for name, way in ways.items():
-            fp8_blockscale.blockscale_product = way
+            blockscale.blockscale_product = way
             row[name] = graph_us(partial(layers.run, attended, start.clone())) / NUM_LAYERS
         table.append(row)
         told = ", ".join(f"{name} {row[name]:.1f} µs" for name in ways)

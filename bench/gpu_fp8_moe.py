@@ -21,7 +21,7 @@ from gpu_small_batch import graph_us
 from torch import Tensor
 
 from ebbtide.srt.layers.fp8 import BLOCKS, FP8, quantize_into
-from ebbtide.srt.layers.kernels.fp8_moe import FewPlan, ManyPlan, choose_fp8_plan, fused_quantized_experts
+from ebbtide.srt.layers.kernels.fp8.moe import FewPlan, ManyPlan, choose_fp8_plan, fused_quantized_experts
 from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 from ebbtide.srt.layers.moe import route
 

@@ -24,8 +24,8 @@ from gpu_small_batch import graph_us
 from torch import Tensor
 
 from ebbtide.srt.layers.activation import Activation
-from ebbtide.srt.layers.kernels.fp8_blockscale import blockscale_product
-from ebbtide.srt.layers.kernels.fp8_product import cublas_product, quantize_tokens
+from ebbtide.srt.layers.kernels.fp8.blockscale import blockscale_product
+from ebbtide.srt.layers.kernels.fp8.product import cublas_product, quantize_tokens
 from ebbtide.srt.layers.small_batch.fp8_products import (
     MAX_STATIONARY,
     PassingConfig,

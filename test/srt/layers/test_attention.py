@@ -180,8 +180,8 @@ def test_the_decode_kernel_for_fp8_agrees_with_plain_attention(
     """Over numbers of every exponent, whose bits it moves by itself. Pages read back are what they were."""
     if name != "triton":
         pytest.skip("a kernel of Triton's")
-    from ebbtide.srt.layers.kernels.fp8_decode import attend_fp8
-    from ebbtide.srt.layers.kernels.fp8_pages import widen_pages
+    from ebbtide.srt.layers.kernels.fp8.decode import attend_fp8
+    from ebbtide.srt.layers.kernels.fp8.pages import widen_pages
     from ebbtide.srt.layers.kernels.paged_attention import Pages
 
     requests = Requests(len(lens), 320, PAGE_SIZE)

@@ -82,7 +82,7 @@ def quantize_into(
         _quantize_rows_into(values_RK, scales_BC, weight_RK, first_column)
         return
     if weight_RK.is_cuda:
-        from ebbtide.srt.layers.kernels.fp8_quantize import quantize_blocks
+        from ebbtide.srt.layers.kernels.fp8.quantize import quantize_blocks
 
         quantize_blocks(weight_RK, values_RK, scales_BC)
         return
@@ -101,7 +101,7 @@ def quantize_into(
 
 def _quantize_rows_into(values_RJ: Tensor, scales_R1: Tensor, weight_RK: Tensor, first_column: int) -> None:
     if weight_RK.is_cuda:
-        from ebbtide.srt.layers.kernels.fp8_rows import quantize_rows
+        from ebbtide.srt.layers.kernels.fp8.rows import quantize_rows
 
         quantize_rows(weight_RK, values_RJ, scales_R1, first_column)
         return
@@ -230,7 +230,7 @@ class Fp8Linear(EightBitLinear):
     def _gated_in_eight_bits(
         self, x_TD: Tensor, norm: RMSNorm, activation: Activation, begun: Begun | None
     ) -> QuantizedTokens:
-        from ebbtide.srt.layers.kernels.fp8_product import quantize_gated, room_for_tokens
+        from ebbtide.srt.layers.kernels.fp8.product import quantize_gated, room_for_tokens
         from ebbtide.srt.layers.small_batch.fp8_products import gates_at_once, multiply_quantized
 
         num_rows = len(self.weight) // 2
@@ -253,7 +253,7 @@ class Fp8Linear(EightBitLinear):
         self, residual_TO: Tensor, tokens: QuantizedTokens, then: RMSNorm | None
     ) -> QuantizedTokens | None:
         """Add the product of tokens in 8 bits to the residual; returns the next norm, in 8 bits too."""
-        from ebbtide.srt.layers.kernels.fp8_product import add_and_quantize
+        from ebbtide.srt.layers.kernels.fp8.product import add_and_quantize
 
         num_tokens = len(residual_TO)
         operands = (*tokens, self.weight, self.weight_scale_inv)
@@ -280,7 +280,7 @@ class Fp8Linear(EightBitLinear):
 
         Values and scales are those of T tokens or more.
         """
-        from ebbtide.srt.layers.kernels.fp8_product import scaled_product
+        from ebbtide.srt.layers.kernels.fp8.product import scaled_product
         from ebbtide.srt.layers.small_batch.fp8_products import MAX_TOKENS, multiply_quantized
 
         operands = (values_TK, scales_TG, self.weight, self.weight_scale_inv)
@@ -315,8 +315,8 @@ def _library_product(
     values_TK: Tensor, scales_TG: Tensor, weight: Tensor, weight_scales: Tensor, num_tokens: int
 ) -> Tensor | None:
     """The product by a library's kernel, with T rows or more; None where it is ours that is quicker."""
-    from ebbtide.srt.layers.kernels.fp8_blockscale import blockscale_product
-    from ebbtide.srt.layers.kernels.fp8_product import cublas_product
+    from ebbtide.srt.layers.kernels.fp8.blockscale import blockscale_product
+    from ebbtide.srt.layers.kernels.fp8.product import cublas_product
     from ebbtide.srt.layers.small_batch.fp8_products import MAX_TOKENS
 
     operands = (values_TK, scales_TG, weight, weight_scales)
@@ -330,7 +330,7 @@ def _tokens_of(x_TK: Tensor, norm: RMSNorm | None = None, begun: Begun | None = 
     """norm(x), or x, in 8 bits: `begun`, if whoever wrote x has made that already."""
     if isinstance(begun, QuantizedTokens):
         return begun
-    from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens
+    from ebbtide.srt.layers.kernels.fp8.product import quantize_tokens
 
     normed = () if norm is None else (norm.weight, norm.eps, norm.offset)
     return QuantizedTokens(*quantize_tokens(x_TK.contiguous(), *normed))
@@ -375,7 +375,7 @@ class Fp8Experts(EightBitExperts):
     def run_fused(
         self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TD: Tensor | None
     ) -> Tensor:
-        from ebbtide.srt.layers.kernels.fp8_moe import fused_quantized_experts
+        from ebbtide.srt.layers.kernels.fp8.moe import fused_quantized_experts
 
         weights = (self.gate_up_proj, self.down_proj)
         scales = self.gate_up_proj_scale_inv, self.down_proj_scale_inv

@@ -39,7 +39,7 @@ class ChannelLinear(EightBitLinear):
         return dequantize(self.weight, self.weight_scale, CHANNELS)
 
     def _quantized_product(self, x_TK: Tensor, norm: RMSNorm | None, bias_O: Tensor | None) -> Tensor:
-        from ebbtide.srt.layers.kernels.fp8_rows import product_of_rows, quantize_tokens
+        from ebbtide.srt.layers.kernels.fp8.rows import product_of_rows, quantize_tokens
 
         product_TO = product_of_rows(*quantize_tokens(x_TK, norm), self.weight, self.weight_scale)[
             : len(x_TK)

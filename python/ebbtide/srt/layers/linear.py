@@ -38,7 +38,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class QuantizedTokens(NamedTuple):
-    """norm(x) in 8 bits, of `layers.kernels.fp8_product`.
+    """norm(x) in 8 bits, of `layers.kernels.fp8.product`.
 
     Attributes:
         values_TK: e4m3; more rows than there are tokens.

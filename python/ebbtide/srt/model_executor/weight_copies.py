@@ -18,7 +18,7 @@ from ebbtide.srt.stored_tensor import StoredTensor, copy_into, whole
 
 if TYPE_CHECKING:
     from ebbtide.srt.layers.kernels.copy_spans import SpanCopies
-    from ebbtide.srt.layers.kernels.fp8_quantize import QuantizedSpans
+    from ebbtide.srt.layers.kernels.fp8.quantize import QuantizedSpans
 
 AnyTensor = TypeVar("AnyTensor", Tensor, StoredTensor, Tensor | StoredTensor)
 
@@ -266,7 +266,7 @@ class WeightCopies:
         """Instead of planning, have planned copies of the same tensors ready, to weights that begin there."""
         # Triton is where GPUs are.
         from ebbtide.srt.layers.kernels.copy_spans import SpanCopies
-        from ebbtide.srt.layers.kernels.fp8_quantize import QuantizedSpans
+        from ebbtide.srt.layers.kernels.fp8.quantize import QuantizedSpans
 
         if address != planned.address:
             planned.move(address)

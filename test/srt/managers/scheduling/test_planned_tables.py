@@ -61,7 +61,7 @@ class HostCopies:
 def store(named: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightStore]:
     kernels = "ebbtide.srt.layers.kernels"
     monkeypatch.setitem(sys.modules, f"{kernels}.copy_spans", SimpleNamespace(SpanCopies=HostCopies))
-    monkeypatch.setitem(sys.modules, f"{kernels}.fp8_quantize", SimpleNamespace(QuantizedSpans=None))
+    monkeypatch.setitem(sys.modules, f"{kernels}.fp8.quantize", SimpleNamespace(QuantizedSpans=None))
     config = AutoConfig.from_pretrained(tmp_path / "a")
     model = build_model(config.architectures[0], config, torch.float32, torch.device("cpu"))
     opened = WeightStore(model, VirtualMemorySaver(HostVirtualMemory()))

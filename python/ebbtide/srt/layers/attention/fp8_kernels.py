@@ -49,7 +49,7 @@ class Fp8DecodeKernel:
     def run(
         self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
-        from ebbtide.srt.layers.kernels.fp8_decode import attend_fp8
+        from ebbtide.srt.layers.kernels.fp8.decode import attend_fp8
         from ebbtide.srt.layers.kernels.paged_attention import Pages
 
         read = Pages(
@@ -93,7 +93,7 @@ class Fp8PrefillKernel:
     def run(
         self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
-        from ebbtide.srt.layers.kernels.fp8_pages import widen_pages
+        from ebbtide.srt.layers.kernels.fp8.pages import widen_pages
 
         num_pages, planned = plan
         if num_pages == 0:

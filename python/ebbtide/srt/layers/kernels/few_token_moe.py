@@ -1,7 +1,7 @@
 """Experts for so few tokens that hardly two of them have one in common: each reads its experts' weights.
 
 Products stay per column, in float32, until the end; the next tile is read while one is multiplied. The
-weighted sum over a token's experts is part of the second product, and so is the residual. `fp8_moe` has those
+weighted sum over a token's experts is part of the second product, and so is the residual. `fp8.moe` has those
 for weights of 8 bits.
 
 Shapes: T tokens, D hidden, K experts per token, I an expert's inner size, S = T·K slots, R rows of a weight.

@@ -3,7 +3,7 @@
 With more than a few tokens, products run over the blocks of `moe_routing`, and the outputs of a token's
 experts are added up behind them; few tokens have kernels of their own (`few_token_moe`).
 
-`fp8_moe` has those for weights of 8 bits with a scale for each block; those with one for each row are widened
+`fp8.moe` has those for weights of 8 bits with a scale for each block; those with one for each row are widened
 here.
 
 Imported on CUDA only: a CPU installation has no Triton.

@@ -4,7 +4,7 @@
 instructions there are, and the token stays in registers while rows go by. A weight takes 3.8 instructions, of
 8 that there is time for; by the kernel for bfloat16 it takes 6.6.
 
-`quantized` multiplies up to 64 tokens that `fp8_product.quantize_tokens` has made 8 bits of. It asks for the
+`quantized` multiplies up to 64 tokens that `fp8.product.quantize_tokens` has made 8 bits of. It asks for the
 scales of the next columns one tile ahead: they are too few for an asynchronous copy, and waiting for them
 took longer than everything else.
 
@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from ebbtide.srt.layers.kernels.activation import activate
-from ebbtide.srt.layers.kernels.fp8_quantize import divided
-from ebbtide.srt.layers.kernels.fp8_words import four_of, fours, row_sums
+from ebbtide.srt.layers.kernels.fp8.quantize import divided
+from ebbtide.srt.layers.kernels.fp8.words import four_of, fours, row_sums
 from ebbtide.srt.layers.kernels.prefetch import prefetch
 from ebbtide.srt.layers.small_batch.kernels import _announce, _await
 

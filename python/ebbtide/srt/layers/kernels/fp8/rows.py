@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.kernels.fp8_quantize import divided
+from ebbtide.srt.layers.kernels.fp8.quantize import divided
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 More than a few tokens are quantised too, by groups of 128 columns, and so is what lies between both products:
 tensor cores multiply 8 bits by 8, and 128 products at a time are scaled and added up in float32, as in
-`fp8_product`. Few tokens keep their precision: each reads the weights of its experts, word by word, as
+`product`. Few tokens keep their precision: each reads the weights of its experts, word by word, as
 `small_batch.fp8_kernels` does.
 
 Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner size, S = T·K slots, R rows of
@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens, room_for_tokens
-from ebbtide.srt.layers.kernels.fp8_quantize import divided
-from ebbtide.srt.layers.kernels.fp8_words import four_of, fours, row_sums
+from ebbtide.srt.layers.kernels.fp8.product import quantize_tokens, room_for_tokens
+from ebbtide.srt.layers.kernels.fp8.quantize import divided
+from ebbtide.srt.layers.kernels.fp8.words import four_of, fours, row_sums
 from ebbtide.srt.layers.kernels.fused_moe import add_up_
 from ebbtide.srt.layers.kernels.launch import overlap_options
 from ebbtide.srt.layers.kernels.moe_plan import FEW_TOKENS

@@ -87,7 +87,7 @@ def test_products_of_one_token(
     [(384, 128, 4), (2048, 768, 16)] if ON_GPU else [(384, 128, 4)],
 )
 def test_experts(num_tokens: int, hidden: int, inner: int, num_experts: int) -> None:
-    from ebbtide.srt.layers.kernels.fp8_moe import FewPlan, fused_quantized_experts
+    from ebbtide.srt.layers.kernels.fp8.moe import FewPlan, fused_quantized_experts
 
     torch.manual_seed(1)
     gate_up, gate_up_scales, wide_gate_up = quantized(num_experts * 2 * inner, hidden)
@@ -134,7 +134,7 @@ def test_experts_with_a_scale_for_each_row(
 @pytest.mark.parametrize("num_tokens", [37, 600] if ON_GPU else [37])
 @pytest.mark.parametrize("normed", [False, True])
 def test_products_of_many_tokens(num_tokens: int, normed: bool) -> None:
-    from ebbtide.srt.layers.kernels.fp8_product import cublas_product, quantize_tokens, scaled_product
+    from ebbtide.srt.layers.kernels.fp8.product import cublas_product, quantize_tokens, scaled_product
 
     torch.manual_seed(2)
     values, scales, weight = quantized(256, 512)
@@ -157,7 +157,7 @@ def test_products_of_many_tokens(num_tokens: int, normed: bool) -> None:
 
 def test_a_residual_is_added_to_and_quantised_at_once() -> None:
     """To the bit what adding and quantising come to one after the other."""
-    from ebbtide.srt.layers.kernels.fp8_product import add_and_quantize, quantize_tokens
+    from ebbtide.srt.layers.kernels.fp8.product import add_and_quantize, quantize_tokens
 
     torch.manual_seed(4)
     count, columns = (70, 4096) if ON_GPU else (3, 384)
@@ -177,7 +177,7 @@ def test_a_residual_is_added_to_and_quantised_at_once() -> None:
     ("num_rows", "num_columns"), [(256, 1024), (4096, 14336)] if ON_GPU else [(128, 256)]
 )
 def test_products_of_few_tokens_of_8_bits(num_tokens: int, num_rows: int, num_columns: int) -> None:
-    from ebbtide.srt.layers.kernels.fp8_product import quantize_gated, quantize_tokens, room_for_tokens
+    from ebbtide.srt.layers.kernels.fp8.product import quantize_gated, quantize_tokens, room_for_tokens
     from ebbtide.srt.layers.small_batch.fp8_products import QuantizedConfig, multiply_quantized
 
     def wide(values: Tensor, scales: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def test_products_of_few_tokens_of_8_bits(num_tokens: int, num_rows: int, num_co
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 33, 300] if ON_GPU else [3])
 def test_rows_with_a_scale_each(num_tokens: int, normed: bool) -> None:
-    from ebbtide.srt.layers.kernels.fp8_rows import product_of_rows, quantize_rows, quantize_tokens
+    from ebbtide.srt.layers.kernels.fp8.rows import product_of_rows, quantize_rows, quantize_tokens
 
     torch.manual_seed(4)
     x, norm = random(num_tokens, 464), RMSNorm(464, eps=EPS, dtype=DTYPE)
@@ -265,7 +265,7 @@ def test_a_gpu_quantises_as_a_cpu_does(dtype: torch.dtype, layout: ScaleLayout) 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
 def test_tokens_are_quantised_to_the_bit() -> None:
-    from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens
+    from ebbtide.srt.layers.kernels.fp8.product import quantize_tokens
 
     x = random(33, 4096) * 3
     values, scales = quantize_tokens(x)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.activation import activate
-from ebbtide.srt.layers.kernels.fp8_quantize import divided
+from ebbtide.srt.layers.kernels.fp8.quantize import divided
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
 GROUP = 128

@@ -11,8 +11,9 @@ from torch import Tensor
 from ebbtide.srt.layers.fp8 import FP8, dequantize, quantize_into
 
 pytest.importorskip("triton")
-from ebbtide.srt.layers.kernels import fp8_blockscale, nvrtc
-from ebbtide.srt.layers.kernels.fp8_blockscale import blockscale_product, choose_tile
+from ebbtide.srt.layers.kernels import nvrtc
+from ebbtide.srt.layers.kernels.fp8 import blockscale
+from ebbtide.srt.layers.kernels.fp8.blockscale import blockscale_product, choose_tile
 
 ON_GPU = torch.cuda.is_available()  # noqa: TID251
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, int]
@@ -21,16 +22,16 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor, int]
 @pytest.fixture
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU says that it is one, and the compiler's headers are found."""
-    monkeypatch.setattr(fp8_blockscale, "compute_capability", lambda device: (9, 0))
-    monkeypatch.setattr(fp8_blockscale, "num_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(fp8_blockscale, "_includes", lambda: ("-Iheaders",))
+    monkeypatch.setattr(blockscale, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(blockscale, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(blockscale, "_includes", lambda: ("-Iheaders",))
     forget()
     yield
     forget()
 
 
 def forget() -> None:
-    for cached in (fp8_blockscale._kernels, fp8_blockscale._tell, fp8_blockscale._version):
+    for cached in (blockscale._kernels, blockscale._tell, blockscale._version):
         cached.cache_clear()
 
 
@@ -113,7 +114,7 @@ def test_with_another_flashinfer_it_is_compiled_again(an_h200: None, monkeypatch
 
     for version in ("0.6.12", "0.6.13"):
         forget()
-        monkeypatch.setattr(fp8_blockscale, "version", {"flashinfer-python": version}.__getitem__)
+        monkeypatch.setattr(blockscale, "version", {"flashinfer-python": version}.__getitem__)
         with ThreadPoolExecutor(1) as threads, nvrtc.compiling_ahead(threads):
             blockscale_product(*operands(64))
 
@@ -171,15 +172,15 @@ def test_without_a_compiler_others_multiply_and_one_line_says_so(
 def test_without_headers_others_multiply_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fp8_blockscale, "find_spec", lambda name: None)
-    fp8_blockscale._includes.cache_clear()
+    monkeypatch.setattr(blockscale, "find_spec", lambda name: None)
+    blockscale._includes.cache_clear()
     forget()
 
     with caplog.at_level(logging.WARNING):
-        assert [fp8_blockscale._includes() for _ in range(2)] == [None, None]
+        assert [blockscale._includes() for _ in range(2)] == [None, None]
 
     assert ["flashinfer" in record.message for record in caplog.records] == [True]
-    fp8_blockscale._includes.cache_clear()
+    blockscale._includes.cache_clear()
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
@@ -187,7 +188,7 @@ def test_without_headers_others_multiply_and_one_line_says_so(
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(4096, 4096), (6144, 4096), (1040, 14336)])
 def test_products(num_tokens: int, num_rows: int, num_columns: int) -> None:
     """The same bits again, too."""
-    from ebbtide.srt.layers.kernels.fp8_product import quantize_tokens
+    from ebbtide.srt.layers.kernels.fp8.product import quantize_tokens
 
     torch.manual_seed(5)
     weight = torch.randn(num_rows, num_columns, device="cuda") / num_columns**0.5
