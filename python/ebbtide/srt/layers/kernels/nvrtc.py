@@ -77,19 +77,26 @@ def compiled(text: str, options: tuple[str, ...]) -> bytes:
     cache = get_cache_manager(hashlib.sha256(told.encode()).hexdigest())
     if (path := cache.get_file(_FILE)) is not None:
         return Path(path).read_bytes()
-    _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], [])
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(wanted), [option.encode() for option in wanted])
-    if int(status):
-        _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        log = bytes(size)
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(log.decode(errors="replace").strip("\0 \n"))
-    _, size = nvrtc.nvrtcGetCUBINSize(program)
-    cubin = bytes(size)
-    nvrtc.nvrtcGetCUBIN(program, cubin)
-    nvrtc.nvrtcDestroyProgram(program)
+    cubin = _compile(nvrtc, text.encode(), [option.encode() for option in wanted])
     cache.put(cubin, _FILE, binary=True)
     return cubin
+
+
+def _compile(nvrtc: Any, text: bytes, options: list[bytes]) -> bytes:
+    _, program = nvrtc.nvrtcCreateProgram(text, b"kernel.cu", 0, [], [])
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(status):
+            _, size = nvrtc.nvrtcGetProgramLogSize(program)
+            log = bytes(size)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise RuntimeError(log.decode(errors="replace").strip("\0 \n"))
+        _, size = nvrtc.nvrtcGetCUBINSize(program)
+        cubin = bytes(size)
+        nvrtc.nvrtcGetCUBIN(program, cubin)
+        return cubin
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
 
 
 @cache
