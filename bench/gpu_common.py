@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import socket
@@ -222,28 +221,6 @@ def checkpoint_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}{expert}up_proj.weight"] = (width, hidden)
             shapes[f"{layer}{expert}down_proj.weight"] = (hidden, width)
     return shapes
-
-
-def gaps_between(all_times: list[list[float]], begun: float, ended: float) -> dict[str, Any]:
-    """What streams saw in between: of the gaps that reach into it, in milliseconds; of one stream, each.
-
-    Raises RuntimeError where one of them had ended before.
-    """
-    longest, usual = [], []
-    for times in all_times:
-        inside = [
-            after - before for before, after in itertools.pairwise(times) if after > begun and before < ended
-        ]
-        if not inside:
-            raise RuntimeError(f"a stream of {len(times)} chunks had ended before it was looked at")
-        longest.append(max(inside))
-        usual += inside
-    return {
-        "gaps_ms": [round(gap * 1e3, 2) for gap in inside],
-        "stall_ms": statistics.median(longest) * 1e3,
-        "worst_stream_ms": max(longest) * 1e3,
-        "median_gap_ms": statistics.median(usual) * 1e3,
-    }
 
 
 # ------------------------------------------------------------------------------------------------- the script

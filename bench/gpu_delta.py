@@ -26,15 +26,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_common import SHAPES, TINY, Report, checkpoint_shapes, engine_args, model_folder, parse, parser_of
+from gpu_common import (
+    SHAPES,
+    TINY,
+    Report,
+    Shape,
+    checkpoint_shapes,
+    engine_args,
+    model_folder,
+    parse,
+    parser_of,
+)
 from gpu_machine import GIB, synchronize
-from gpu_update_default import Bench, Update, repeated
+from watched_streams import Streams, Update, repeated, timed
 
 from ebbtide import Engine
-from ebbtide.srt.model_executor.weight_store import Destination
+from ebbtide.srt.model_executor.weight_copies import Destination
+from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.delta.patch import Patch, Place, PlaceTable
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of
-from ebbtide.srt.weight_sync.payload.pickle_reader import finish
 from ebbtide.trainer.delta import ServedWeights
 from ebbtide.trainer.gathering import Bucket
 
@@ -78,10 +88,14 @@ class Trainer:
         return str(self._step)
 
 
-class DeltaBench(Bench):
-    """The engine under test."""
+class DeltaBench:
+    """The engine under test, and the trainer."""
 
-    trainer: Trainer
+    def __init__(self, args: argparse.Namespace, engine: Engine, shape: Shape, trainer: Trainer) -> None:
+        self._args = args
+        self._engine = engine
+        self.streams = Streams(args, engine, shape)
+        self.trainer = trainer
 
     async def send_whole(self) -> None:
         version = self.trainer.version()
@@ -117,12 +131,12 @@ class DeltaBench(Bench):
     async def idle_run(self, share: float) -> dict[str, Any]:
         update, told = self.next_update(share)
         synchronize(self._args.device)
-        return {**told, **_with_outside(await self.idle(update))}
+        return {**told, **_with_outside(await timed(update))}
 
-    async def streams(self, share: float) -> list[dict[str, Any]]:
+    async def amid_streams(self, share: float) -> list[dict[str, Any]]:
         """Updates amid streams. All are made before: to find what changed takes all of the device."""
         updates = [self.next_update(share)[0] for _ in range(self._args.runs + 1)]
-        runs = await self.steady(NUM_STREAMS, {"delta": lambda: updates.pop(0)()})
+        runs = await self.streams.steady(NUM_STREAMS, {"delta": lambda: updates.pop(0)()})
         return [_with_outside(run) for run in runs["delta"]]
 
     async def is_exact(self) -> bool:
@@ -164,13 +178,13 @@ def measure_kernels(report: Report, args: argparse.Namespace, trainer: Trainer) 
             assert header is not None
             run: dict[str, float] = {}
             num_codes = [each.num_codes for each in header.changed]
-            run["read"], blocks = timed(partial(coded_blocks, codes, num_codes))
+            run["read"], blocks = device_time(partial(coded_blocks, codes, num_codes))
             placed = PlacedBlocks(blocks, values, table, base)
             for part, known in (("sum_all", [None] * len(places)), ("sum", held)):
                 summing = placed.sums_after(known)
-                run[part], sums = timed(partial(finish, summing))
+                run[part], sums = device_time(partial(finish, summing))
             held = sums.tolist()
-            run["apply"], _ = timed(partial(finish, placed.apply()))
+            run["apply"], _ = device_time(partial(finish, placed.apply()))
             runs.append(run)
             trainer.served.commit(trainer.version())
             expected = [each.checksum for each in header.changed]
@@ -191,7 +205,7 @@ def unchanged(named: tuple[str, torch.Tensor]) -> Patch:
     return Patch(name, tuple(tensor.shape), nothing, tensor.view(-1)[nothing])
 
 
-def timed(act: Callable[[], Any]) -> tuple[float, Any]:
+def device_time(act: Callable[[], Any]) -> tuple[float, Any]:
     """Milliseconds of the device's, from the first of what it launches to its end."""
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -204,11 +218,11 @@ def timed(act: Callable[[], Any]) -> tuple[float, Any]:
 
 async def measure(report: Report, bench: DeltaBench, args: argparse.Namespace) -> None:
     await bench.send_whole()
-    normal = await bench.steady(NUM_STREAMS, {})
+    normal = await bench.streams.steady(NUM_STREAMS, {})
     report.add("delta.normal", [run["stall_ms"] for run in normal["normal"]], all_runs=normal["normal"])
     for percent, share in SHARES.items():
         idle = await repeated(args.runs, lambda share=share: bench.idle_run(share))
-        streams = await bench.streams(share)
+        streams = await bench.amid_streams(share)
         report.add(f"delta.idle_{percent}", [run["reply_ms"] for run in idle], all_runs=idle)
         report.add(f"delta.stall_{percent}", [run["stall_ms"] for run in streams], all_runs=streams)
         report.add(f"delta.bytes_{percent}", [run["bytes_each"] for run in idle])
@@ -243,8 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model_folder(args, MODEL) as (_, folder),
         Engine(**engine_args(args, folder, incremental_streaming_output=True, **given)) as engine,
     ):
-        bench = DeltaBench(args, engine, shape)
-        bench.trainer = trainer
+        bench = DeltaBench(args, engine, shape, trainer)
         print(f"trainer {trainer.num_bytes / GIB:.1f} GiB", flush=True)
         asyncio.run(measure(report, bench, args))
     if args.device == "cuda":

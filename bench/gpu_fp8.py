@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 from common import write_result
-from gpu_common import Shape, engine_args, model_folder, parse, parser_of
+from gpu_common import Shape, checkpoint_shapes, engine_args, model_folder, parse, parser_of
 from gpu_goals import WORKLOADS
 from gpu_throughput import TINY_WORKLOADS, tokens_per_s
 from gpu_trainer_ranks import TrainerRanks
-from gpu_update_default import Bench, checkpoint_shapes
+from gpu_update_default import Bench
 
 from ebbtide import Engine
 
@@ -63,7 +63,7 @@ def update(args: Namespace, engine: Engine, shape: Shape, figures: Figures, **wh
     updates = {"in_place": lambda: bench.update("in_place", flush=False)}
     with TrainerRanks(checkpoint_shapes(shape), args.device, 1) as bench.ranks:
         sent_bytes = bench.ranks.num_bytes
-        runs = asyncio.run(bench.steady(NUM_STREAMS, updates))
+        runs = asyncio.run(bench.streams.steady(NUM_STREAMS, updates))
     for key, goal in UPDATE_GOALS.items():
         values = [run[key] for run in runs["in_place"]]
         normal = [run["stall_ms"] for run in runs["normal"]]

@@ -24,26 +24,21 @@ GPUs, each of which has a rank of the trainer with all weights; `--model` takes 
 - `park_64x2k`: 64 streams of 2,048 tokens in; the KV is released with `preserve=live`, and resumed at once.
   From the resume to the next chunk, median over the streams; `park_64x2k_re_prefill` is the same with
   `preserve=none`. The host memory for it is taken at the start (`kv_park_bytes`).
-
-The client keeps the time of each chunk, reads nothing and collects no garbage while it waits.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
-import itertools
 import multiprocessing
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from gpu_common import (
     SHAPES,
@@ -52,7 +47,6 @@ from gpu_common import (
     Shape,
     checkpoint_shapes,
     engine_args,
-    gaps_between,
     model_folder,
     parse,
     parser_of,
@@ -60,14 +54,10 @@ from gpu_common import (
 from gpu_machine import GIB, Machine
 from gpu_occupation import measure_driver
 from gpu_trainer_ranks import TrainerRanks
+from watched_streams import LOOK_S, PROMPT_LEN, Streams, repeated, timed, undisturbed
 
 from ebbtide import Engine
 
-PROMPT_LEN, OUTPUT_LEN, SEND_AFTER_S = 128, 320, 1.5
-# Streams that are watched as they decode: tokens until their start is over, and how long each look lasts.
-STEADY_TOKENS, LOOK_S, LEAD_S = 16, 0.3, 0.02
-# So many tokens they may come to, if the cache has room for them all: who waits for room is not watched.
-WATCHED_TOKENS = 3_000
 BUCKET_BYTES, BUCKETS_AT_ONCE = 512 << 20, 3
 MODELS = {"llama8b": "", "qwen30b-a3b": "moe_"}
 """Shapes, and what their rows begin with."""
@@ -87,11 +77,6 @@ RESIZE_BYTES = 30 * 10**9
 # What the KV of parked streams takes, and room for what they generate.
 PARK_BYTES = 24 * GIB
 
-# What is kept of replies.
-TOLD = ("encode_ms", "staged", "stall_ms", "duration_ms", "stages_ms", "num_tensors", "num_bytes", "message")
-
-Update = Callable[[], Awaitable[dict[str, Any]]]
-
 
 class Bench:
     """The engine under test, and the trainer.
@@ -105,119 +90,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, engine: Engine, shape: Shape) -> None:
         self._args = args
         self._engine = engine
-        self._vocab_size = shape["vocab_size"]
-        self._rng = np.random.default_rng(0)
-
-    async def stream(
-        self,
-        prompt: list[int],
-        started: asyncio.Event,
-        times: list[float] | None = None,
-        num_tokens: int | None = None,
-    ) -> list[float]:
-        """When each chunk of a request came; `times` is extended as they come.
-
-        Args:
-            num_tokens: None: the usual, and the stream must come to its end. With a number it may be aborted.
-        """
-        usual = 40 if self._args.tiny else OUTPUT_LEN
-        params = {
-            "temperature": 0.0,
-            "max_new_tokens": usual if num_tokens is None else num_tokens,
-            "ignore_eos": True,
-        }
-        times = [] if times is None else times
-        async for chunk in await self._engine.async_generate(
-            input_ids=prompt, sampling_params=params, stream=True
-        ):
-            times.append(time.perf_counter())
-            started.set()
-            if chunk["meta_info"]["finish_reason"] is not None:
-                reason = chunk["meta_info"]["finish_reason"]["type"]
-                if reason != "length" and num_tokens is None:
-                    raise RuntimeError(f"a stream ended by {reason}")
-        return times
-
-    async def in_flight(self, num_streams: int, update: Update | None) -> dict[str, Any]:
-        """One run of so many streams, and an update in the middle of it, if any."""
-        num_streams = 4 if self._args.tiny else num_streams
-        prompts = self._rng.integers(0, self._vocab_size, (num_streams, PROMPT_LEN)).tolist()
-        started = asyncio.Event()
-        gc.collect()
-        gc.disable()
-        try:
-            begun = time.perf_counter()
-            streams = [asyncio.ensure_future(self.stream(prompt, started)) for prompt in prompts]
-            run: dict[str, Any] = {}
-            if update is not None:
-                await started.wait()
-                after_s = 0.05 if self._args.tiny else SEND_AFTER_S
-                await asyncio.sleep(max(0.0, after_s - (time.perf_counter() - begun)))
-                sent = time.perf_counter()
-                reply = await update()
-                run["reply_ms"] = (time.perf_counter() - sent) * 1e3
-                run["reply"] = {key: reply.get(key) for key in TOLD}
-            all_times = await asyncio.gather(*streams)
-        finally:
-            gc.enable()
-        gaps = [[after - before for before, after in itertools.pairwise(times)] for times in all_times]
-        run["stall_ms"] = statistics.median(max(gap) for gap in gaps) * 1e3
-        run["worst_stream_ms"] = max(max(gap) for gap in gaps) * 1e3
-        run["median_gap_ms"] = statistics.median(gap for stream in gaps for gap in stream) * 1e3
-        run["seconds"] = max(times[-1] for times in all_times) - begun
-        await self._engine.async_flush_cache()
-        return run
-
-    async def steady(self, num_streams: int, updates: dict[str, Update]) -> dict[str, list[dict[str, Any]]]:
-        """Streams that decode, each of these updates several times in the midst of it, and looks in between.
-
-        Returns the runs by the update's name, and those without one as "normal".
-        """
-        num_streams = 4 if self._args.tiny else num_streams
-        prompts = self._rng.integers(0, self._vocab_size, (num_streams, PROMPT_LEN)).tolist()
-        room = (await self._engine.async_server_info())["max_total_num_tokens"] // num_streams
-        num_tokens = min(WATCHED_TOKENS, room - PROMPT_LEN - STEADY_TOKENS)
-        runs: dict[str, list[dict[str, Any]]] = {}
-        while len(runs.get("normal", ())) < self._args.runs + 1:
-            looks = await self._watch(prompts, num_tokens, {"normal": None} | updates)
-            for name, run in looks:
-                runs.setdefault(name, []).append(run)
-        return {name: of_name[1 : self._args.runs + 1] for name, of_name in runs.items()}
-
-    async def _watch(
-        self, prompts: list[list[int]], num_tokens: int, updates: Mapping[str, Update | None]
-    ) -> list[tuple[str, dict[str, Any]]]:
-        """As many looks at streams of so many tokens as they last for, and as are wanted."""
-        look_s = 0.05 if self._args.tiny else LOOK_S
-        all_times: list[list[float]] = [[] for _ in prompts]
-        ignored = asyncio.Event()
-        looks: list[tuple[str, dict[str, Any], float, float]] = []
-        gc.collect()
-        gc.disable()
-        try:
-            streams = [
-                asyncio.ensure_future(self.stream(prompt, ignored, times, num_tokens))
-                for prompt, times in zip(prompts, all_times, strict=True)
-            ]
-            while min(len(times) for times in all_times) < STEADY_TOKENS:
-                await asyncio.sleep(0.01)
-            for _ in range(self._args.runs + 1):
-                num_before = max(len(times) for times in all_times)
-                for name, update in updates.items():
-                    begun = time.perf_counter()
-                    run = {} if update is None else await self.idle(update)
-                    await asyncio.sleep(look_s)
-                    looks.append((name, run, begun - LEAD_S, time.perf_counter()))
-                num_now = max(len(times) for times in all_times)
-                # The next ones would take as many tokens, or some more.
-                if num_now + 1.5 * (num_now - num_before) > num_tokens:
-                    break
-            await self._engine.async_abort_request(abort_all=True)
-            await asyncio.gather(*streams)
-        finally:
-            gc.enable()
-        await self._engine.async_flush_cache()
-        return [(name, run | gaps_between(all_times, begun, ended)) for name, run, begun, ended in looks]
+        self.streams = Streams(args, engine, shape)
 
     async def update(self, pause_mode: str | None, *, flush: bool, kept: bool = False) -> dict[str, Any]:
         entries, encode_ms = await self.ranks.payloads(kept=kept)
@@ -260,25 +133,15 @@ class Bench:
         print(f"    left: {left}", flush=True)
         return left
 
-    async def idle(self, update: Update) -> dict[str, Any]:
-        sent = time.perf_counter()
-        reply = await update()
-        return {
-            "reply_ms": (time.perf_counter() - sent) * 1e3,
-            "reply": {key: reply.get(key) for key in TOLD},
-        }
-
     async def park(self, preserve: str) -> dict[str, Any]:
         """Release the KV under streams of long prompts, and resume it."""
         count, length = (4, 64) if self._args.tiny else (PARK_STREAMS, PARK_PROMPT_LEN)
-        prompts = self._rng.integers(0, self._vocab_size, (count, length)).tolist()
+        prompts = self.streams.prompts(count, length)
         begun = [asyncio.Event() for _ in prompts]
         all_times: list[list[float]] = [[] for _ in prompts]
-        gc.collect()
-        gc.disable()
-        try:
+        with undisturbed():
             streams = [
-                asyncio.ensure_future(self.stream(*one))
+                asyncio.ensure_future(self.streams.read(*one))
                 for one in zip(prompts, begun, all_times, strict=True)
             ]
             await asyncio.gather(*(event.wait() for event in begun))
@@ -288,8 +151,6 @@ class Bench:
             await self._engine.async_resume_memory_occupation(["kv_cache"])
             resumed = time.perf_counter()
             await asyncio.gather(*streams)
-        finally:
-            gc.enable()
         firsts = [min(at for at in times if at > released) - released for times in all_times]
         await self._engine.async_flush_cache()
         return {
@@ -303,19 +164,14 @@ class Bench:
     async def resize(self, num_bytes: int) -> dict[str, Any]:
         return await self._engine.async_resize_memory_occupation(num_bytes=num_bytes)
 
-    async def resized(
-        self, down: Callable[[], Awaitable[dict[str, Any]]], up: Callable[[], Awaitable[dict[str, Any]]]
-    ) -> dict[str, Any]:
-        return {"down": await down(), "up": await up()}
-
     async def kv_cycle(self) -> dict[str, Any]:
         """Release all of the KV, resume it at once; a request waits for it."""
         sent = time.perf_counter()
         freed = (await self._engine.async_release_memory_occupation(["kv_cache"]))["freed_bytes"]["kv_cache"]
         released = time.perf_counter()
         started = asyncio.Event()
-        prompt = self._rng.integers(0, self._vocab_size, PROMPT_LEN).tolist()
-        waiting = asyncio.ensure_future(self.stream(prompt, started))
+        [prompt] = self.streams.prompts(1, PROMPT_LEN)
+        waiting = asyncio.ensure_future(self.streams.read(prompt, started))
         await asyncio.sleep(0.005)
         resumed = time.perf_counter()
         resume = asyncio.ensure_future(self._engine.async_resume_memory_occupation(["kv_cache"]))
@@ -330,17 +186,6 @@ class Bench:
             "all_ms": (done - resumed) * 1e3,
             "bytes": freed,
         }
-
-
-async def repeated(
-    num_runs: int, run: Callable[[], Awaitable[dict[str, Any]]], *, apart_s: float = 0.0
-) -> list[dict[str, Any]]:
-    """After one that does not count, each so long after the one before."""
-    runs = []
-    for _ in range(num_runs + 1):
-        await asyncio.sleep(apart_s)
-        runs.append(await run())
-    return runs[1:]
 
 
 class Measuring:
@@ -382,7 +227,7 @@ class Measuring:
         for row, apart_s in (("reply_idle", 0.0), ("reply_idle_apart", LOOK_S)):
             runs = await repeated(
                 self._args.runs,
-                lambda: bench.idle(lambda: bench.update(None, flush=True)),
+                lambda: timed(lambda: bench.update(None, flush=True)),
                 apart_s=apart_s,
             )
             self._note(row, runs, "reply_ms", **self._copy)
@@ -390,7 +235,7 @@ class Measuring:
     async def in_place(self) -> None:
         for size in self._args.streams:
             updates = {"in_place": lambda: self._bench.update("in_place", flush=False)}
-            runs = await self._bench.steady(size, updates)
+            runs = await self._bench.streams.steady(size, updates)
             self._note(f"normal_{size}", runs["normal"], "stall_ms")
             rows = {"in_place": (f"reply_in_place_{size}", f"stall_in_place_{size}")}
             self._note_steady(rows, runs, **self._copy)
@@ -398,22 +243,22 @@ class Measuring:
     async def kept(self) -> None:
         bench = self._bench
         runs = await repeated(
-            self._args.runs, lambda: bench.idle(lambda: bench.update(None, flush=True, kept=True))
+            self._args.runs, lambda: timed(lambda: bench.update(None, flush=True, kept=True))
         )
         self._note("kept_reply_idle", runs, "reply_ms", **self._copy)
         for size in self._args.streams:
             updates = {"kept": lambda: bench.update("in_place", flush=False, kept=True)}
-            steady = await bench.steady(size, updates)
+            steady = await bench.streams.steady(size, updates)
             rows = {"kept": (f"kept_reply_in_place_{size}", f"kept_stall_in_place_{size}")}
             self._note_steady(rows, steady, **self._copy)
         await bench.ranks.forget()
 
     async def retract(self) -> None:
         for size in self._args.streams:
-            start = [await self._bench.in_flight(size, None)]
+            start = [await self._bench.streams.in_flight(size, None)]
             self._note(f"start_{size}", start, "stall_ms")
             runs = [
-                await self._bench.in_flight(size, lambda: self._bench.update("retract", flush=True))
+                await self._bench.streams.in_flight(size, lambda: self._bench.update("retract", flush=True))
                 for _ in range(min(self._args.runs, 3))
             ]
             self._note(f"stall_retract_{size}", runs, "stall_ms")
@@ -421,10 +266,10 @@ class Measuring:
 
     async def buckets(self) -> None:
         bench = self._bench
-        runs = await repeated(self._args.runs, lambda: bench.idle(lambda: bench.session(None)))
+        runs = await repeated(self._args.runs, lambda: timed(lambda: bench.session(None)))
         self._note("buckets_reply_idle", runs, "reply_ms", **self._copy)
         size = self._args.streams[0]
-        steady = await bench.steady(size, {"buckets": lambda: bench.session("in_place")})
+        steady = await bench.streams.steady(size, {"buckets": lambda: bench.session("in_place")})
         rows = {"buckets": (f"buckets_reply_{size}", f"buckets_stall_{size}")}
         self._note_steady(rows, steady, **self._copy)
 
@@ -433,7 +278,7 @@ class Measuring:
         whole_bytes = self._report.facts["memory"]["tags"]["kv_cache"]["resident_bytes"]
         less_bytes = whole_bytes // 2 if self._args.tiny else whole_bytes - RESIZE_BYTES
         ways = {"down": lambda: bench.resize(less_bytes), "up": lambda: bench.resize(whole_bytes)}
-        runs = await bench.steady(self._args.streams[0], ways)
+        runs = await bench.streams.steady(self._args.streams[0], ways)
         rows = {way: (f"resize_30gb_{way}", f"resize_30gb_{way}_stall") for way in ways}
         self._note_steady(rows, runs)
 

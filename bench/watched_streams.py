@@ -1,0 +1,198 @@
+"""Streams of an engine in this process, and what they saw of what was done in their midst.
+
+The client keeps the time of each chunk, reads nothing and collects no garbage while it waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from gpu_common import Shape
+
+from ebbtide import Engine
+
+PROMPT_LEN, OUTPUT_LEN, SEND_AFTER_S = 128, 320, 1.5
+# Streams that are watched as they decode: tokens until their start is over, and how long each look lasts.
+STEADY_TOKENS, LOOK_S, LEAD_S = 16, 0.3, 0.02
+# So many tokens they may come to, if the cache has room for them all: who waits for room is not watched.
+WATCHED_TOKENS = 3_000
+# What is kept of replies.
+TOLD = ("encode_ms", "staged", "stall_ms", "duration_ms", "stages_ms", "num_tensors", "num_bytes", "message")
+
+Update = Callable[[], Awaitable[dict[str, Any]]]
+
+
+class Streams:
+    """Greedy ones, of prompts of random tokens."""
+
+    def __init__(self, args: argparse.Namespace, engine: Engine, shape: Shape) -> None:
+        self._args = args
+        self._engine = engine
+        self._vocab_size = shape["vocab_size"]
+        self._rng = np.random.default_rng(0)
+
+    def prompts(self, num_prompts: int, num_tokens: int) -> list[list[int]]:
+        prompts: list[list[int]] = self._rng.integers(0, self._vocab_size, (num_prompts, num_tokens)).tolist()
+        return prompts
+
+    async def read(
+        self,
+        prompt: list[int],
+        started: asyncio.Event,
+        times: list[float] | None = None,
+        num_tokens: int | None = None,
+    ) -> list[float]:
+        """When each chunk of a request came; `times` is extended as they come.
+
+        Args:
+            num_tokens: None: the usual, and the stream must come to its end. With a number it may be aborted.
+        """
+        usual = 40 if self._args.tiny else OUTPUT_LEN
+        params = {
+            "temperature": 0.0,
+            "max_new_tokens": usual if num_tokens is None else num_tokens,
+            "ignore_eos": True,
+        }
+        times = [] if times is None else times
+        async for chunk in await self._engine.async_generate(
+            input_ids=prompt, sampling_params=params, stream=True
+        ):
+            times.append(time.perf_counter())
+            started.set()
+            if chunk["meta_info"]["finish_reason"] is not None:
+                reason = chunk["meta_info"]["finish_reason"]["type"]
+                if reason != "length" and num_tokens is None:
+                    raise RuntimeError(f"a stream ended by {reason}")
+        return times
+
+    async def in_flight(self, num_streams: int, update: Update | None) -> dict[str, Any]:
+        """One run of so many streams, and an update in the middle of it, if any."""
+        prompts = self.prompts(4 if self._args.tiny else num_streams, PROMPT_LEN)
+        started = asyncio.Event()
+        with undisturbed():
+            begun = time.perf_counter()
+            streams = [asyncio.ensure_future(self.read(prompt, started)) for prompt in prompts]
+            run: dict[str, Any] = {}
+            if update is not None:
+                await started.wait()
+                after_s = 0.05 if self._args.tiny else SEND_AFTER_S
+                await asyncio.sleep(max(0.0, after_s - (time.perf_counter() - begun)))
+                run = await timed(update)
+            all_times = await asyncio.gather(*streams)
+        gaps = [[after - before for before, after in itertools.pairwise(times)] for times in all_times]
+        run["stall_ms"] = statistics.median(max(gap) for gap in gaps) * 1e3
+        run["worst_stream_ms"] = max(max(gap) for gap in gaps) * 1e3
+        run["median_gap_ms"] = statistics.median(gap for stream in gaps for gap in stream) * 1e3
+        run["seconds"] = max(times[-1] for times in all_times) - begun
+        await self._engine.async_flush_cache()
+        return run
+
+    async def steady(
+        self, num_streams: int, updates: Mapping[str, Update]
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Streams that decode, each of these updates several times in the midst of it, and looks in between.
+
+        Returns the runs by the update's name, and those without one as "normal".
+        """
+        num_streams = 4 if self._args.tiny else num_streams
+        prompts = self.prompts(num_streams, PROMPT_LEN)
+        room = (await self._engine.async_server_info())["max_total_num_tokens"] // num_streams
+        num_tokens = min(WATCHED_TOKENS, room - PROMPT_LEN - STEADY_TOKENS)
+        runs: dict[str, list[dict[str, Any]]] = {}
+        while len(runs.get("normal", ())) < self._args.runs + 1:
+            looks = await self._watch(prompts, num_tokens, {"normal": None, **updates})
+            for name, run in looks:
+                runs.setdefault(name, []).append(run)
+        return {name: of_name[1 : self._args.runs + 1] for name, of_name in runs.items()}
+
+    async def _watch(
+        self, prompts: list[list[int]], num_tokens: int, updates: Mapping[str, Update | None]
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """As many looks at streams of so many tokens as they last for, and as are wanted."""
+        look_s = 0.05 if self._args.tiny else LOOK_S
+        all_times: list[list[float]] = [[] for _ in prompts]
+        ignored = asyncio.Event()
+        looks: list[tuple[str, dict[str, Any], float, float]] = []
+        with undisturbed():
+            streams = [
+                asyncio.ensure_future(self.read(prompt, ignored, times, num_tokens))
+                for prompt, times in zip(prompts, all_times, strict=True)
+            ]
+            while min(len(times) for times in all_times) < STEADY_TOKENS:
+                await asyncio.sleep(0.01)
+            for _ in range(self._args.runs + 1):
+                num_before = max(len(times) for times in all_times)
+                for name, update in updates.items():
+                    begun = time.perf_counter()
+                    run = {} if update is None else await timed(update)
+                    await asyncio.sleep(look_s)
+                    looks.append((name, run, begun - LEAD_S, time.perf_counter()))
+                num_now = max(len(times) for times in all_times)
+                # The next ones would take as many tokens, or some more.
+                if num_now + 1.5 * (num_now - num_before) > num_tokens:
+                    break
+            await self._engine.async_abort_request(abort_all=True)
+            await asyncio.gather(*streams)
+        await self._engine.async_flush_cache()
+        return [(name, run | gaps_between(all_times, begun, ended)) for name, run, begun, ended in looks]
+
+
+async def timed(update: Update) -> dict[str, Any]:
+    """Milliseconds from the call to its reply, and what is kept of that."""
+    sent = time.perf_counter()
+    reply = await update()
+    return {
+        "reply_ms": (time.perf_counter() - sent) * 1e3,
+        "reply": {key: reply.get(key) for key in TOLD},
+    }
+
+
+async def repeated(num_runs: int, run: Update, *, apart_s: float = 0.0) -> list[dict[str, Any]]:
+    """After one that does not count, each so long after the one before."""
+    runs = []
+    for _ in range(num_runs + 1):
+        await asyncio.sleep(apart_s)
+        runs.append(await run())
+    return runs[1:]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No garbage is collected within."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def gaps_between(all_times: list[list[float]], begun: float, ended: float) -> dict[str, Any]:
+    """What streams saw in between: of the gaps that reach into it, in milliseconds; of one stream, each.
+
+    Raises RuntimeError where one of them had ended before.
+    """
+    longest, usual = [], []
+    for times in all_times:
+        inside = [
+            after - before for before, after in itertools.pairwise(times) if after > begun and before < ended
+        ]
+        if not inside:
+            raise RuntimeError(f"a stream of {len(times)} chunks had ended before it was looked at")
+        longest.append(max(inside))
+        usual += inside
+    return {
+        "gaps_ms": [round(gap * 1e3, 2) for gap in inside],
+        "stall_ms": statistics.median(longest) * 1e3,
+        "worst_stream_ms": max(longest) * 1e3,
+        "median_gap_ms": statistics.median(usual) * 1e3,
+    }
