@@ -372,7 +372,8 @@ class ServerArgs(SglangArguments):
         float,
         Arg(
             "Seconds that a forward pass, or one turn of a control request, may take; after that "
-            "the engine ends and logs the stacks of all threads."
+            "the engine ends and logs the stacks of all threads. So it does when a process has been stopped "
+            "for four fifths of it."
         ),
     ] = 300.0
     soft_watchdog_timeout: Annotated[

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -138,6 +139,23 @@ def test_not_the_rank_that_fails_for_another_is_named() -> None:
         assert deaths.get(timeout=60) == "the scheduler-tp1 process was ended by SIGKILL"
 
 
+@pytest.mark.parametrize("function", ["report_rank", "give_up_on_a_stopped_rank"])
+def test_a_rank_that_is_stopped_ends_the_engine_and_not_the_one_that_waits_for_it_is_named(
+    function: str,
+) -> None:
+    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with running(EngineProcesses(config_of(tp_size=2, watchdog_timeout=3), target(function))) as processes:
+        processes.wait_ready()
+        pids = processes.pids
+        processes.watch(deaths.put)
+        os.kill(pids["scheduler-tp1"], signal.SIGSTOP)
+        said = (
+            r"the scheduler-tp1 process has not answered for [\d.]+ s \(--watchdog-timeout 3\): it is stopped"
+        )
+        assert re.match(said, deaths.get(timeout=60))
+        wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "all have gone")
+
+
 def test_a_start_that_one_rank_refuses_leaves_none() -> None:
     with pytest.raises(ConfigurationError, match=r"^rank 1 has too little memory$"):
         EngineProcesses(config_of(tp_size=2), target("refuse_on_rank_1")).wait_ready()
@@ -233,6 +251,15 @@ def test_a_rank_that_dies_ends_every_node(nodes: Callable[..., Nodes], victim: i
         expected = said if rank == victim else f"node {victim}: {said}"
         assert all_nodes.ends[rank].get(timeout=60) == expected
     wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "all have gone")
+
+
+def test_a_stopped_rank_ends_every_node(nodes: Callable[..., Nodes]) -> None:
+    both = nodes("report_rank", tp_size=2, nnodes=2, watchdog_timeout=2)
+    both.start_all()
+    os.kill(both.pids["scheduler-tp1"], signal.SIGSTOP)
+    said = both.ends[1].get(timeout=60)
+    assert "the scheduler-tp1 process has not answered" in said
+    assert both.ends[0].get(timeout=60) == f"node 1: {said}"
 
 
 @pytest.mark.parametrize(("stopped", "said"), [(0, "stopped"), (1, "node 1 was stopped")])

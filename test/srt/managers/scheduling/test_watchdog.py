@@ -29,6 +29,14 @@ class Watched:
         self.num_dumps += 1
 
     def after(self, seconds: float) -> None:
+        """Let so much time pass, with looks as often as the thread has them, until it ends the process."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s - 1e-6 and not self.ends:
+            self.now_s = min(end_s, self.now_s + 0.2)
+            self._watchdog.look()
+
+    def frozen_for(self, seconds: float) -> None:
+        """Let so much time pass without a look."""
         self.now_s += seconds
         self._watchdog.look()
 
@@ -54,3 +62,16 @@ def test_long_work_is_told_once_and_then_ended_and_waiting_is_no_work(
     watched.after(5)
     assert watched.ends == ["PauseGenerationReqInput 7 has not ended within 10 s (--watchdog-timeout)"]
     assert watched.num_dumps == 2
+
+
+def test_time_in_which_the_whole_process_stood_still_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = Watched(monkeypatch, caplog)
+    watched.progress.begin("a forward pass")
+    watched.after(1)
+    watched.frozen_for(3600)
+    watched.after(0.6)
+    assert (caplog.messages, watched.ends) == ([], [])
+    watched.after(9)
+    assert watched.ends == ["a forward pass has not ended within 10 s (--watchdog-timeout)"]

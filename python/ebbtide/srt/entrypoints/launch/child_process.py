@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import ebbtide
+from ebbtide.srt.entrypoints.launch.heartbeat import Pulse
 from ebbtide.srt.entrypoints.launch.process import DUMP_SIGNAL, ProcessStart
 from ebbtide.srt.errors import HUNG_EXIT_STATUS, ConfigurationError, EngineError
 
@@ -38,6 +38,9 @@ class ChildProcess:
         defaults: what its environment holds unless the user's own says otherwise.
         environment: what its environment holds in any case.
         preload: modules that it imports while it waits for `begin`.
+
+    Attributes:
+        pulse: its signs of life, from `begin` on.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class ChildProcess:
     ) -> None:
         self.name = name
         self.pipe, theirs = multiprocessing.Pipe()
+        self.pulse = Pulse()
         with theirs:
-            self._popen = _spawn(name, theirs, {**LIBRARY_DEFAULTS, **defaults}, environment)
+            inherited = theirs.fileno(), self.pulse.descriptor
+            self._popen = _spawn(name, inherited, {**LIBRARY_DEFAULTS, **defaults}, environment)
         self._send(sys.path)
         self._send(preload)
         self.sentinel = os.pidfd_open(self._popen.pid)
@@ -104,12 +109,18 @@ class ChildProcess:
             return False
 
     @property
+    def has_ended(self) -> bool:
+        return self._popen.poll() is not None
+
+    @property
     def was_hung(self) -> bool:
         """Whether its own watchdog has ended it."""
         return self._popen.poll() == HUNG_EXIT_STATUS
 
     def dump_stacks(self) -> None:
-        """Ask it to write where its threads stand to its standard error."""
+        """Ask it to write where its threads stand to its standard error. One that is stopped does not."""
+        # Stacks do not say whose they are.
+        logger.error("where every thread of the %s process stands:", self.name)
         self._popen.send_signal(DUMP_SIGNAL)
 
     def terminate(self) -> None:
@@ -129,6 +140,7 @@ class ChildProcess:
 
     def close(self) -> None:
         self.pipe.close()
+        self.pulse.close()
         os.close(self.sentinel)
 
     def _last_words(self) -> str:
@@ -139,19 +151,19 @@ class ChildProcess:
 
 
 def _spawn(
-    name: str, pipe: Connection, defaults: Mapping[str, str], environment: Mapping[str, str]
+    name: str, descriptors: Sequence[int], defaults: Mapping[str, str], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     whole = {**defaults, **os.environ, **environment}
     root = str(Path(ebbtide.__file__).parents[1])
     whole["PYTHONPATH"] = os.pathsep.join(filter(None, [root, whole.get("PYTHONPATH")]))
     # Ctrl-C while the interpreter starts must not kill it with a traceback: the mask is inherited.
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    arguments = [str(os.getpid()), name, str(pipe.fileno())]
+    arguments = [str(os.getpid()), name, *map(str, descriptors)]
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "ebbtide.srt.entrypoints.launch.process", *arguments],
             stdin=subprocess.DEVNULL,
-            pass_fds=[pipe.fileno()],
+            pass_fds=descriptors,
             env=whole,
         )
     finally:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing.connection
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.launch.child_process import ChildProcess
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses, rank_name, thread_defaults
+from ebbtide.srt.entrypoints.launch.heartbeat import PulseWatch
 from ebbtide.srt.entrypoints.launch.node_link import Ended, NodeLinks, meet
 from ebbtide.srt.entrypoints.launch.placement import local_ranks
 from ebbtide.srt.entrypoints.launch.process import ProcessStart
@@ -32,8 +34,8 @@ TERMINATE_TIMEOUT_S = 5.0
 # A rank that is killed makes the others fail in their collectives, and may be seen to end after them: that
 # long a failure is not taken for the first one.
 CAUSE_TIMEOUT_S = 1.0
-# Processes that are asked where they stand have that long to write it.
-DUMP_S = 0.5
+# A process that is asked where it stands has that long to write it, before the next one is.
+DUMP_S = 0.2
 
 
 class NodeProcesses:
@@ -65,6 +67,7 @@ class NodeProcesses:
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._num_ranks = config.parallel.num_ranks
+        self._hang_limit_s = config.server_args.watchdog_timeout
         self._is_main_node = config.parallel.node_rank == 0
         self._children: list[ChildProcess] = []
         self._links: NodeLinks | None = None
@@ -113,9 +116,10 @@ class NodeProcesses:
         return _merge(facts)
 
     def watch(self, on_death: Callable[[str], None], on_stop: Callable[[], None] = lambda: None) -> None:
-        """Call `on_death` with what happened, from a thread, as soon as one of them has ended by itself.
+        """Call `on_death` with what happened, from a thread, once one has ended by itself, or is stopped.
 
-        The others are killed before that: they may be waiting for the one that is gone.
+        Stopped is one that gives no sign of life for most of the watchdog's limit. The others are killed
+        before `on_death`: they may be waiting for the one that is gone.
 
         Args:
             on_stop: called instead when node 0 was asked to end.
@@ -228,14 +232,15 @@ class NodeProcesses:
     # ------------------------------------------------------------------------------------------------ the end
 
     def _watch(self, on_death: Callable[[str], None], on_stop: Callable[[], None]) -> None:
-        end = self._first_end()
+        pulses = PulseWatch(self._children, self._hang_limit_s)
+        end = self._first_end(pulses)
         if end is None:
             return
-        if any(child.was_hung for child in self._children):
+        if pulses.lost is not None or any(child.was_hung for child in self._children):
             # The others may be the cause: they wait for one another.
             for child in self._children:
                 child.dump_stacks()
-            time.sleep(DUMP_S)
+                time.sleep(DUMP_S)
         for child in self._children:
             child.kill()
         if end.reason:
@@ -243,14 +248,14 @@ class NodeProcesses:
         else:
             on_stop()
 
-    def _first_end(self) -> Ended | None:
+    def _first_end(self, pulses: PulseWatch) -> Ended | None:
         """Wait for the end of a process or a node, and tell the others; None: this node was asked to end."""
         links = self._open_links
         running: dict[Any, ChildProcess] = {child.sentinel: child for child in self._children}
         failed: list[ChildProcess] = []
-        deadline_s: float | None = None
+        deadline_s = math.inf
         while True:
-            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            left_s = min(pulses.left_s, max(0.0, deadline_s - time.monotonic()))
             # The closing of its other end makes the pipe readable.
             happened = multiprocessing.connection.wait(
                 [*running, *links.connections, self._stop_reader], left_s
@@ -258,18 +263,19 @@ class NodeProcesses:
             if self._stop_reader in happened:
                 return None
             failed += [running.pop(one) for one in happened if one in running]
-            killed = [child for child in failed if child.was_ended_by_signal(0)]
-            if not killed:
+            is_killed = any(child.was_ended_by_signal(0) for child in failed)
+            if not is_killed:
                 for connection in links.connections:
                     if connection in happened and isinstance(message := links.receive(connection), Ended):
                         links.pass_on(message)
                         return message
-            if killed or not happened or self._num_ranks == 1:
-                reason = (killed or failed)[0].describe_end()
+            if failed and deadline_s == math.inf:
+                deadline_s = time.monotonic() + (CAUSE_TIMEOUT_S if self._num_ranks > 1 else 0.0)
+            pulses.look()
+            if pulses.lost is not None or is_killed or time.monotonic() >= deadline_s:
+                reason = pulses.lost or _cause(failed, pulses)
                 links.send_end(reason)
                 return Ended(reason)
-            if deadline_s is None:
-                deadline_s = time.monotonic() + CAUSE_TIMEOUT_S
 
 
 class EngineProcesses(NodeProcesses):
@@ -338,6 +344,14 @@ def _merge(facts: list[dict[str, Any]]) -> dict[str, Any]:
         is_least = name in merged and isinstance(value, int)
         merged[name] = min(merged[name], value) if is_least else value
     return merged
+
+
+def _cause(failed: Sequence[ChildProcess], pulses: PulseWatch) -> str:
+    """What the engine ends of: who was killed, or is stopped, makes the others fail."""
+    killed = [child for child in failed if child.was_ended_by_signal(0)]
+    if not killed and pulses.suspect is not None and any(child.was_hung for child in failed):
+        return pulses.suspect
+    return (killed or failed)[0].describe_end()
 
 
 def _error_of(end: Ended) -> EbbtideError:

@@ -50,16 +50,22 @@ class ProcessStart:
     socket_folder: str
 
 
-def child_main(start: ProcessStart, ready: Connection) -> int:
-    """Run the target; returns the exit status. What it fails with goes to the parent over `ready`."""
+def child_main(start: ProcessStart, ready: Connection, pulse: int) -> int:
+    """Run the target; returns the exit status. What it fails with goes to the parent over `ready`.
+
+    Args:
+        pulse: where the parent looks for signs of life.
+    """
     multiprocessing.current_process().name = start.name
     # The kernel keeps 15 letters of a name: a rank is "ebb-dp0-tp1".
     Path("/proc/self/comm").write_text(f"ebb-{start.name.removeprefix('scheduler-')}"[:15])
+    from ebbtide.srt.entrypoints.launch.heartbeat import start_beating
     from ebbtide.srt.entrypoints.log_format import configure_logging
     from ebbtide.srt.errors import EbbtideError
 
     configure_logging(start.config.server_args, start.name)
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    start_beating(pulse, start.config.server_args.watchdog_timeout)
 
     try:
         module, function = start.target.split(":")
@@ -110,11 +116,15 @@ class ParentWatch:
 
 
 def main() -> int:
-    """Take over from `launcher`: arguments are its process id, a name for `ps`, and the pipe's descriptor."""
+    """Take over from `launcher`.
+
+    Arguments are its process id, a name for `ps`, and the descriptors of the pipe and of the signs of life.
+    """
     # Imports take many seconds: the parent may end in the middle of them.
     watch = ParentWatch(int(sys.argv[1]))
-    descriptor = int(sys.argv[3])
-    os.set_inheritable(descriptor, False)
+    descriptor, pulse = int(sys.argv[3]), int(sys.argv[4])
+    for inherited in (descriptor, pulse):
+        os.set_inheritable(inherited, False)
     # Ctrl-C goes to the whole terminal, but the parent decides. It was blocked until now.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -130,7 +140,8 @@ def main() -> int:
         return 1
     watch.socket_folder = start.socket_folder
     # The module is imported, not used as `__main__`, so that classes and loggers exist once.
-    return importlib.import_module("ebbtide.srt.entrypoints.launch.process").child_main(start, pipe)  # type: ignore[no-any-return]
+    process = importlib.import_module("ebbtide.srt.entrypoints.launch.process")
+    return process.child_main(start, pipe, pulse)  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ class Progress:
 class Watchdog:
     """A thread that looks at the progress of a loop.
 
+    Time in which it could not look is not counted: then the whole process stood still (SIGSTOP, a container
+    that is frozen), and the loop had no chance to go on.
+
     Args:
         limit_s: when one thing takes longer, `end` is called with what to say of it.
         soft_limit_s: when it takes longer, that is logged once with the stacks of all threads; None: never.
@@ -57,6 +60,10 @@ class Watchdog:
         self._end = end
         self._dump = dump
         self._told: tuple[str, float] | None = None
+        self._interval_s = min(limit_s, soft_limit_s or limit_s) / _LOOKS_PER_LIMIT
+        self._looked_s = time.monotonic()
+        self._seen: tuple[str, float] | None = None
+        self._stood_still_s = 0.0
 
     def start(self) -> None:
         """Look until the process ends."""
@@ -64,11 +71,16 @@ class Watchdog:
 
     def look(self) -> None:
         """Compare what the loop is at with the limits."""
-        current = self._progress.current
+        now, current = time.monotonic(), self._progress.current
+        late_s, self._looked_s = now - self._looked_s - self._interval_s, now
+        if current != self._seen:
+            self._seen, self._stood_still_s = current, 0.0
+        if late_s > self._interval_s:
+            self._stood_still_s += late_s
         if current is None:
             return
         what, since_s = current
-        taken_s = time.monotonic() - since_s
+        taken_s = now - since_s - self._stood_still_s
         if taken_s > self._limit_s:
             told = f"{what} has not ended within {self._limit_s:g} s (--watchdog-timeout)"
             # Stacks do not say whose they are, and those of several ranks may lie in one log.
@@ -84,9 +96,8 @@ class Watchdog:
             self._dump()
 
     def _run(self) -> None:
-        shortest_s = min(self._limit_s, self._soft_limit_s or self._limit_s)
         while True:
-            time.sleep(shortest_s / _LOOKS_PER_LIMIT)
+            time.sleep(self._interval_s)
             self.look()
 
 
