@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -80,7 +81,8 @@ class LogprobTable:
         """The lists as they stand, which will grow; empty where no logprobs were asked for."""
         columns, new = self._columns, self._new
         if columns and len(new):
-            columns[self._token] += map(self._triple, new.tokens, self._new_ids)
+            # No call for each token: a call's prompts may have hundreds of thousands.
+            columns[self._token] += zip(new.tokens, self._new_ids, self._texts(self._new_ids), strict=False)
             if self._top in columns:
                 columns[self._top] += map(self._triples, new.tops())
             if self._chosen in columns:
@@ -100,12 +102,16 @@ class LogprobTable:
         """The lists have been handed out, and there will be no others."""
         self._columns = {}
 
+    def _texts(self, token_ids: Sequence[int]) -> Iterable[str | None]:
+        """One for each of these, or more where all are null."""
+        return repeat(None) if self._token_text is None else map(self._token_text, token_ids)
+
     def _triples(self, pairs: Iterable[tuple[float, int]] | None) -> list[Triple] | None:
         return None if pairs is None else [self._triple(logprob, token_id) for logprob, token_id in pairs]
 
-    def _triple(self, logprob: float | None, token_id: int) -> Triple:
+    def _triple(self, logprob: float, token_id: int) -> Triple:
         # `max` would let NaN through; this comparison does not.
-        if logprob is not None and not logprob >= LOWEST_LOGPROB:
+        if not logprob >= LOWEST_LOGPROB:
             logprob = LOWEST_LOGPROB
         return logprob, token_id, self._token_text(token_id) if self._token_text is not None else None
 
@@ -332,15 +338,24 @@ class LiveGeneration:
             RequestRejected: the engine would not take it after all (503, the queue is full).
             EngineError: the engine failed.
         """
+        answers: dict[int, dict[str, Any]] = {}
         try:
-            while not self.is_finished and self._error is None:
+            while self._error is None:
+                # The engine still computes the others: for what is made now the caller does not wait.
+                for index in self._take_ended():
+                    answers[index] = self.outputs[index].response()
+                if len(answers) == len(self.outputs):
+                    return [answers[index] for index in sorted(answers)] if self._is_list else answers[0]
                 await self._woken()
+            raise self._error
         finally:
             self.close()
-        if self._error is not None:
-            raise self._error
-        responses = [output.response() for output in self.outputs]
-        return responses if self._is_list else responses[0]
+
+    def _take_ended(self) -> list[int]:
+        """The outputs that have ended since the last call."""
+        ended = [index for index in self._news if self.outputs[index].finish is not None]
+        self._news.clear()
+        return ended
 
     async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of all outputs, with an `index` if there are several. Leaving early aborts the request.
@@ -381,7 +396,7 @@ class LiveGeneration:
                 self._error = _failure(finish.message, finish.status_code)
         if self.is_stream:
             self._waker.wake_later(self)
-        elif self.is_finished or self._error is not None:
+        elif finish is not None:
             self._wake.set()
 
     def wake(self) -> None:

@@ -119,8 +119,11 @@ class LogprobList:
 
     @property
     def tokens(self) -> list[float | None]:
-        """The tokens' own logprobs."""
-        return [None if isnan(value) else value for value in self._tokens]
+        """The tokens' own logprobs, none of them below `LOWEST_LOGPROB`."""
+        return [
+            value if value >= LOWEST_LOGPROB else None if isnan(value) else LOWEST_LOGPROB
+            for value in self._tokens
+        ]
 
     def tops(self) -> Iterator[list[tuple[float, int]] | None]:
         """(logprob, id) of the most likely tokens, by position."""
