@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.control.operations import require_timeout
 from ebbtide.srt.managers.control.ports import (
     Activity,
     DeadlinePassed,
@@ -21,8 +21,7 @@ class CacheFlush:
         self.handlers: HandlerTable = {FlushCacheReqInput: self.flush}
 
     def flush(self, request: FlushCacheReqInput) -> AnyReply | Operation:
-        if not request.timeout_s >= 0:
-            raise RequestRejected(f"timeout_s: expected 0 or more seconds, got {request.timeout_s}")
+        require_timeout(request.timeout_s)
         if request.retract_running:
             self._requests.retract_all(RetractCause.FLUSH)
         if self._requests.num_running == 0 or request.timeout_s == 0:

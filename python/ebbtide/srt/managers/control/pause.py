@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control.operations import Operations
+from ebbtide.srt.managers.control.operations import Operations, require_timeout
 from ebbtide.srt.managers.control.ports import (
     Activity,
     DeadlinePassed,
@@ -62,8 +62,7 @@ class Generation:
         }
 
     def pause(self, request: PauseGenerationReqInput) -> AnyReply | Operation:
-        if request.timeout_s is not None and request.timeout_s < 0:
-            raise RequestRejected(f"timeout_s: expected 0 or more seconds, got {request.timeout_s}")
+        require_timeout(request.timeout_s)
         if request.mode is PauseMode.WAIT:
             return self._pause_when_drained(request)
         self._operations.cancel(

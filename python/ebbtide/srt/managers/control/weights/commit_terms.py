@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
+from ebbtide.srt.managers.control.operations import require_timeout
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import (
     Activity,
@@ -65,8 +66,7 @@ def check_fields(
     """Refuse values that no state allows."""
     if not isinstance(request, EndWeightUpdateReqInput) and request.selector == "draft":
         raise RequestRejected("selector 'draft': there is one model, expected 'target' or 'all'")
-    if request.timeout_s is not None and not request.timeout_s >= 0:
-        raise RequestRejected(f"timeout_s: expected 0 or more seconds, got {request.timeout_s}")
+    require_timeout(request.timeout_s)
 
 
 def mode_of(request: WeightUpdateRequest | EndWeightUpdateReqInput) -> PauseMode:
