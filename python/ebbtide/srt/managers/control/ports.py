@@ -12,6 +12,7 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     AnyReply,
+    Preserve,
     RetractCause,
 )
 from ebbtide.srt.managers.wire.agreement import Decision
@@ -334,4 +335,93 @@ class ChunkedKV(Protocol):
 
     def give_up(self) -> None:
         """Hold nothing back any more: the memory is released, or about to be."""
+        ...
+
+
+@dataclass(frozen=True)
+class ShrinkingPlan:
+    """How the KV cache gets smaller.
+
+    Attributes:
+        num_chunks: that go.
+        parked: rids of the requests whose KV is kept in host memory, oldest first.
+        retracted: rids of those whose KV is lost.
+    """
+
+    num_chunks: int
+    parked: list[str]
+    retracted: list[str]
+
+
+class ResizableKV(Protocol):
+    """The KV cache as its size changes, in whole chunks.
+
+    All but `save` and `add` comes out alike on all ranks.
+    """
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The memory of a chunk on this rank."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """What it holds now."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Its memory on this rank."""
+        ...
+
+    def choose(self, num_tokens: int | None, num_bytes: int | None) -> int:
+        """By how many chunks it grows (below 0: shrinks) to have one of these sizes; nothing changes yet.
+
+        Raises:
+            RequestRejected: it cannot have that size, or keeps its own.
+        """
+        ...
+
+    def plan(self, num_chunks: int, preserve: Preserve) -> ShrinkingPlan:
+        """Whose KV goes so that so many chunks can be emptied; nothing changes yet.
+
+        Raises:
+            RequestRejected: so many cannot be emptied now.
+        """
+        ...
+
+    def save(self, plan: ShrinkingPlan) -> int:
+        """Copy what is parked to the host; returns the bytes.
+
+        Raises:
+            OutOfDeviceMemory: the host has no room; nothing is kept.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Drop what was saved, if anything: not every rank had room."""
+        ...
+
+    def withdraw(self, plan: ShrinkingPlan) -> None:
+        """Take the KV of those requests away, and the chunks out of use. No forward pass may be under way."""
+        ...
+
+    def remove(self, num_chunks: int) -> int:
+        """Give so many of the withdrawn chunks to the system; returns the bytes."""
+        ...
+
+    def add(self, num_chunks: int) -> int:
+        """Take memory for so many more chunks, which are not used before `restore`; returns the bytes.
+
+        Raises:
+            OutOfDeviceMemory: nothing was kept of what had been taken.
+        """
+        ...
+
+    def unadd(self) -> None:
+        """Undo every `add` since the last `restore`."""
+        ...
+
+    def restore(self) -> None:
+        """Put the added chunks to use."""
         ...

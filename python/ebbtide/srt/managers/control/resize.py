@@ -5,65 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.phases import at_once
-from ebbtide.srt.managers.control.ports import Activity, DeadlinePassed, HandlerTable, Operation, Ranks, Work
+from ebbtide.srt.managers.control.ports import (
+    Activity,
+    DeadlinePassed,
+    HandlerTable,
+    Operation,
+    Ranks,
+    ResizableKV,
+    ShrinkingPlan,
+    Work,
+)
 from ebbtide.srt.managers.io_struct import (
-    Preserve,
     ResizeMemoryOccupationReqInput,
     ResizeMemoryOccupationReqOutput,
 )
-
-
-@dataclass(frozen=True)
-class ShrinkingPlan:
-    """How the pool gets smaller.
-
-    Attributes:
-        num_chunks: that go.
-        parked: rids of the requests whose KV is kept in host memory, oldest first.
-        retracted: rids of those whose KV is lost.
-    """
-
-    num_chunks: int
-    parked: list[str]
-    retracted: list[str]
-
-
-class Pool(Protocol):
-    """The pages of the KV cache and their memory. All but `save` and `add` comes out alike on all ranks."""
-
-    @property
-    def chunk_bytes(self) -> int: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def choose(self, num_tokens: int | None, num_bytes: int | None) -> int: ...
-
-    def plan(self, num_chunks: int, preserve: Preserve) -> ShrinkingPlan: ...
-
-    def save(self, plan: ShrinkingPlan) -> int: ...
-
-    def discard(self) -> None: ...
-
-    def withdraw(self, plan: ShrinkingPlan) -> None: ...
-
-    def remove(self, num_chunks: int) -> int: ...
-
-    def add(self, num_chunks: int) -> int: ...
-
-    def unadd(self) -> None: ...
-
-    def restore(self) -> None: ...
-
 
 # How much memory changes hands between two forward passes while requests run: some 4 ms of the driver's time.
 PART_BYTES: Final = 10 << 30
@@ -81,7 +41,7 @@ class KVSize:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: ResizableKV,
         memory: MemoryOccupation,
         num_running: Callable[[], int],
         free_bytes: Callable[[], int],

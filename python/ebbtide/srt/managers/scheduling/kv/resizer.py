@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control.resize import ShrinkingPlan
+from ebbtide.srt.managers.control.ports import ShrinkingPlan
 from ebbtide.srt.managers.io_struct import Preserve, RetractCause
 from ebbtide.srt.managers.scheduling.kv.compaction import KVCompaction
 from ebbtide.srt.managers.scheduling.request import Req
