@@ -106,7 +106,7 @@ class RankParts:
         tokenizer: None when the engine deals in token ids only.
         kv_memory: the KV pool's, where chunks of it can be lent and given up.
         kv_scales: of a KV pool in FP8.
-        num_weight_chunks: chunks that such a copy takes, on the rank where it takes most.
+        num_weight_chunks: chunks that a second copy of the weights takes, on the rank where it takes most.
         gc_pause_s: for which Python's garbage collector has stopped this process so far.
     """
 

@@ -33,6 +33,11 @@ class _Entry:
     abort_message: str | None = None
     left: OutputState | None = None
 
+    @property
+    def output(self) -> OutputState | None:
+        """The output; None before it is about to be sent."""
+        return self.left if self.generation is None else self.generation.outputs[self.index]
+
 
 class LiveOutputs:
     """The outputs that have not ended yet, from when their request comes in.
@@ -117,7 +122,7 @@ class LiveOutputs:
             return None
         if output.finish is not None:
             self._remove(output.rid, entry)
-        state = entry.left if entry.generation is None else entry.generation.outputs[entry.index]
+        state = entry.output
         if state is None:
             return None
         state.apply(output, text, weight_version)
@@ -135,10 +140,7 @@ class LiveOutputs:
         rows = None if streamed.logprobs is None else LogprobRows(streamed.logprobs)
         for place, rid in enumerate(streamed.rids):
             entry = self._entries.get(rid)
-            if entry is None:
-                continue
-            state = entry.left if entry.generation is None else entry.generation.outputs[entry.index]
-            if state is None:
+            if entry is None or (state := entry.output) is None:
                 continue
             text = None if texts is None else texts[place]
             state.apply_token(streamed.token_ids[place], rows, place, text, weight_version)
@@ -155,7 +157,7 @@ class LiveOutputs:
         rids = self.rids_of(generation)
         for rid in rids:
             entry = self._entries[rid]
-            entry.generation, entry.left = None, generation.outputs[entry.index]
+            entry.left, entry.generation = entry.output, None
         return rids
 
     def expand(self, rid: str) -> list[str]:

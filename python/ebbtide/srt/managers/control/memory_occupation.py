@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeVar
 
+from msgspec import structs
+
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.phases import at_once
@@ -410,14 +412,8 @@ class MemoryOccupation:
         if tag is not MemoryTag.WEIGHTS:
             return report
         content = self.content.report()
-        return TagReport(
-            state=report.state,
-            virtual_bytes=report.virtual_bytes,
-            resident_bytes=report.resident_bytes,
-            backup_bytes=report.backup_bytes,
-            content=content.content,
-            num_missing=content.num_missing,
-            missing=content.missing,
+        return structs.replace(
+            report, content=content.content, num_missing=content.num_missing, missing=content.missing
         )
 
 

@@ -37,7 +37,7 @@ class OutputProcessor:
         step_log: told of every forward pass.
 
     Attributes:
-        meter: counts both.
+        meter: counts what steps sample, and what requests have found in the prefix cache.
         num_aborts: messages with aborted requests so far.
     """
 
