@@ -1,6 +1,10 @@
 """How many files a process may hold open."""
 
 import resource
+from pathlib import Path
+
+# The kernel refuses any limit above this one, also a hard limit from before it was lowered.
+SYSTEM_LIMIT = Path("/proc/sys/fs/nr_open")
 
 
 def raise_file_limit() -> None:
@@ -10,4 +14,6 @@ def raise_file_limit() -> None:
     What is usual, 1024, is less than the streams of a rollout.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    system = int(SYSTEM_LIMIT.read_text())
+    limit = system if hard == resource.RLIM_INFINITY else min(hard, system)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
