@@ -50,3 +50,10 @@ def test_the_kv_cache_has_one_name_wherever_it_is_told(given: str, tmp_path: Pat
         config.precision["kv_cache"],
     }
     assert told == {{"auto": "float32", "fp8": "fp8_e4m3", "bf16": "bfloat16"}[given]}
+
+
+@pytest.mark.parametrize(("given", "told"), [("lpm", "lpm"), ("routing-key", "fcfs")])
+def test_the_schedule_policy_that_is_in_force_is_told(given: str, told: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    config = resolve(ServerArgs(model_path=str(folder), schedule_policy=given))
+    assert arguments(config, {})["schedule_policy"] == told

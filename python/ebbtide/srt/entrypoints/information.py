@@ -154,7 +154,7 @@ def server_info(
 
 
 def arguments(config: EngineConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument of the server as given; those left open, as they were chosen."""
+    """Every argument of the server as given; those left open, or that mean another, as they were chosen."""
     given = dataclasses.asdict(config.server_args)
     schedule, cache, runtime = config.schedule, config.cache, config.runtime
     chunk = schedule.chunked_prefill_size
@@ -177,10 +177,14 @@ def arguments(config: EngineConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
         "dist_timeout": config.parallel.dist_timeout_s,
     }
     left_open = {name: value for name, value in chosen.items() if given[name] in (None, "auto")}
-    # A checkpoint may keep more modules as they are than it was asked to.
-    kept = {"quantization_exclude": list(config.model.quantization_exclude) or None}
+    resolved = {
+        # A checkpoint may keep more modules as they are than it was asked to.
+        "quantization_exclude": list(config.model.quantization_exclude) or None,
+        # Some names of other engines mean another order here.
+        "schedule_policy": schedule.policy,
+    }
     hidden = {name: "***" for name in KEY_FIELDS if given[name] is not None}
-    return given | left_open | kept | hidden
+    return given | left_open | resolved | hidden
 
 
 def _weight_update(state: StateReport) -> WeightUpdateState:
