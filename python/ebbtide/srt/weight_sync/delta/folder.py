@@ -85,14 +85,19 @@ def read_chain(source_dir: Path, base: int, target: int) -> list[PublishedDelta]
 
 
 def _has_manifest(source_dir: Path, versions: range) -> bool:
-    """Whether a manifest of these is there. A client may ask for any version: only names are gone through."""
+    """Whether a manifest of these is there. A client may ask for any version: only names are gone through.
+
+    Of a folder that may be entered but not listed, the first and the last one are looked for.
+    """
     try:
         names = os.listdir(source_dir)
+    except PermissionError:
+        names = [manifest_of(source_dir, version).parent.name for version in (*versions[:1], *versions[-1:])]
     except (OSError, ValueError):
         return False
     numbers = [name.removeprefix("delta-") for name in names if name.startswith("delta-")]
     found = [int(number) for number in numbers if number.isdecimal()]
-    return any(version in versions and manifest_of(source_dir, version).is_file() for version in found)
+    return any(version in versions and os.path.isfile(manifest_of(source_dir, version)) for version in found)
 
 
 def write_state(local_dir: Path, state: PulledState) -> None:
