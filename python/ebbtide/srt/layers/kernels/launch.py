@@ -24,8 +24,8 @@ def can_overlap(device: torch.device) -> bool:
 
 @cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU: major and minor number."""
-    return torch.cuda.get_device_capability(device)
+    """The compute capability of a GPU: major and minor number; of a CPU, where kernels are interpreted, 0."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def current_stream(device: torch.device) -> int:

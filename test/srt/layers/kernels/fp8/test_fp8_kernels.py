@@ -172,6 +172,19 @@ def test_a_residual_is_added_to_and_quantised_at_once() -> None:
     assert torch.equal(scales[:count], expected_scales[:count])
 
 
+@pytest.mark.parametrize(("num_tokens", "without", "with_it"), [(37, 40, 64), (65, 68, 128), (258, 260, 260)])
+def test_only_flashinfers_kernel_has_tokens_filled_up_to_its_tiles(
+    num_tokens: int, without: int, with_it: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ebbtide.srt.layers.kernels.fp8 import blockscale
+    from ebbtide.srt.layers.kernels.fp8.product import room_for_tokens
+
+    for is_available, num_rows in ((False, without), (True, with_it)):
+        monkeypatch.setattr(blockscale, "is_available", lambda device, answer=is_available: answer)
+        values, scales = room_for_tokens(num_tokens, 256, torch.device("cpu"))
+        assert (values.shape, scales.shape) == ((num_rows, 256), (num_rows, 2))
+
+
 @pytest.mark.parametrize("num_tokens", [2, 9, 37, 64] if ON_GPU else [9])
 @pytest.mark.parametrize(
     ("num_rows", "num_columns"), [(256, 1024), (4096, 14336)] if ON_GPU else [(128, 256)]

@@ -91,6 +91,11 @@ def choose_tile(num_tokens: int, num_rows: int, num_columns: int, num_programs: 
     return None
 
 
+def is_available(device: torch.device) -> bool:
+    """Whether this kernel can be had on a device."""
+    return compute_capability(device) == (9, 0) and _includes() is not None
+
+
 def blockscale_product(
     values_TK: Tensor, x_scales_TG: Tensor, weight_OK: Tensor, scales: Tensor, num_tokens: int
 ) -> Tensor | None:
@@ -102,7 +107,7 @@ def blockscale_product(
     """
     device = weight_OK.device
     num_rows, num_columns = weight_OK.shape
-    if compute_capability(device) != (9, 0) or num_rows % 16 or (includes := _includes()) is None:
+    if num_rows % 16 or not is_available(device) or (includes := _includes()) is None:
         return None
     options = (*_OPTIONS, *includes)
     num_programs = num_multiprocessors(device)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.activation import activate
+from ebbtide.srt.layers.kernels.fp8 import blockscale
 from ebbtide.srt.layers.kernels.fp8.quantize import divided
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
@@ -30,7 +31,7 @@ def quantize_tokens(
     """x, or rms_norm(x), in e4m3, and its scales: [T', K] and [T', G], tokens side by side.
 
     T' is T, rounded up to a multiple of 4, as cuBLAS wants it, and to 32 at least, which takes it no longer,
-    or further: what the rows behind T hold means nothing.
+    or further where FlashInfer's kernel can be had: what the rows behind T hold means nothing.
 
     Args:
         x_TK: contiguous; K a multiple of 128.
@@ -179,7 +180,7 @@ def _in_eight_bits(x, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
 def room_for_tokens(num_tokens: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory, not written yet, for the values [T', K] and the scales [T', G] of tokens."""
     padded_tokens = max(32, -(-num_tokens // 4) * 4)
-    if 32 < num_tokens <= 256:
+    if blockscale.MIN_TOKENS <= num_tokens <= blockscale.MAX_TOKENS and blockscale.is_available(device):
         # Whole tiles of FlashInfer's kernel: what it finds beyond the end of a matrix takes it longer.
         multiple = 64 if num_tokens <= 64 else 128
         padded_tokens = -(-num_tokens // multiple) * multiple
