@@ -198,25 +198,35 @@ class IncomingTensors:
 
     def check(self) -> Slices[None]:
         """Find what stands against writing them, and what they cover."""
-        source, store = self._source, self._store
+        source = self._source
         if self._loader is not None:
             self.sent = frozenset(entry.name for entry in source.entries)
             return
         # A delta usually changes the same tensors as the one before: what was found is kept in the store.
         form = source.form if isinstance(source, DeltaSource) else None
-        notes = store.notes if form is not None else source.notes
+        notes = self._store.notes if form is not None else source.notes
         known: tuple[object, _Checked] | None = (
             None if notes is None else notes.get((_Checked, source.direct))
         )
         if known is not None and known[0] == form:
             found = known[1]
-            self.names, self.sent, self.scales, self._runs = found[:4]
-            self.num_tensors, self.num_ignored, self.halves = found[4:]
-            return
+        else:
+            found = yield from self._examine()
+            if notes is not None and not self.problems:
+                notes[_Checked, source.direct] = (form, found)
+        self.names, self.sent, self.scales = found.names, found.sent, found.scales
+        self.num_tensors, self.num_ignored = found.num_tensors, found.num_ignored
+        self.halves, self._runs = found.halves, found.runs
+
+    def _examine(self) -> Slices[_Checked]:
+        """Hold each header against the model; adds to `problems`."""
+        source, store = self._source, self._store
         covered: set[str] = set()
         others: set[str] = set()
         scales: set[str] = set()
+        halves: dict[str, tuple[str, str]] = {}
         runs: list[Run | None] = []
+        num_ignored = 0
         dtypes = {entry.name: entry.dtype for entry in source.entries}
         for entry in source.entries:
             if store.is_scales(entry.name, source.direct):
@@ -226,32 +236,34 @@ class IncomingTensors:
             if problem is None:
                 problem = self._problem_beside(entry, dtypes)
             if problem is not None and problem.lacks is not None:
-                self.halves[entry.name] = problem.lacks
+                halves[entry.name] = problem.lacks
                 others.add(entry.name)
                 yield len(entry.name)
                 continue
             if problem is not None:
                 self.problems.append({"name": problem.name, "reason": problem.reason})
             is_ignored = not source.direct and store.ignored(entry.name)
-            self.num_ignored += is_ignored
+            num_ignored += is_ignored
             if is_ignored or not store.knows(entry.name, source.direct):
                 others.add(entry.name)
             else:
                 covered |= store.covered(entry.name, source.direct)
             yield len(entry.name)
-        self.num_tensors -= self.num_ignored
-        self.names = frozenset(covered)
-        self.sent = frozenset(covered | others)
-        self.scales = frozenset(scales)
+        table: RunTable | None = None
         if isinstance(source, TableSource) and len(dtypes) == len(runs):
             are_alike = source.table.form.is_contiguous_T.tolist()
-            self._runs = RunTable(
+            table = RunTable(
                 [run if is_alike else None for run, is_alike in zip(runs, are_alike, strict=True)]
             )
-        if notes is not None and not self.problems:
-            counts = self.num_tensors, self.num_ignored
-            found = _Checked(self.names, self.sent, self.scales, self._runs, *counts, self.halves)
-            notes[_Checked, source.direct] = (form, found)
+        return _Checked(
+            names=frozenset(covered),
+            sent=frozenset(covered | others),
+            scales=frozenset(scales),
+            runs=table,
+            num_tensors=len(source.entries) - num_ignored,
+            num_ignored=num_ignored,
+            halves=halves,
+        )
 
     def _problem_beside(self, entry: TensorHeader, dtypes: dict[str, torch.dtype]) -> TensorProblem | None:
         """What stands against a tensor that fits, because of what comes with it or how it comes."""
