@@ -32,7 +32,7 @@ class LentTime:
 class ElasticRecord:
     """Requests that ran while memory was taken from under them.
 
-    Args:
+    Attributes:
         samples: memory from before the first of them to behind the last.
         is_equal: whether they were answered as by an engine that nobody disturbs.
     """

@@ -51,7 +51,7 @@ class StageRecord:
 class StepRecord:
     """One step.
 
-    Args:
+    Attributes:
         reward: mean over all answers, by the weights that the step began with.
         logprob_difference: greatest |trainer - engine| over all output tokens of the step.
         ratios: of these tokens.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class MemorySample:
     """Memory at one moment.
 
-    Args:
+    Attributes:
         time_s: since the probe was made.
         tag_bytes: resident bytes per memory tag, as `memory_occupation()` reports them.
         parked_bytes: KV in host memory, of requests that wait for room in the cache.

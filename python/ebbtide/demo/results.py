@@ -21,7 +21,7 @@ _NUM_LAST_STEPS = 3
 class Results:
     """Grows while the demo runs.
 
-    Args:
+    Attributes:
         start: memory before the first step.
         elastic: requests that ran while memory was taken from under them; None: not reached.
         before, after: the held-out problems before the first and after the last step; None: not reached.

@@ -29,7 +29,7 @@ from ebbtide.demo.trainer import KV_BYTES_PER_TOKEN, Trainer
 class Settings:
     """How much the demo does.
 
-    Args:
+    Attributes:
         num_prompts: questions per step.
         group_size: answers to each.
         num_disturbed: requests that run in the end while memory is taken from under them.

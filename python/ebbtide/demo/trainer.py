@@ -50,7 +50,7 @@ _CLIP_BELOW, _CLIP_ABOVE = 0.2, 0.28
 class Sample:
     """One answer that the engine gave.
 
-    Args:
+    Attributes:
         logprobs: the engine's, one for each of `output_ids`.
         reward: 1 for the exact answer, else 0.
         advantage: reward minus the mean reward of the answers to the same question.
@@ -154,7 +154,7 @@ class Trainer:
 class _Batch:
     """Sequences, padded on the right, so that padding is never attended to.
 
-    Args:
+    Attributes:
         ids_RS: token ids [R, S].
         mask_RT: 1 where the token predicted is an output token.
         prompt_lens: tokens in each prompt.

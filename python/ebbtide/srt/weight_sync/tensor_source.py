@@ -39,6 +39,10 @@ from ebbtide.srt.weight_sync.payload.tensor_refs import (
 )
 from ebbtide.srt.weight_sync.source import TableSource, WeightSource, borrowed_source, packed_source
 
+SAFETENSORS: Final = "safetensors"
+# About 80 bytes describe a tensor, so this leaves room for 100,000: reading them takes seconds, in one piece.
+MAX_HEADER_BYTES: Final = 8 << 20
+_FORMATS: Final = ("flattened_bucket", "direct", SAFETENSORS)
 _STARTS: Final = (b"\x80", *MAGICS)
 _METADATA_FIELDS: Final = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
 
@@ -292,13 +296,6 @@ def _open_safetensors(entry: bytes | str) -> WeightSource:
         raise RequestRejected(f"the payload is not a safetensors image: {error!r}"[:500]) from error
     headers = [TensorHeader(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
     return WeightSource(headers, lambda: tensors)
-
-
-SAFETENSORS: Final = "safetensors"
-# About 80 bytes describe a tensor, so this leaves room for 100,000: reading them takes seconds, in one piece.
-MAX_HEADER_BYTES: Final = 8 << 20
-
-_FORMATS: Final = ("flattened_bucket", "direct", SAFETENSORS)
 
 
 def _refuse_format(load_format: str | None) -> RequestRejected:
