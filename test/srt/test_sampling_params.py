@@ -126,6 +126,13 @@ def test_min_new_tokens_may_not_exceed_max_new_tokens() -> None:
         SamplingParams(min_new_tokens=5, max_new_tokens=4)
 
 
+def test_what_the_output_is_to_match_excludes_other_ends_and_matches() -> None:
+    with pytest.raises(RequestRejected, match="expected one of regex, ebnf, not all of them"):
+        SamplingParams(regex="a", ebnf='root ::= "a"')
+    with pytest.raises(RequestRejected, match=r"sampling_params.ignore_eos: not with regex"):
+        SamplingParams(regex="a", ignore_eos=True)
+
+
 @pytest.mark.parametrize("name", [*UNSUPPORTED, *GRAMMARS])
 @pytest.mark.parametrize("value", ["", []])
 def test_empty_values_of_missing_features_are_not_given(name: str, value: Any) -> None:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from ebbtide import Engine
-from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.routed_experts import encoded
 from ebbtide.srt.managers.io_struct import RoutedExperts
 
@@ -204,30 +203,3 @@ def test_other_dialects_tell_them_in_their_own_forms(engine: Engine, routers: Ro
     again["token_ids"] = [*PROMPT, *other["token_ids"]]
     [longer] = client.post("/inference/v1/generate", again)["choices"]
     assert np.load(io.BytesIO(base64.b64decode(longer["routed_experts"])))[:48].tolist() == rows.tolist()
-
-
-ROWS = np.tile(np.arange(3, dtype=np.uint8), (45, 2, 1))
-
-
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        (packed(ROWS[:, :1]), r"expected \[tokens, 2 layers, 3 experts\], got \[45, 1, 3\]"),
-        (packed(ROWS + 4), "expected experts from 0 to 5, got 6"),
-        (packed(ROWS // 2), "expected different experts of a token in a layer, got one twice"),
-        (packed(np.concatenate([ROWS, ROWS])), "expected at most the 45 tokens of the prompt, got 90"),
-        (packed(ROWS) | {"shape": [5, 5]}, "what is none of these: cannot reshape"),
-        (packed(ROWS) | {"start": 3}, "what is none of these: its rows begin with the first token"),
-        ("AAAA", "what is none of these: buffer size"),
-        ("experts", "what is none of these: not base64"),
-        ([0, 1, 2], "a list must have one entry per prompt"),
-    ],
-)
-def test_experts_that_cannot_be_taken_are_refused(engine: Engine, given: Any, problem: str) -> None:
-    with pytest.raises(RequestRejected, match=f"replay_routed_experts: .*{problem}"):
-        engine.generate(input_ids=PROMPT, replay_routed_experts=given)
-
-
-def test_what_cannot_be_told_is_refused(engine: Engine) -> None:
-    with pytest.raises(RequestRejected, match="routed_experts_start_len: expected 0 to the 45 tokens"):
-        engine.generate(input_ids=PROMPT, return_routed_experts=True, routed_experts_start_len=46)

@@ -1,6 +1,5 @@
 """The tokens that could have been sampled, and the logprob among them of the one that was."""
 
-import math
 from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from fixtures.gpu_device import ON_CPU_AND_GPU
 from fixtures.references import Reference
 
 from ebbtide import Engine
-from ebbtide.srt.errors import RequestRejected
 
 PROMPT = list(range(20))
 
@@ -86,25 +84,3 @@ def _support(scores_V: torch.Tensor, params: dict[str, Any]) -> set[int]:
     before = ordered.values.cumsum(-1) - ordered.values
     kept = (before < params["top_p"]) & (ordered.values >= params["min_p"] * ordered.values[0])
     return set(ordered.indices[kept].tolist())
-
-
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"sampling_params": {"temperature": 1.0}}, "expected top_k, top_p or min_p, or greedy"),
-        (
-            {
-                "sampling_params": {"custom_params": {"return_top_p_token_ids": True}},
-                "return_sampling_mask": False,
-            },
-            "return_top_p_token_ids: expected top_k",
-        ),
-        ({"sampling_params": {"top_k": 5}, "stream": True}, "not in a stream whose chunks repeat"),
-    ],
-)
-def test_what_has_no_bound_or_cannot_be_told_is_refused(
-    engine: Engine, fields: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(RequestRejected, match=problem):
-        engine.generate(**{"input_ids": PROMPT, "return_sampling_mask": True, **fields})
-    assert math.isfinite(engine.generate(input_ids=PROMPT)["meta_info"]["e2e_latency"])

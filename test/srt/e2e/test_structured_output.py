@@ -11,7 +11,6 @@ import pytest
 from fixtures.gpu_device import ON_CPU_AND_GPU
 
 from ebbtide import Engine
-from ebbtide.srt.errors import RequestRejected
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -92,25 +91,3 @@ def test_a_grammar_follows_the_tokens_through_updates_retraction_and_parking(
         assert len((await plain)["output_ids"]) == 200
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("params", "problem"),
-    [
-        ({"regex": "(a"}, "sampling_params.regex: does not compile: .*parenthesis"),
-        ({"json_schema": "{"}, "sampling_params.json_schema: does not compile"),
-        (
-            {"json_schema": {"type": 5}},
-            "sampling_params.json_schema: does not compile: Type should be a string",
-        ),
-        ({"ebnf": 'root ::= "a" x'}, 'sampling_params.ebnf: does not compile: .*"x" is not defined'),
-        ({"structural_tag": {"type": "structural_tag"}}, "structural_tag: does not compile"),
-        ({"regex": "a", "ebnf": 'root ::= "a"'}, "expected one of regex, ebnf, not all of them"),
-        ({"regex": "a", "ignore_eos": True}, "sampling_params.ignore_eos: not with regex"),
-        ({"choice": [""]}, "sampling_params.choice: expected a list of non-empty strings"),
-        ({"regex": "a" * (1 << 18) + "b"}, "sampling_params.regex: expected at most 262144 characters"),
-    ],
-)
-def test_what_is_no_grammar_is_refused(engine: Engine, params: dict[str, Any], problem: str) -> None:
-    with pytest.raises(RequestRejected, match=problem):
-        sampled(engine, **params)

@@ -200,6 +200,9 @@ async def test_a_batch_is_answered_in_order_and_only_when_whole(engine: Engine) 
 async def test_a_refused_request_sends_nothing(engine: Engine) -> None:
     with pytest.raises(RequestRejected, match="vocabulary"):
         await engine.manager.prepare({"input_ids": [[5], [5000]]})
+    masks = {"sampling_params": {"top_k": 5}, "return_sampling_mask": True, "stream": True}
+    with pytest.raises(RequestRejected, match="chunks repeat"):
+        await engine.manager.prepare({"input_ids": [5], **masks})
     assert engine.nothing_sent()
     assert engine.manager.num_live == 0
 

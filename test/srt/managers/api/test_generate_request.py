@@ -1,14 +1,17 @@
 """What `/generate` accepts, what it refuses and why, and the messages that it becomes."""
 
+import base64
 import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fixtures.checkpoints import make_checkpoint
 from fixtures.tokenizers import byte_level
 from hypothesis import given, strategies as st
+from numpy.typing import NDArray
 
 from ebbtide import SamplingParams, ServerArgs
 from ebbtide.srt.config import resolve
@@ -20,6 +23,7 @@ from ebbtide.srt.managers.api.generate_request import (
     RequestNormalizer,
 )
 from ebbtide.srt.managers.api.request_limits import RequestLimits
+from ebbtide.srt.managers.api.routed_experts import ExpertSlots
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 
 LIMITS = RequestLimits(
@@ -307,6 +311,13 @@ def test_what_needs_a_tokenizer_says_so_where_there_is_none(fields: dict[str, An
         plan(fields, tokenizer=None)
 
 
+def test_what_could_be_sampled_is_told_where_it_is_bounded() -> None:
+    unbounded = {"input_ids": [1], "sampling_params": {"temperature": 1.0}}
+    assert "expected top_k, top_p or min_p, or greedy" in refusal(**unbounded, return_sampling_mask=True)
+    asked = {"custom_params": {"return_top_p_token_ids": True}}
+    assert "return_top_p_token_ids: expected top_k" in refusal(input_ids=[1], sampling_params=asked)
+
+
 def test_of_what_could_be_sampled_only_the_sampled_tokens_logprob_is_told() -> None:
     assert plan(input_ids=[1], sampling_logprobs_mode="selected").outputs
     assert "sampling_logprobs_mode: expected" in refusal(input_ids=[1], sampling_logprobs_mode="support")
@@ -319,3 +330,40 @@ def test_features_that_are_missing_are_refused_only_when_asked_for(name: str) ->
         assert plan({"input_ids": [1], name: empty}).outputs
     for wanted in (True, "x", [1], 0, {"a": 1}):
         assert name in refusal(**{"input_ids": [1], name: wanted})
+
+
+ROUTED = replace(LIMITS, records_routes=True, experts=ExpertSlots(2, 6, 3, (0, 1)))
+ROWS = np.tile(np.arange(3, dtype=np.uint8), (4, 2, 1))
+
+
+def packed(rows_TLK: NDArray[np.uint8]) -> dict[str, Any]:
+    data = base64.b64encode(rows_TLK.tobytes()).decode()
+    return {"data": data, "shape": list(rows_TLK.shape), "dtype": "uint8"}
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (packed(ROWS[:, :1]), r"expected \[tokens, 2 layers, 3 experts\], got \[4, 1, 3\]"),
+        (packed(ROWS + 4), "expected experts from 0 to 5, got 6"),
+        (packed(ROWS // 2), "expected different experts of a token in a layer, got one twice"),
+        (packed(np.concatenate([ROWS, ROWS])), "expected at most the 4 tokens of the prompt, got 8"),
+        (packed(ROWS) | {"shape": [5, 5]}, "what is none of these: cannot reshape"),
+        (packed(ROWS) | {"start": 3}, "what is none of these: its rows begin with the first token"),
+        ("AAAA", "what is none of these: buffer size"),
+        ("experts", "what is none of these: not base64"),
+        ([0, 1, 2], "a list must have one entry per prompt"),
+    ],
+)
+def test_experts_that_cannot_be_taken_are_refused(given: Any, problem: str) -> None:
+    assert plan(input_ids=[1] * 4, replay_routed_experts=packed(ROWS), limits=ROUTED).outputs
+    with pytest.raises(RequestRejected, match=f"replay_routed_experts: .*{problem}"):
+        plan(input_ids=[1] * 4, replay_routed_experts=given, limits=ROUTED)
+
+
+def test_experts_are_told_from_a_token_of_the_prompt_on() -> None:
+    asked = {"input_ids": [1] * 4, "return_routed_experts": True}
+    assert plan({**asked, "routed_experts_start_len": 4}, limits=ROUTED).outputs[0].routed_experts_start == 4
+    with pytest.raises(RequestRejected, match="routed_experts_start_len: expected 0 to the 4 tokens"):
+        plan({**asked, "routed_experts_start_len": 5}, limits=ROUTED)
+    assert "return_routed_experts: expected a server with" in refusal(**asked)

@@ -35,6 +35,26 @@ def test_what_no_token_can_begin_is_refused(compiler: GrammarCompiler) -> None:
 
 
 @pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"regex": "(a"}, "regex: does not compile: .*parenthesis"),
+        ({"json_schema": "{"}, "json_schema: does not compile"),
+        ({"json_schema": {"type": 5}}, "json_schema: does not compile: Type should be a string"),
+        ({"ebnf": 'root ::= "a" x'}, 'ebnf: does not compile: .*"x" is not defined'),
+        ({"structural_tag": {"type": "structural_tag"}}, "structural_tag: does not compile"),
+        ({"regex": "a" * (1 << 18) + "b"}, "regex: expected at most 262144 characters"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(
+    compiler: GrammarCompiler, params: dict[str, object], problem: str
+) -> None:
+    spec = SamplingParams.from_dict(params).grammar
+    assert spec is not None
+    with pytest.raises(RequestRejected, match=f"^sampling_params.{problem}"):
+        compiler.compile(spec)
+
+
+@pytest.mark.parametrize(
     ("continued", "ends", "refusal"),
     [
         ("", False, None),
