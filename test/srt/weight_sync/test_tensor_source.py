@@ -1,7 +1,6 @@
 """Payloads from a trainer in another process, in every format; and what is refused before it is read."""
 
 import base64
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -79,12 +78,6 @@ def test_each_rank_opens_its_own_of_locally_serialized_tensors(
     assert left_behind() == set()
 
 
-def test_a_rank_that_was_sent_nothing_is_told(trainer: TrainerProcess) -> None:
-    entry = trainer.send("two_ranks")
-    with pytest.raises(RequestRejected, match=r"2 ranks.*this is rank 2"):
-        open_payload([entry] * 3, None, place=ParallelConfig(tp_rank=2, tp_size=3))
-
-
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket", "direct", "safetensors"])
 def test_no_entries_write_nothing(load_format: str | None) -> None:
     assert_holds(open_payload([], load_format), [])
@@ -122,23 +115,6 @@ def test_a_payload_whose_tensors_are_gone_is_refused(trainer: TrainerProcess) ->
         open_payload([entry], None)
 
 
-@pytest.mark.parametrize(
-    ("kind", "load_format"), [("named", None), ("bucket", "flattened_bucket"), ("named", "direct")]
-)
-def test_memory_that_its_sender_cuts_short_is_a_refusal(
-    trainer: TrainerProcess, left_behind: LeftBehind, kind: str, load_format: str | None
-) -> None:
-    """Where it is mapped, the process ends here: nothing catches SIGBUS."""
-    source = open_payload([trainer.send(kind)], load_format)
-    for block in left_behind():
-        os.truncate(block, 68)  # More would end the trainer, which counts references in the first page.
-    with pytest.raises(RequestRejected, match="was cut short") as refusal:
-        [whole(tensor) for _, tensor in source]
-    assert refusal.value.status == 400
-    source.close()
-    trainer.drop()
-
-
 @pytest.mark.parametrize("cut_bytes", [0, 40])
 def test_a_payload_that_is_refused_unread_leaves_nothing_behind(
     trainer: TrainerProcess, left_behind: LeftBehind, cut_bytes: int
@@ -149,11 +125,6 @@ def test_a_payload_that_is_refused_unread_leaves_nothing_behind(
     assert left_behind() != set()
     trainer.drop()
     assert left_behind() == set()
-
-
-def test_file_descriptors_are_refused_with_the_advice(trainer: TrainerProcess) -> None:
-    with pytest.raises(RequestRejected, match=r'set_sharing_strategy\("file_system"\)'):
-        open_payload([trainer.send("file_descriptor")], None)
 
 
 def safetensors_image() -> tuple[bytes, list[tuple[str, torch.Tensor]]]:

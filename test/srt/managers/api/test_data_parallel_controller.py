@@ -45,7 +45,6 @@ from ebbtide.srt.managers.io_struct import (
     TokenOutput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
-    Verdict,
     WeightsContent,
     WeightSessionReqOutput,
     WeightsUpdateGroupReqOutput,
@@ -71,10 +70,6 @@ class Replica:
     @property
     def calls(self) -> list[ControlCall]:
         return [message for message in self.received if isinstance(message, ControlCall)]
-
-    @property
-    def verdicts(self) -> list[Verdict]:
-        return [message for message in self.received if isinstance(message, Verdict)]
 
     @property
     def rids(self) -> list[str]:
