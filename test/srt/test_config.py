@@ -331,6 +331,10 @@ def test_the_gpus_of_all_ranks_of_a_node_must_be_there(folder: Path, monkeypatch
     assert "need 7 visible GPUs, found 4" in refused(folder, tp_size=2, dp_size=2, gpu_id_step=2)
 
 
+def test_batch_sizes_of_graphs_are_checked_on_machines_without_a_gpu_too(folder: Path) -> None:
+    assert "cuda_graph_bs: expected sizes above 0, got [0, 4]" in refused(folder, cuda_graph_bs=[0, 4])
+
+
 @pytest.mark.parametrize(
     ("arguments", "largest"),
     [

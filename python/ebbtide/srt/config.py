@@ -422,10 +422,12 @@ def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) ->
     if seed is None:
         seed = random.SystemRandom().randrange(2**31)
     logger.info("random_seed=%d", seed)
+    # Checked on every device: what is wrong on a GPU is found out where there is none.
+    cuda_graph_bs = _cuda_graph_bs(args, schedule)
     return RuntimeConfig(
         device=device,
         attention_backend=_attention_backend(args.attention_backend),
-        cuda_graph_bs=_cuda_graph_bs(args, schedule) if _is_cuda(device) else (),
+        cuda_graph_bs=cuda_graph_bs if _is_cuda(device) else (),
         random_seed=seed,
         ranks_per_device=1 if _is_cuda(device) else args.tp_size * args.dp_size // args.nnodes,
         logprobs_mode=args.logprobs_mode,

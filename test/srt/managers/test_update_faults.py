@@ -31,6 +31,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
 )
+from ebbtide.srt.managers.scheduler_process import staging_told
 from ebbtide.srt.managers.scheduling.weights import weight_io
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -179,6 +180,8 @@ def test_a_second_copy_is_made_as_update_staging_says(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, rule: str, has_room: bool
 ) -> None:
     rank = RealRank(checkpoints[0], update_staging=rule)
+    told = staging_told(rule, rank.runner)
+    assert ("second copy" in told, "refused" in told) == (rule != "never", rule == "always")
     before = rank.store.checksum()
     if not has_room:
         monkeypatch.setattr(rank.store.arena, "stage_by_chunks", no_room)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from multiprocessing.connection import Connection
 
 import torch
@@ -31,6 +32,8 @@ from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
 from ebbtide.srt.model_executor.builder import build_model_runner, expert_slots
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.weight_sync.custom_loader import import_loaders
+
+logger = logging.getLogger(__name__)
 
 PARK_SHARE_OF_HOST = 1 / 8
 
@@ -65,6 +68,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     runner = build_model_runner(
         config.model, config.cache, config.schedule, config.runtime, device, saver, group
     )
+    logger.info("%s", staging_told(config.update.staging, runner))
     # Ranks decide alike which requests are parked, so they must have the same room.
     parts = rank_parts(config, runner, device, saver, park_bytes=group.smallest(_park_bytes(config)))
     scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, inbox, outputs)
@@ -126,6 +130,26 @@ def rank_parts(
         device=device.name,
         uuid=device.uuid,
         tokenizer=None if config.model.skip_tokenizer_init else load_tokenizer(config.model),
+    )
+
+
+def staging_told(staging: str, runner: ModelRunner) -> str:
+    """How updates will be written, and where a second copy of the weights will find room."""
+    num_bytes = runner.weight_store.num_bytes
+    if staging == "never":
+        return f"weight updates are written in place (update_staging=never): bytes={num_bytes}"
+    kv_pool, num_needed = runner.kv_pool, runner.weight_store.num_chunks
+    num_chunks = kv_pool.layout.num_chunks(kv_pool.num_pages)
+    if not isinstance(kv_pool.arena, ChunkArena):
+        source = "free device memory alone: this memory_saver_backend cannot move memory between tags"
+    elif num_needed < num_chunks:
+        source = f"{num_needed} of {num_chunks} chunks of the KV cache, or free device memory"
+    else:
+        source = f"free device memory: the KV cache has {num_chunks} chunks, too few to lend"
+    without = "are refused" if staging == "always" else "are written in place"
+    return (
+        f"weight updates use a second copy of the weights: bytes={num_bytes} from {source}; without room for "
+        f"one they {without} (update_staging={staging})"
     )
 
 

@@ -106,7 +106,6 @@ def build_model_runner(
         weight_bytes=weight_store.arena.resident_bytes,
         scales=build_kv_scales(model_config, cache_config, group, torch_device),
     )
-    _log_staging(kv_pool, weight_store, can_lend=pool is not None)
     attention = make_attention(kv_pool, model.attention_layers, shape)
     return _ready(model, weight_store, kv_pool, attention, slices, device, saver)
 
@@ -237,21 +236,6 @@ def _quantization(model_config: ModelConfig, device: torch.device) -> Quantizati
             f"later, found {card(device)}"
         )
     return Quantization(model_config.quantization_exclude, SCALE_LAYOUTS[name])
-
-
-def _log_staging(kv_pool: KVPool, weight_store: WeightStore, *, can_lend: bool) -> None:
-    """How updates will find room for a second copy of the weights."""
-    layout = kv_pool.layout
-    num_chunks = layout.num_chunks(kv_pool.num_pages)
-    if not can_lend:
-        source = "free device memory alone: this memory_saver_backend cannot move memory between tags"
-    elif weight_store.num_chunks < num_chunks:
-        source = f"{weight_store.num_chunks} of {num_chunks} chunks of the KV cache, or free device memory"
-    else:
-        source = f"free device memory: the KV cache has {num_chunks} chunks, too few to lend"
-    logger.info(
-        "weight updates use a second copy of the weights: bytes=%d from %s", weight_store.num_bytes, source
-    )
 
 
 def _log_left(device: Device, cache_config: CacheConfig) -> None:

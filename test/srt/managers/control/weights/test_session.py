@@ -71,6 +71,7 @@ def test_with_what_could_not_be_read_it_is_incomplete_for_good(num_ranks: int) -
     harness.update(7)
     refusal = harness.refuse(EndWeightUpdateReqInput())
     assert (refusal.status, refusal.fields["refusals"][0]["names"]) == (409, None)
+    assert "Send it" not in refusal.message, "nobody knows what would make up for it"
     assert harness.end(allow_incomplete=True).committed
     assert harness.values == [7] * 4
 
@@ -207,7 +208,11 @@ def test_in_place_nothing_runs_between_the_first_bucket_and_the_end(harness: Har
     harness.weights.num_staged = 0
     rid = harness.begin_request(max_new_tokens=40)
     harness.begin()
-    assert harness.update(7, 0, 1, flush_cache=False).staged is False
+    reply = harness.update(7, 0, 1, flush_cache=False)
+    assert (reply.staged, reply.message) == (
+        False,
+        "Wrote 2 tensors in place: nothing runs before end_weight_update.",
+    )
     steps = harness.runner.num_steps
     harness.turn(5)
     assert harness.runner.num_steps == steps

@@ -59,10 +59,12 @@ class Lacking:
             )
         left = [refused for refused in self._refused if refused.names != frozenset()]
         if left:
+            can_be_made_up = all(refused.names is not None for refused in left)
+            remedy = "Send it, or" if can_be_made_up else "Not all of their names could be read:"
             raise RequestRejected(
-                f"the session is incomplete: {len(left)} of its updates were refused, and what they were to "
-                f"write was not sent again: {'; '.join(refused.reason for refused in left[:MAX_TOLD])}. Send "
-                "it, or abort_weight_update; allow_incomplete commits what there is",
+                f"the session is incomplete: refused were {len(left)} of its updates, and what they were to "
+                f"write was not sent again: {'; '.join(refused.reason for refused in left[:MAX_TOLD])}. "
+                f"{remedy} abort_weight_update; allow_incomplete commits what there is",
                 409,
                 refusals=[refused.told for refused in left[:MAX_TOLD]],
                 num_refusals=len(left),

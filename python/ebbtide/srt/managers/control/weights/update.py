@@ -331,6 +331,8 @@ class WeightUpdates:
         session.folder = folder_of(request) or session.folder
         num_tensors, num_ignored, num_bytes = map(operator.sub, session.counts, before)
         message, counts = f"Staged {num_tensors} tensors.", (num_tensors, num_ignored, num_bytes)
+        if not session.is_staged:
+            message = f"Wrote {num_tensors} tensors in place: nothing runs before end_weight_update."
         return session.with_outcome(session.reply(self.version, message, counts, is_committed=False))
 
     def _begin(self, request: BeginWeightUpdateReqInput) -> Operation:
