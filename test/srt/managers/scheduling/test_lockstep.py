@@ -14,6 +14,7 @@ from ebbtide.srt.managers.io_struct import (
     DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
+    PauseGenerationReqInput,
     PauseMode,
     PingReqInput,
     ReleaseMemoryOccupationReqInput,
@@ -358,6 +359,19 @@ class TestSlowRanks:
         # It catches up: its late reply goes nowhere, and the replica goes on as one.
         harness.do(update(8))
         assert_serve(harness, 8, 8, 8, 8, version="8")
+
+    def test_the_limit_holds_for_what_the_first_rank_has_done_at_once(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = SimpleNamespace(monotonic=lambda: 0.0)
+        monkeypatch.setattr(lockstep, "time", clock)
+        call = harness.call(PauseGenerationReqInput(mode=PauseMode.WAIT, timeout_s=1.0))
+        turn_all_but(harness, 1, count=20)
+        assert call not in harness.replies
+        clock.monotonic = lambda: 1.0 + lockstep.ANSWER_GRACE_S
+        turn_all_but(harness, 1, count=1)
+        assert harness.refusal(call).message.startswith("rank 1: no answer within")
+        assert harness.do(ContinueGenerationReqInput()).changed
 
     def test_it_decides_nothing_by_being_late(self, harness: Harness) -> None:
         harness.pause(PauseMode.IN_PLACE)

@@ -98,13 +98,15 @@ class ControlPlane:
             raise
         except Exception as error:
             outcome = refusal(request, error)
-        if not isinstance(outcome, Generator):
+        if isinstance(outcome, Generator):
+            self.operations.start(call.id, request, outcome, settle, is_joint=call.is_joint)
+        else:
             self.operations.stalls.note(request, stall)
             self._reply(call.id, outcome)
-            return
-        self.operations.start(call.id, request, outcome, settle, is_joint=call.is_joint)
         timeout_s = request.row.deadline(request, self.updates.timeout_s)
-        if timeout_s is not None and self.operations.is_pending(call.id):
+        # What is done here may not be done on the other ranks, for whose answers there is a limit too.
+        is_awaited = self.operations.is_pending(call.id) or not self.ranks.is_one
+        if timeout_s is not None and is_awaited:
             self._set_deadline(call.id, timeout_s)
 
     def decide(self, verdict: Verdict) -> None:
