@@ -298,6 +298,8 @@ class FlushCacheReqInput(ControlRequest, frozen=True):
 
 # --------------------------------------------------------------------------------------------- information
 
+PING_TIMEOUT_S: Final = 17.0
+
 
 class GetLoadReqOutput(Reply, frozen=True, kw_only=True):
     """`loads` by dp_rank."""
@@ -316,9 +318,12 @@ class PingReqOutput(Reply, frozen=True, kw_only=True):
 
 
 class PingReqInput(ControlRequest, frozen=True):
-    """Ask whether the loop of every rank turns. Changes nothing."""
+    """Ask whether the loop of every rank turns. Changes nothing.
 
-    row = ControlRow(PingReqOutput)
+    Its deadline has the rank that does not named before whoever asks gives up.
+    """
+
+    row = ControlRow(PingReqOutput, deadline=lambda request, update_timeout_s: PING_TIMEOUT_S)
 
 
 # ---------------------------------------------------------------------------------- on the channels

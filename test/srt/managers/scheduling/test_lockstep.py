@@ -9,6 +9,8 @@ from fixtures.control import IN_PLACE, Harness, updating
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.ports import OutOfStep
 from ebbtide.srt.managers.io_struct import (
+    PING_TIMEOUT_S,
+    AnyControlRequest,
     ContinueGenerationReqInput,
     ControlCall,
     DestroyWeightsUpdateGroupReqInput,
@@ -360,18 +362,22 @@ class TestSlowRanks:
         harness.do(update(8))
         assert_serve(harness, 8, 8, 8, 8, version="8")
 
+    @pytest.mark.parametrize(
+        "request_",
+        [PauseGenerationReqInput(mode=PauseMode.WAIT, timeout_s=PING_TIMEOUT_S), PingReqInput()],
+    )
     def test_the_limit_holds_for_what_the_first_rank_has_done_at_once(
-        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+        self, request_: AnyControlRequest, harness: Harness, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         clock = SimpleNamespace(monotonic=lambda: 0.0)
         monkeypatch.setattr(lockstep, "time", clock)
-        call = harness.call(PauseGenerationReqInput(mode=PauseMode.WAIT, timeout_s=1.0))
+        call = harness.call(request_)
         turn_all_but(harness, 1, count=20)
         assert call not in harness.replies
-        clock.monotonic = lambda: 1.0 + lockstep.ANSWER_GRACE_S
+        clock.monotonic = lambda: PING_TIMEOUT_S + lockstep.ANSWER_GRACE_S
         turn_all_but(harness, 1, count=1)
         assert harness.refusal(call).message.startswith("rank 1: no answer within")
-        assert harness.do(ContinueGenerationReqInput()).changed
+        assert harness.do(ContinueGenerationReqInput()).success
 
     def test_it_decides_nothing_by_being_late(self, harness: Harness) -> None:
         harness.pause(PauseMode.IN_PLACE)
