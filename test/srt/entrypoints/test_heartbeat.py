@@ -19,7 +19,7 @@ class Beating:
         self.children: list[Any] = [
             SimpleNamespace(name=name, pid=os.getpid(), pulse=Pulse(), has_ended=False) for name in ("a", "b")
         ]
-        self.watch = PulseWatch(self.children, 10.0)
+        self.watch = PulseWatch(self.children, 10.0, "--limit")
 
     def after(self, seconds: float, *silent: str) -> None:
         """Let so much time pass, in which all but these beat."""
@@ -49,7 +49,7 @@ def test_who_is_silent_is_suspect_and_then_lost_a_little_before_the_limit(beatin
     assert beating.watch.lost is None
     beating.after(2, "b")
     lost = beating.watch.lost
-    assert lost == "the b process has not answered for 9 s (--watchdog-timeout 10)"
+    assert lost == "the b process has not answered for 9 s (--limit 10)"
 
 
 def test_who_beats_again_in_time_is_forgiven(beating: Beating) -> None:

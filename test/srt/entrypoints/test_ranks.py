@@ -139,6 +139,17 @@ def test_not_the_rank_that_fails_for_another_is_named() -> None:
         assert deaths.get(timeout=60) == "the scheduler-tp1 process was ended by SIGKILL"
 
 
+def test_a_start_of_which_one_rank_is_stopped_fails_and_leaves_none() -> None:
+    config = config_of(tp_size=2, watchdog_timeout=2, dist_timeout=2)
+    processes = EngineProcesses(config, target("stop_rank_1_at_its_start"))
+    pids = processes.pids
+    with pytest.raises(
+        EngineError, match=r"start failed: the scheduler-tp1 .* not answered .*: it is stopped"
+    ):
+        processes.wait_ready()
+    assert not any(is_alive(pid) for pid in pids.values())
+
+
 @pytest.mark.parametrize("function", ["report_rank", "give_up_on_a_stopped_rank"])
 def test_a_rank_that_is_stopped_ends_the_engine_and_not_the_one_that_waits_for_it_is_named(
     function: str,

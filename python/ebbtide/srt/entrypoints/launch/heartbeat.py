@@ -35,7 +35,7 @@ def start_beating(descriptor: int, limit_s: float) -> None:
 
     Args:
         descriptor: of the parent's `Pulse`.
-        limit_s: the limit that the parent's `PulseWatch` has.
+        limit_s: the shortest limit that a `PulseWatch` of the parent has.
     """
 
     def beat() -> None:
@@ -78,12 +78,14 @@ class PulseWatch:
     at fault.
 
     Args:
-        limit_s: of the engine's watchdog; a process is given up a little earlier.
+        limit_s: how long others wait for one of these; a process is given up a little earlier.
+        flag: where that is set.
     """
 
-    def __init__(self, children: Sequence[ChildProcess], limit_s: float) -> None:
+    def __init__(self, children: Sequence[ChildProcess], limit_s: float, flag: str) -> None:
         self._children = children
         self._limit_s = limit_s
+        self._flag = flag
         self._interval_s = limit_s / _LOOKS_PER_LIMIT
         self._next_s = time.monotonic() + self._interval_s
 
@@ -122,7 +124,7 @@ class PulseWatch:
         silent_s = child.pulse.num_missed * self._interval_s
         return (
             f"the {child.name} process has not answered for {silent_s:g} s "
-            f"(--watchdog-timeout {self._limit_s:g}){_state_of(child.pid)}"
+            f"({self._flag} {self._limit_s:g}){_state_of(child.pid)}"
         )
 
 

@@ -67,7 +67,9 @@ class NodeProcesses:
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._num_ranks = config.parallel.num_ranks
-        self._hang_limit_s = config.server_args.watchdog_timeout
+        self._hang_limit = config.server_args.watchdog_timeout, "--watchdog-timeout"
+        # Imports, which may take long, are before the first sign of life.
+        self._start_limit = max((config.parallel.dist_timeout_s, "--dist-timeout"), self._hang_limit)
         self._is_main_node = config.parallel.node_rank == 0
         self._children: list[ChildProcess] = []
         self._links: NodeLinks | None = None
@@ -180,8 +182,12 @@ class NodeProcesses:
         starting: dict[Any, ChildProcess] = {child.pipe: child for child in self._children}
         links = self._open_links.connections
         unready = set(links) if self._is_main_node else set()
+        pulses = PulseWatch(self._children, *self._start_limit)
         while starting or unready:
-            for ready in multiprocessing.connection.wait([*starting, *links]):
+            pulses.look()
+            if pulses.lost is not None:
+                raise EngineError(f"the start failed: {pulses.lost}")
+            for ready in multiprocessing.connection.wait([*starting, *links], pulses.left_s):
                 if ready in starting:
                     child = starting.pop(ready)
                     try:
@@ -232,7 +238,7 @@ class NodeProcesses:
     # ------------------------------------------------------------------------------------------------ the end
 
     def _watch(self, on_death: Callable[[str], None], on_stop: Callable[[], None]) -> None:
-        pulses = PulseWatch(self._children, self._hang_limit_s)
+        pulses = PulseWatch(self._children, *self._hang_limit)
         end = self._first_end(pulses)
         if end is None:
             return
