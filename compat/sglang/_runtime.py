@@ -6,10 +6,9 @@ import atexit
 import json
 import multiprocessing
 import time
-import urllib.error
-import urllib.request
 from typing import Any
 
+from sglang._asking import ask
 from sglang.srt.entrypoints.http_server import launch_server
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import get_open_port, kill_process_tree
@@ -53,7 +52,7 @@ class Runtime:
             if not self._process.is_alive():
                 raise RuntimeError(f"the server ended while it started: exit code {self._process.exitcode}")
             try:
-                self._ask("/health_generate")
+                self._ask("/health_generate", timeout_s=timeout_s)
                 return
             except OSError:  # nobody listens yet
                 time.sleep(_POLL_S)
@@ -98,13 +97,8 @@ class Runtime:
             self._process.join()
             self.pid = None
 
-    def _ask(self, path: str, fields: dict[str, Any] | None = None) -> Any:
+    def _ask(self, path: str, fields: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
         """GET, or POST with a body; the reply's JSON, None when it is empty."""
         body = None if fields is None else json.dumps(fields).encode()
-        headers = {"Content-Type": "application/json"}
-        if self.server_args.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.server_args.api_key}"
-        request = urllib.request.Request(self.url + path, data=body, headers=headers)
-        with urllib.request.urlopen(request) as reply:
-            text = reply.read()
+        text = ask(self.url + path, self.server_args.api_key, body, timeout_s)
         return json.loads(text) if text else None

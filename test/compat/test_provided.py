@@ -6,7 +6,10 @@ import multiprocessing
 import pickle
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +186,33 @@ def test_what_serves_can_be_spawned_and_is_a_fastapi_application() -> None:
     assert dataclasses.astuple(state) == (1, 2, 3)
     assert http_server.Engine is engine_module.Engine
     assert http_server.ServerArgs is ServerArgs
+
+
+class Answering(BaseHTTPRequestHandler):
+    """A server that knows a key."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.headers["Authorization"] == "Bearer k" else 401)
+        self.end_headers()
+
+    def log_message(self, *told: object) -> None:
+        pass
+
+
+def test_a_server_of_ones_own_is_asked_directly_whatever_proxy_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setattr(urllib.request, "_opener", None)
+    monkeypatch.setattr(http_server, "_WARMUP_TIMEOUT_S", 5.0)
+    with HTTPServer(("127.0.0.1", 0), Answering) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        arguments = ServerArgs(model_path="somewhere", port=listening.server_port, api_key="k")
+        has_answered = http_server._execute_server_warmup(arguments)
+        listening.shutdown()
+    assert has_answered
 
 
 def test_adapters_must_say_everything_of_an_engine() -> None:

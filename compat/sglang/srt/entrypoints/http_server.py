@@ -10,7 +10,6 @@ import logging
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EngineError, error_body
 from ebbtide.srt.server_args import bare_host
+from sglang._asking import ask
 from sglang._core import EngineCore
 from sglang.srt.entrypoints.engine import Engine as Engine, _launch_subprocesses as _launch_subprocesses
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
@@ -129,17 +129,16 @@ def launch_server(server_args: ServerArgs) -> None:
 
 def _execute_server_warmup(server_args: ServerArgs) -> bool:
     """Wait until the server answers and has generated a token; whether it has."""
-    headers = {} if server_args.api_key is None else {"Authorization": f"Bearer {server_args.api_key}"}
-    request = urllib.request.Request(f"{server_args.url()}/health_generate", headers=headers)
+    url = f"{server_args.url()}/health_generate"
     deadline_s = time.monotonic() + _WARMUP_TIMEOUT_S
     while time.monotonic() < deadline_s:
         try:
-            with urllib.request.urlopen(request, timeout=_WARMUP_TIMEOUT_S):
-                return True
+            ask(url, server_args.api_key, timeout_s=_WARMUP_TIMEOUT_S)
+            return True
         except OSError as error:  # nobody listens yet, or a status that is not 200
             failure = error
             time.sleep(_POLL_S)
-    logger.error("%s did not answer: %s", request.full_url, failure)
+    logger.error("%s did not answer: %s", url, failure)
     return False
 
 

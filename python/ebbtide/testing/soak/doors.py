@@ -88,8 +88,9 @@ class HttpDoor:
         self._client = self._new_client()
 
     def _new_client(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=None)
-        return httpx.AsyncClient(base_url=self.target, timeout=httpx.Timeout(REPLY_TIMEOUT_S), limits=limits)
+        limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(REPLY_TIMEOUT_S)
+        # Proxies that the environment names are for other traffic.
+        return httpx.AsyncClient(base_url=self.target, timeout=timeout, limits=limits, trust_env=False)
 
 
 class EngineDoor:
@@ -168,7 +169,7 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log_file: Path) -> N
     until_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < until_s and process.poll() is None:
         try:
-            if httpx.get(url + "/health", timeout=5).status_code == 200:
+            if httpx.get(url + "/health", timeout=5, trust_env=False).status_code == 200:
                 return
         except httpx.TransportError:
             time.sleep(0.1)
