@@ -13,7 +13,7 @@ from fixtures.servers import running_server, url_of
 from ebbtide.srt.entrypoints.metrics import timeline as module
 from ebbtide.srt.entrypoints.metrics.operations import EndedOperation
 from ebbtide.srt.entrypoints.metrics.timeline import MAX_UNREAD, Timeline
-from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.testing.null_engine import NullEngine
 
 BROWSER = shutil.which("chromium")
@@ -28,6 +28,8 @@ class Sampled:
 
     async def _sample(self) -> Mapping[str, Any]:
         self.num_samples += 1
+        if self.num_samples == 1:
+            raise EngineError("the process 7 has ended")
         return {"number": self.num_samples}
 
     def end(self, operation: str) -> None:
@@ -59,7 +61,7 @@ def test_viewers_get_the_past_and_what_happens_and_nobody_else_costs_samples(
         events = sampled.timeline.events()
         history = await first(events, "history")
         assert [entry["operation"] for entry in history["operations"]] == ["flush_cache"]
-        await first(events, "sample")
+        assert (await first(events, "sample"))["number"] == 2, "one that fails is left out"
         sampled.generate("1", 0, 3)
         sampled.generate("1", 3, 7)
         while not (sample := await first(events, "sample"))["tokens_by_version"]:

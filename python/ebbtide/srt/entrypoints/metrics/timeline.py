@@ -6,9 +6,11 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from ebbtide.srt.entrypoints.metrics.operations import EndedOperation, Ending
+from ebbtide.srt.errors import EngineError
 
 # How many past operations a page begins with: an hour of a training loop has a few hundred.
 MAX_OPERATIONS: Final = 512
@@ -40,7 +42,8 @@ class Timeline:
     Everything belongs to one event loop. Without viewers it costs a record for each control operation.
 
     Args:
-        sample: measures now: the fields of a sample beside its time and the tokens by version.
+        sample: measures now: the fields of a sample beside its time and the tokens by version. Where it
+            raises EngineError there is no sample of that moment.
     """
 
     def __init__(self, sample: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
@@ -115,9 +118,11 @@ class Timeline:
 
     async def _keep_sampling(self) -> None:
         while True:
-            measured = await self._sample()
-            tokens, self._tokens_by_version = dict(self._tokens_by_version), Counter()
-            sample: Event = {"time_s": time.time(), "tokens_by_version": tokens, **measured}
-            self._samples.append(sample)
-            self._publish({"sample": sample})
+            # A rank may have ended that nobody has heard of yet.
+            with suppress(EngineError):
+                measured = await self._sample()
+                tokens, self._tokens_by_version = dict(self._tokens_by_version), Counter()
+                sample: Event = {"time_s": time.time(), "tokens_by_version": tokens, **measured}
+                self._samples.append(sample)
+                self._publish({"sample": sample})
             await asyncio.sleep(SAMPLE_INTERVAL_S)
