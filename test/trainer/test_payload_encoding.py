@@ -18,7 +18,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
-from ebbtide.trainer import lending, standing_loans
+from ebbtide.trainer import lending
 from ebbtide.trainer.lending import LentTensors
 from ebbtide.trainer.payload_encoding import (
     PayloadEncoder,
@@ -282,7 +282,6 @@ def lend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Lend:
         driver = HostDriver(gpu, tensors)
         monkeypatch.setattr(PayloadEncoder, "_can_lend", lambda *_: True)
         monkeypatch.setattr(lending, "driver", lambda: driver)
-        monkeypatch.setattr(standing_loans, "driver", lambda: driver)
         monkeypatch.setattr(lending, "uuid_of", lambda device: UUID)
         return driver
 
@@ -319,6 +318,36 @@ def test_lent_tensors_arrive_and_stay_as_they_are(gpu: Gpu, lend: Lend, left_beh
     assert [tensor.data_ptr() for _, tensor in tensors] == addresses
     assert not any(tensor.is_shared() for _, tensor in tensors)
     assert sum(entry.startswith("open") for entry in gpu.log) == 2 * 5, "each allocation once by each rank"
+
+
+def test_handles_are_asked_for_again_where_tensors_lie_elsewhere(
+    gpu: Gpu, lend: Lend, left_behind: LeftBehind
+) -> None:
+    tensors = [("a", torch.ones(4)), ("b", torch.ones(6)[2:]), ("none", torch.empty(0, 3))]
+    elsewhere = torch.ones(4)
+    driver = lend([*tensors, ("elsewhere", elsewhere)])
+    encoder = PayloadEncoder("cuda:0")
+
+    def sent(tensors: list[tuple[str, torch.Tensor]]) -> set[str]:
+        """The memory that was opened for an update."""
+        gpu.log.clear()
+        for number, (_, tensor) in enumerate(tensors):
+            tensor += number + 1
+        with encoder.encode(tensors) as payload:
+            arrived = received(payload.payload, gpu=gpu)
+        assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors)
+        assert left_behind() == set()
+        return {entry for entry in gpu.log if entry.startswith("open")}
+
+    # The driver of this test gives another handle each time.
+    first = sent(tensors)
+    assert sent(tensors) == first
+    # One of them lies elsewhere; then other memory lies at the same addresses.
+    tensors[0] = ("a", elsewhere)
+    second = sent(tensors)
+    assert second.isdisjoint(first)
+    driver.generation += 1
+    assert sent(tensors).isdisjoint(second)
 
 
 def test_what_may_be_read_still_is_held_until_it_was_given_back(

@@ -22,6 +22,7 @@ from typing import Final, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, object_path
@@ -214,32 +215,16 @@ class Driver:
 driver: Final = functools.cache(Driver)
 
 
-def lend(
-    tensors: Sequence[tuple[str, torch.Tensor]], num_readers: int, keep: Callable[[LentTensors], None]
-) -> LentTensors:
-    """Entries, one for each reader, that refer to these tensors, whose contents are there.
-
-    Args:
-        keep: takes over what a reader may not have finished with.
-
-    Raises RuntimeError for memory that the driver does not share in this way.
-    """
-    loan = borrowed(tensors, Places(tensors), num_readers)
-    return LentTensors(loan.entries, tensors, loan.counts, keep)
-
-
 @dataclass(frozen=True)
 class Loan:
     """What is said of tensors that are lent.
 
     Attributes:
         entries: one for each reader.
-        begins: of the allocations that they lie in.
     """
 
     entries: list[bytes]
     counts: Counts
-    begins: list[int]
 
 
 class Places:
@@ -262,39 +247,102 @@ class Places:
     __hash__ = None  # type: ignore[assignment]
 
 
-def borrowed(
-    tensors: Sequence[tuple[str, torch.Tensor]], places: Places, num_readers: int, *, stays: bool = False
-) -> Loan:
-    """As `lend`, without the tensors.
+@dataclass(frozen=True, eq=False)
+class Allocations:
+    """The memory that tensors lie in, as other processes map it. The tensors themselves may be freed.
+
+    Attributes:
+        places: of the tensors.
+        begins, ids: of the allocations.
+        storages: of each the device's UUID, the handle, and the bytes. The first has no memory: what is
+            empty lies there.
+        storage_T, offset_T: the number of each tensor's storage, and its place there, in elements.
+    """
+
+    places: Places
+    begins: list[int]
+    ids: list[int | None]
+    storages: list[tuple[str, bytes, int]]
+    storage_T: NDArray[np.int64]
+    offset_T: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tensors: Sequence[tuple[str, torch.Tensor]], places: Places) -> Self:
+        """Ask the driver. Raises RuntimeError for memory that it does not share.
+
+        Args:
+            places: of the tensors.
+        """
+        order_T = np.argsort(places.address_T, kind="stable")
+        sorted_T = places.address_T[order_T]
+        storages, begins = [("", b"", 0)], [0]
+        storage_T = np.zeros(len(tensors), dtype=np.int64)
+        first = int(np.searchsorted(sorted_T, 0, side="right"))
+        while first < len(tensors):
+            begin, num_bytes = driver().range_of(int(sorted_T[first]))
+            end = int(np.searchsorted(sorted_T, begin + num_bytes))
+            storage_T[order_T[first:end]] = len(storages)
+            device = tensors[order_T[first]][1].device
+            storages.append((uuid_of(device), driver().handle_of(begin), num_bytes))
+            begins.append(begin)
+            first = end
+        itemsize_T = places.listing.itemsize_T
+        offset_T, rest_T = np.divmod(places.address_T - np.array(begins)[storage_T], itemsize_T)
+        for index in np.flatnonzero(rest_T)[:1].tolist():
+            raise RuntimeError(f"{tensors[index][0]} does not lie at a multiple of its elements' size")
+        return cls(places, begins[1:], _ids(begins[1:]), storages, storage_T, offset_T)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether they are still those that they were."""
+        return None not in self.ids and _ids(self.begins) == self.ids
+
+    def lent(self, num_readers: int, *, stays: bool = False) -> Loan:
+        """A loan of the tensors to so many readers.
+
+        Args:
+            stays: the memory stays where it is, and may stay mapped until the counts are let go of.
+        """
+        counts = Counts(num_readers, len(self.begins))
+        entries = [
+            [DeviceStorage(*storage, 0, counts.name, reader) for storage in self.storages]
+            for reader in range(num_readers)
+        ]
+        listing = self.places.listing
+        return Loan(listing.encode(entries, self.storage_T, self.offset_T, stays=stays), counts)
+
+
+def _ids(begins: Sequence[int]) -> list[int | None]:
+    return [driver().id_of(begin) for begin in begins]
+
+
+class Lender:
+    """Lends tensors for the time of an update.
+
+    What the driver said of the last ones is kept: of the same tensors in the same allocations it would say
+    the same, and asking it for hundreds of handles takes milliseconds.
 
     Args:
-        places: theirs.
-        stays: the memory stays where it is, and may stay mapped until the counts are let go of.
+        num_readers: of each loan.
+        keep: takes over what a reader may not have finished with.
     """
-    order_T = np.argsort(places.address_T, kind="stable")
-    sorted_T = places.address_T[order_T]
-    # What is empty lies in the first storage, which has no memory.
-    storages, begins = [("", b"", 0)], [0]
-    storage_T = np.zeros(len(tensors), dtype=np.int64)
-    first = int(np.searchsorted(sorted_T, 0, side="right"))
-    while first < len(tensors):
-        begin, num_bytes = driver().range_of(int(sorted_T[first]))
-        end = int(np.searchsorted(sorted_T, begin + num_bytes))
-        storage_T[order_T[first:end]] = len(storages)
-        device = tensors[order_T[first]][1].device
-        storages.append((uuid_of(device), driver().handle_of(begin), num_bytes))
-        begins.append(begin)
-        first = end
-    listing = places.listing
-    offset_T, rest_T = np.divmod(places.address_T - np.array(begins)[storage_T], listing.itemsize_T)
-    for index in np.flatnonzero(rest_T)[:1].tolist():
-        raise RuntimeError(f"{tensors[index][0]} does not lie at a multiple of its elements' size")
-    counts = Counts(num_readers, len(storages) - 1)
-    entries = [
-        [DeviceStorage(*storage, 0, counts.name, reader) for storage in storages]
-        for reader in range(num_readers)
-    ]
-    return Loan(listing.encode(entries, storage_T, offset_T, stays=stays), counts, begins[1:])
+
+    def __init__(self, num_readers: int, keep: Callable[[LentTensors], None]) -> None:
+        self._num_readers = num_readers
+        self._keep = keep
+        self._last: Allocations | None = None
+
+    def lend(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> LentTensors:
+        """Entries, one for each reader, that refer to these tensors, whose contents are there.
+
+        Raises RuntimeError for memory that the driver does not share in this way.
+        """
+        places = Places(tensors)
+        last = self._last
+        if last is None or last.places != places or not last.are_there:
+            last = self._last = Allocations.of(tensors, places)
+        loan = last.lent(self._num_readers)
+        return LentTensors(loan.entries, tensors, loan.counts, self._keep)
 
 
 @functools.cache

@@ -41,7 +41,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
 from ebbtide.srt.weight_sync.payload.tensor_list import HostStorage, Listing
-from ebbtide.trainer.lending import LentTensors, Payload, lend, remove_own, uuid_of
+from ebbtide.trainer.lending import Lender, LentTensors, Payload, remove_own, uuid_of
 from ebbtide.trainer.standing_loans import StandingLoans
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,7 @@ class PayloadEncoder:
         self._tp_size = tp_size
         self._has_explained = False
         self._unfinished: list[LentTensors] = []
+        self._lender = Lender(len(self._devices), self._unfinished.append)
         self._loans = StandingLoans(len(self._devices), self._unfinished.append)
         # Updates may be encoded in several threads at once.
         self._lock = threading.Lock()
@@ -156,7 +157,7 @@ class PayloadEncoder:
                 if keep_mapped:
                     with self._lock:
                         return self._loans.lend(tensors)
-                return lend(tensors, len(self._devices), self._unfinished.append)
+                return self._lender.lend(tensors)
             except RuntimeError as error:  # for memory that cannot be shared
                 self._explain(error)
         return serialize_tensors(tensors, self._tp_size)

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from ebbtide.trainer.lending import LentTensors, Loan, Places, borrowed, driver
+from ebbtide.trainer.lending import Allocations, LentTensors, Loan, Places
 
 NamedTensors: TypeAlias = Sequence[tuple[str, torch.Tensor]]
 
@@ -23,22 +23,11 @@ MAX_LOANS: Final = 192
 
 @dataclass(frozen=True, eq=False)
 class _Standing:
-    """A loan, and what its tensors were: they themselves may be freed.
-
-    Attributes:
-        places: where they lay.
-        ids: of the allocations, in the order of `loan.begins`.
-    """
+    """A loan, and where its tensors lay: they themselves may be freed."""
 
     loan: Loan
     names: tuple[str, ...]
-    places: Places
-    ids: tuple[int | None, ...]
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the allocations are still those that were lent."""
-        return None not in self.ids and _ids(self.loan.begins) == self.ids
+    allocations: Allocations
 
 
 class StandingLoans:
@@ -46,7 +35,7 @@ class StandingLoans:
 
     Args:
         num_readers: of each loan.
-        keep: as `lend` has it.
+        keep: as `Lender` has it.
     """
 
     def __init__(self, num_readers: int, keep: Callable[[LentTensors], None]) -> None:
@@ -56,14 +45,18 @@ class StandingLoans:
         self._by_name: dict[str, _Standing] = {}
 
     def lend(self, tensors: NamedTensors) -> LentTensors:
-        """As `lending.lend`. What was lent before under one of these names, and lies elsewhere, no longer is.
+        """As `Lender.lend`. What was lent before under one of these names, and lies elsewhere, no longer is.
 
         Raises RuntimeError for memory that the driver does not share.
         """
         places = Places(tensors)
         standing = self._by_name.get(tensors[0][0])
-        is_known = standing is not None and standing.places == places and standing.is_there
-        if standing is None or not is_known or not standing.loan.counts.are_zero:
+        if (
+            standing is None
+            or standing.allocations.places != places
+            or not standing.allocations.are_there
+            or not standing.loan.counts.are_zero
+        ):
             standing = self._new(tensors, places)
         else:
             standing.loan.counts.refill()
@@ -88,9 +81,10 @@ class StandingLoans:
         loans = list(dict.fromkeys(self._by_name.values()))
         for oldest in loans[: max(0, len(loans) + 1 - MAX_LOANS)]:
             self._end(oldest)
-        loan = borrowed(tensors, places, self._num_readers, stays=True)
+        allocations = Allocations.of(tensors, places)
+        loan = allocations.lent(self._num_readers, stays=True)
         loan.counts.hold(stays=True)
-        standing = _Standing(loan, names, places, _ids(loan.begins))
+        standing = _Standing(loan, names, allocations)
         self._by_name.update(dict.fromkeys(names, standing))
         return standing
 
@@ -109,7 +103,3 @@ class StandingLoans:
         for name in standing.names:
             if self._by_name.get(name) is standing:
                 del self._by_name[name]
-
-
-def _ids(begins: Sequence[int]) -> tuple[int | None, ...]:
-    return tuple(driver().id_of(begin) for begin in begins)
