@@ -5,9 +5,9 @@ scheduler itself needed, is beside it. "Clean pages": 4 s after the release, whe
 was freed, and in which matrix products keep the GPU busy as a trainer does; "just freed": at once after it;
 "idle": after 4 s in which nobody used the GPU, which then takes its time to wake up.
 
-The limit is what the driver itself needs for the same bytes in chunks of 1 GiB, measured in this process
-before the engine starts: cuMemUnmap and cuMemRelease; cuMemCreate, cuMemMap and cuMemSetAccess, each under
-the same conditions. With a backup, the copy at the rate of pinned memory is added.
+The limit is what the driver itself needs for the same bytes in chunks of 1 GiB, measured in this process once
+the engine is gone, with as much memory left: cuMemUnmap and cuMemRelease; cuMemCreate, cuMemMap and
+cuMemSetAccess, each under the same conditions. With a backup, the copy at the rate of pinned memory is added.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,8 +67,22 @@ class DriverProbe:
             raise RuntimeError(f"{name}: {status}")
         return values[0] if values else None
 
+    @contextmanager
+    def leaving(self, num_bytes: int) -> Iterator[None]:
+        """Hold all of the device's memory but so much, and what does not fill a chunk.
+
+        The driver hands out memory that is clean before it waits for what was just freed to be cleaned.
+        """
+        num_held = (torch.cuda.mem_get_info()[0] - num_bytes) // CHUNK_BYTES
+        handles = [self.call("cuMemCreate", CHUNK_BYTES, self.properties, 0) for _ in range(num_held)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                self.call("cuMemRelease", handle)
+
     def measure_just_freed(self, num_bytes: int) -> dict[str, float]:
-        """Milliseconds to release, and to resume at once; nothing else is on the GPU."""
+        """Milliseconds to release, and to resume at once; nothing else runs on the GPU."""
         num_chunks = -(-num_bytes // CHUNK_BYTES)
         address = int(self.call("cuMemAddressReserve", num_chunks * CHUNK_BYTES, 0, 0, 0))
         try:
@@ -120,14 +135,16 @@ class DriverProbe:
 
 
 def driver_times(
-    args: argparse.Namespace, sizes: dict[str, int], report: Report
+    args: argparse.Namespace, sizes: dict[str, int], left_bytes: int, report: Report
 ) -> dict[str, dict[str, float]]:
-    """By tag and operation; empty where there is no driver to ask."""
+    """By tag and operation, with so much memory left; empty where there is no driver to ask."""
     if args.device != "cuda":
         return {}
     try:
-        probe = DriverProbe()
-        times = {tag: probe.measure(size) for tag, size in sizes.items()}
+        probe, times = DriverProbe(), {}
+        for tag, size in sizes.items():
+            with probe.leaving(size + left_bytes):
+                times[tag] = probe.measure(size)
     except Exception as error:
         report.facts["driver_probe_error"] = f"{type(error).__name__}: {error}"
         return {}
@@ -172,18 +189,23 @@ def measure_tags(report: Report, args: argparse.Namespace) -> None:
         kv_bytes = (1 << 22) if args.tiny else KV_BYTES
         num_tokens = kv_bytes // shape.kv_bytes_per_token
         weight_bytes = int(shape.decode_weight_bytes(1)) + 2 * shape["vocab_size"] * shape["hidden_size"]
-        limits = driver_times(args, {"weights": weight_bytes, "kv_cache": kv_bytes}, report)
         arguments = engine_args(args, folder, max_total_tokens=num_tokens, max_running_requests=64)
+        runs: dict[str, dict[str, list[dict[str, float]]]] = {}
         with Engine(**arguments) as engine:
+            left_bytes = engine.memory_occupation()["device"]["free_bytes"]
             for tag in TAGS:
                 with report.attempt(*(key for key in keys if key.endswith(tag))):
-                    measure_tag(report, args, engine, tag, limits.get(tag, {}))
+                    runs[tag] = tag_runs(args, engine, tag)
+        sizes = {"weights": weight_bytes, "kv_cache": kv_bytes}
+        limits = driver_times(args, sizes, left_bytes, report)
+        basis = "the driver's own calls for the same bytes, as much memory left"
+        for tag, of_tag in runs.items():
+            for what, those in of_tag.items():
+                note(report, f"{what}.{tag}", those, limits.get(tag, {}).get(what), basis)
 
 
-def measure_tag(
-    report: Report, args: argparse.Namespace, engine: Engine, tag: str, limits: dict[str, float]
-) -> None:
-    """Three cycles of each kind, after one that does not count."""
+def tag_runs(args: argparse.Namespace, engine: Engine, tag: str) -> dict[str, list[dict[str, float]]]:
+    """As many cycles of each kind as there are to be, after one that does not count."""
     pause_s = 0.0 if args.tiny else SCRUB_S
     release(engine, tag)
     resume(engine, tag)
@@ -198,8 +220,7 @@ def measure_tag(
             runs["release"].append(release(engine, tag))
             wait()
             runs[what].append(resume(engine, tag))
-    for what, those in runs.items():
-        note(report, f"{what}.{tag}", those, limits.get(what), "the driver's own calls for the same bytes")
+    return runs
 
 
 def measure_backup(report: Report, args: argparse.Namespace, machine: Machine) -> None:
@@ -234,12 +255,19 @@ def measure_backup(report: Report, args: argparse.Namespace, machine: Machine) -
             note(report, "backup.resume", resumed, to_device_ms, "copy from pinned memory")
 
 
-def measure_driver(report: Report, args: argparse.Namespace, prefix: str, num_bytes: int) -> None:
-    """What the driver alone takes for the bytes of the KV cache, once the engine is gone."""
+def measure_driver(
+    report: Report, args: argparse.Namespace, prefix: str, num_bytes: int, left_bytes: int
+) -> None:
+    """What the driver alone takes for the bytes of the KV cache, once the engine is gone.
+
+    Args:
+        left_bytes: so much of the device's memory was free beside the cache, and is again.
+    """
     if args.device != "cuda":
         return
     probe = DriverProbe()
-    runs = [probe.measure_just_freed(num_bytes) for _ in range(args.runs)]
+    with probe.leaving(num_bytes + max(left_bytes, CHUNK_BYTES)):
+        runs = [probe.measure_just_freed(num_bytes) for _ in range(args.runs)]
     for row, key, slower in (("release_kv", "release", None), ("resume_kv_all", "resume_just_freed", 1.1)):
         own = [run[key] for run in runs]
         report.add(f"{prefix}driver_{row}", own)
@@ -249,7 +277,7 @@ def measure_driver(report: Report, args: argparse.Namespace, prefix: str, num_by
                 prefix + row,
                 ours["runs"],
                 limit=limit,
-                limit_basis="the driver's own calls for the same bytes",
+                limit_basis="the driver's own calls for the same bytes, as much memory left",
                 goal_value=None if slower is None else limit * slower,
                 all_runs=ours["all_runs"],
             )

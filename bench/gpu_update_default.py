@@ -18,7 +18,8 @@ GPUs, each of which has a rank of the trainer with all weights; `--model` takes 
 - `kept_*`: the same with `keep_mapped`: the trainer's tensors stay where they are, and mapped.
 - `buckets_*`: a session of flattened buckets of 512 MB; the reply is that of the whole session.
 - `release_kv`, `resume_kv_*`: all of the pool, just freed; `resume_kv_first_token` counts from the call to
-  the first token of a request that waited for it. `driver_*`: the driver's own calls for the same bytes.
+  the first token of a request that waited for it. `driver_*`: the driver's own calls for the same bytes, with
+  as much memory left beside them.
 - `resize_30gb_down`, `resize_30gb_up`: the cache gives 30 GB to the driver, or takes them again, under 64
   streams.
 - `park_64x2k`: 64 streams of 2,048 tokens in; the KV is released with `preserve=live`, and resumed at once.
@@ -338,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             asyncio.run(Measuring(report, bench, args, prefix, copy_ms).run())
         if "kv" in args.parts and args.tp == 1:
             kv_bytes = report.facts["memory"]["tags"]["kv_cache"]["resident_bytes"]
-            measure_driver(report, args, prefix, kv_bytes)
+            measure_driver(report, args, prefix, kv_bytes, report.facts["left"]["kv"]["free"])
     report.finish()
 
 
