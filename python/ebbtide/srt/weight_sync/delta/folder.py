@@ -25,6 +25,12 @@ INDEX: Final = "model.safetensors.index.json"
 # A file in the local folder that says which version an update from that folder brings.
 STATE: Final = Path(".weight_sync", "state.json")
 ENCODINGS: Final = ("xor", "overwrite")
+_CHECKSUMS: Final[Mapping[str, Callable[[memoryview], str]]] = {
+    "xxh3-128": lambda data: str(_library("xxhash").xxh3_128_hexdigest(data)),
+    "blake3": lambda data: str(_library("blake3").blake3(data).hexdigest()),
+    "sha256": lambda data: hashlib.sha256(data).hexdigest(),
+    "adler32": lambda data: f"{zlib.adler32(data):08x}",
+}
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,11 @@ def read_chain(source_dir: Path, base: int, target: int) -> list[PublishedDelta]
     if _has_manifest(source_dir, versions):
         return [_read_manifest(manifest_of(source_dir, version), version) for version in versions]
     return [_read_index(source_dir, version) for version in versions]
+
+
+def names_of(chain: Sequence[PublishedDelta]) -> list[str]:
+    """Every tensor that any of them changes, in order."""
+    return sorted({name for delta in chain for name in delta.weight_map})
 
 
 def _has_manifest(source_dir: Path, versions: range) -> bool:
@@ -251,16 +262,3 @@ def _library(name: str) -> Any:
         raise RequestRejected(
             f"published deltas need {name}, which is not installed: pip install 'ebbtide[delta]'", 501
         ) from error
-
-
-_CHECKSUMS: Final[Mapping[str, Callable[[memoryview], str]]] = {
-    "xxh3-128": lambda data: str(_library("xxhash").xxh3_128_hexdigest(data)),
-    "blake3": lambda data: str(_library("blake3").blake3(data).hexdigest()),
-    "sha256": lambda data: hashlib.sha256(data).hexdigest(),
-    "adler32": lambda data: f"{zlib.adler32(data):08x}",
-}
-
-
-def names_of(chain: Sequence[PublishedDelta]) -> list[str]:
-    """Every tensor that any of them changes, in order."""
-    return sorted({name for delta in chain for name in delta.weight_map})

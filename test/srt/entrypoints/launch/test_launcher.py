@@ -22,7 +22,7 @@ from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_engine import null_config
 
 CONFIG = null_config(ServerArgs(model_path="none", log_level="critical", device="cpu"))
-TEST_FOLDER = Path(__file__).parents[1]
+TEST_FOLDER = Path(__file__).parents[2]
 
 
 def targets(**names: str) -> dict[str, str]:

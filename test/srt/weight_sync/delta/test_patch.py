@@ -1,9 +1,6 @@
 """Changes of some elements: how they are coded, written into fused and sharded parameters, and summed up."""
 
-import json
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,16 +16,6 @@ from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.models.sharding import Part
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.delta.folder import (
-    INDEX,
-    STATE,
-    PulledState,
-    manifest_of,
-    read_chain,
-    read_state,
-    version_folder,
-    write_state,
-)
 from ebbtide.srt.weight_sync.delta.gap_coding import decode_positions, encode_positions
 from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights, PatchKind, Place, PlaceTable
 from ebbtide.srt.weight_sync.delta.state_sum import bits_of, state_sum
@@ -157,93 +144,6 @@ def test_xor_twice_is_as_it_was() -> None:
 def test_positions_that_cannot_be(positions: list[int], message: str) -> None:
     with pytest.raises(RequestRejected, match=message):
         Patch("w", (2, 2), torch.tensor(positions), torch.zeros(2)).checked()
-
-
-def test_what_was_pulled_is_noted_and_a_whole_copy_of_another_engines_is_a_folder(tmp_path: Path) -> None:
-    assert read_state(tmp_path) is None
-    state = PulledState(tmp_path / "source", "default", 0, 7)
-    write_state(tmp_path, state)
-    assert read_state(tmp_path) == state
-    (tmp_path / STATE).write_text('{"version": "000007"}')
-    assert read_state(tmp_path) is None
-    (tmp_path / STATE).write_text("{")
-    with pytest.raises(RequestRejected, match="cannot be read"):
-        read_state(tmp_path)
-
-
-PART = {"weight_map": {"w": "part.safetensors"}}
-TOLD = {"version": "1", "base_version": "0", "delta_encoding": "xor"}
-TOLD |= {"compression_format": "zstd", "checksum_format": "xxh3-128"}
-ENTRY = {"name": "w", "payload_key": "w", "payload_file": "part.safetensors", "checksum": "0"}
-
-
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        ({"metadata": {**TOLD, "base_version": "7"}, **PART}, "expected version 1 of 0, got 1 of 7"),
-        ({"metadata": {**TOLD, "delta_encoding": "gzip"}, **PART}, "expected xor or overwrite"),
-        ({"metadata": {**TOLD, "checksum_format": ["md5"]}, **PART}, "expected xor or overwrite, zstd, and "),
-        ({"metadata": {**TOLD, "version": None}, **PART}, "cannot be read"),
-        ({"metadata": TOLD, "weight_map": ["part.safetensors"]}, "cannot be read"),
-        ({"metadata": TOLD, "weight_map": {"w": "../part.safetensors"}}, "names of files of this folder"),
-        ({"metadata": {}, **PART}, "is a whole checkpoint"),
-        (None, "version 1 is not ready"),
-    ],
-)
-def test_an_index_that_cannot_be_is_refused(tmp_path: Path, index: Any, message: str) -> None:
-    folder = version_folder(tmp_path, 1)
-    folder.mkdir()
-    if index is not None:
-        (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(RequestRejected, match=message):
-        read_chain(tmp_path, 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        ({"version": 2}, "expected version 1 of 0, got 2 of 0"),
-        ({"tensors": None}, "cannot be read"),
-        ({"tensors": [{**ENTRY, "payload_key": "x"}]}, "the names of tensors as their keys"),
-        ({"tensors": [{**ENTRY, "payload_file": "a/b"}]}, "expected files of this folder"),
-        (
-            {"tensors": [ENTRY, {**ENTRY, "name": "v", "payload_key": "v", "checksum_algorithm": None}]},
-            "None",
-        ),
-    ],
-)
-def test_a_manifest_that_cannot_be_is_refused(tmp_path: Path, told: Any, message: str) -> None:
-    file = manifest_of(tmp_path, 1)
-    file.parent.mkdir()
-    file.write_text(json.dumps({"version": 1, "base_version": 0, "tensors": [ENTRY], **told}))
-    with pytest.raises(RequestRejected, match=message):
-        read_chain(tmp_path, 0, 1)
-
-
-# The manifest of the last one is there, and no number between is tried before the first is missed.
-@pytest.mark.parametrize("published", [False, True])
-def test_a_chain_without_its_first_link_is_refused_at_once(tmp_path: Path, published: bool) -> None:
-    if published:
-        manifest_of(tmp_path, 10**15).parent.mkdir()
-        manifest_of(tmp_path, 10**15).touch()
-    with pytest.raises(RequestRejected, match="delta-00000001" if published else "version 1 is not ready"):
-        read_chain(tmp_path, 0, 10**15)
-
-
-# What a folder that may be entered but not listed answers, also to tests that run as root.
-def test_a_manifest_is_found_in_a_folder_that_cannot_be_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> list[str]:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "listdir", refuse)
-    with pytest.raises(RequestRejected, match="version 1 is not ready"):
-        read_chain(tmp_path, 0, 10**15)
-    manifest_of(tmp_path, 3).parent.mkdir()
-    manifest_of(tmp_path, 3).touch()
-    with pytest.raises(RequestRejected, match="delta-00000001"):
-        read_chain(tmp_path, 0, 3)
 
 
 def test_a_store_says_where_its_tensors_lie_in_every_copy(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from fixtures.scripted_engine import NO_PAUSE, STATE
 from ebbtide.srt.entrypoints.metrics.operations import OPERATIONS, reasons
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 
-FOLDER = Path(__file__).parents[3] / "deploy" / "monitoring"
+FOLDER = Path(__file__).parents[4] / "deploy" / "monitoring"
 NAME = re.compile(r"\bebbtide[:_]\w+")
 # Families that have no sample before the first event of their kind, but their name and help.
 SUFFIXES = ("_bucket", "_total", "_count", "_sum", "")
