@@ -8,6 +8,7 @@ import os
 import pickle
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -363,6 +364,21 @@ def test_an_allocation_is_mapped_and_unmapped_by_the_driver() -> None:
     assert mapping.address == 4096
     mapping.close()
     assert driver.log == [("open", b"h" * 64, "lazily"), ("close", 4096)]
+
+
+def test_an_allocation_that_is_mapped_already_is_neither_opened_nor_closed_again() -> None:
+    driver = Driver("CUDA_SUCCESS")
+    ipc = opener(driver)
+    first, second = ipc.open(REF), ipc.open(replace(REF, offset_bytes=64))
+    other = ipc.open(replace(REF, handle=b"\x02c" + b"i" * 64))
+    opened = [("open", letter * 64, "lazily") for letter in (b"h", b"i")]
+    first.close()
+    assert (driver.log, second.address) == (opened, first.address), "others read there still"
+    second.close()
+    other.close()
+    assert driver.log == [*opened, ("close", 4096), ("close", 4096)]
+    ipc.open(REF)
+    assert driver.log[-1] == opened[0]
 
 
 def test_what_the_driver_cannot_open_is_refused_with_its_reason() -> None:

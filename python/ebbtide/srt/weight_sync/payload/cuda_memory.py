@@ -11,8 +11,10 @@ import ctypes
 import os
 import stat
 import struct
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any, Final, Protocol, Self
 
@@ -99,7 +101,8 @@ class TorchCudaIpc:
     """CUDA IPC as torch shares memory, by calls of the driver.
 
     torch's own way opens and maps a file for each reference, and waits for the forward pass under way
-    wherever it gives one back.
+    wherever it gives one back. So does the driver wherever it ends a mapping, even if the same allocation was
+    opened once more and stays mapped: an allocation is opened once here, and closed with its last mapping.
 
     Args:
         lasting: memory stays mapped, and counted as read, as long as there are storages of it: torch's way.
@@ -109,6 +112,9 @@ class TorchCudaIpc:
         self._is_lasting = lasting
         self.index = index
         self.uuid = uuid.removeprefix("GPU-")
+        # What a trainer has given up is closed by another thread.
+        self._lock = threading.Lock()
+        self._opened: dict[bytes, _Allocation] = {}
 
     def cost(self, device: int | str) -> int | None:
         if isinstance(device, str):
@@ -140,13 +146,34 @@ class TorchCudaIpc:
     def open(self, ref: CudaStorageRef) -> Mapping:
         if self._needs_torch(ref):
             return _TorchMapping(self.index, ref)
+        with self._lock:
+            allocation = self._opened.get(ref.handle)
+            if allocation is None:
+                allocation = self._opened[ref.handle] = _Allocation(self._mapped(ref))
+            allocation.num_mappings += 1
+        close = partial(self._close, ref.handle)
+        return _DriverMapping(torch.device("cuda", self.index), allocation.address, close)
+
+    def _mapped(self, ref: CudaStorageRef) -> int:
         handle = self._driver.CUipcMemHandle()
         ctypes.memmove(handle.getPtr(), ref.handle[-DRIVER_HANDLE_BYTES:], DRIVER_HANDLE_BYTES)
         flags = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         status, address = self._driver.cuIpcOpenMemHandle(handle, flags)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise RequestRejected(f"{told(ref)} cannot be opened ({status.name}): {KEEP_ALIVE}")
-        return _DriverMapping(self._driver, torch.device("cuda", self.index), int(address))
+        return int(address)
+
+    def _close(self, handle: bytes) -> None:
+        """End one of an allocation's mappings."""
+        with self._lock:
+            allocation = self._opened[handle]
+            allocation.num_mappings -= 1
+            if allocation.num_mappings:
+                return
+            del self._opened[handle]
+        (status,) = self._driver.cuIpcCloseMemHandle(allocation.address)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise EngineError(f"cuIpcCloseMemHandle: {status.name}")
 
     def extent(self, address: int) -> tuple[int, int] | None:
         status, begin, num_bytes = self._driver.cuMemGetAddressRange(address)
@@ -194,13 +221,21 @@ def check_extent(ipc: CudaIpc, begin: int, ref: CudaStorageRef, ends: dict[int, 
         end = ends[begin] = sum(extent)
 
 
+@dataclass(slots=True)
+class _Allocation:
+    """An allocation of the sender's, mapped by the driver."""
+
+    address: int
+    num_mappings: int = 0
+
+
 @dataclass(frozen=True)
 class _DriverMapping:
     """A whole allocation of the sender's."""
 
-    driver: Any
     device: torch.device
     address: int
+    close: Callable[[], None]
 
     def storage(self, offset_bytes: int, num_bytes: int) -> torch.UntypedStorage:
         made = torch._C._construct_storage_from_data_pointer(
@@ -208,11 +243,6 @@ class _DriverMapping:
         )
         assert isinstance(made, torch.UntypedStorage)
         return made
-
-    def close(self) -> None:
-        (status,) = self.driver.cuIpcCloseMemHandle(self.address)
-        if status != self.driver.CUresult.CUDA_SUCCESS:
-            raise EngineError(f"cuIpcCloseMemHandle: {status.name}")
 
 
 class _TorchMapping:
