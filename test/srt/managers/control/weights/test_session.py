@@ -13,6 +13,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.testing.harness import default_schedule
 
 WEIGHTS = MemoryTag.WEIGHTS
 
@@ -35,6 +36,20 @@ def test_buckets_serve_together_at_the_end(harness: Harness) -> None:
     assert (harness.values, harness.now.session) == ([7] * 4, None)
     harness.assert_end(rid, length=60)
     assert harness.versions(rid) == ["default", "7"]
+
+
+def test_a_token_comes_between_the_taking_of_memory_and_what_is_done_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = Harness(schedule=default_schedule(overlap=True))
+    rid = harness.begin_request()
+    harness.begin()
+    num_tokens: dict[str, int] = {}
+    monkeypatch.setattr(
+        harness.weights, "fail_at", lambda place: num_tokens.setdefault(place, harness.num_tokens(rid))
+    )
+    harness.update(7, flush_cache=False)
+    assert num_tokens["stage"] < num_tokens["map"]
 
 
 @pytest.mark.parametrize(

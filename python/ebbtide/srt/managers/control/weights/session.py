@@ -25,6 +25,7 @@ from ebbtide.srt.managers.control.weight_content import Valid, WeightContent
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, Staging, Weights
 from ebbtide.srt.managers.control.weights.lacking import MAX_TOLD, Lacking
 from ebbtide.srt.managers.io_struct import UpdateWeightsReqOutput
+from ebbtide.srt.slices import finish
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +210,12 @@ class WeightSession:
         """Take a copy, or none if the live weights hold nothing to keep and can be written to."""
         if self._staging is None and incoming.num_tensors > 0:
             yield from self._take_room(bursts=bursts)
+            if self.is_staged:
+                # The pass that waited for it is launched first. In a session it ends, too: else its tokens
+                # would wait for what the host does for the updates that have come.
+                yield Activity.COPYING
+                if self.deadline_id is not None:
+                    yield Activity.COPYING
         if self.is_on_trial:
             self.require_copy()
         if incoming.needs_copy and not self.is_staged:
@@ -246,9 +253,7 @@ class WeightSession:
     def _stage(self, *, is_last: bool = False) -> Work[bool]:
         """Take a copy on all ranks, or on none if one has no memory for it; returns whether there is one."""
         finding = self._find_room(in_place=False, is_last=is_last)
-        staging, found = yield from self._ranks.survey(
-            Activity.WORKING, finding, lambda staging: staging.is_staged
-        )
+        staging, found = yield from self._ranks.survey(Activity.WORKING, finding, lambda made: made.is_staged)
         if not all(found):
             staging.close()
             self._lender.take_back()
@@ -402,7 +407,7 @@ class WeightSession:
         """
         self._unmap.append(incoming.detach())
         if len(self._unmap) > MAX_MAPPED:
-            _run(self._unmap.pop(0))
+            finish(self._unmap.pop(0))
 
     def _note_nonfinite(self, incoming: IncomingWeights, names: frozenset[str]) -> None:
         if self.nonfinite or names:
@@ -464,7 +469,7 @@ class WeightSession:
             self._staging = None
         self._lender.take_back()
         while self._unmap:
-            _run(self._unmap.pop())
+            finish(self._unmap.pop())
 
     def _require_sound(self) -> None:
         if self._is_spoilt:
@@ -483,11 +488,6 @@ class WeightSession:
 def _one_by_one(all_slices: list[Slices[None]]) -> Slices[None]:
     for slices in all_slices:
         yield from slices
-
-
-def _run(slices: Slices[None]) -> None:
-    for _ in slices:
-        pass
 
 
 def _touched(incoming: IncomingWeights) -> frozenset[str]:
