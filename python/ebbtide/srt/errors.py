@@ -1,10 +1,13 @@
 """The error tree: the caller's fault (refused, nothing changed), the device's limit, and our own failures."""
 
 import traceback
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 # What a process that its watchdog ended exits with: the others are asked where they stand before they end.
 HUNG_EXIT_STATUS: Final = 70
+# How many of many things a message names.
+MAX_NAMED: Final = 10
 
 
 class EbbtideError(Exception):
@@ -100,6 +103,12 @@ def error_body(message: str, status: int, param: str | None = None, **fields: An
         **fields,
         "error": {"message": message, "type": kind, "param": param, "code": status},
     }
+
+
+def first_few(told: Sequence[str], separator: str = ", ") -> str:
+    """What a message says of many things: the first few, and how many more there are."""
+    more = len(told) - MAX_NAMED
+    return separator.join(told[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def drop_frames(error: BaseException | None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Final, Self
 
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.errors import RequestRejected, first_few
 
 GREEDY_BELOW_TEMPERATURE = 1e-6
 # A key of `custom_params`.
@@ -140,7 +140,7 @@ class SamplingParams:
             raise RequestRejected(f"sampling_params: expected an object, got {_shown(given)}")
         unknown = [name for name in given if name not in _KEYS]
         if unknown:
-            listed = ", ".join(repr(name) for name in unknown[:10])
+            listed = first_few([repr(name) for name in unknown])
             raise RequestRejected(
                 f"sampling_params: unknown key {listed}. Valid keys: {', '.join(sorted(_KEYS))}"
             )

@@ -14,9 +14,9 @@ from torch import Tensor
 from ebbtide.srt.config import CacheConfig, ModelConfig
 from ebbtide.srt.distributed.division import Division, part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
-from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.errors import ConfigurationError, first_few
 from ebbtide.srt.mem_cache.kv_scales import KVScales, scale_place
-from ebbtide.srt.model_executor.loader import Checkpoint, summary
+from ebbtide.srt.model_executor.loader import Checkpoint
 from ebbtide.srt.stored_tensor import whole
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _require_one_each(path: str, found: Counter[tuple[int, int]], num_layers: in
         for layer, side in sorted(wanted | found)
         if wanted[layer, side] != found[layer, side]
     ]
-    raise ConfigurationError(f"{path}: scales of the KV cache: {summary(problems)}")
+    raise ConfigurationError(f"{path}: scales of the KV cache: {first_few(problems)}")
 
 
 def _per_head(name: str, scale: Tensor, num_kv_heads: int) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
 from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
 from ebbtide.srt.model_executor.weight_store import WeightStore
@@ -16,7 +16,6 @@ from ebbtide.srt.stored_tensor import StoredTensor
 CHECKPOINT_FORMATS = ("auto", "safetensors", "pt")
 DUMMY_SEED = 0
 DUMMY_SCALE = 0.02
-MAX_NAMES_IN_MESSAGE = 5
 
 
 class Checkpoint:
@@ -44,7 +43,7 @@ class Checkpoint:
         absent = [f"{name} (in {file})" for name, file in listed.items() if name not in self.entries]
         if absent:
             raise ConfigurationError(
-                f"{path}: the index lists tensors that the files lack: {summary(absent)}"
+                f"{path}: the index lists tensors that the files lack: {first_few(absent)}"
             )
 
     def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
@@ -78,7 +77,7 @@ def load_weights(store: WeightStore, path: str | Path, load_format: str) -> None
     checkpoint = Checkpoint(path, load_format)
     missing = sorted(store.names - checkpoint.entries.keys())
     if missing:
-        raise ConfigurationError(f"{path}: {len(missing)} tensors are missing: {summary(missing)}")
+        raise ConfigurationError(f"{path}: {len(missing)} tensors are missing: {first_few(missing)}")
     dtypes = {name: entry.dtype for name, entry in checkpoint.entries.items()}
     problems = [
         f"{problem.name}: {problem.reason}"
@@ -89,7 +88,7 @@ def load_weights(store: WeightStore, path: str | Path, load_format: str) -> None
         )
     ]
     if problems:
-        raise ConfigurationError(f"{path} does not fit the model: {summary(problems)}")
+        raise ConfigurationError(f"{path} does not fit the model: {first_few(problems)}")
     try:
         for name, tensor in checkpoint.tensors():
             if store.is_scales(name) and not are_scales(tensor.read()):
@@ -130,7 +129,7 @@ def checkpoint_files(path: Path, load_format: str) -> tuple[list[Path], dict[str
             files = [path / name for name in sorted(set(listed.values()))]
             absent = [str(file) for file in files if not file.is_file()]
             if absent:
-                raise ConfigurationError(f"{index_file} names files that are missing: {summary(absent)}")
+                raise ConfigurationError(f"{index_file} names files that are missing: {first_few(absent)}")
             return files, listed
         for pattern in (f"{stem}*.{suffix}", f"*.{suffix}"):
             # What is no file, like a pipe, might never end or never begin.
@@ -149,11 +148,5 @@ def read_index(file: Path) -> dict[str, str]:
         raise ConfigurationError(f"{file} is not an index with a weight_map: {error}") from error
     outside = [shard for shard in listed.values() if Path(shard).name != shard]
     if outside:
-        raise ConfigurationError(f"{file} names files outside its folder: {summary(outside)}")
+        raise ConfigurationError(f"{file} names files outside its folder: {first_few(outside)}")
     return listed
-
-
-def summary(items: list[str]) -> str:
-    """The first few items and how many more there are."""
-    more = len(items) - MAX_NAMES_IN_MESSAGE
-    return ", ".join(items[:MAX_NAMES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.errors import ConfigurationError, first_few
 from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, Fp8Experts, Fp8Linear, ScaleLayout
 from ebbtide.srt.layers.fp8_channels import ChannelExperts, ChannelLinear
 from ebbtide.srt.layers.linear import Linear
@@ -19,7 +19,6 @@ from ebbtide.srt.models.sharding import Placement
 logger = logging.getLogger(__name__)
 
 # So many names are listed in a message.
-MAX_TOLD = 3
 
 
 @dataclass(frozen=True)
@@ -106,14 +105,10 @@ def _chosen(
         elif len(excluded) < len(names):
             others = sorted(set(names) - set(excluded))
             raise ConfigurationError(
-                f"quantization_exclude: {_told(excluded)} are one weight with {_told(others)} here: exclude "
-                "all of them or none"
+                f"quantization_exclude: {first_few(sorted(excluded))} are one weight with "
+                f"{first_few(others)} here: exclude all of them or none"
             )
     return chosen
-
-
-def _told(names: list[str]) -> str:
-    return ", ".join(sorted(names)[:MAX_TOLD]) + (", ..." if len(names) > MAX_TOLD else "")
 
 
 def _scales_of(name: str, placement: Placement, layout: ScaleLayout) -> Placement:

@@ -140,7 +140,7 @@ def test_not_the_rank_that_fails_for_another_is_named() -> None:
 
 
 def test_a_start_of_which_one_rank_is_stopped_fails_and_leaves_none() -> None:
-    config = config_of(tp_size=2, watchdog_timeout=2, dist_timeout=2)
+    config = config_of(tp_size=2, watchdog_timeout=5, dist_timeout=2)
     processes = EngineProcesses(config, target("stop_rank_1_at_its_start"))
     pids = processes.pids
     with pytest.raises(

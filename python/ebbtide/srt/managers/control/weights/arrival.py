@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, NoReturn, TypeAlias
 
-from ebbtide.srt.errors import RequestRejected, drop_frames
+from ebbtide.srt.errors import RequestRejected, drop_frames, first_few
 from ebbtide.srt.managers.control.pace import Pace, Wake, look_until
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import Activity, DeadlinePassed, OutOfStep, Ranks, Work
@@ -241,7 +241,7 @@ def _refuse_problems(incoming: IncomingWeights) -> None:
     """Refuse tensors that do not fit the model, and list them."""
     problems = incoming.problems
     if problems:
-        listed = "; ".join(f"{problem['name']}: {problem['reason']}" for problem in problems[:MAX_ERRORS])
+        listed = first_few([f"{problem['name']}: {problem['reason']}" for problem in problems], "; ")
         raise RequestRejected(
             f"{len(problems)} of {incoming.num_tensors + incoming.num_ignored} tensors do not fit the model, "
             f"nothing was written: {listed}",
@@ -254,10 +254,9 @@ def refuse_halves(incoming: IncomingWeights) -> None:
     """Refuse, where nothing follows, tensors of which others are a part."""
     if incoming.halves:
         lacking = sorted({other for other, _ in incoming.halves.values()})
-        listed = ", ".join(lacking[:MAX_ERRORS])
         raise RequestRejected(
             f"{len(incoming.halves)} tensors do not come with what belongs to them, nothing was written: "
-            f"expected with them {listed}. In a session they may follow"
+            f"expected with them {first_few(lacking)}. In a session they may follow"
         )
 
 

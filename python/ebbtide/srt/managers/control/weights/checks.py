@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.errors import RequestRejected, first_few
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.ports import Activity, HandlerTable, Operation, Ranks, Slices, Work
@@ -33,7 +33,6 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 T = TypeVar("T")
 
 MAX_ERRORS: Final = 20
-MAX_NAMES: Final = 10
 
 
 class WeightReading:
@@ -163,8 +162,7 @@ class WeightChecks:
         if missing:
             raise RequestRejected(
                 f"the weights are stale: {len(missing)} tensors were not written since a resume or a reset "
-                f"({', '.join(sorted(missing)[:MAX_NAMES])}{', ...' if len(missing) > MAX_NAMES else ''}): "
-                "update them first",
+                f"({first_few(sorted(missing))}): update them first",
                 409,
             )
 
@@ -191,7 +189,7 @@ def _refusing(differences: Slices[list[dict[str, str]]]) -> Slices[None]:
     """Refused if there are any."""
     errors = yield from differences
     if errors:
-        told = ", ".join(f"{error['name']} ({error['reason']})" for error in errors[:MAX_NAMES])
+        told = first_few([f"{error['name']} ({error['reason']})" for error in errors])
         raise RequestRejected(
             f"{len(errors)} parameters are not those of the snapshot: {told}",
             400,

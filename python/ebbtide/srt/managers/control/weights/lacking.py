@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.errors import RequestRejected, first_few
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights
 
-# How many names, or refusals, a message lists at most.
+# How many names, or refusals, the fields of an answer list at most.
 MAX_TOLD: Final = 10
 
 
@@ -53,7 +53,7 @@ class Lacking:
             lacking = sorted(set(self._halves.values()))
             raise RequestRejected(
                 f"the session is incomplete: {len(lacking)} tensors that belong to others of 8 bits did not "
-                f"come: {', '.join(lacking[:MAX_TOLD])}. Send them, or abort_weight_update; allow_incomplete "
+                f"come: {first_few(lacking)}. Send them, or abort_weight_update; allow_incomplete "
                 "leaves these weights as they were",
                 409,
             )
@@ -63,7 +63,7 @@ class Lacking:
             remedy = "Send it, or" if can_be_made_up else "Not all of their names could be read:"
             raise RequestRejected(
                 f"the session is incomplete: refused were {len(left)} of its updates, and what they were to "
-                f"write was not sent again: {'; '.join(refused.reason for refused in left[:MAX_TOLD])}. "
+                f"write was not sent again: {first_few([refused.reason for refused in left], '; ')}. "
                 f"{remedy} abort_weight_update; allow_incomplete commits what there is",
                 409,
                 refusals=[refused.told for refused in left[:MAX_TOLD]],

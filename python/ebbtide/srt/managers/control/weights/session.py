@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from msgspec import structs
 
-from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.errors import EngineError, RequestRejected, first_few
 from ebbtide.srt.managers.control.pace import Pace, Stall, is_burst
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import (
@@ -23,7 +23,7 @@ from ebbtide.srt.managers.control.ports import (
 )
 from ebbtide.srt.managers.control.weight_content import Valid, WeightContent
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, Staging, Weights
-from ebbtide.srt.managers.control.weights.lacking import MAX_TOLD, Lacking
+from ebbtide.srt.managers.control.weights.lacking import Lacking
 from ebbtide.srt.managers.io_struct import UpdateWeightsReqOutput
 from ebbtide.srt.slices import finish
 
@@ -148,8 +148,7 @@ class WeightSession:
     @property
     def told_of_nonfinite(self) -> str:
         """Which tensors hold NaN or Inf, as a sentence."""
-        listed = ", ".join(sorted(self.nonfinite)[:MAX_TOLD])
-        return f"{len(self.nonfinite)} tensors hold NaN or Inf: {listed}."
+        return f"{len(self.nonfinite)} tensors hold NaN or Inf: {first_few(sorted(self.nonfinite))}."
 
     @property
     def overwrites_what_serves(self) -> bool:
@@ -396,7 +395,7 @@ class WeightSession:
         if missing:
             raise RequestRejected(
                 f"nothing was written: a delta changes what is there, and {len(missing)} of its parameters "
-                f"are stale ({', '.join(sorted(missing)[:MAX_TOLD])}): send them whole",
+                f"are stale ({first_few(sorted(missing))}): send them whole",
                 409,
             )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.device.base import Device
-from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.errors import EngineError, RequestRejected, first_few
 from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.managers.control.ports import OutOfStep, Slices
 from ebbtide.srt.managers.control.weight_ports import Staging
@@ -36,7 +36,6 @@ from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges
 T = TypeVar("T")
 
 # How many names a message lists at most.
-MAX_TOLD: Final = 10
 # How many copies one slice plans, in less than a millisecond.
 PLANNED_AT_ONCE: Final = 64
 
@@ -332,7 +331,7 @@ class IncomingTensors:
         if wrong:
             raise RequestRejected(
                 f"nothing was written: scales are finite and above zero; {len(wrong)} tensors of scales have "
-                f"others ({', '.join(wrong[:MAX_TOLD])})"
+                f"others ({first_few(wrong)})"
             )
         yield len(found)
 
@@ -414,7 +413,7 @@ class IncomingTensors:
         if wrong:
             raise RequestRejected(
                 f"nothing was written: the checksums of {len(wrong)} tensors would not be the sender's "
-                f"({', '.join(sorted(wrong)[:MAX_TOLD])}). What serves is not what the delta is of, or it "
+                f"({first_few(sorted(wrong))}). What serves is not what the delta is of, or it "
                 "was damaged on its way: send the weights whole"
             )
 
