@@ -18,6 +18,7 @@ from ebbtide.srt.entrypoints.http_server import create_app
 from ebbtide.srt.entrypoints.openapi import openapi_document
 
 DOCUMENT = openapi_document()
+RECORDED = Path(__file__).parents[1] / "fixtures" / "wire"
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,19 @@ def test_the_document_and_its_page_are_served(server: Server) -> None:
     assert "/openapi.json" in page.text
 
 
+def request_schema(method: str, path: str) -> Any:
+    """Of a body; None: there is none."""
+    operation = DOCUMENT["paths"][path][method.lower()]
+    if "requestBody" not in operation:
+        return None
+    content = operation["requestBody"]["content"]["application/json"]
+    return {**content["schema"], "components": DOCUMENT["components"]}
+
+
 def assert_described(server: Server, method: str, path: str, body: Any = None) -> None:
-    """What the server answers is what the document says, with nothing left out."""
+    """What the server takes and answers is what the document says, with nothing left out."""
+    if body is not None:
+        validator_for(request_schema(method, path)).validate(body)
     response = server.client.request(method, path, json=body)
     assert response.status_code == 200, response.text
     described = DOCUMENT["paths"][path][method.lower()]["responses"]["200"]
@@ -118,6 +130,148 @@ MESSAGES = [{"role": "user", "content": "a"}]
 )
 def test_the_document_is_true(server: Server, method: str, path: str, body: Any) -> None:
     assert_described(server, method, path, body)
+
+
+CANARY = {"input_ids": [1, 2]}
+INIT = {"master_address": "127.0.0.1", "master_port": 5, "rank_offset": 1, "world_size": 2, "timeout_s": 0.1}
+BROADCASTER = {"host": "a", "port": 5, "rank_offset": 0, "inference_world_size": 1, "timeout": 0.1}
+ID = "x" * 8
+# By path: bodies that are none.
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    "/generate": [
+        {},
+        {"input_ids": []},
+        {"text": ""},
+        {"text": ["a", ""]},
+        *({"text": "a", name: value} for name, value in (("timeout_s", 0), ("max_version_lag", -1))),
+        *({"text": "a", name: value} for name, value in (("routed_dp_rank", -1), ("continue_from", 1))),
+        *({"text": "a", "truncate_prompt_tokens": value} for value in (-2, "a")),
+        {"text": "a", "sampling_logprobs_mode": "all"},
+        *(
+            {"text": "a", "sampling_params": {name: value}}
+            for name, values in {
+                "n": (0,),
+                "temperature": (-1, "hot"),
+                "top_p": (0, 1.5),
+                "top_k": (0, -2),
+                "min_p": (-0.1, 1.1),
+                "frequency_penalty": (-2.1, 2.1),
+                "presence_penalty": (-2.1, 2.1),
+                "repetition_penalty": (0, 2.1),
+                "stop": ("", [""], ["a"] * 33),
+                "stop_token_ids": ([-1],),
+                "allowed_token_ids": ([], [-1]),
+                "bad_words": ([" "], ["a"] * 1025),
+                "max_new_tokens": (-1,),
+                "min_new_tokens": (-1,),
+                "stream_interval": (0,),
+                "custom_params": ([],),
+                "choice": ([""],),
+                "stop_regex": ("a",),
+                "watermark": (True,),
+                "beam_width": (2,),
+                "maximum": (1,),
+            }.items()
+            for value in values
+        ),
+    ],
+    "/v1/completions": [
+        {},
+        *({"prompt": prompt} for prompt in ("", [], ["a", 1], [1, [1]])),
+        *({"prompt": "a", name: -2} for name in ("max_tokens", "logprobs", "prompt_logprobs", "top_k")),
+        *({"prompt": "a", name: 0} for name in ("n", "best_of", "timeout_s", "top_p")),
+        {"prompt": "a", "suffix": "b"},
+        {"prompt": "a", "min_tokens": -1},
+    ],
+    "/v1/chat/completions": [
+        {},
+        {"messages": []},
+        *({"messages": MESSAGES, name: -2} for name in ("top_logprobs", "max_completion_tokens")),
+        {"messages": MESSAGES, "temperature": -1},
+    ],
+    "/inference/v1/generate": [
+        {},
+        {"token_ids": []},
+        {"token_ids": [1], "max_version_lag": -1},
+        {"token_ids": [1], "routed_dp_rank": -1},
+    ],
+    "/tokenize": [{}, {"prompt": "a", "text": "b"}],
+    "/detokenize": [{}, {"tokens": [1, [1]]}],
+    "/transition": [
+        *({"steps": [step]} for step in ({}, {"op": "sleep"}, {"op": "pause", "mode": "nap"})),
+        *({"steps": [step]} for step in ({"op": "update_from_disk"}, {"op": "resize"})),
+    ],
+    "/pause_generation": [{"timeout_s": -1}],
+    "/flush_cache": [{"timeout_s": -1}],
+    "/resize_memory_occupation": [{}, {"num_tokens": 64, "num_bytes": 1 << 20}],
+    "/begin_weight_update": [{"timeout_s": -1}, {"selector": "draft"}],
+    "/end_weight_update": [{"timeout_s": -1}],
+    "/update_weights_from_disk": [
+        {"model_path": "a", name: value}
+        for name, value in {
+            "timeout_s": -1,
+            "selector": "draft",
+            "canary": {**CANARY, "atol": None},
+            "flush_cache": "no",
+        }.items()
+    ]
+    + [{"model_path": "a", "canary": canary} for canary in ({"input_ids": [1]}, {**CANARY, "atol": -1})],
+    "/update_weights_from_tensor": [{"serialized_named_tensors": [], "timeout_s": -1}],
+    "/update_weights_from_distributed": [{"names": [], "dtypes": [], "shapes": [], "selector": "draft"}],
+    "/update_weights_from_ipc": [{"zmq_handles": {}, "selector": "draft"}],
+    "/init_weights_update_group": [
+        *({**INIT, name: 0} for name in ("master_port", "rank_offset", "timeout_s")),
+        *({**INIT, name: ""} for name in ("master_address", "group_name", "master_port")),
+        {**INIT, "world_size": 1},
+    ],
+    "/get_weights_by_name": [{"name": ""}, {"name": "lm_head.weight", "truncate_size": -1}],
+    "/start_weight_update": [{"is_checkpoint_format": False}],
+    "/weight_checker": [{}, {"action": "compare"}],
+    "/inference/v1/abort_requests": [{}, {"request_ids": []}],
+    "/init_weight_transfer_engine": [
+        {},
+        *({"init_info": info} for info in ({"pack": True}, {"rank_offset": 1}, {"local_checkpoint_dir": ""})),
+        {"init_info": {"rank_offset": 0, "world_size": 2, "nccl_unique_id_b64": ID}},
+    ],
+    "/init_broadcaster": [
+        *({**BROADCASTER, name: 0} for name in ("port", "inference_world_size", "timeout")),
+        {**BROADCASTER, "host": ""},
+        {**BROADCASTER, "rank_offset": -1},
+        {**BROADCASTER, "quantize_in_weight_transfer": True},
+        {**BROADCASTER, "session_id": "a"},
+    ],
+    "/pull_weights": [
+        {"local_checkpoint_dir": "a", "source_dir": "b", "target_version": 1, "pre_read_hook": "c"}
+    ],
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_the_document_does_not_allow_is_refused(server: Server, path: str) -> None:
+    schema = validator_for(request_schema("POST", path))
+    for body in REFUSED[path]:
+        assert not schema.is_valid(body), body
+        response = server.client.request("POST", path, json=body)
+        assert response.status_code == 400, (body, response.text)
+
+
+@pytest.mark.parametrize("query", [{"dp_rank": -1}, {"include": "core,all,disc"}])
+def test_a_query_that_the_document_does_not_allow_is_refused(server: Server, query: dict[str, Any]) -> None:
+    parameters = DOCUMENT["paths"]["/v1/loads"]["get"]["parameters"]
+    [(name, value)] = query.items()
+    [schema] = [known["schema"] for known in parameters if known["name"] == name]
+    assert not validator_for(schema).is_valid(value)
+    assert server.get("/v1/loads", params=query).status_code == 400
+
+
+def test_the_document_allows_what_frameworks_send() -> None:
+    calls = [call for file in RECORDED.glob("*.json") for call in msgspec.json.decode(file.read_bytes())]
+    sent = [call for call in calls if call["status"] == 200 and call.get("body") is not None]
+    assert len(sent) > 50
+    for call in sent:
+        schema = request_schema(call["method"], call["path"])
+        if schema is not None:
+            validator_for(schema).validate(call["body"])
 
 
 # The weights were released above: without new ones nothing would run.

@@ -26,14 +26,19 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     ModelList,
 )
 from ebbtide.srt.entrypoints.openai.tokenization import DetokenizeRequest, Texts, TokenizeRequest, Tokens
+from ebbtide.srt.entrypoints.request_schemas import refine
 from ebbtide.srt.entrypoints.transition import TransitionReply, TransitionRequest
 from ebbtide.srt.entrypoints.vllm.information import ServerInfoQuery
+from ebbtide.srt.entrypoints.vllm.published import FetchInfo
 from ebbtide.srt.entrypoints.vllm.routes import GENERATE_PATHS, ROUTES
 from ebbtide.srt.entrypoints.vllm.tokens_protocol import TokensAnswer, TokensRequest
+from ebbtide.srt.entrypoints.vllm.weight_transfer import InitInfo, LendingInfo
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.io_struct import ControlRequest, Reply
 from ebbtide.srt.sampling_params import SamplingParams
 
+# What bodies hold that say in their own words what they are.
+PARTS = (SamplingParams, InitInfo, LendingInfo, FetchInfo)
 REF_TEMPLATE = "#/components/schemas/{name}"
 
 Schema = dict[str, Any]
@@ -168,12 +173,14 @@ class _Schemas:
     def __init__(self, routes: Iterable[Route]) -> None:
         requests = [route.request for route in routes if route.request is not None]
         replies = [kind for one in routes for kind in (one.reply, one.event) if kind is not None]
-        requests.append(SamplingParams)
+        requests += PARTS
         known, incoming = _components(requests)
         answered, outgoing = _components([*replies, bodies.Error])
         self._known = known | answered
+        # Deeper in a body null is what the type says.
+        for kind in dict.fromkeys(requests):
+            _accept_null(incoming[kind.__name__])
         for name, schema in incoming.items():
-            _accept_null(schema)
             _drop_tag(name, schema)
         for name, schema in outgoing.items():
             _drop_tag(name, schema)
@@ -190,6 +197,7 @@ class _Schemas:
         one = self.of(SamplingParams)
         generate = self.components[GenerateReqInput.__name__]["properties"]
         generate["sampling_params"] = {"anyOf": [one, {"type": "array", "items": one}, {"type": "null"}]}
+        refine(self.components)
 
 
 def _components(kinds: Iterable[Any]) -> tuple[dict[str, Schema], dict[str, Schema]]:
@@ -241,7 +249,9 @@ def _describe(route: Route, method: str, schemas: _Schemas) -> Schema:
         parameters += _query(schemas.components[route.request.__name__])
     elif route.request is not None:
         schema = schemas.of(route.request)
-        needs_fields = bool(schemas.components[route.request.__name__].get("required"))
+        needs_fields = bool(
+            schemas.components[route.request.__name__].keys() & {"required", "anyOf", "oneOf"}
+        )
         described["requestBody"] = {
             "required": needs_fields,
             "content": {"application/json": {"schema": schema}},
@@ -256,9 +266,9 @@ def _content(route: Route, schemas: _Schemas) -> Schema:
         return {}
     content: Schema = {route.media_type: {"schema": schemas.of(route.reply)}}
     if route.event is not None:
-        # OpenAPI 3.1 has no word for the schema of one event.
+        # OpenAPI 3.1 has no word for the schema of one event; tools take this one for it.
         event = f"Each event is `data: ` and a {route.event.__name__}; the last is `data: [DONE]`."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": event}}
+        content["text/event-stream"] = {"schema": {"description": event}}
     return {"content": content}
 
 

@@ -64,6 +64,10 @@ class AbortParameters(Struct, kw_only=True):
     request_ids: list[str] | None = None
 
 
+class AbortNamedParameters(Struct, kw_only=True):
+    request_ids: Annotated[list[str], Meta(min_length=1)]
+
+
 class InitParameters(Struct, kw_only=True):
     init_info: dict[str, Any]
 

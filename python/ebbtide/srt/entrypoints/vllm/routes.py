@@ -17,6 +17,7 @@ from ebbtide.srt.entrypoints.vllm.generate import TokensApi
 from ebbtide.srt.entrypoints.vllm.information import VLLM_VERSION
 from ebbtide.srt.entrypoints.vllm.occupation import Body, VllmOccupation
 from ebbtide.srt.entrypoints.vllm.parameters import (
+    AbortNamedParameters,
     AbortParameters,
     BroadcasterParameters,
     CheckerParameters,
@@ -93,10 +94,8 @@ class VllmApi:
     async def is_sleeping(self, asked: Nothing) -> Body:
         return {"is_sleeping": self.occupation.is_paused or self.occupation.is_asleep}
 
-    async def abort_named(self, asked: AbortParameters) -> Body:
-        if not asked.request_ids:
-            raise RequestRejected("request_ids: is needed here", param="body.request_ids")
-        return await self.occupation.abort(asked)
+    async def abort_named(self, asked: AbortNamedParameters) -> Body:
+        return await self.occupation.abort(AbortParameters(request_ids=asked.request_ids))
 
     async def weight_info(self, asked: Nothing) -> Body:
         return {"weight_version": self._service.state.weight_version}
@@ -187,7 +186,7 @@ ROUTES: Final = (
         "/inference/v1/abort_requests",
         "End these requests.",
         lambda api: api.abort_named,
-        AbortParameters,
+        AbortNamedParameters,
     ),
     VllmRoute(
         "POST",
