@@ -315,10 +315,12 @@ def measure_http(report: Report, args: argparse.Namespace, folder: Path, shape: 
                 report.add(key, [one / ours for one in tok_s], tok_s=tok_s, engine_tok_s=by_engine[size])
                 if stream:
                     gaps = [np.percentile(load.gaps_ms, (50, 99)).tolist() for load in loads]
+                    firsts = [np.percentile(load.firsts_ms, (50, 100)).tolist() for load in loads]
                     report.add(
                         row_key(args, f"http_{size}_gap_p99_of_median"),
                         [p99 / p50 for p50, p99 in gaps],
                         gaps_ms=gaps,
+                        firsts_ms=firsts,
                     )
 
 

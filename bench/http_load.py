@@ -34,11 +34,13 @@ class Load:
         seconds: from the first request to the end of the last answer.
         num_tokens: of all outputs.
         gaps_ms: between two arrivals of one stream, all streams together; empty without streaming.
+        firsts_ms: until the first arrival of each stream; empty without streaming.
     """
 
     seconds: float
     num_tokens: int
     gaps_ms: list[float]
+    firsts_ms: list[float]
 
 
 @contextmanager
@@ -65,6 +67,7 @@ def run_load(
         max(times[-1] for _, times in answers) - begin_s,
         sum(count for count, _ in answers),
         gaps if stream else [],
+        [(times[0] - begin_s) * 1e3 for _, times in answers] if stream else [],
     )
 
 

@@ -48,11 +48,72 @@ def test_a_short_prompt_does_not_wait_for_long_ones(num_long: int) -> None:
     assert took[1.0] >= 20
 
 
-def test_streams_that_were_retracted_come_back_one_after_another() -> None:
-    """Each as soon as its own KV is there, while those before it go on; one pass would have room for all."""
-    schedule = default_schedule(chunked_prefill_size=160, prefill_share=0.25, max_running_requests=8)
-    harness = SchedulerHarness(num_pages=256, context_len=64, schedule=schedule)
-    streams = [harness.generate(range(n, n + 30), max_new_tokens=30) for n in range(0, 400, 100)]
+def noted_passes(harness: SchedulerHarness, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The prompt tokens of each pass that has any, from here on."""
+    passes: list[int] = []
+    launch = harness.runner.launch
+
+    def noted(plan: BatchPlan, **more: Any) -> PendingStep:
+        if num_tokens := int(plan.num_new_R[plan.num_new_R > 1].sum()):
+            passes.append(num_tokens)
+        return launch(plan, **more)
+
+    monkeypatch.setattr(harness.runner, "launch", noted)
+    return passes
+
+
+def passes_of_64(max_running_requests: int) -> SchedulerHarness:
+    """A pass has room for 8 prompts of a share each, and for 3 if streams wait for it."""
+    schedule = default_schedule(
+        chunked_prefill_size=64, prefill_share=0.125, max_running_requests=max_running_requests
+    )
+    return SchedulerHarness(num_pages=1024, context_len=64, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("stream", "interval", "passes"),
+    [
+        pytest.param(True, 1, [64, 64, *[24] * 8], id="streams"),
+        pytest.param(True, 64, [64] * 5, id="long chunks"),
+        pytest.param(False, 1, [64] * 5, id="whole answers"),
+    ],
+)
+def test_passes_that_streams_wait_for_are_short_once_a_quarter_of_the_requests_decode(
+    stream: bool, interval: int, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = passes_of_64(max_running_requests=64)
+    found = noted_passes(harness, monkeypatch)
+    for n in range(0, 400, 10):
+        harness.generate(range(n, n + 8), stream=stream, stream_interval=interval)
+    harness.run_until_idle()
+    assert found == passes
+
+
+def test_one_stream_does_not_slow_the_prompts_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = passes_of_64(max_running_requests=64)
+    found = noted_passes(harness, monkeypatch)
+    stream = harness.generate(range(500, 508), max_new_tokens=40)
+    harness.turn_until(lambda: bool(harness.outputs[stream].token_ids))
+    for n in range(0, 360, 10):
+        harness.generate(range(n, n + 8), stream=False)
+    harness.run_until_idle()
+    assert found == [8, 64, 64, 64, 64, 32]
+
+
+def test_a_queue_that_has_no_place_yet_does_not_make_passes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = passes_of_64(max_running_requests=16)
+    found = noted_passes(harness, monkeypatch)
+    for n in range(0, 600, 10):
+        harness.generate(range(n, n + 8), max_new_tokens=8 if n < 80 else 40)
+    harness.turn_until(lambda: len(found) == 7)
+    # Eight of them take the other places, and once the first eight have ended, three have theirs at a time.
+    assert found == [64, 24, 24, 16, 24, 24, 16]
+
+
+def test_streams_that_were_retracted_come_back_as_soon_as_their_own_kv_is_there() -> None:
+    """Three at a time, while those before them go on; one pass would have room for all."""
+    harness = passes_of_64(max_running_requests=8)
+    streams = [harness.generate(range(n, n + 3), max_new_tokens=30) for n in range(0, 80, 10)]
     harness.turn_until(lambda: all(len(harness.outputs[rid].token_ids) >= 5 for rid in streams))
     harness.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT), PauseGenerationReqOutput)
     harness.apply(FlushCacheReqInput(), FlushCacheReqOutput)
@@ -60,11 +121,11 @@ def test_streams_that_were_retracted_come_back_one_after_another() -> None:
     harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
     harness.turn_until(lambda: len(harness.outputs[streams[-1]].token_ids) > before[-1])
     more = [len(harness.outputs[rid].token_ids) - num for rid, num in zip(streams, before, strict=True)]
-    assert more == [4, 3, 2, 1]
+    assert more == [3, 3, 3, 2, 2, 2, 1, 1]
     load = harness.apply(GetLoadReqInput(), GetLoadReqOutput).loads[0]
     # Each had the KV of its prompt, and of its outputs but the last.
-    assert load.recomputed_tokens == {"pause": sum(30 + num - 1 for num in before)}
-    assert sum(load.kv_tokens.values()) >= sum(30 + num for num in before)
+    assert load.recomputed_tokens == {"pause": sum(3 + num - 1 for num in before)}
+    assert sum(load.kv_tokens.values()) >= sum(3 + num for num in before)
     harness.run_until_idle()
     assert all(len(harness.outputs[rid].token_ids) == 30 for rid in streams)
 

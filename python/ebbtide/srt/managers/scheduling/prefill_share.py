@@ -1,8 +1,9 @@
-"""How prompts share a forward pass: none takes so much of it that short ones wait for long ones to end."""
+"""How prompts share a forward pass: short ones do not wait for long ones to end, nor streams for all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 from ebbtide.srt.managers.scheduling.request import Req
@@ -11,9 +12,13 @@ if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
 
 
-# Streams that have begun stand still until their KV is computed again: a pass takes this part of the usual
-# prompt tokens then, so that each goes on as soon as its own is there, and not with all that share its pass.
-AGAIN_PARTS: Final = 4
+# A pass that streams wait for takes prompt tokens for so many shares only. By default that is about as long as
+# 1,024 requests take to decode, so the pass takes twice as long as one without prompts. It depends on nothing
+# that is measured: all ranks decide alike.
+SHARES_BESIDE_STREAMS: Final = 3
+# Smaller passes serve fewer tokens per second, which whoever has no token yet waits for: as long as there are
+# more than so many of them to each stream, passes are whole.
+NEWCOMERS_PER_STREAM: Final = 3
 
 
 class PrefillShare:
@@ -21,6 +26,7 @@ class PrefillShare:
 
     Attributes:
         budget: prompt tokens of a pass.
+        budget_beside_streams: the same, where streams wait for it.
         tokens: of one prompt; without chunks there are no shares.
     """
 
@@ -28,20 +34,23 @@ class PrefillShare:
         chunk = config.chunked_prefill_size
         self.budget = config.max_prefill_tokens if chunk is None else chunk
         self.tokens = self.budget if chunk is None else max(1, int(chunk * config.prefill_share))
+        self.budget_beside_streams = min(self.budget, SHARES_BESIDE_STREAMS * self.tokens)
         self._is_chunked = chunk is not None
         self._has_stepped_aside = False
 
-    def of_running(self, running: Iterable[Req], next_up: Sequence[Req]) -> tuple[dict[Req, int], int]:
+    def of_running(
+        self, prefilling: Sequence[Req], upcoming: Sequence[Req], num_streams: int
+    ) -> tuple[dict[Req, int], int]:
         """How many tokens a pass computes of each prompt that is being prefilled, where it computes any.
 
         Those that end with it come first. Returns what is left of the pass too.
 
         Args:
-            next_up: the first of those that wait to be admitted: a share is left to them.
+            upcoming: those that wait and may be admitted, the ones that have begun first: a share is left to them.
+            num_streams: requests that decode and are streamed.
         """
-        prefilling = [req for req in running if req.num_missing > 1]
-        budget = self._of_pass([*prefilling, *next_up])
-        left = self.tokens if next_up and 2 * self.tokens <= budget else 0
+        budget = self._of_pass(prefilling, upcoming, num_streams)
+        left = self.tokens if upcoming and 2 * self.tokens <= budget else 0
         budget -= left
         chunks: dict[Req, int] = {}
         for req in sorted(prefilling, key=lambda req: req.num_missing > self.tokens):
@@ -50,10 +59,17 @@ class PrefillShare:
                 budget -= chunks[req]
         return chunks, budget + left
 
-    def _of_pass(self, requests: Iterable[Req]) -> int:
-        """Prompt tokens of the next pass, where these come first."""
-        is_again = self._is_chunked and any(req.num_retractions > 0 for req in requests)
-        return max(self.budget // AGAIN_PARTS, self.tokens) if is_again else self.budget
+    def _of_pass(self, prefilling: Sequence[Req], upcoming: Sequence[Req], num_streams: int) -> int:
+        """Prompt tokens of the next pass.
+
+        Streams that have begun and lost their KV stand still until it is there again: they wait for the pass too.
+        """
+        begun = [req for req in prefilling if req.has_begun]
+        begun += takewhile(lambda req: req.has_begun, upcoming)
+        num_newcomers = len(prefilling) + len(upcoming) - len(begun)
+        num_streams += sum(req.is_streamed for req in begun)
+        is_whole = num_newcomers > NEWCOMERS_PER_STREAM * num_streams
+        return self.budget if is_whole or not num_streams else self.budget_beside_streams
 
     def short_first(self, chunks: dict[Req, int]) -> dict[Req, int]:
         """The chunks of a pass. Where short prompts end with it, those that go on wait for the next one, so

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import FinishReason, LogprobList, RetractCause
 from ebbtide.srt.managers.scheduling.routes import RouteRows
-from ebbtide.srt.managers.scheduling.running_rows import RunningRows
+from ebbtide.srt.managers.scheduling.running_rows import LONGEST_STREAM_INTERVAL, RunningRows
 from ebbtide.srt.managers.scheduling.versions import NO_CONTRACT, Commit
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
 from ebbtide.srt.managers.wire.generation import VersionContract
@@ -173,6 +173,11 @@ class Req:
     def has_begun(self) -> bool:
         """Whether its KV was taken away: it is admitted again ahead of those that never had any."""
         return self.num_retractions > 0 or self.parked is not None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether its tokens are sent on so few at a time that one long pass between them shows."""
+        return self.stream_interval is not None and self.stream_interval <= LONGEST_STREAM_INTERVAL
 
     @property
     def num_to_come(self) -> int:

@@ -9,7 +9,7 @@ Shapes: R requests of a batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Column = NDArray[np.int64]
 
 PLAIN_STREAM, OTHER_STREAM = 1, 2
+# Tokens of a chunk. Whoever gets more at a time collects them, and has no use for even gaps.
+LONGEST_STREAM_INTERVAL: Final = 16
 
 
 class RunningRows:
@@ -111,6 +113,11 @@ class RunningRows:
         known_R = self.planned[rows_R] - self.in_flight[rows_R]
         is_last_R: NDArray[np.bool_] = known_R - self.computed[rows_R] == 1
         return is_last_R & (known_R > self.num_prompt[rows_R])
+
+    def num_streamed(self, rows_R: Column) -> int:
+        """How many of these are streamed: see `Req.is_streamed`."""
+        interval_R = self.output_interval[rows_R]
+        return int(((interval_R > 0) & (interval_R <= LONGEST_STREAM_INTERVAL)).sum())
 
     def num_to_come(self, rows_R: Column) -> int:
         """Output tokens that these may still generate, together."""

@@ -308,16 +308,18 @@ class SchedulePolicy:
         """
         if not self.has_work or self._must_commit_first() or not self._grow_running():
             return None
-        admits = bool(self.waiting) and not self.holds_admission
+        room = self.config.max_running_requests - len(self.running)
+        upcoming = [] if self.holds_admission else self.waiting[:room]
         rows_R = self._running_rows()
         missing_R = self.rows.missing(rows_R)
         # Rows of one token come first, so that those of a kind lie together.
         decoding = np.flatnonzero(missing_R == 1)
         requests = [self.running[index] for index in decoding.tolist()]
         prefilling = [self.running[index] for index in np.flatnonzero(missing_R > 1).tolist()]
-        chunks, budget = self._share.of_running(prefilling, self.waiting[:admits])
+        num_streams = self.rows.num_streamed(rows_R[decoding])
+        chunks, budget = self._share.of_running(prefilling, upcoming, num_streams)
         admitted: list[Req] = []
-        for req in self._admissible(budget) if admits else ():
+        for req in self._admissible() if budget > 0 and upcoming else ():
             admitted.append(req)
             chunks[req] = self._share.of_admitted(req, budget)
             budget -= chunks[req]
@@ -383,17 +385,15 @@ class SchedulePolicy:
             self._reserve.note_retraction()
             self.retract(self.running[-1], RetractCause.POOL)
 
-    def _admissible(self, budget: int) -> Iterator[Req]:
+    def _admissible(self) -> Iterator[Req]:
         """Admit waiting requests one by one, in order, as long as the pool and the batch have room."""
-        if budget <= 0 or len(self.running) >= self.config.max_running_requests:
-            return
         rows_R = self._running_rows()
         in_prefill = np.flatnonzero(~self.rows.is_decoding(rows_R)).tolist()
         prefilling = {self.pages.next_key(self.running[index]) for index in in_prefill}
         num_to_come = self.rows.num_to_come(rows_R)
         num_deferred = 0
         for req in self._order.candidates(self.waiting, self.pages.matched):
-            if budget <= 0 or len(self.running) >= self.config.max_running_requests:
+            if len(self.running) >= self.config.max_running_requests:
                 return
             hold = self._take_pages(req, prefilling, num_to_come)
             if hold is _DEFERRED:
