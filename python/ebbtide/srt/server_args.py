@@ -201,8 +201,9 @@ class ServerArgs(SglangArguments):
         float | None,
         Arg(
             "Largest share of a forward pass's prompt tokens for a single prompt, so that short "
-            "prompts do not wait for long ones; 1: one prompt after the other (default: 1/16, but"
-            " at least 512 tokens, 1024 for models with experts)."
+            "prompts do not wait for long ones, and a third of what all prompts get of a pass that "
+            "streams wait for; 1: one prompt after the other (default: 1/16, but at least 512 "
+            "tokens, 1024 for models with experts)."
         ),
     ] = None
     schedule_policy: Annotated[

@@ -71,19 +71,20 @@ def passes_of_64(max_running_requests: int) -> SchedulerHarness:
 
 
 @pytest.mark.parametrize(
-    ("stream", "interval", "passes"),
+    ("count", "stream", "interval", "passes"),
     [
-        pytest.param(True, 1, [64, 64, *[24] * 8], id="streams"),
-        pytest.param(True, 64, [64] * 5, id="long chunks"),
-        pytest.param(False, 1, [64] * 5, id="whole answers"),
+        pytest.param(40, True, 1, [64, 64, *[24] * 8], id="40 streams"),
+        pytest.param(32, True, 1, [64, *[24] * 8], id="32 streams"),
+        pytest.param(40, True, 64, [64] * 5, id="long chunks"),
+        pytest.param(40, False, 1, [64] * 5, id="whole answers"),
     ],
 )
 def test_passes_that_streams_wait_for_are_short_once_a_quarter_of_the_requests_decode(
-    stream: bool, interval: int, passes: list[int], monkeypatch: pytest.MonkeyPatch
+    count: int, stream: bool, interval: int, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = passes_of_64(max_running_requests=64)
     found = noted_passes(harness, monkeypatch)
-    for n in range(0, 400, 10):
+    for n in range(0, 10 * count, 10):
         harness.generate(range(n, n + 8), stream=stream, stream_interval=interval)
     harness.run_until_idle()
     assert found == passes
@@ -128,6 +129,19 @@ def test_streams_that_were_retracted_come_back_as_soon_as_their_own_kv_is_there(
     assert sum(load.kv_tokens.values()) >= sum(3 + num for num in before)
     harness.run_until_idle()
     assert all(len(harness.outputs[rid].token_ids) == 30 for rid in streams)
+
+
+def test_whole_answers_that_were_retracted_come_back_in_whole_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = passes_of_64(max_running_requests=8)
+    found = noted_passes(harness, monkeypatch)
+    for n in range(0, 80, 10):
+        harness.generate(range(n, n + 3), stream=False)
+    harness.turn(3)
+    harness.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT), PauseGenerationReqOutput)
+    harness.apply(FlushCacheReqInput(), FlushCacheReqOutput)
+    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.run_until_idle()
+    assert len(found) == 2
 
 
 def test_a_prompt_that_steps_aside_before_it_has_any_kv_counts_for_none() -> None:

@@ -1,4 +1,4 @@
-"""How prompts share a forward pass: short ones do not wait for long ones to end, nor streams for all of them."""
+"""How prompts share a forward pass: short ones do not wait for long ones, nor streams for all of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class PrefillShare:
         Those that end with it come first. Returns what is left of the pass too.
 
         Args:
-            upcoming: those that wait and may be admitted, the ones that have begun first: a share is left to them.
+            upcoming: those that wait and may be admitted: a share is left to them. Those that have begun
+                come first.
             num_streams: requests that decode and are streamed.
         """
         budget = self._of_pass(prefilling, upcoming, num_streams)
@@ -62,7 +63,7 @@ class PrefillShare:
     def _of_pass(self, prefilling: Sequence[Req], upcoming: Sequence[Req], num_streams: int) -> int:
         """Prompt tokens of the next pass.
 
-        Streams that have begun and lost their KV stand still until it is there again: they wait for the pass too.
+        Streams that have begun and lost their KV stand still until it is there again: they wait for it too.
         """
         begun = [req for req in prefilling if req.has_begun]
         begun += takewhile(lambda req: req.has_begun, upcoming)
