@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
 
 
-# A pass that streams wait for takes prompt tokens for so many shares only. By default that is about as long as
-# 1,024 requests take to decode, so the pass takes twice as long as one without prompts. It depends on nothing
-# that is measured: all ranks decide alike.
+# A pass that streams wait for takes prompt tokens for so many shares only. By default they take about as long
+# as 1,024 requests that decode: beside those, a pass takes twice as long as one without prompts. Nothing here
+# is measured, so all ranks decide alike.
 SHARES_BESIDE_STREAMS: Final = 3
 # Smaller passes serve fewer tokens per second, which whoever has no token yet waits for: as long as there are
 # more than so many of them to each stream, passes are whole.
