@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import multiprocessing
@@ -80,6 +81,10 @@ def _run_part(
         {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "stream": stream}
         for prompt in prompts
     ]
+
+    # A full collection here would be a gap of all of its streams.
+    gc.collect()
+    gc.disable()
 
     async def run() -> list[tuple[int, list[float]]]:
         await asyncio.sleep(begin_s - time.time())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SHARES_BESIDE_STREAMS: Final = 3
 # Smaller passes serve fewer tokens per second, which whoever has no token yet waits for: as long as there are
 # more than so many of them to each stream, passes are whole.
-NEWCOMERS_PER_STREAM: Final = 3
+NEWCOMERS_PER_STREAM: Final = 7
 
 
 class PrefillShare:
