@@ -33,7 +33,7 @@ class SecondNode:
     def children(self) -> dict[str, int]:
         """Process ids by name."""
         found = psutil.Process(self.process.pid).children(recursive=True)
-        return {child.cmdline()[-2]: child.pid for child in found}
+        return {child.cmdline()[-1]: child.pid for child in found}
 
     @property
     def log(self) -> str:

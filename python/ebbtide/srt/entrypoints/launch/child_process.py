@@ -158,7 +158,7 @@ def _spawn(
     whole["PYTHONPATH"] = os.pathsep.join(filter(None, [root, whole.get("PYTHONPATH")]))
     # Ctrl-C while the interpreter starts must not kill it with a traceback: the mask is inherited.
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    arguments = [str(os.getpid()), name, *map(str, descriptors)]
+    arguments = [str(os.getpid()), *map(str, descriptors), name]
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "ebbtide.srt.entrypoints.launch.process", *arguments],

@@ -118,11 +118,11 @@ class ParentWatch:
 def main() -> int:
     """Take over from `launcher`.
 
-    Arguments are its process id, a name for `ps`, and the descriptors of the pipe and of the signs of life.
+    Arguments are its process id, the descriptors of the pipe and of the signs of life, and a name for `ps`.
     """
     # Imports take many seconds: the parent may end in the middle of them.
     watch = ParentWatch(int(sys.argv[1]))
-    descriptor, pulse = int(sys.argv[3]), int(sys.argv[4])
+    descriptor, pulse = int(sys.argv[2]), int(sys.argv[3])
     for inherited in (descriptor, pulse):
         os.set_inheritable(inherited, False)
     # Ctrl-C goes to the whole terminal, but the parent decides. It was blocked until now.
