@@ -4,15 +4,18 @@ import itertools
 from typing import Any
 
 import pytest
-from fixtures.control import PROMPT, Harness
+from fixtures.control import PROMPT, Harness, updating
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.managers.control import resize
 from ebbtide.srt.managers.control.weight_content import WeightContent
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
+    AnyControlRequest,
     FinishReason,
+    FlushCacheReqInput,
     GetWeightsByNameReqInput,
+    PauseGenerationReqInput,
     PauseMode,
     Preserve,
     ReleaseMemoryOccupationReqInput,
@@ -241,6 +244,32 @@ def test_parked_requests_become_retracted_ones(harness: Harness, by: str) -> Non
     harness.run_until_idle()
     assert harness.outputs[rid].finish == FinishReason("length", length=8)
     assert harness.outputs[rid].num_retractions == 1
+
+
+@pytest.mark.parametrize("preserve", [Preserve.LIVE, Preserve.ALL])
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [PauseGenerationReqInput(mode=PauseMode.RETRACT), FlushCacheReqInput()],
+        [AbortReq(abort_all=True), FlushCacheReqInput()],
+        [updating(5, pause_mode=PauseMode.RETRACT, flush_cache=True)],
+        [FlushCacheReqInput(retract_running=True)],
+    ],
+    ids=lambda requests: type(requests[0]).__name__,
+)
+def test_host_memory_is_given_back_once_nobody_needs_what_is_parked_in_it(
+    harness: Harness, preserve: Preserve, requests: list[AnyControlRequest]
+) -> None:
+    harness.begin_request(max_new_tokens=8, num_turns=3)
+    assert harness.release(KV_CACHE, preserve=preserve).parked_bytes > 0
+    for request in requests:
+        harness.do(request)
+    assert harness.page_store.num_bytes == 0
+    assert harness.now.ranks[0].tags[MemoryTag.KV_CACHE].backup_bytes == 0
+    harness.resume(KV_CACHE)
+    harness.proceed()
+    harness.run_until_idle()
+    assert [output.finish is not None for output in harness.outputs.values()] == [True]
 
 
 def shrink(harness: Harness, num_tokens: int, preserve: Preserve = Preserve.NONE) -> Any:

@@ -88,6 +88,7 @@ class MemoryOccupation:
         self._failed_at = 0
         self._released: frozenset[MemoryTag] = frozenset()
         self._requests = requests
+        requests.on_kv_given_up = self._forget_what_nobody_holds
         self._free_bytes = free_bytes
         self._ranks = ranks
         self._pace = pace
@@ -150,6 +151,7 @@ class MemoryOccupation:
             tag: self._ranks.certainly(lambda tag=tag: self._release(tag))  # type: ignore[misc]
             for tag in to_release
         }
+        self._forget_what_nobody_holds()  # Requests may have ended while their pages were saved.
         return ReleaseMemoryOccupationReqOutput(
             changed=bool(to_release),
             tags=tags,
@@ -200,14 +202,11 @@ class MemoryOccupation:
         """Retract parked requests where all ranks expect a prefill to be sooner than the copy back."""
         if not self._parked_tokens:
             return
-        has_use = self._requests.num_running > 0  # They may have ended, or lost their KV, since.
-        if has_use:
-            _, costs = yield from self._ranks.survey(
-                Activity.ALONE, at_once(lambda: None), lambda _: self._costs()
-            )
-            restore_s, compute_s = (max(seconds) for seconds in zip(*costs, strict=True))
-            has_use = restore_s <= compute_s
-        if not has_use:
+        _, costs = yield from self._ranks.survey(
+            Activity.ALONE, at_once(lambda: None), lambda _: self._costs()
+        )
+        restore_s, compute_s = (max(seconds) for seconds in zip(*costs, strict=True))
+        if restore_s > compute_s:
             # What they had in the prefix cache goes too: nothing brings its contents back.
             self._requests.park(NOTHING_PARKED)
             self._drop_parked()
@@ -336,6 +335,16 @@ class MemoryOccupation:
     def _drop_parked(self) -> None:
         self._page_store.drop(self._parked_slots)
         self._parked_pages, self._parked_slots, self._parked_tokens = [], [], 0
+
+    def _forget_what_nobody_holds(self) -> None:
+        """Give parked KV up once all its requests have ended or lost it, and the prefix cache if it was kept."""
+        if not self._parked_slots or not self.is_kv_released or self._requests.num_running > 0:
+            return
+        if self._parked_tokens:
+            # Of a prefix cache that was not to be kept, requests have left what they shared.
+            self._requests.park(NOTHING_PARKED)
+        if not self._requests.holds_pages:
+            self._drop_parked()
 
     def _keeping(self, tags: list[MemoryTag], backup: bool | None) -> bool | None:
         """Whether the weights are kept. None: they are not released, or an earlier release broke off."""

@@ -182,9 +182,14 @@ class ParkingPlan:
 
 
 class Requests(Protocol):
-    """The live generation requests, as one."""
+    """The live generation requests, as one.
+
+    Attributes:
+        on_kv_given_up: called when requests have ended or lost their KV, or the prefix cache was emptied.
+    """
 
     holds_admission: bool
+    on_kv_given_up: Callable[[], None]
 
     @property
     def num_running(self) -> int:
@@ -193,6 +198,11 @@ class Requests(Protocol):
 
     @property
     def num_queued(self) -> int: ...
+
+    @property
+    def holds_pages(self) -> bool:
+        """Whether requests or the prefix cache hold any page of the pool."""
+        ...
 
     def retract_all(self, cause: RetractCause) -> int:
         """Running requests give up their KV and go back to the head of the queue; returns how many."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ebbtide.srt.managers.control.ports import ParkingPlan
@@ -44,6 +44,7 @@ class LiveRequests:
         self._calibration = calibration
         self._processor = processor
         self._outputs = outputs
+        self.on_kv_given_up: Callable[[], None] = lambda: None
 
     @property
     def holds_admission(self) -> bool:
@@ -61,8 +62,14 @@ class LiveRequests:
     def num_queued(self) -> int:
         return len(self._policy.queued)
 
+    @property
+    def holds_pages(self) -> bool:
+        return bool(self._policy.allocator.held)
+
     def retract_all(self, cause: RetractCause) -> int:
-        return self._policy.retract_all(cause)
+        num_retracted = self._policy.retract_all(cause)
+        self.on_kv_given_up()
+        return num_retracted
 
     def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
         return self._policy.plan_parking(max_pages, with_cache=with_cache)
@@ -73,24 +80,30 @@ class LiveRequests:
         return num_retracted
 
     def abort_all(self, message: str) -> int:
-        return self._send_aborted(self._policy.finish_all(), message)
+        ended = self._policy.finish_all()
+        self.on_kv_given_up()
+        return self._send_aborted(ended, message)
 
     def abort(self, rids: Iterable[str], message: str) -> int:
         found = [req for rid in dict.fromkeys(rids) if (req := self._policy.find(rid)) is not None]
         for req in found:
             self._policy.finish(req)
+        self.on_kv_given_up()
         return self._send_aborted(found, message)
 
     def flush_cache(self) -> int:
         freed_tokens = self._policy.flush_cache()
         self._settle_if_empty()
+        self.on_kv_given_up()
         return freed_tokens
 
     def serve(self, version: str, *, is_update: bool = True) -> None:
         commit = Commit(self._policy.commit.number + 1, version)
         if is_update and self._calibration is not None:
             self._calibration.weights_changed()
-        self._send_ended(self._policy.serve(commit, is_update=is_update))
+        ended = self._policy.serve(commit, is_update=is_update)
+        self.on_kv_given_up()
+        self._send_ended(ended)
 
     def _settle_if_empty(self) -> None:
         if self._calibration is not None and not self._policy.holds_kv:
