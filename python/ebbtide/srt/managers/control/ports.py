@@ -83,6 +83,10 @@ class Overruled(RequestRejected):
         self.left = left
 
 
+class Superseded(RequestRejected):
+    """Thrown into an operation that a later request has ended."""
+
+
 class CopyStream(Protocol):
     """Where copies are launched that run beside forward passes."""
 

@@ -10,9 +10,12 @@ from fixtures.control import IN_PLACE, PROMPT, Harness, updating
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control import pace, stalls
 from ebbtide.srt.managers.io_struct import (
+    AbortWeightUpdateReqInput,
+    AnyControlRequest,
     FinishReason,
     GetWeightsByNameReqInput,
     PauseMode,
+    ReleaseMemoryOccupationReqInput,
     UpdateWeightVersionReqInput,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -90,6 +93,28 @@ def test_without_room_for_a_copy_a_failure_leaves_no_mixture_serving(harness: Ha
     assert harness.num_tokens(rid) == num_tokens
     assert harness.update(3, flush_cache=False).content == "valid"
     harness.assert_end(rid, length=20)
+
+
+@pytest.mark.parametrize(
+    "request_", [ReleaseMemoryOccupationReqInput(tags=(WEIGHTS,)), AbortWeightUpdateReqInput()]
+)
+def test_a_client_that_ends_an_update_in_place_has_it_refused_and_the_engine_did_not_fail(
+    request_: AnyControlRequest,
+) -> None:
+    harness = Harness(num_ranks=2)
+    for rank in harness.ranks:
+        rank.weights.num_staged = 0
+    harness.begin()
+    call = harness.call(updating(9))
+    # The other rank has yet to say that it has written its part, too.
+    harness.turn_until(lambda: not harness.scheduler.control.can_run)
+    assert call not in harness.replies
+    reply = harness.do(request_)
+    assert harness.refusal(call).status == 400
+    if isinstance(request_, AbortWeightUpdateReqInput):
+        assert "4 parameters are stale" in reply.message
+    harness.resume(WEIGHTS)
+    assert harness.update(3).content == "valid"
 
 
 class TestBurst:

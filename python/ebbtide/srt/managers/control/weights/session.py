@@ -19,6 +19,7 @@ from ebbtide.srt.managers.control.ports import (
     OutOfStep,
     Ranks,
     Slices,
+    Superseded,
     Work,
 )
 from ebbtide.srt.managers.control.weight_content import Valid, WeightContent
@@ -335,7 +336,7 @@ class WeightSession:
         try:
             (num_bytes, _), found = yield from self._ranks.survey(kind, work, lambda copied: copied[1])
         except RequestRejected as refusal:
-            if self.is_staged or not serves:
+            if self.is_staged or not serves or isinstance(refusal, Superseded):
                 raise
             raise EngineError(f"the update broke off half-way: {refusal.message}") from refusal
         self._note_nonfinite(incoming, frozenset[str]().union(*found))

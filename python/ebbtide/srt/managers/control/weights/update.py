@@ -29,6 +29,7 @@ from ebbtide.srt.managers.control.ports import (
     OutOfStep,
     Ranks,
     Requests,
+    Superseded,
     Work,
 )
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, TrialPass, Weights
@@ -171,6 +172,8 @@ class WeightUpdates:
         changed = self._session is not None
         self._abort_session("aborted by abort_weight_update")
         message = "The session was discarded." if changed else "No session was open."
+        if changed and (num_missing := len(self._memory.content.missing)):
+            message += f" No request runs: {num_missing} parameters are stale until an update writes them."
         return WeightSessionReqOutput(changed=changed, message=message)
 
     def set_version(self, request: UpdateWeightVersionReqInput) -> Operation:
@@ -491,12 +494,10 @@ class WeightUpdates:
         for kind in (WeightUpdateRequest, EndWeightUpdateReqInput):
             status = 409 if kind is EndWeightUpdateReqInput else 400
             message = f"the weight update session was discarded: {why}"
-            self._operations.cancel(kind, RequestRejected(message, status))
+            self._operations.cancel(kind, Superseded(message, status))
         session.close()
 
     def _end_for_release(self) -> None:
         why = "the weights were released in between"
         self._abort_session(why)
-        self._operations.cancel(
-            WeightUpdateRequest, RequestRejected(f"{why}: resume them, then update again")
-        )
+        self._operations.cancel(WeightUpdateRequest, Superseded(f"{why}: resume them, then update again"))
