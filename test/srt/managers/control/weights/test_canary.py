@@ -16,6 +16,8 @@ from ebbtide.srt.managers.io_struct import (
     Refusal,
     ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsReqOutput,
     WeightSessionReqOutput,
@@ -115,6 +117,15 @@ def test_where_it_cannot_be_tried_it_is_refused_before_anything_is_written(case:
     refusal = update(harness, 1, Canary(input_ids=IDS))
     assert (refusal.status, problem in refusal.message) == (400, True), refusal
     assert list(harness.weights.live.values()) == [0] * 4
+
+
+def test_stale_weights_are_not_tried_even_if_nothing_is_to_be_written() -> None:
+    harness = SchedulerHarness()
+    tags = (MemoryTag.WEIGHTS,)
+    harness.apply(ReleaseMemoryOccupationReqInput(tags=tags), ReleaseMemoryOccupationReqOutput)
+    harness.apply(ResumeMemoryOccupationReqInput(tags=tags), ResumeMemoryOccupationReqOutput)
+    refusal = update(harness, 1, Canary(input_ids=IDS), manifest={"names": []})
+    assert (refusal.status, "Stale weights must first be written" in refusal.message) == (400, True)
 
 
 def test_its_pages_are_taken_from_the_youngest_request_and_nothing_is_lost() -> None:

@@ -158,7 +158,7 @@ class WeightSession:
 
     def require_copy(self) -> None:
         """Refuse a canary where the old weights cannot be brought back."""
-        if not self.is_staged:
+        if not self.is_staged or not isinstance(self._content.state, Valid):
             raise RequestRejected(
                 "canary: there is no second copy of the weights to try out, so the old ones could not come "
                 "back. Stale weights must first be written without a canary; where memory for a copy is "
