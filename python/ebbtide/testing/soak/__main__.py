@@ -5,10 +5,10 @@
 It serves a tiny model with random weights. First the model answers every prompt greedily, undisturbed. Then
 clients stream those prompts again and again, and some disconnect in the middle, while memory is released,
 resumed, parked and resized, generation paused in every mode, weights updated (to the same values, under new
-versions), sessions abandoned, wrong updates refused, and senders killed in the middle of an update. The table
-at the end counts requests, lost ones and wrong ones, and compares what the engine's processes hold after a
-rehearsal of each operation and at the end. The exit status is 1 if a request was lost or answered wrongly,
-the engine failed, or something leaked.
+versions), sessions abandoned, wrong updates refused, senders killed in the middle of an update, and several
+of these sent at once. Some clients compare logprobs, too. The table at the end counts requests, lost ones and
+wrong ones, and compares what the engine's processes hold after a rehearsal of each operation and at the end.
+The exit status is 1 if a request was lost or answered wrongly, the engine failed, or something leaked.
 """
 
 from __future__ import annotations

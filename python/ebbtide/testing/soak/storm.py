@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 NUM_PROMPTS: Final = 48
 MODES: Final = ("in_place", "retract", "wait", "abort")
 MAX_OUTPUT: Final = 96
+# Batches of other sizes round otherwise, and so do prefills of what was computed token by token.
+LOGPROB_ATOL: Final = 0.02
 # So soon a server has noticed that its clients have left.
 LEAVE_S: Final = 0.5
 KILLED_SENDER: Final = """
@@ -69,7 +71,8 @@ class Soak:
             [self._rng.randrange(SHAPE["vocab_size"]) for _ in range(self._rng.randrange(4, 200))]
             for _ in range(NUM_PROMPTS)
         ]
-        self._expected: list[list[int]] = []
+        # Of each prompt the tokens, and their logprobs.
+        self._expected: list[tuple[list[int], list[float]]] = []
 
     async def run(self) -> tuple[Holdings, Holdings]:
         """Weather the storm.
@@ -135,16 +138,16 @@ class Soak:
 
     # ----------------------------------------------------------------------------------------- the clients
 
-    async def _alone(self, prompt: list[int]) -> list[int]:
-        tokens: list[int] = []
-        async with aclosing(self._door.stream(self._body(prompt, MAX_OUTPUT))) as chunks:
+    async def _alone(self, prompt: list[int]) -> tuple[list[int], list[float]]:
+        last: dict[str, Any] = {}
+        async with aclosing(self._door.stream(self._body(prompt, MAX_OUTPUT, with_logprobs=True))) as chunks:
             async for chunk in chunks:
-                tokens = chunk["output_ids"]
-        return tokens
+                last = chunk
+        return last["output_ids"], _logprobs(last)
 
-    def _body(self, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
+    def _body(self, prompt: list[int], max_new_tokens: int, *, with_logprobs: bool) -> dict[str, Any]:
         params = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-        return {"input_ids": prompt, "sampling_params": params}
+        return {"input_ids": prompt, "sampling_params": params, "return_logprob": with_logprobs}
 
     async def _streams(self, number: int) -> None:
         rng = random.Random(self._args.seed * 1000 + number)
@@ -152,17 +155,20 @@ class Soak:
             index = rng.randrange(NUM_PROMPTS)
             length = rng.randrange(1, MAX_OUTPUT + 1)
             hangs_up_after = rng.randrange(1, length + 1) if rng.random() < 0.05 else None
+            body = self._body(self._prompts[index], length, with_logprobs=rng.random() < 0.3)
             self._tally.requests += 1
             try:
-                await asyncio.wait_for(self._stream(index, length, hangs_up_after), 5 * REPLY_TIMEOUT_S)
+                await asyncio.wait_for(self._stream(body, index, length, hangs_up_after), 5 * REPLY_TIMEOUT_S)
             except (TimeoutError, OSError, EbbtideError, ValueError, KeyError) as error:
                 self._tally.lost += 1
                 self._tally.note(f"a request was lost: {type(error).__name__}: {error}")
 
-    async def _stream(self, index: int, length: int, hangs_up_after: int | None) -> None:
+    async def _stream(
+        self, body: dict[str, Any], index: int, length: int, hangs_up_after: int | None
+    ) -> None:
         num_aborts = self._num_aborts_answered
         last: dict[str, Any] | None = None
-        async with aclosing(self._door.stream(self._body(self._prompts[index], length))) as chunks:
+        async with aclosing(self._door.stream(body)) as chunks:
             async for last in chunks:
                 if "error" in last:
                     raise ValueError(str(last))
@@ -175,10 +181,19 @@ class Soak:
 
     def _check(self, last: dict[str, Any], index: int, length: int, *, may_be_aborted: bool) -> None:
         tokens, meta = last["output_ids"], last["meta_info"]
-        if tokens != self._expected[index][: len(tokens)]:
+        expected, logprobs = self._expected[index]
+        if tokens != expected[: len(tokens)]:
             self._tally.wrong += 1
-            self._tally.note(f"prompt {index}: {tokens} instead of {self._expected[index][:length]}")
+            self._tally.note(f"prompt {index}: {tokens} instead of {expected[:length]}")
             return
+        if "output_token_logprobs" in meta:
+            found = _logprobs(last)
+            if len(found) != len(tokens) or any(
+                abs(value - logprob) > LOGPROB_ATOL for value, logprob in zip(found, logprobs, strict=False)
+            ):
+                self._tally.wrong += 1
+                self._tally.note(f"prompt {index}: logprobs {found} instead of {logprobs[:length]}")
+                return
         spans = meta["weight_versions"]
         covered = [span["start"] for span in spans[1:]] == [span["end"] for span in spans[:-1]]
         if tokens and not (covered and spans[0]["start"] == 0 and spans[-1]["end"] == len(tokens)):
@@ -206,6 +221,7 @@ class Soak:
             "session given up": (2, self._session_given_up),
             "refused update": (2, self._refused_update),
             "killed sender": (1, self._killed_sender),
+            "several at once": (3, self._several_at_once),
             "flush": (1, self._flush),
             "abort": (1, self._abort),
         }
@@ -382,6 +398,34 @@ class Soak:
     async def _flush(self) -> None:
         await self._post("flush_cache")
 
+    async def _several_at_once(self) -> None:
+        """Clients that know nothing of each other; what the state forbids by then is refused."""
+        fields: dict[str, Any] = {"tags": ["kv_cache"], "preserve": self._rng.choice(["none", "live", "all"])}
+        calls = [
+            ("release_memory_occupation", fields if self._args.park else {"tags": ["kv_cache"]}),
+            ("resume_memory_occupation", {"lazy": True}),
+            ("resume_memory_occupation", {}),
+            ("pause_generation", {"mode": self._rng.choice(["in_place", "retract"])}),
+            ("continue_generation", {}),
+            ("flush_cache", {"timeout_s": 0.1}),
+            ("begin_weight_update", {}),
+            ("abort_weight_update", {}),
+        ]
+        if self._args.resize:
+            num_tokens = int(MAX_TOTAL_TOKENS * self._rng.uniform(0.3, 1.0))
+            calls.append(("resize_memory_occupation", {"num_tokens": num_tokens, "preserve": "live"}))
+        drawn = self._rng.sample(calls, self._rng.randrange(2, len(calls) + 1))
+        await asyncio.gather(*(self._post(name, **body) for name, body in drawn))
+        await self._run_again()
+        await self._must("abort_weight_update")
+        if self._args.resize:
+            await self._must("resize_memory_occupation", num_tokens=MAX_TOTAL_TOKENS)
+
     async def _abort(self) -> None:
         """Every request comes back with what it has."""
         await self._stopping("abort_request", aborts=True, abort_all=True, report=True)
+
+
+def _logprobs(output: dict[str, Any]) -> list[float]:
+    """Those of the tokens of an output."""
+    return [logprob for logprob, *_ in output["meta_info"]["output_token_logprobs"]]
