@@ -18,6 +18,7 @@ from ebbtide.srt.managers.control import resize
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AnyControlRequest,
+    CheckWeightsReqInput,
     ContinueGenerationReqInput,
     DestroyWeightsUpdateGroupReqInput,
     Expire,
@@ -26,14 +27,23 @@ from ebbtide.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
     Preserve,
     Refusal,
+    ReleaseMemoryOccupationReqInput,
     ResizeMemoryOccupationReqInput,
     UpdateWeightVersionReqInput,
 )
+from ebbtide.srt.managers.wire.generation import VersionContract
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan
 from ebbtide.testing import SchedulerHarness, default_schedule
 from ebbtide.testing.harness import NullRank
 
+# The versions that the last updates give are later than any that is waited for here.
+CONTRACTS = st.builds(
+    VersionContract,
+    max_lag=st.sampled_from([None, None, None, 0, 1]),
+    min_version=st.sampled_from([None, None, None, "3", "9"]),
+    on_update=st.sampled_from(["continue", "continue", "recompute", "abort"]),
+)
 SIMPLE: list[AnyControlRequest] = [
     UpdateWeightVersionReqInput(new_version="v"),
     UpdateWeightVersionReqInput(new_version="w", abort_all_requests=True),
@@ -41,6 +51,9 @@ SIMPLE: list[AnyControlRequest] = [
     InitWeightsUpdateGroupReqInput(master_address="a", master_port=1, rank_offset=1, world_size=4),
     DestroyWeightsUpdateGroupReqInput(),
     FlushCacheReqInput(timeout_s=1000.0),
+    FlushCacheReqInput(retract_running=True),
+    *(ReleaseMemoryOccupationReqInput(tags=(MemoryTag.WEIGHTS,), backup=keeps) for keeps in (True, False)),
+    *(CheckWeightsReqInput(action=action) for action in ("checksum", "snapshot", "reset_tensors", "compare")),
     AbortReq(abort_all=True),
     *(AbortReq(rid=f"req-{index}") for index in range(4)),
 ]
@@ -99,13 +112,24 @@ class ControlMachine(Clients):
         num_ranks=st.sampled_from([1, 3]),
         overlap=st.booleans(),
         keeps_weights=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority", "lpm"]),
+        cache_by_version=st.booleans(),
         seed=st.integers(0, 1 << 16),
     )
-    def start(self, num_ranks: int, overlap: bool, keeps_weights: bool, seed: int) -> None:
+    def start(
+        self,
+        num_ranks: int,
+        overlap: bool,
+        keeps_weights: bool,
+        policy: str,
+        cache_by_version: bool,
+        seed: int,
+    ) -> None:
         self.harness = SchedulerHarness(
             num_pages=24 if num_ranks == 1 else 40,
             context_len=64,
-            schedule=default_schedule(max_running_requests=4, overlap=overlap),
+            schedule=default_schedule(max_running_requests=4, overlap=overlap, policy=policy),
+            cache_by_version=cache_by_version,
             keeps_weights=keeps_weights,
             num_ranks=num_ranks,
         )
@@ -128,13 +152,27 @@ class ControlMachine(Clients):
         rank.runner.launch = recorded  # type: ignore[method-assign]
 
     @rule(
-        length=st.integers(1, 40), first=st.integers(1, 3), count=st.integers(0, 40), seed=st.integers(0, 5)
+        length=st.integers(1, 40),
+        first=st.integers(1, 3),
+        count=st.integers(0, 40),
+        seed=st.integers(0, 5),
+        contract=CONTRACTS,
     )
-    def generate(self, length: int, first: int, count: int, seed: int) -> None:
+    def generate(self, length: int, first: int, count: int, seed: int, contract: VersionContract) -> None:
         count = min(count, 64 - length)
-        rid = self.harness.generate(range(first, first + length), seed=seed, max_new_tokens=count)
+        rid = self.harness.generate(
+            range(first, first + length), seed=seed, max_new_tokens=count, contract=contract, priority=seed
+        )
         self.max_new_tokens[rid] = count
         self.go_on()
+
+    @rule(number=st.integers(0, 20))
+    def hang_up(self, number: int) -> None:
+        """A client goes. Nothing holds this back, whatever is under way."""
+        live = [rid for rid, output in self.harness.outputs.items() if output.finish is None]
+        if live:
+            self.harness.abort(live[number % len(live)])
+            self.go_on()
 
     @rule(num_tokens=st.integers(60, 170), preserve=st.sampled_from(list(Preserve)))
     def resize(self, num_tokens: int, preserve: Preserve) -> None:
@@ -146,7 +184,11 @@ class ControlMachine(Clients):
 
     @rule(number=st.integers(0, 20), is_session=st.booleans())
     def expire(self, number: int, is_session: bool) -> None:
-        waiting = [call for call in self.calls if call not in self.harness.replies]
+        waiting = [
+            call
+            for call, request in self.calls.items()
+            if call not in self.harness.replies and request.row.deadline(request, 600.0) is not None
+        ]
         if is_session:
             self.harness.deliver(Expire(id=f"weight-session-{number % 3}"))
         elif waiting:
@@ -253,10 +295,10 @@ class ControlMachine(Clients):
         harness = self.harness
         self.make_whole()
         # What waits may begin a session, or become a pause, once it gets its turn: so more than once.
-        for _ in range(3):
+        for number in range(3):
             self.call(ResizeMemoryOccupationReqInput(num_tokens=4 * harness.num_pages))
             self.call_for_rest()
-            self.call(updating(1, flush_cache=False))
+            self.call(updating(1, flush_cache=False, weight_version=1000 + number))
             self.call(ContinueGenerationReqInput())
             self.turn_until_idle()
         self.forward_passes_are_the_same()
