@@ -337,7 +337,7 @@ class MemoryOccupation:
         self._parked_pages, self._parked_slots, self._parked_tokens = [], [], 0
 
     def _forget_what_nobody_holds(self) -> None:
-        """Give parked KV up once all its requests have ended or lost it, and the prefix cache if it was kept."""
+        """Give parked KV up once requests have ended or lost it, and the prefix cache, if kept, is empty."""
         if not self._parked_slots or not self.is_kv_released or self._requests.num_running > 0:
             return
         if self._parked_tokens:
