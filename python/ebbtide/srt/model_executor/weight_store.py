@@ -106,6 +106,7 @@ class WeightStore:
         self._scales: dict[str, Placement] = (
             {} if quantization is None else quantize(model, self._placements, quantization)
         )
+        self.names = frozenset(self._placements)
         self._slots: dict[str, Slot] = {}
         num_bytes = 0
         for name, parameter in model.named_parameters():
@@ -117,6 +118,7 @@ class WeightStore:
             self._sources[placement.target.parameter].add(name)
         self.arena = saver.arena(MemoryTag.WEIGHTS, num_bytes, chunk_bytes)
         self.arena.resume()
+        self.device = self.arena.view(0, (0,), torch.uint8).device
         num_chunks = self.arena.num_chunks if isinstance(self.arena, ChunkArena) else 0
         self.num_chunks = -self._group.smallest(-num_chunks)
         # Most names are asked about several times with each update.
@@ -142,11 +144,6 @@ class WeightStore:
             if self._scales and self._layout is BLOCKS:
                 compile_quantizing(self.device)
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Every checkpoint name that the model needs; scales come with their weights, or are computed."""
-        return frozenset(self._placements)
-
     def is_scales(self, name: str, direct: bool = False) -> bool:
         """Whether a tensor of this name holds the scales of another."""
         known = self._slots if direct else self._scales
@@ -156,11 +153,6 @@ class WeightStore:
     def num_bytes(self) -> int:
         """Bytes of all of this rank's parameters, padding between them included."""
         return self.arena.num_bytes
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self.arena.view(0, (0,), torch.uint8).device
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a tensor by its checkpoint name."""
