@@ -47,6 +47,7 @@ class BorrowedMemory:
         # Where mappings end, by their beginnings; see `check_extent`.
         self._ends: dict[int, int] = {}
         self._opened: dict[object, list[CudaStorageRef]] = {}
+        self._counters = Counters()
         self._given_back: set[CudaStorageRef] = set()
         self._awaited: set[CudaStorageRef] = set()
         self._stays_in: tuple[KeptMemory, KeptPayload] | None = None
@@ -99,19 +100,18 @@ class BorrowedMemory:
             RequestRejected: the sender has ended, or the memory is not what the payload says.
         """
         looked_at: set[tuple[bytes, int]] = set()
-        with Counters() as counters:
-            for ref in self._wanted:
-                assert self._cuda is not None
-                counter = ref.counter_file, ref.counter_index
-                if counter not in looked_at and not self._is_kept and counters.add(ref, 0) == 0:
-                    raise RequestRejected(f"{told(ref)} was given back before: serialize the tensors anew")
-                looked_at.add(counter)
-                key = self._cuda.key(ref)
-                if key not in self._mapped:
-                    self._mapped[key] = self._cuda.open(ref)
-                self._opened.setdefault(key, []).append(ref)
-                check_extent(self._cuda, self._mapped[key].address, ref, self._ends)
-                yield ref.num_bytes
+        for ref in self._wanted:
+            assert self._cuda is not None
+            counter = ref.counter_file, ref.counter_index
+            if counter not in looked_at and not self._is_kept and self._counters.add(ref, 0) == 0:
+                raise RequestRejected(f"{told(ref)} was given back before: serialize the tensors anew")
+            looked_at.add(counter)
+            key = self._cuda.key(ref)
+            if key not in self._mapped:
+                self._mapped[key] = self._cuda.open(ref)
+            self._opened.setdefault(key, []).append(ref)
+            check_extent(self._cuda, self._mapped[key].address, ref, self._ends)
+            yield ref.num_bytes
 
     def tensor(self, ref: TensorRef) -> torch.Tensor | StoredTensor:
         """The sender's tensor: a view of device memory, for work launched on torch's current stream; or what
@@ -137,16 +137,15 @@ class BorrowedMemory:
 
     def release(self) -> Iterator[int]:
         """Give the device memory back, once all that reads it has run; yields the bytes of each mapping."""
-        with Counters() as counters:
-            if self._stays_in is not None:
-                self._mapped = {}
-            while self._mapped:
-                key, mapping = self._mapped.popitem()
-                mapping.close()
-                refs = self._opened.pop(key, [])
-                self._give_back(refs, counters)
-                yield sum(ref.num_bytes for ref in refs)
-            self._give_back_opened(counters)
+        if self._stays_in is not None:
+            self._mapped = {}
+        while self._mapped:
+            key, mapping = self._mapped.popitem()
+            mapping.close()
+            refs = self._opened.pop(key, [])
+            self._give_back(refs)
+            yield sum(ref.num_bytes for ref in refs)
+        self._give_back_opened()
 
     def detach(self) -> Generator[int, None, None]:
         """Let the sender use its device memory again; it stays mapped until what this returns has run.
@@ -155,8 +154,7 @@ class BorrowedMemory:
         """
         opened = dict(self._opened)
         mapped, self._mapped = ({} if self._stays_in is not None else self._mapped), {}
-        with Counters() as counters:
-            self._give_back_opened(counters)
+        self._give_back_opened()
 
         def unmap() -> Generator[int, None, None]:
             while mapped:
@@ -171,8 +169,8 @@ class BorrowedMemory:
         noted, self._noted = self._noted, []
         for _ in self.release():
             pass
-        with Counters() as counters:
-            self._give_back([ref for ref in noted if isinstance(ref, CudaStorageRef)], counters)
+        self._give_back([ref for ref in noted if isinstance(ref, CudaStorageRef)])
+        self._counters.close()
         self._close_blocks([ref for ref in noted if isinstance(ref, StorageRef)])
         if self._stays_in is not None:
             (keeper, payload), self._stays_in = self._stays_in, None
@@ -222,11 +220,11 @@ class BorrowedMemory:
             self._awaited.add(ref)
         return mapping
 
-    def _give_back_opened(self, counters: Counters) -> None:
+    def _give_back_opened(self) -> None:
         opened, self._opened = self._opened, {}
-        self._give_back([ref for refs in opened.values() for ref in refs], counters)
+        self._give_back([ref for refs in opened.values() for ref in refs])
 
-    def _give_back(self, refs: Sequence[CudaStorageRef], counters: Counters) -> None:
+    def _give_back(self, refs: Sequence[CudaStorageRef]) -> None:
         if not self._owns_references:
             return
         # Thousands of allocations may be counted in one place.
@@ -236,9 +234,9 @@ class BorrowedMemory:
                 self._given_back.add(ref)
                 by_counter.setdefault((ref.counter_file, ref.counter_index), []).append(ref)
         for alike in by_counter.values():
-            num_left = counters.add(alike[0], 0) if self._is_kept else len(alike)
+            num_left = self._counters.add(alike[0], 0) if self._is_kept else len(alike)
             if num_left:
-                counters.add(alike[0], -min(len(alike), num_left))
+                self._counters.add(alike[0], -min(len(alike), num_left))
 
     def _close_blocks(self, noted: Sequence[StorageRef]) -> None:
         """Let go of the blocks, and drop the references, also those that travelled unread."""

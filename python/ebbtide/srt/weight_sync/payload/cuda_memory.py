@@ -285,7 +285,7 @@ def told(ref: CudaStorageRef) -> str:
 
 
 class Counters:
-    """The sender's counts of references, each file of them opened once. A context manager.
+    """The sender's counts of references, each file of them opened once. A context manager, or to be closed.
 
     They are read and written by position: a file that is mapped and then cut short would end the process.
     """
@@ -309,13 +309,18 @@ class Counters:
             os.pwrite(descriptor, _COUNTER.pack(value + change), at)
         return int(value + change)
 
+    def close(self) -> None:
+        """Idempotent; it may be used again."""
+        while self._files:
+            _, descriptor = self._files.popitem()
+            if descriptor is not None:
+                os.close(descriptor)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for descriptor in self._files.values():
-            if descriptor is not None:
-                os.close(descriptor)
+        self.close()
 
 
 def _opened(counter_file: bytes) -> int | None:

@@ -14,6 +14,7 @@ import os
 import stat
 import struct
 from contextlib import closing
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,8 @@ KEEP_ALIVE: Final = "keep the sending process and its tensors alive until the up
 _COUNT: Final = struct.Struct("=i")
 
 
+# Those of references that come one after the other are counted in one file.
+@lru_cache(maxsize=16)
 def object_path(handle: bytes) -> Path:
     """Where the shared-memory object of a torch handle (`/torch_<pid>_<n>_<n>`) is found."""
     return SHARED_MEMORY / os.fsdecode(handle).removeprefix("/")
