@@ -125,6 +125,35 @@ def test_a_planned_copy_tells_each_number_that_is_not_finite_from_all_that_are(
     assert torch.equal(arena[:end], copied)
 
 
+def test_what_was_planned_of_one_run_of_memory_is_good_for_another(device: torch.device) -> None:
+    runs = [torch.randn(2 * 65_536).to(BFLOAT16).to(device) for _ in range(2)]
+    runs[1][-1] = torch.nan
+    arenas = [torch.zeros(1 << 20, dtype=BYTES, device=device) for _ in range(3)]
+
+    def plan(run: torch.Tensor, arena: torch.Tensor) -> tuple[WeightCopies, weight_copies.PlannedSpans]:
+        copies, plain = WeightCopies(device), run[65_536:]
+        values, scales = arena[:65_536].view(FP8), arena[65_536 : 65_536 + 16].view(FLOAT)
+        assert copies.plan("plain", plain, Run(1 << 19, plain.nbytes, 0, BFLOAT16), arena.data_ptr())
+        weight = run[:65_536].view(256, 256)
+        assert copies.plan_quantized("weight", weight, values.view(256, 256), scales.view(2, 2))
+        planned = copies.prepare(arena.data_ptr(), run.data_ptr())
+        assert planned is not None
+        return copies, planned
+
+    _, planned = plan(runs[0], arenas[0])
+    assert planned.is_for(runs[1].data_ptr())
+    assert not planned.is_for(runs[1].data_ptr() + 2)
+    moved, (made, _) = WeightCopies(device), plan(runs[1], arenas[2])
+    moved.take(planned, arenas[1].data_ptr(), runs[1].data_ptr())
+    assert list(moved.launch()) == list(made.launch())
+
+    torch.zeros(1, device=device).item()  # everything that was launched has run
+    assert moved.nonfinite() == made.nonfinite() == ["plain"]
+    assert torch.equal(arenas[1], arenas[2])
+    assert arenas[1].any()
+    assert not arenas[0].any()
+
+
 @pytest.mark.parametrize("is_taken_again", [False, True])
 def test_planned_weights_of_8_bits_are_those_of_torch(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, is_taken_again: bool

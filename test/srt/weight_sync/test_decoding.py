@@ -26,6 +26,8 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorMetadata
+from ebbtide.srt.weight_sync.payload.tensor_list import TensorForms
+from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 from ebbtide.trainer.payload_encoding import serialize
 
 
@@ -414,6 +416,37 @@ def test_broken_metadata_is_refused(block: Block, metadata: object, message: str
 )
 def test_buckets_of_another_shape_are_refused(value: object, message: str) -> None:
     assert message in refusal(pickle.dumps(value), "flattened_bucket")
+
+
+def test_a_bucket_is_held_against_its_bytes_however_often_its_list_has_come(block: Block) -> None:
+    forms = TensorForms()
+
+    def open_bucket(
+        size: int, flat_dtype: torch.dtype = torch.uint8, **changes: object
+    ) -> list[TensorHeader]:
+        flat = tensor_call(block, dtype=flat_dtype, shape=(size,), stride=(1,))
+        listed = [METADATA, {**METADATA, "name": "v", "start_idx": 8, "end_idx": 16, **changes}]
+        payload = pickle.dumps({"flattened_tensor": flat, "metadata": listed})
+        opened = open_payload([payload], "flattened_bucket", place=SECOND_REPLICA, forms=forms)
+        opened.close()
+        return list(opened.entries)
+
+    first = open_bucket(16)
+    assert [(one.name, one.shape, one.dtype) for one in first] == [
+        ("w", (2,), torch.float32),
+        ("v", (2,), torch.float32),
+    ]
+    for _ in range(2):
+        assert open_bucket(24) == first
+        with pytest.raises(RequestRejected, match="bytes 8 to 16 are not within the 12 bytes sent"):
+            open_bucket(12)
+        with pytest.raises(RequestRejected, match="expected contiguous bytes"):
+            open_bucket(3, torch.float32)
+        with pytest.raises(RequestRejected, match=r"of shape .3,. takes 12 bytes, 8 were sent"):
+            open_bucket(16, shape=torch.Size([3]))
+        with pytest.raises(RequestRejected, match=r"of shape .2,. takes 4 bytes, 8 were sent"):
+            open_bucket(16, dtype=torch.bfloat16)
+    assert open_bucket(16, name="u")[1].name == "u"
 
 
 def test_a_bucket_of_floats_is_refused(block: Block) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -161,23 +161,28 @@ class PlannedSpans:
 
     Attributes:
         names: of what is copied, and then of what is quantised.
-        spans_S5: as `SpanCopies` takes them.
-        quantized_S8: as `QuantizedSpans` takes them.
-        ready: them, for weights that begin at the address; empty: not made yet.
+        ready: to be launched.
+        address: where the weights begin.
+        origin: what the addresses of the tensors are told from.
     """
 
     names: tuple[str, ...]
-    spans_S5: NDArray[np.int64]
-    quantized_S8: NDArray[np.int64]
+    ready: list[SpanCopies | QuantizedSpans]
     address: int
-    ready: list[SpanCopies | QuantizedSpans] = field(default_factory=list)
+    origin: int
 
-    def move(self, address: int) -> None:
-        """Be for weights that begin there."""
-        self.spans_S5[:, 1] += address - self.address
-        self.quantized_S8[:, 1:3] += address - self.address
-        self.address = address
-        self.ready.clear()
+    def is_for(self, origin: int) -> bool:
+        """Whether these are the copies of the same tensors from an origin, too: all remain aligned."""
+        return (origin - self.origin) % ALIGNMENT_BYTES == 0
+
+    def move(self, address: int, origin: int) -> None:
+        """Be for weights that begin there, from there."""
+        for ready in self.ready:
+            if (address, origin) == (self.address, self.origin):
+                ready.found_S.zero_()
+            else:
+                ready.move(origin - self.origin, address - self.address)
+        self.address, self.origin = address, origin
 
 
 class WeightCopies:
@@ -247,37 +252,32 @@ class WeightCopies:
         self._spans.pop(name, None)
         self._quantized.pop(name, None)
 
-    def prepare(self, address: int) -> PlannedSpans | None:
+    def prepare(self, address: int, origin: int = 0) -> PlannedSpans | None:
         """Everything is planned: have it ready to be launched, on the stream where that will be.
 
         Args:
-            address: where the weights begin. What is returned may be taken again, for others.
+            address: where the weights begin.
+            origin: what the addresses of the tensors are told from. What is returned may be taken again, for
+                others that lie in the same way behind theirs.
         """
-        tables = [*self._tables, (list(self._spans), _table(self._spans, 5))]
-        names = (*(name for listed, _ in tables for name in listed), *self._quantized)
-        if not names:
-            return None
-        spans_S5 = np.concatenate([spans for _, spans in tables])
-        planned = PlannedSpans(names, spans_S5, _table(self._quantized, 8), address)
-        self.take(planned, address)
-        return planned
-
-    def take(self, planned: PlannedSpans, address: int) -> None:
-        """Instead of planning, have planned copies of the same tensors ready, to weights that begin there."""
         # Triton is where GPUs are.
         from ebbtide.srt.layers.kernels.copy_spans import SpanCopies
         from ebbtide.srt.layers.kernels.fp8.quantize import QuantizedSpans
 
-        if address != planned.address:
-            planned.move(address)
-        if planned.ready:
-            for ready in planned.ready:
-                ready.found_S.zero_()
-        else:
-            if len(planned.spans_S5):
-                planned.ready.append(SpanCopies(planned.spans_S5, self._device))
-            if len(planned.quantized_S8):
-                planned.ready.append(QuantizedSpans(planned.quantized_S8, self._device))
+        tables = [*self._tables, (list(self._spans), _table(self._spans, 5))]
+        self._names = (*(name for listed, _ in tables for name in listed), *self._quantized)
+        if not self._names:
+            return None
+        spans_S5 = np.concatenate([spans for _, spans in tables])
+        if len(spans_S5):
+            self._ready.append(SpanCopies(spans_S5, self._device))
+        if self._quantized:
+            self._ready.append(QuantizedSpans(_table(self._quantized, 8), self._device))
+        return PlannedSpans(self._names, self._ready, address, origin)
+
+    def take(self, planned: PlannedSpans, address: int, origin: int = 0) -> None:
+        """Instead of planning, have planned copies of the same tensors ready, see `prepare`."""
+        planned.move(address, origin)
         self._names, self._ready = planned.names, planned.ready
 
     def launch(self) -> Iterator[int]:

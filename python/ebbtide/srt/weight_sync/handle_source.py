@@ -23,7 +23,7 @@ from ebbtide.srt.weight_sync.payload.lent_tensor import LentTensor
 from ebbtide.srt.weight_sync.payload.pickle_reader import Global, read_by_slices
 from ebbtide.srt.weight_sync.payload.tensor_list import TensorForms
 from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader, TensorRef, dtype_named
-from ebbtide.srt.weight_sync.source import WeightSource, borrowed_source, packed_source
+from ebbtide.srt.weight_sync.source import PackedTensors, WeightSource, borrowed_source, packed_source
 
 IPC_HANDLES: Final = "ipc_handles"
 
@@ -111,7 +111,7 @@ def _open_buffer(
     num_bytes = ref.shape[0] * ref.dtype.itemsize
     if start > num_bytes:
         raise RequestRejected(f"tensor_sizes: {start} bytes are not within the buffer of {num_bytes}")
-    return packed_source(ref, places, memory, forms)
+    return packed_source(ref, PackedTensors.at(places, forms), memory)
 
 
 def _own(by_device: object, where: str, memory: BorrowedMemory, cuda: CudaIpc) -> TensorRef:

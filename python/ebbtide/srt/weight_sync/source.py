@@ -6,7 +6,8 @@ Where they lie in memory of the sender's, that is opened, read, and given back o
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.bucket import Places, tensors_in
 from ebbtide.srt.weight_sync.payload.tensor_list import TensorForms
 from ebbtide.srt.weight_sync.payload.tensor_refs import (
+    TensorForm,
     TensorHeader,
     TensorRef,
     TensorTable,
@@ -83,9 +85,12 @@ class WeightSource:
         return None
 
     @property
-    def place_notes(self) -> dict[object, Any] | None:
-        """The same of what follows from where its memory is, too."""
-        return self._memory.notes
+    def place_notes(self) -> tuple[dict[object, Any] | None, int]:
+        """The same of what follows from where its memory is too, told from an address, which comes second.
+
+        To be asked for once it is open, where work is launched that reads it.
+        """
+        return self._memory.notes, 0
 
     def open(self) -> Iterator[int]:
         """Bring the tensors within reach; yields the bytes of each piece of memory. Run it to its end.
@@ -154,29 +159,50 @@ def borrowed_source(
     )
 
 
-def packed_source(
-    flat: TensorRef, places: Places, memory: BorrowedMemory, forms: TensorForms | None = None
-) -> WeightSource:
-    """As `borrowed_source`, of tensors that lie in a flat one, within its bytes: see `tensors_in`.
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedTensors:
+    """Tensors in a run of bytes, wherever that lies.
 
-    Args:
-        forms: of the buckets before it.
+    Attributes:
+        start_T: the bytes at which they begin.
+        num_bytes: up to the end of the last one.
+        notes: what follows from all of this, for who works it out.
     """
-    form = (TensorForms() if forms is None else forms).packed(tuple(header for header, _ in places))
-    begin_T = flat.offset * flat.dtype.itemsize + np.array([start for _, start in places], dtype=np.int64)
+
+    places: Places
+    form: TensorForm
+    start_T: NDArray[np.int64]
+    num_bytes: int
+    notes: dict[object, Any] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, places: Places, forms: TensorForms | None = None) -> Self:
+        """Args: `forms`: of the ones before it."""
+        form = (TensorForms() if forms is None else forms).packed(tuple(header for header, _ in places))
+        start_T = np.array([start for _, start in places], dtype=np.int64)
+        return cls(places, form, start_T, int((start_T + form.num_bytes_T).max(initial=0)))
+
+
+def packed_source(flat: TensorRef, packed: PackedTensors, memory: BorrowedMemory) -> WeightSource:
+    """As `borrowed_source`, of tensors that lie in a flat one, within its bytes: see `tensors_in`."""
+    form, begin = packed.form, flat.offset * flat.dtype.itemsize
+    begin_T = begin + packed.start_T
     if not (begin_T % form.itemsize_T).any():
         storage_T = np.zeros(len(begin_T), dtype=np.int64)
         # The flat tensor was checked to lie within its storage, and these within that.
         table = TensorTable(form, [flat.storage], storage_T, begin_T // form.itemsize_T)
-        return TableSource(table, memory)
+        return TableSource(table, memory, packed=(packed, begin))
     # Such a place cannot be said in elements, so the bytes are copied.
     memory.want(flat.storage)
-    headers = [header for header, _ in places]
-    return WeightSource(headers, lambda: tensors_in(memory.tensor(flat), places), memory=memory)
+    headers = [header for header, _ in packed.places]
+    return WeightSource(headers, lambda: tensors_in(memory.tensor(flat), packed.places), memory=memory)
 
 
 class TableSource(WeightSource):
     """Tensors of a table, in a sender's memory.
+
+    Args:
+        packed: them, where they are one run of bytes, and the byte of its storage at which that begins.
 
     Attributes:
         table: what they are.
@@ -185,7 +211,14 @@ class TableSource(WeightSource):
         RequestRejected: 400, some of the memory is not there, or out of reach.
     """
 
-    def __init__(self, table: TensorTable, memory: BorrowedMemory, *, direct: bool = False) -> None:
+    def __init__(
+        self,
+        table: TensorTable,
+        memory: BorrowedMemory,
+        *,
+        direct: bool = False,
+        packed: tuple[PackedTensors, int] | None = None,
+    ) -> None:
         for storage in table.used_storages:
             memory.want(storage)
 
@@ -195,6 +228,7 @@ class TableSource(WeightSource):
 
         super().__init__(table.form.headers, read, direct=direct, memory=memory)
         self.table = table
+        self._packed = packed
 
     @property
     def num_bytes(self) -> int:
@@ -203,6 +237,13 @@ class TableSource(WeightSource):
     @property
     def notes(self) -> dict[object, Any]:
         return self.table.form.notes
+
+    @property
+    def place_notes(self) -> tuple[dict[object, Any] | None, int]:
+        if self._packed is None:
+            return super().place_notes
+        packed, begin = self._packed
+        return packed.notes, self._memory.address(self.table.storages[0]) + begin
 
     @property
     def address_T(self) -> NDArray[np.int64]:

@@ -24,10 +24,11 @@ from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.payload.bucket import (
     FlattenedTensorMetadata,
     check_bucket,
+    check_bytes,
 )
 from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
-from ebbtide.srt.weight_sync.payload.pickle_reader import Budget, Record, read_by_slices
+from ebbtide.srt.weight_sync.payload.pickle_reader import Budget, LastList, Record, read_by_slices
 from ebbtide.srt.weight_sync.payload.tensor_list import MAGIC_STAYS, MAGICS, TensorForms, decode_tensors
 from ebbtide.srt.weight_sync.payload.tensor_refs import (
     AnyStorageRef,
@@ -37,7 +38,13 @@ from ebbtide.srt.weight_sync.payload.tensor_refs import (
     natural,
     tensor_shape,
 )
-from ebbtide.srt.weight_sync.source import TableSource, WeightSource, borrowed_source, packed_source
+from ebbtide.srt.weight_sync.source import (
+    PackedTensors,
+    TableSource,
+    WeightSource,
+    borrowed_source,
+    packed_source,
+)
 
 SAFETENSORS: Final = "safetensors"
 # About 80 bytes describe a tensor, so this leaves room for 100,000: reading them takes seconds, in one piece.
@@ -92,14 +99,15 @@ def decode_by_slices(
     Args:
         note: is told of every reference to the sender's memory as it is read, so that those of a payload that
             is refused half-way can be given back.
-        forms: the names and shapes of the tables before it.
+        forms: the names and shapes of the payloads before it.
 
     Raises:
         RequestRejected: 400, for anything outside wire_api section 4.4. It names the global.
     """
     if data.startswith(MAGICS):
         return (yield from decode_tensors(data, note, forms))
-    return (yield from read_by_slices(data, recording(note), budget))
+    lists = None if forms is None else forms.lists
+    return (yield from read_by_slices(data, recording(note), budget, lists))
 
 
 def as_metadata(value: object) -> FlattenedTensorMetadata:
@@ -267,11 +275,26 @@ def _open_bucket(decoded: object, memory: BorrowedMemory, forms: TensorForms | N
     flat_ref, listed = decoded["flattened_tensor"], decoded["metadata"]
     if not isinstance(flat_ref, TensorRef):
         raise RequestRejected(f"flattened_tensor: expected a tensor, got {kind_of(flat_ref)}")
-    if not isinstance(listed, list | tuple):
+    if not isinstance(listed, LastList | list | tuple):
         raise RequestRejected(f"metadata: expected a list, got {kind_of(listed)}")
-    metadata = [as_metadata(item) for item in listed]
-    check_bucket(flat_ref.dtype, flat_ref.shape, flat_ref.stride, metadata)
-    return packed_source(flat_ref, [item.place for item in metadata], memory, forms)
+    return packed_source(flat_ref, _packed(flat_ref, listed, forms), memory)
+
+
+def _packed(flat: TensorRef, listed: LastList | Sequence[object], forms: TensorForms | None) -> PackedTensors:
+    """A bucket's tensors, checked against its bytes. Those of a list that came before are known already."""
+    known: PackedTensors | None = None
+    if isinstance(listed, LastList):
+        known = listed.notes.get(PackedTensors)
+    if known is not None:
+        check_bytes(flat.dtype, flat.shape, flat.stride)
+        if known.num_bytes <= flat.shape[0]:
+            return known
+    metadata = [as_metadata(item) for item in (listed.items if isinstance(listed, LastList) else listed)]
+    check_bucket(flat.dtype, flat.shape, flat.stride, metadata)
+    packed = PackedTensors.at([item.place for item in metadata], forms)
+    if isinstance(listed, LastList):
+        listed.notes[PackedTensors] = packed
+    return packed
 
 
 def is_safetensors(entry: bytes | str) -> bool:

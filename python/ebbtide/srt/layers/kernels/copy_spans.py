@@ -37,14 +37,27 @@ class SpanCopies:
     """
 
     def __init__(self, spans_S5: NDArray[np.int64], device: torch.device) -> None:
-        self._bytes_R, rows_R6 = _rows(spans_S5)
+        self._num_spans = len(spans_S5)
+        self._device = device
+        self._bytes_R, self._host_rows_R6 = _rows(spans_S5)
+        self._upload()
+
+    def move(self, source_bytes: int, destination_bytes: int) -> None:
+        """Copy from and to addresses that are so much higher: it is as if they were made anew."""
+        self._host_rows_R6[:, 0] += source_bytes
+        self._host_rows_R6[:, 1] += destination_bytes
+        self._upload()
+
+    def _upload(self) -> None:
         # In one transfer: few spans take no longer to copy than to tell of.
+        rows_R6 = self._host_rows_R6
         table = torch.empty(
-            rows_R6.nbytes + 4 * len(spans_S5), dtype=torch.uint8, pin_memory=device.type == "cuda"
+            rows_R6.nbytes + 4 * self._num_spans, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
         )
-        table.numpy()[: rows_R6.nbytes].view(np.int64)[:] = rows_R6.reshape(-1)
-        table.numpy()[rows_R6.nbytes :] = 0
-        table = table.to(device, non_blocking=True)
+        host = table.numpy()
+        host[: rows_R6.nbytes].view(np.int64)[:] = rows_R6.reshape(-1)
+        host[rows_R6.nbytes :] = 0
+        table = table.to(self._device, non_blocking=True)
         self._rows_R6 = table[: rows_R6.nbytes].view(torch.int64).view(rows_R6.shape)
         self.found_S = table[rows_R6.nbytes :].view(torch.int32)
 

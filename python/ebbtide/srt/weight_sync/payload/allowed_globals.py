@@ -201,7 +201,7 @@ _RECORDS: Final = ("FlattenedTensorMetadata", "LocalSerializedTensor")
 
 _GLOBALS: Final[Mapping[tuple[str, str], Global]] = {
     ("torch", "Tensor"): Global("torch.Tensor"),
-    ("torch", "Size"): Global("torch.Size", _size),
+    ("torch", "Size"): Global("torch.Size", _size, is_pure=True),
     ("torch.nn.parameter", "Parameter"): Global("torch.nn.parameter.Parameter"),
     ("torch.storage", "UntypedStorage"): Global("torch.storage.UntypedStorage"),
     ("torch.storage", "TypedStorage"): Global("torch.storage.TypedStorage"),
@@ -287,7 +287,7 @@ def recording(note: Callable[[AnyStorageRef], None]) -> Callable[[str, str], obj
 
     def resolve(module: str, name: str) -> object:
         found = resolve_global(module, name)
-        if not isinstance(found, Global) or found.call is None:
+        if not isinstance(found, Global) or found.call is None or found.is_pure:
             return found
         return Global(found.name, partial(_noting, found.call, note), found.is_record)
 

@@ -185,12 +185,17 @@ def check_bucket(
     metadata: Sequence[FlattenedTensorMetadata],
 ) -> None:
     """Refuses (`RequestRejected`) what is not a run of bytes, or an index that does not fit it."""
+    check_bytes(dtype, shape, stride)
+    for entry in metadata:
+        _check_entry(entry, shape[0])
+
+
+def check_bytes(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    """Refuses (`RequestRejected`) what is not a run of bytes."""
     if len(shape) != 1 or dtype not in (torch.uint8, torch.int8) or (shape[0] > 1 and stride != (1,)):
         raise RequestRejected(
             f"flattened_tensor: expected contiguous bytes (1-D uint8 or int8), got {dtype} of shape {shape}"
         )
-    for entry in metadata:
-        _check_entry(entry, shape[0])
 
 
 def _check_entry(entry: FlattenedTensorMetadata, total_bytes: int) -> None:

@@ -8,9 +8,9 @@ values.
 
 import pickletools
 import struct
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
@@ -22,6 +22,9 @@ MAX_PROTOCOL: Final = 5
 # About half a millisecond of work.
 SLICE_OPCODES: Final = 256
 
+# What follows the last value of a dictionary that is a pickle: SETITEMS and STOP.
+_LAST: Final = b"u."
+
 _OPCODE_NAMES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 
 
@@ -30,12 +33,14 @@ class Global:
     """A name that a payload may use.
 
     `call` is what calling it means (None: it may stand as an argument only); `is_record` allows
-    `cls.__new__(cls)` followed by one state dictionary, the way in which dataclasses are pickled.
+    `cls.__new__(cls)` followed by one state dictionary, the way in which dataclasses are pickled; `is_pure`:
+    what a call makes follows from its arguments, and nobody has to hear of it.
     """
 
     name: str
     call: Callable[[tuple[object, ...]], object] | None = None
     is_record: bool = False
+    is_pure: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +58,76 @@ class Budget:
     num_opcodes: int = MAX_OPCODES
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LastList:
+    """A list with which a pickle ends, as the last value of a dictionary, made by pure calls alone.
+
+    Attributes:
+        items: not to be changed: what comes later may have them too.
+        notes: what follows from them, for who works it out.
+    """
+
+    items: list[object]
+    notes: dict[object, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptList:
+    """`indices`: of the memo where its items begin; `outer`: what they refer to of that."""
+
+    value: LastList
+    indices: frozenset[int]
+    outer: Mapping[int, object]
+
+    def fits(self, memo: Mapping[int, object]) -> bool:
+        """Whether the same bytes say the same behind this memo."""
+        return memo.keys() == self.indices and all(
+            memo[index] is value or (type(value) is str and memo[index] == value)
+            for index, value in self.outer.items()
+        )
+
+
+class KeptLists:
+    """The lists that the last pickles ended with, by the bytes of their items, the least recently used first.
+
+    A trainer's buckets differ in where they lie, which comes first, and hardly ever in what they hold.
+    """
+
+    # What was read, and what follows from it, takes about ten times as much.
+    MAX_BYTES: Final = 8 << 20
+    _OVERHEAD_BYTES: Final = 1024
+
+    def __init__(self) -> None:
+        self._kept: dict[bytes, _KeptList] = {}
+        self._num_bytes = 0
+
+    def find(self, data: bytes, memo: Mapping[int, object]) -> LastList | None:
+        """The list of these bytes, which begin with its items and are the pickle's last; None: it is new."""
+        kept = self._kept.get(data)
+        if kept is None or not kept.fits(memo):
+            return None
+        self._kept[data] = self._kept.pop(data)
+        return kept.value
+
+    def keep(self, data: bytes, memo: Mapping[int, object], read: set[int], items: list[object]) -> LastList:
+        """Keep a list.
+
+        Args:
+            memo: where its items begin.
+            read: the indices that they refer to.
+        """
+        made = LastList(items)
+        if self._kept.pop(data, None) is None:
+            self._num_bytes += len(data) + self._OVERHEAD_BYTES
+        outer = {index: memo[index] for index in read if index in memo}
+        self._kept[data] = _KeptList(made, frozenset(memo), outer)
+        while self._num_bytes > self.MAX_BYTES:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._num_bytes -= len(oldest) + self._OVERHEAD_BYTES
+        return made
+
+
 def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:
     """Returns the value that `data` describes, without importing or running what it names.
 
@@ -66,25 +141,54 @@ def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:
 
 
 def read_by_slices(
-    data: bytes, resolve: Callable[[str, str], object], budget: Budget | None = None
+    data: bytes,
+    resolve: Callable[[str, str], object],
+    budget: Budget | None = None,
+    lists: KeptLists | None = None,
 ) -> Generator[int, None, object]:
     """As `read_pickle`, yielding the bytes read after every `SLICE_OPCODES` opcodes of its budget.
 
     What is read is taken off `budget` (None: one of its own).
+
+    Args:
+        lists: of the pickles before it. A list that stands where one of these may is a `LastList` then.
     """
-    return _Reader(data, resolve).read(budget if budget is not None else Budget())
+    return _Reader(data, resolve, lists).read(budget if budget is not None else Budget())
 
 
 class _Stop(Exception):
     """The STOP opcode was reached."""
 
 
-class _Reader:
-    __slots__ = ("data", "marks", "memo", "position", "resolve", "stack")
+@dataclass(slots=True, eq=False)
+class _OpenList:
+    """A list whose items are being read, and which may turn out to be the pickle's last: one of each pickle.
 
-    def __init__(self, data: bytes, resolve: Callable[[str, str], object]) -> None:
+    Attributes:
+        items: the stack of its mark: while that is open, nothing below is touched.
+        start: where they begin.
+        memo: as it stands there.
+        read: the indices of what has been referred to since.
+        is_pure: whether all calls since were pure.
+    """
+
+    items: list[object]
+    start: int
+    memo: dict[int, object]
+    read: set[int] = field(default_factory=set)
+    is_pure: bool = True
+
+
+class _Reader:
+    __slots__ = ("data", "lists", "marks", "memo", "open_list", "position", "resolve", "stack")
+
+    def __init__(
+        self, data: bytes, resolve: Callable[[str, str], object], lists: KeptLists | None = None
+    ) -> None:
         self.data = data
         self.resolve = resolve
+        self.lists = lists
+        self.open_list: _OpenList | None = None
         self.position = 0
         self.stack: list[object] = []
         self.marks: list[list[object]] = []
@@ -155,7 +259,12 @@ class _Reader:
     def memoized(self) -> None:
         position = self.position
         self.position = position + 1
-        self.stack.append(self.memo[self.data[position]])
+        self.recall(self.data[position])
+
+    def recall(self, index: int) -> None:
+        self.stack.append(self.memo[index])
+        if self.open_list is not None:
+            self.open_list.read.add(index)
 
     def memoize_next(self) -> None:
         memo = self.memo
@@ -188,8 +297,17 @@ class _Reader:
         raise _Stop
 
     def mark(self) -> None:
-        self.marks.append(self.stack)
-        self.stack = []
+        stack = self.stack
+        items: list[object] = []
+        if self.lists is not None and self.open_list is None and stack and _is_empty_list(stack[-1]):
+            found = self.lists.find(self.data[self.position :], self.memo)
+            if found is not None:
+                stack[-1] = found
+                self.position = len(self.data) - len(_LAST)
+                return
+            self.open_list = _OpenList(items, self.position, dict(self.memo))
+        self.marks.append(stack)
+        self.stack = items
 
     def memoize(self, index: int) -> None:
         self.memo[index] = self.stack[-1]
@@ -206,6 +324,15 @@ class _Reader:
         if type(target) is not list:
             raise RequestRejected(f"the payload appends to a {_kind(target)}; only lists may be appended to")
         target.extend(items)
+
+    def append_marked(self) -> None:
+        items = self.pop_to_mark()
+        self.append(items)
+        opened, lists = self.open_list, self.lists
+        if lists is None or opened is None or items is not opened.items or not opened.is_pure:
+            return
+        if self.data[self.position :] == _LAST:
+            self.stack[-1] = lists.keep(self.data[opened.start :], opened.memo, opened.read, items)
 
     def set_items(self, items: list[object]) -> None:
         target = self.stack[-1]
@@ -241,6 +368,8 @@ class _Reader:
             raise RequestRejected(
                 f"the payload calls {function.name!r} with a {_kind(arguments)}, expected a tuple"
             )
+        if self.open_list is not None and not function.is_pure:
+            self.open_list.is_pure = False
         self.stack.append(function.call(arguments))
 
     def new_object(self) -> None:
@@ -261,6 +390,10 @@ class _Reader:
                 f"the payload gives {target.name!r} a {_kind(state)} as state, expected a dict"
             )
         target.fields = state
+
+
+def _is_empty_list(value: object) -> bool:
+    return type(value) is list and not value
 
 
 def _kind(value: object) -> str:
@@ -309,7 +442,7 @@ _HANDLERS: Final[dict[int, Callable[[_Reader], None]]] = {
     ord("t"): _push(lambda r: tuple(r.pop_to_mark())),
     ord("]"): _push(lambda r: []),
     ord("a"): lambda r: r.append([r.stack.pop()]),
-    ord("e"): lambda r: r.append(r.pop_to_mark()),
+    ord("e"): _Reader.append_marked,
     ord("}"): _push(lambda r: {}),
     ord("s"): lambda r: r.set_items(r.pop_pair()),
     ord("u"): lambda r: r.set_items(r.pop_to_mark()),
@@ -317,7 +450,7 @@ _HANDLERS: Final[dict[int, Callable[[_Reader], None]]] = {
     ord("q"): lambda r: r.memoize(r.number(1)),
     ord("r"): lambda r: r.memoize(r.number(4)),
     ord("h"): _Reader.memoized,
-    ord("j"): _push(lambda r: r.memo[r.number(4)]),
+    ord("j"): lambda r: r.recall(r.number(4)),
     ord("c"): _push(lambda r: r.resolve(r.line(), r.line())),
     0x93: _Reader.stack_global,
     ord("R"): _Reader.reduce,

@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.payload.pickle_reader import KeptLists
 from ebbtide.srt.weight_sync.payload.tensor_refs import (
     AnyStorageRef,
     TensorForm,
@@ -147,11 +148,16 @@ def _layout(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...] | Non
 
 
 class TensorForms:
-    """Names and shapes of the last payloads by the bytes that said them, the least recently used first."""
+    """Names and shapes of the last payloads by the bytes that said them, the least recently used first.
+
+    Attributes:
+        lists: of the pickles among them.
+    """
 
     MAX_BYTES: Final = 16 << 20
 
     def __init__(self) -> None:
+        self.lists = KeptLists()
         self._forms: dict[bytes, TensorForm] = {}
         self._packed: dict[tuple[TensorHeader, ...], TensorForm] = {}
         self._packed_bytes = 0

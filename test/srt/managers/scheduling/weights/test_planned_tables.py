@@ -48,6 +48,11 @@ class HostCopies:
         self.found_S = torch.zeros(len(spans_S5), dtype=torch.int32)
         self._spans = spans_S5.tolist()
 
+    def move(self, source_bytes: int, destination_bytes: int) -> None:
+        self.found_S = torch.zeros_like(self.found_S)
+        for span in self._spans:
+            span[:2] = span[0] + source_bytes, span[1] + destination_bytes
+
     def launch(self, launch_bytes: int) -> Iterator[int]:
         for number, (source, destination, num_bytes, *looked_for) in enumerate(self._spans):
             assert tuple(looked_for) == EXPONENTS[torch.float32]
@@ -150,9 +155,11 @@ def test_of_two_tensors_of_one_name_the_later_one_counts(
     assert incoming.names == store.names
 
 
-def bucket_of(named: Named, gpu: Gpu) -> bytes:
+def bucket_of(named: Named, gpu: Gpu, num_before: int = 0) -> bytes:
+    """A bucket behind so many bytes of its memory."""
     bucket = FlattenedTensorBucket(named)
-    flat = gpu.share(bucket.get_flattened_tensor())
+    room = torch.cat([torch.zeros(num_before, dtype=torch.uint8), bucket.get_flattened_tensor()])
+    flat = gpu.share(room[num_before:])
     return pickle.dumps({"flattened_tensor": flat, "metadata": bucket.get_metadata()}, 4)
 
 
@@ -163,14 +170,27 @@ def test_what_a_bucket_holds_is_planned_at_once_behind_its_event_and_checked_onc
     check = store.check
     monkeypatch.setattr(store, "check", lambda name, *rest: checked.append(name) or check(name, *rest))
     forms = TensorForms()
-    for sign in (1, -1):
-        sent = [(name, tensor * sign) for name, tensor in named]
-        incoming, others = write(store, bucket_of(sent, gpu), gpu, forms, "flattened_bucket")
+    for factor, num_before in ((1, 0), (-1, 0), (2, 48)):
+        sent = [(name, tensor * factor) for name, tensor in named]
+        data = bucket_of(sent, gpu, num_before)
+        incoming, others = write(store, data, gpu, forms, "flattened_bucket")
         assert (others, incoming.names, incoming.nonfinite()) == ([], store.names, [])
         assert all(torch.equal(stored(store, name), tensor) for name, tensor in sent)
-    assert gpu.log == ["open 0", "wait 0", "free 0", "open 1", "wait 1", "free 1"]
+    assert gpu.log == [f"{done} {number}" for number in range(3) for done in ("open", "wait", "free")]
     assert checked == [name for name, _ in named]
     assert not any(counters.values)
+
+
+def test_a_bucket_that_lies_where_nothing_can_be_planned_arrives_too(
+    store: WeightStore, named: Named, gpu: Gpu
+) -> None:
+    forms = TensorForms()
+    for factor, num_before in ((1, 0), (-1, 4), (2, 0)):
+        sent = [(name, tensor * factor) for name, tensor in named]
+        data = bucket_of(sent, gpu, num_before)
+        _, others = write(store, data, gpu, forms, "flattened_bucket")
+        assert len(others) == (len(named) if num_before else 0)
+        assert all(torch.equal(stored(store, name), tensor) for name, tensor in sent)
 
 
 def test_so_it_arrives_where_a_tensor_begins_between_two_elements(

@@ -52,14 +52,25 @@ class QuantizedSpans:
     """
 
     def __init__(self, spans_S8: NDArray[np.int64], device: torch.device) -> None:
-        self.found_S = torch.zeros(len(spans_S8), dtype=torch.int32, device=device)
+        self._num_spans = len(spans_S8)
+        self._device = device
         rows_R7 = _rows(spans_S8)
         # One kernel has rows of one length.
-        rows_R7 = rows_R7[np.argsort(rows_R7[:, 3], kind="stable")]
-        self._blocks_R = rows_R7[:, 3].copy()
-        self._rows_R7 = torch.from_numpy(rows_R7)
-        if device.type == "cuda":
-            self._rows_R7 = self._rows_R7.pin_memory().to(device, non_blocking=True)
+        self._host_rows_R7 = rows_R7[np.argsort(rows_R7[:, 3], kind="stable")]
+        self._blocks_R = self._host_rows_R7[:, 3].copy()
+        self._upload()
+
+    def move(self, source_bytes: int, destination_bytes: int) -> None:
+        """Read and write addresses that are so much higher: it is as if they were made anew."""
+        self._host_rows_R7[:, 0] += source_bytes
+        self._host_rows_R7[:, 1:3] += destination_bytes
+        self._upload()
+
+    def _upload(self) -> None:
+        self.found_S = torch.zeros(self._num_spans, dtype=torch.int32, device=self._device)
+        self._rows_R7 = torch.from_numpy(self._host_rows_R7)
+        if self._device.type == "cuda":
+            self._rows_R7 = self._rows_R7.pin_memory().to(self._device, non_blocking=True)
 
     def launch(self, launch_bytes: int) -> Iterator[int]:
         """Launch them, by kernels that read and write about so many bytes; yields those of each kernel."""

@@ -336,10 +336,11 @@ class IncomingTensors:
         yield len(found)
 
     def _plan(self, staging: InPlace | Staged) -> Iterator[int]:
-        notes, key = self._source.place_notes, (PlannedSpans, self._source.direct)
+        (notes, origin), key = self._source.place_notes, (PlannedSpans, self._source.direct)
         address = self._store.address(staging.shadow)
-        if notes is not None and (known := notes.get(key)) is not None:
-            self._copies.take(known, address)
+        known: PlannedSpans | None = None if notes is None else notes.get(key)
+        if known is not None and known.is_for(origin):
+            self._copies.take(known, address, origin)
             return
         for number, (name, tensor) in enumerate(self._to_plan(address)):
             assert isinstance(tensor, Tensor), "copies are planned of tensors on the device only"
@@ -350,7 +351,7 @@ class IncomingTensors:
                 self._covered.append(tensor)
             if number % PLANNED_AT_ONCE == 0:
                 yield 1
-        planned = self._copies.prepare(address)
+        planned = self._copies.prepare(address, origin)
         if notes is not None and planned is not None and not self._others:
             notes[key] = planned
 
