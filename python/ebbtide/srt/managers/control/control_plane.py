@@ -10,7 +10,7 @@ from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Operations, refusal
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import HandlerTable, Operation, OutOfStep, Ranks
-from ebbtide.srt.managers.control.stalls import LongestStall
+from ebbtide.srt.managers.control.stalls import Stall
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
@@ -89,7 +89,7 @@ class ControlPlane:
             self._start(call, settle)
 
     def _start(self, call: ControlCall, settle: Callable[[], None]) -> None:
-        request, stall = call.request, LongestStall()
+        request, stall = call.request, Stall()
         outcome: AnyReply | Operation
         try:
             with stall.measure():

@@ -21,7 +21,7 @@ from ebbtide.srt.managers.control.ports import (
     Overruled,
     Work,
 )
-from ebbtide.srt.managers.control.stalls import LongestStall, StallTally
+from ebbtide.srt.managers.control.stalls import Stall, StallTally
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
     ControlRequest,
@@ -53,7 +53,7 @@ class _Pending:
     overruled: Overruled | None = None
     is_overdue: bool = False
     is_fenced: bool = False
-    stall: LongestStall = field(default_factory=LongestStall)
+    stall: Stall = field(default_factory=Stall)
 
 
 class Operations:
@@ -184,7 +184,10 @@ class Operations:
         try:
             with pending.stall.measure():
                 self._take_turn(call_id, pending, turn, settle)
-            pending.stall.stand(is_alone=pending.activity is Activity.ALONE)
+            if pending.activity is Activity.ALONE:
+                pending.stall.begin()
+            else:
+                pending.stall.end()
         except StopIteration as end:
             self._end(call_id, end.value)
         except OutOfStep:
@@ -217,6 +220,7 @@ class Operations:
 
     def _end(self, call_id: str, reply: AnyReply | None) -> None:
         ended = self._pending.pop(call_id)
+        ended.stall.end()
         if ended.request is not None:
             self.stalls.note(ended.request, ended.stall)
         if reply is not None:

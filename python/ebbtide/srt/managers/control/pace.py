@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from typing import Final, TypeAlias, TypeVar
 
 from ebbtide.srt.managers.control.ports import Activity, CopyStream, Slices, Work
+from ebbtide.srt.managers.control.stalls import Stall
 
 T = TypeVar("T")
 
@@ -40,49 +41,6 @@ LONGEST_LOOK_S: Final = 32e-3
 
 # Turns this rank's loop once more, after the next of these waits; does nothing if that is to happen anyway.
 Wake: TypeAlias = Callable[[Iterator[float]], None]
-
-
-class Stall:
-    """The longest time for which an update kept the loop from running a forward pass."""
-
-    def __init__(self) -> None:
-        self.longest_ms = 0.0
-        self._began: float | None = None
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._note(started)
-
-    @property
-    def lasts(self) -> bool:
-        """Whether it has begun and not ended."""
-        return self._began is not None
-
-    def begin(self) -> None:
-        """No forward pass can run from here to `end`, whatever the loop does meanwhile."""
-        if self._began is None:
-            self._began = time.perf_counter()
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Within, a forward pass comes to its end that was launched before."""
-        started = time.perf_counter()
-        yield
-        if self._began is not None:
-            self._began += time.perf_counter() - started
-
-    def end(self) -> None:
-        """Forward passes can run again."""
-        if self._began is not None:
-            self._note(self._began)
-            self._began = None
-
-    def _note(self, started: float) -> None:
-        self.longest_ms = max(self.longest_ms, (time.perf_counter() - started) * 1e3)
 
 
 class Pace:
@@ -124,8 +82,8 @@ class Pace:
         Args:
             slices: yields the bytes of each; 0 ends the turn: nothing more can be done before the next.
             activity: what is yielded in between. COPYING where the work only launches copies. Taking and
-                giving back memory is not that: the driver makes it wait for the forward pass under way, and
-                the next one with it.
+                giving back memory is not that: a forward pass under way may still use what changes hands, and
+                the driver waits for it where a mapping of a sender's memory is closed.
             stall: notes the turns; while it lasts no pass can run, so there is nothing to be kept short for.
             copies: where the work launches its copies. The end is when they have run.
             waits: False: it is when they are launched, behind the forward pass under way.

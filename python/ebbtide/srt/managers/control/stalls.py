@@ -10,29 +10,48 @@ from contextlib import contextmanager
 from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, ControlRequest, StallCounts
 
 
-class LongestStall:
-    """The longest turn of one request, or the longest time for which everything else waited for it."""
+class Stall:
+    """The longest time for which one request, or all of one update, kept the loop from a forward pass."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
-        self._alone_since_s: float | None = None
+        self._began_s: float | None = None
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Within, a turn of the request is taken."""
+        """Within, a turn of it is taken."""
         started_s = time.perf_counter()
         try:
             yield
         finally:
-            since_s = started_s if self._alone_since_s is None else self._alone_since_s
-            self.longest_s = max(self.longest_s, time.perf_counter() - since_s)
+            self._note(started_s)
 
-    def stand(self, *, is_alone: bool) -> None:
-        """Whether no forward pass may run until its next turn."""
-        if not is_alone:
-            self._alone_since_s = None
-        elif self._alone_since_s is None:
-            self._alone_since_s = time.perf_counter()
+    @property
+    def lasts(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._began_s is not None
+
+    def begin(self) -> None:
+        """No forward pass can run from here to `end`, whatever the loop does meanwhile."""
+        if self._began_s is None:
+            self._began_s = time.perf_counter()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within, a forward pass comes to its end that was launched before."""
+        started_s = time.perf_counter()
+        yield
+        if self._began_s is not None:
+            self._began_s += time.perf_counter() - started_s
+
+    def end(self) -> None:
+        """Forward passes can run again."""
+        if self._began_s is not None:
+            self._note(self._began_s)
+            self._began_s = None
+
+    def _note(self, started_s: float) -> None:
+        self.longest_s = max(self.longest_s, time.perf_counter() - started_s)
 
 
 class StallTally:
@@ -42,7 +61,7 @@ class StallTally:
         self._counts: dict[str, list[int]] = {}
         self._sums_s: dict[str, float] = {}
 
-    def note(self, request: ControlRequest, stall: LongestStall) -> None:
+    def note(self, request: ControlRequest, stall: Stall) -> None:
         """A request has ended."""
         path = request.row.path
         if path is None:

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
-from ebbtide.srt.managers.control.pace import Pace, Stall, is_burst
+from ebbtide.srt.managers.control.pace import Pace, is_burst
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import (
     Activity,
@@ -22,6 +22,7 @@ from ebbtide.srt.managers.control.ports import (
     Superseded,
     Work,
 )
+from ebbtide.srt.managers.control.stalls import Stall
 from ebbtide.srt.managers.control.weight_content import Valid, WeightContent
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, Staging, Weights
 from ebbtide.srt.managers.control.weights.lacking import Lacking
@@ -135,7 +136,7 @@ class WeightSession:
             reply.num_tensors,
             reply.num_bytes,
             self.is_staged,
-            self.stall.longest_ms,
+            self.stall.longest_s * 1e3,
         )
         return self.with_outcome(reply)
 
@@ -143,7 +144,7 @@ class WeightSession:
         """The reply with the fields that are known only once the copies have run."""
         message = f"{reply.message} {self.told_of_nonfinite}" if self.nonfinite else reply.message
         return structs.replace(
-            reply, stall_ms=self.stall.longest_ms, num_nonfinite=len(self.nonfinite), message=message
+            reply, stall_ms=self.stall.longest_s * 1e3, num_nonfinite=len(self.nonfinite), message=message
         )
 
     @property
