@@ -34,6 +34,7 @@ class NullRunner:
         needed: the memory that a forward pass reads.
         kv: what its pages hold is checked; None: it is not.
         num_steps: forward passes so far.
+        under_way: those that nobody has waited for.
         follows_passes: what is launched now runs after the passes under way, as copies on a stream do.
     """
 
@@ -45,24 +46,19 @@ class NullRunner:
         self.kv: NullKV | None = None
         self.num_steps = 0
         self.follows_passes = False
-        self._under_way: list[NullStep] = []
+        self.under_way: list[NullStep] = []
         self._sampled_by_row: dict[int, int] = {}
-
-    @property
-    def num_under_way(self) -> int:
-        """Forward passes that nobody has waited for."""
-        return len(self._under_way)
 
     def change(self, value: int | None) -> None:
         """Have other weights. Passes under way read the old ones where this runs after them."""
         self.value = value
         if self.follows_passes:
-            for step in self._under_way:
+            for step in self.under_way:
                 step.value = value
 
     def ended(self, step: NullStep) -> None:
         """It was waited for."""
-        self._under_way.remove(step)
+        self.under_way.remove(step)
 
     def token(self, seed: int, position: int, value: int) -> int:
         """The token that weights of this value sample at this output position."""
@@ -92,7 +88,7 @@ class NullRunner:
         }
         output_logprobs = self._logprobs(len(tokens), wanted, value) if wanted else None
         step = NullStep(self, value, StepResult(tokens, output_logprobs, input_logprobs))
-        self._under_way.append(step)
+        self.under_way.append(step)
         return step
 
     def _logprobs(self, num_positions: int, wanted: Sequence[LogprobSpec], value: int) -> LogprobArrays:

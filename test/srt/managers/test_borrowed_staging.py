@@ -95,12 +95,12 @@ def test_cached_pages_make_room_where_no_chunk_is_empty(make_rank: Callable[...,
             one.generate(prompt(seed, 200), 30)
         one.run()
     allocator, cache = rank.scheduler.policy.allocator, rank.scheduler.policy.cache
-    num_cached = cache.num_cached_pages
     assert not allocator.withdrawable()
     live, expected = (one.generate(prompt(8, 200), 50) for one in (rank, undisturbed))
     rank.turn(4)
+    num_evictable = cache.num_evictable_pages
     assert rank.apply(update(path)).staged
-    assert 0 < cache.num_cached_pages < num_cached
+    assert 0 < cache.num_evictable_pages < num_evictable
     rank.run()
     undisturbed.run()
     assert rank.tokens[live] == undisturbed.tokens[expected]

@@ -70,7 +70,7 @@ def test_no_prefix_cache_leaves_the_request_its_pages() -> None:
     assert lease.pages == []
     assert allocator.num_free == 8
     assert matched(cache, range(12)) == []
-    assert (cache.num_cached_pages, cache.num_evictable_pages) == (0, 0)
+    assert cache.num_evictable_pages == 0
     assert (cache.evict(3), cache.flush()) == (0, 0)
 
 
@@ -277,7 +277,6 @@ class CacheMachine(RuleBasedStateMachine):
         own = [page for request in self.requests for page in request.pages[len(request.lease.pages) :]]
         cached = [entry.page for entry in self.cached.values()]
         assert len(set(own + cached)) == len(own) + len(cached)
-        assert self.cache.num_cached_pages == len(cached)
         assert self.allocator.num_free + len(cached) + len(own) == self.NUM_PAGES
         assert self.cache.num_evictable_pages == len(self.evictable())
 
@@ -293,7 +292,6 @@ class CacheMachine(RuleBasedStateMachine):
             self.end(request)
         self.cache.flush()
         assert self.allocator.num_free == self.NUM_PAGES
-        assert self.cache.num_cached_pages == 0
 
 
 class SingleTokenPagesMachine(CacheMachine):
@@ -327,7 +325,7 @@ def test_pages_that_are_dropped_go_with_everything_behind_them_and_nothing_else(
     assert [num_matched(tokens) for tokens in ([1, 2, 3, 4], [1, 2, 5, 6])] == [3, 4]
     assert cache.drop({1, 4}) == 4
     assert [num_matched(tokens) for tokens in ([1, 2, 3, 4], [1, 2, 5, 6], [7, 8])] == [1, 1, 2]
-    assert (cache.num_cached_pages, cache.num_evictable_pages, allocator.num_free) == (3, 1, 13)
+    assert (cache.num_evictable_pages, allocator.num_free) == (1, 13)
     held.release()
     assert cache.drop({6, 7, 0}) == 3
     assert allocator.num_free == 16

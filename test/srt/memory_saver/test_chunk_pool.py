@@ -154,8 +154,8 @@ class PoolStates(RuleBasedStateMachine):
         arenas = [rank.kv, rank.weights, *(shadow.twin for shadow, _ in self.shadows)]
         held_bytes = sum(arena.resident_bytes for arena in arenas)
         assert rank.vm.taken_bytes == held_bytes + pool.num_spare * CHUNK
-        assert pool.num_owed == rank.kv.num_lent == len(self.lent)
-        assert pool.num_spare <= pool.num_owed
+        assert pool.num_spare <= rank.kv.num_lent == len(self.lent)
+        assert pool.is_owed_more == (pool.num_spare < len(self.lent))
 
     @invariant()
     def weights_hold_what_was_written(self) -> None:

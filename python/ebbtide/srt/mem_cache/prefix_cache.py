@@ -52,13 +52,8 @@ class PrefixCache(Protocol):
     """KV pages by the tokens they hold."""
 
     @property
-    def num_cached_pages(self) -> int:
-        """Pages that belong to the cache."""
-        ...
-
-    @property
     def num_evictable_pages(self) -> int:
-        """Those of the cached pages that no lease keeps: what `evict` could free."""
+        """Cached pages that no lease keeps: what `evict` could free."""
         ...
 
     def match(
@@ -118,7 +113,6 @@ class NoPrefixCache:
     Built like `RadixCache`, so that one line of configuration chooses between the two.
     """
 
-    num_cached_pages = 0
     num_evictable_pages = 0
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:

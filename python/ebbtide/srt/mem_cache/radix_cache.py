@@ -74,17 +74,11 @@ class RadixCache:
         self._page_bytes = page_size * _BYTES_PER_TOKEN
         self._root = _Node(parent=None, edge=((), b""), tokens=b"", pages=[], label=0)
         self._idle: OrderedDict[_Node, None] = OrderedDict()
-        self._num_cached = 0
         self._num_evictable = 0
 
     @property
-    def num_cached_pages(self) -> int:
-        """Pages that belong to the cache."""
-        return self._num_cached
-
-    @property
     def num_evictable_pages(self) -> int:
-        """Those of the cached pages that no lease keeps."""
+        """Cached pages that no lease keeps."""
         return self._num_evictable
 
     def match(
@@ -238,7 +232,6 @@ class RadixCache:
         node = _Node(parent, edge, tokens, pages, label)
         parent.children[edge] = node
         self._idle[node] = None
-        self._num_cached += len(pages)
         self._num_evictable += len(pages)
         return node
 
@@ -270,7 +263,6 @@ class RadixCache:
         if not leaf.pages:
             del leaf.parent.children[leaf.edge]
             del self._idle[leaf]
-        self._num_cached -= len(freed)
         self._num_evictable -= len(freed)
         return freed
 

@@ -30,17 +30,13 @@ class ChunkPool:
         self.granularity = vm.granularity
         self._vm = vm
         self._spare: list[Handle] = []
+        # Chunks that arenas have lent and not taken back.
         self._num_owed = 0
 
     @property
     def num_spare(self) -> int:
         """Chunks that are mapped nowhere. They are all owed."""
         return len(self._spare)
-
-    @property
-    def num_owed(self) -> int:
-        """Chunks that arenas have lent and not taken back."""
-        return self._num_owed
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> ChunkArena:
         """A released arena of whole chunks of this pool, whatever `chunk_bytes` is.

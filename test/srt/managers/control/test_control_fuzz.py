@@ -90,7 +90,7 @@ def snapshot(rank: NullRank) -> tuple[Any, ...]:
         session and session.num_tensors_staged,
         control.operations.any_pending,
         control.operations.is_working,
-        rank.runner.num_under_way,
+        len(rank.runner.under_way),
         is_alone,
         # What stands alone, or comes beside forward passes, changes it at every rank's own speed.
         None
@@ -100,7 +100,7 @@ def snapshot(rank: NullRank) -> tuple[Any, ...]:
         tuple((req.rid, req.num_retractions) for req in policy.waiting),
         policy.holds_admission,
         policy.allocator.num_free,
-        policy.cache.num_cached_pages,
+        policy.cache.num_evictable_pages,
         is_resident and tuple((name, rank.weights.live[name]) for name in rank.weights.names - missing),
     )
 
@@ -246,11 +246,11 @@ class ControlMachine(Clients):
     def pages_add_up(self) -> None:
         for rank in self.ranks:
             policy = rank.scheduler.policy
-            held = [
-                page for req in policy.running if req.kv for page in req.kv.pages[len(req.kv.lease.pages) :]
-            ]
+            all_kv = [req.kv for req in policy.running if req.kv]
+            held = [page for kv in all_kv for page in kv.pages[len(kv.lease.pages) :]]
             assert len(held) == len(set(held))
-            num_cached = policy.cache.num_cached_pages
+            leased = {page for kv in all_kv for page in kv.lease.pages}
+            num_cached = policy.cache.num_evictable_pages + len(leased)
             assert policy.allocator.num_free + num_cached + len(held) == policy.allocator.num_pages
             assert policy.allocator.num_pages + policy.allocator.num_withdrawn == self.harness.num_pages
 

@@ -58,9 +58,9 @@ def test_passes_overlap_beside_an_operation_that_merely_waits(
     harness.turn(5)
     for _ in range(20):
         harness.turn()
-        assert {rank.runner.num_under_way for rank in harness.ranks} == {int(harness.schedule.overlap)}
+        assert {len(rank.runner.under_way) for rank in harness.ranks} == {int(harness.schedule.overlap)}
     assert call not in harness.replies
     harness.turn_until(lambda: call in harness.replies)
     assert harness.reply(call).success
     harness.run_until_idle()
-    assert harness.runner.num_under_way == 0
+    assert not harness.runner.under_way
