@@ -17,8 +17,11 @@ class Beating:
         self.now_s = 100.0
         monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self.children: list[Any] = [
-            SimpleNamespace(name=name, pid=os.getpid(), pulse=Pulse(), has_ended=False) for name in ("a", "b")
+            SimpleNamespace(name=name, pid=pid, pulse=Pulse(), has_ended=False)
+            for pid, name in enumerate(("a", "b"))
         ]
+        self.states = ["S", "S"]
+        monkeypatch.setattr(heartbeat, "_state_of", self.states.__getitem__)
         self.watch = PulseWatch(self.children, 10.0, "--limit")
 
     def after(self, seconds: float, *silent: str) -> None:
@@ -50,6 +53,17 @@ def test_who_is_silent_is_suspect_and_then_lost_a_little_before_the_limit(beatin
     beating.after(2, "b")
     lost = beating.watch.lost
     assert lost == "the b process has not answered for 9 s (--limit 10)"
+
+
+def test_one_that_is_stopped_is_named_rather_than_those_that_are_silent_as_well(beating: Beating) -> None:
+    beating.after(2, "a")
+    beating.after(3, "a", "b")
+    assert "the a process" in (beating.watch.suspect or "")
+    beating.states[1] = "T"
+    assert "the b process" in (beating.watch.suspect or "")
+    beating.after(4, "a", "b")
+    lost = beating.watch.lost
+    assert lost == "the b process has not answered for 7 s (--limit 10): it is stopped (SIGSTOP)"
 
 
 def test_who_beats_again_in_time_is_forgiven(beating: Beating) -> None:

@@ -140,9 +140,11 @@ def test_not_the_rank_that_fails_for_another_is_named() -> None:
 
 
 def test_a_start_of_which_one_rank_is_stopped_fails_and_leaves_none() -> None:
-    config = config_of(tp_size=2, watchdog_timeout=5, dist_timeout=2)
-    processes = EngineProcesses(config, target("stop_rank_1_at_its_start"))
+    processes = EngineProcesses(
+        config_of(tp_size=2, watchdog_timeout=1, dist_timeout=1), target("report_rank")
+    )
     pids = processes.pids
+    os.kill(pids["scheduler-tp1"], signal.SIGSTOP)
     with pytest.raises(
         EngineError, match=r"start failed: the scheduler-tp1 .* not answered .*: it is stopped"
     ):
@@ -155,13 +157,14 @@ def test_a_rank_that_is_stopped_ends_the_engine_and_not_the_one_that_waits_for_i
     function: str,
 ) -> None:
     deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with running(EngineProcesses(config_of(tp_size=2, watchdog_timeout=3), target(function))) as processes:
+    with running(EngineProcesses(config_of(tp_size=2, watchdog_timeout=2), target(function))) as processes:
         processes.wait_ready()
         pids = processes.pids
-        processes.watch(deaths.put)
+        # Ahead of the watch: however busy the machine is, the other is not silent for longer.
         os.kill(pids["scheduler-tp1"], signal.SIGSTOP)
+        processes.watch(deaths.put)
         said = (
-            r"the scheduler-tp1 process has not answered for [\d.]+ s \(--watchdog-timeout 3\): it is stopped"
+            r"the scheduler-tp1 process has not answered for [\d.]+ s \(--watchdog-timeout 2\): it is stopped"
         )
         assert re.match(said, deaths.get(timeout=60))
         wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "all have gone")

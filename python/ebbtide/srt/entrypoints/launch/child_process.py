@@ -125,6 +125,8 @@ class ChildProcess:
 
     def terminate(self) -> None:
         self._popen.terminate()
+        # One that is stopped would not take it before it goes on.
+        self._popen.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self._popen.kill()

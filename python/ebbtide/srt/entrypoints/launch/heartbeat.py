@@ -28,6 +28,7 @@ _STATES: Final = {
     "t": "it is stopped by a debugger",
     "D": "it waits in the kernel",
 }
+_STOPPED: Final = frozenset("Tt")
 
 
 def start_beating(descriptor: int, limit_s: float) -> None:
@@ -105,30 +106,33 @@ class PulseWatch:
     @property
     def lost(self) -> str | None:
         """Which process is to be given up, and how it is; None: all live."""
-        return self._describe(_LOOKS_UNTIL_LOST)
+        return self.suspect if self._silent(_LOOKS_UNTIL_LOST) else None
 
     @property
     def suspect(self) -> str | None:
-        """The same, of one that others may have waited for."""
-        return self._describe(_LOOKS_UNTIL_SUSPECT)
+        """The same, of one that others may have waited for.
 
-    def _describe(self, num_looks: int) -> str | None:
-        silent = [
-            child
-            for child in self._children
-            if child.pulse.num_missed >= num_looks and not child.has_ended  # whoever has ended is no riddle
-        ]
+        One that is stopped rather than one that has been silent for longer: it may only lack a turn.
+        """
+        silent = self._silent(_LOOKS_UNTIL_SUSPECT)
         if not silent:
             return None
-        child = max(silent, key=lambda child: child.pulse.num_missed)
+        states = {child.pid: _state_of(child.pid) for child in silent}
+        child = max(silent, key=lambda child: (states[child.pid] in _STOPPED, child.pulse.num_missed))
         silent_s = child.pulse.num_missed * self._interval_s
+        state = states[child.pid]
         return (
             f"the {child.name} process has not answered for {silent_s:g} s "
-            f"({self._flag} {self._limit_s:g}){_state_of(child.pid)}"
+            f"({self._flag} {self._limit_s:g}){f': {_STATES[state]}' if state in _STATES else ''}"
         )
+
+    def _silent(self, num_looks: int) -> list[ChildProcess]:
+        """Those of whom so many looks in a row have found nothing. Whoever has ended is no riddle."""
+        return [
+            child for child in self._children if child.pulse.num_missed >= num_looks and not child.has_ended
+        ]
 
 
 def _state_of(pid: int) -> str:
-    """What the system says of a process that was started here and has not been waited for."""
-    state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    return f": {_STATES[state]}" if state in _STATES else ""
+    """The system's letter for the state of a process that was started here and has not been waited for."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
