@@ -211,14 +211,18 @@ def test_prompt_logprobs_begin_after_the_asked_position(
 ) -> None:
     if chunk is None:
         # In pieces of five positions: one may hold the end of one prompt and the beginning of the next.
-        monkeypatch.setattr(model_runner, "PROMPT_LOGITS_BYTES", 5 * 4 * 258)
+        monkeypatch.setattr(model_runner, "PROMPT_LOGITS_ROWS", 5)
     driver = RunnerDriver(qwen3)
     other = driver.start(PROMPT, logprobs=LogprobSpec(start=start))
     run = driver.start(PROMPT, logprobs=LogprobSpec(start=start, top=3, token_ids=(7, 200, 7)))
 
     driver.generate([other, run], 2, chunk=chunk)
+    # Where nobody asks for more than the tokens' own.
+    first, second = (driver.start(PROMPT, logprobs=LogprobSpec(start=start)) for _ in range(2))
+    driver.generate([first, second], 2, chunk=chunk)
 
-    assert tokens(other.prompt_logprobs) == pytest.approx(tokens(run.prompt_logprobs), abs=1e-5)
+    for each in (other, first, second):
+        assert tokens(each.prompt_logprobs) == pytest.approx(tokens(run.prompt_logprobs), abs=1e-5)
     expected = Reference(qwen3).logprobs(PROMPT)
     assert len(run.prompt_logprobs) == max(0, len(PROMPT) - 1 - start)
     for position, entry in enumerate(run.prompt_logprobs, start=start + 1):

@@ -28,7 +28,12 @@ from ebbtide.srt.model_executor.batch_plan import (
 )
 from ebbtide.srt.model_executor.forward_batch import BatchLayout, ForwardBatch, PromptRows, resolve_tokens
 from ebbtide.srt.model_executor.host_copies import download, upload
-from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, position_logprobs
+from ebbtide.srt.model_executor.sampling.logprobs import (
+    LaunchedLogprobs,
+    alternatives,
+    finite,
+    token_logprobs,
+)
 from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
 from ebbtide.srt.model_executor.shared_prefixes import PrefixFinder
 from ebbtide.srt.model_executor.weight_store import WeightStore
@@ -37,8 +42,8 @@ from ebbtide.srt.models.base import CausalLM
 if TYPE_CHECKING:
     from ebbtide.srt.model_executor.graph_runner import DecodeGraphs
 
-# Bound of the logits that prompt logprobs hold at a time: of enough rows to read the matrix behind them well.
-PROMPT_LOGITS_BYTES = 128 << 20
+# Positions whose logits prompt logprobs hold at a time: 300 MiB of bfloat16 with 150,000 ids.
+PROMPT_LOGITS_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +53,19 @@ class PromptLogprobs:
     Attributes:
         rows: the positions, request by request.
         specs: what each of these requests asks for.
-        pieces: of all positions, one after the other.
+        tokens_M: of the tokens at all positions.
+        others: what else is asked for, of `PROMPT_LOGITS_ROWS` positions after the other.
     """
 
     rows: Sequence[PromptRows]
     specs: Sequence[LogprobSpec]
-    pieces: Sequence[LaunchedLogprobs]
+    tokens_M: Tensor
+    others: Sequence[LaunchedLogprobs]
 
     def result(self) -> dict[int, LogprobArrays]:
         """The logprobs of each request, by its row. To be called once the device has run the pass."""
-        pieces = [piece.result() for piece in self.pieces]
+        parts = torch.split(self.tokens_M, PROMPT_LOGITS_ROWS)
+        pieces = [other.result(part.numpy()) for other, part in zip(self.others, parts, strict=True)]
         ends = np.cumsum([len(piece.tokens_N) for piece in pieces]).tolist()
         results = {}
         first = 0
@@ -154,7 +162,6 @@ class ModelRunner:
         self.attention = attention
         self.recorder: RouteRecorder | None = None
         self.given_routes: GivenRoutes | None = None
-        self._vocab_size = vocab_size
         self._device = device
         self._next_tokens = next_tokens
         self._prefixes = PrefixFinder(page_table.array, kv_pool.page_size, attention.is_worth_sharing)
@@ -259,18 +266,28 @@ class ModelRunner:
     def _prompt_logprobs(self, plan: BatchPlan, rows: list[PromptRows], hidden_TD: Tensor) -> PromptLogprobs:
         """Some rows at a time, of whatever requests: a long prompt's logits are large."""
         specs = [spec for each in rows if (spec := plan.specs[each.request].logprobs) is not None]
-        specs_M = [spec for each, spec in zip(rows, specs, strict=True) for _ in each.token_ids]
+        # Thousands of positions are looked at one by one only where more than their own tokens is asked for.
+        asks_more = any(spec.top or spec.token_ids for spec in specs)
+        specs_M = []
+        if asks_more:
+            specs_M = [spec for each, spec in zip(rows, specs, strict=True) for _ in each.token_ids]
         token_ids_M = upload(np.concatenate([np.array(each.token_ids) for each in rows]), self._device)
         rows_M = upload(
             np.concatenate([np.arange(len(each.token_ids)) + each.first_row for each in rows]), self._device
         )
-        num_rows = max(1, PROMPT_LOGITS_BYTES // (hidden_TD.element_size() * self._vocab_size))
-        pieces = [
-            position_logprobs(
-                self.model.logits(hidden_TD[rows_M[first : first + num_rows]]),
-                token_ids_M[first : first + num_rows],
-                specs_M[first : first + num_rows],
+        hidden_MD = hidden_TD[rows_M]
+        tokens, others = [], []
+        for first in range(0, len(rows_M), PROMPT_LOGITS_ROWS):
+            part = slice(first, first + PROMPT_LOGITS_ROWS)
+            logits_MV = self.model.logits(hidden_MD[part])
+            tokens_M, norm_M1 = token_logprobs(logits_MV, token_ids_M[part])
+            tokens.append(tokens_M)
+            others.append(
+                alternatives(logits_MV, norm_M1, specs_M[part])
+                if asks_more
+                else LaunchedLogprobs(None, None, None)
             )
-            for first in range(0, len(specs_M), num_rows)
-        ]
-        return PromptLogprobs(rows, specs, pieces)
+            # The next ones take its memory.
+            del logits_MV
+        # One copy of all: a copy for each piece would hold the device up every time.
+        return PromptLogprobs(rows, specs, download(finite(torch.cat(tokens))), others)

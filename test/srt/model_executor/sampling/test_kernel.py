@@ -239,7 +239,8 @@ def test_extreme_temperatures_give_finite_logprobs(temperature: float) -> None:
 @pytest.mark.parametrize("vocab_size", [7, 3 * 8192 + 5])
 def test_logprobs_of_given_tokens_are_those_of_the_log_softmax(vocab_size: int, dtype: torch.dtype) -> None:
     scores = logits(5, vocab_size).to(dtype)
-    scores[1, : vocab_size - 1] = -math.inf  # nothing but the last block
+    scores[1, : vocab_size - 1] = -math.inf  # nothing but the last block, and that far below zero
+    scores[1, vocab_size - 1] = -500.0
     scores[2, 3] = math.nan
     scores[3] = -math.inf
     token_ids = torch.tensor([vocab_size // 2, vocab_size - 1, 2, 4, 0])

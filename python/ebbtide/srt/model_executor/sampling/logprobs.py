@@ -62,17 +62,24 @@ def position_logprobs(
         token_ids_M: int64, the token at each position, on the scores' device.
         specs: what is wanted at each position.
     """
+    tokens_M, norm_M1 = token_logprobs(scores_MV, token_ids_M)
+    return alternatives(scores_MV, norm_M1, specs, tokens_M=download(finite(tokens_M)))
+
+
+def token_logprobs(scores_MV: Tensor, token_ids_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-softmax of each row at its token, which may not be finite, and the row's logsumexp [M, 1].
+
+    Both are float32 and on the scores' device. Arguments are those of `position_logprobs`.
+    """
     # The whole log-softmax is never made: one number per row turns scores into logprobs.
     if scores_MV.is_cuda:
         # Triton is there on CUDA machines alone.
-        from ebbtide.srt.model_executor.sampling.logprobs_kernel import token_logprobs
+        from ebbtide.srt.model_executor.sampling import logprobs_kernel
 
-        tokens_M, norm_M1 = token_logprobs(scores_MV, token_ids_M)
-    else:
-        scores_MV = scores_MV.float()
-        norm_M1 = scores_MV.logsumexp(-1, keepdim=True)
-        tokens_M = (scores_MV.gather(1, token_ids_M.unsqueeze(1)) - norm_M1).squeeze(1)
-    return alternatives(scores_MV, norm_M1, specs, tokens_M=download(_finite(tokens_M)))
+        return logprobs_kernel.token_logprobs(scores_MV, token_ids_M)
+    scores_MV = scores_MV.float()
+    norm_M1 = scores_MV.logsumexp(-1, keepdim=True)
+    return (scores_MV.gather(1, token_ids_M.unsqueeze(1)) - norm_M1).squeeze(1), norm_M1
 
 
 def alternatives(
@@ -94,7 +101,7 @@ def alternatives(
 
     def logprobs_of(scores: Tensor) -> Tensor:
         scores = scores.float()
-        return download(_finite((scores if scale_M1 is None else scores * scale_M1) - norm_M1))
+        return download(finite((scores if scale_M1 is None else scores * scale_M1) - norm_M1))
 
     top = chosen = None
     num_top = max(spec.top for spec in specs)
@@ -129,5 +136,6 @@ def _put_first_among_equals(
         top_ids_MK[rows] = np.take_along_axis(ids, order, 1)
 
 
-def _finite(logprobs: Tensor) -> Tensor:
+def finite(logprobs: Tensor) -> Tensor:
+    """The same, with the lowest float32 for −∞ and for what is not a number."""
     return logprobs.nan_to_num(nan=LOWEST, neginf=LOWEST)
