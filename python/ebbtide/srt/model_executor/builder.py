@@ -31,7 +31,7 @@ from ebbtide.srt.model_executor.initial_kv_scales import build_kv_scales
 from ebbtide.srt.model_executor.kv_sizing import DTYPES, KV_DTYPES, build_kv_pool, kv_layout
 from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.model_runner import ModelRunner
-from ebbtide.srt.model_executor.rehearsal import rehearse
+from ebbtide.srt.model_executor.rehearsal import load_kernels, rehearse
 from ebbtide.srt.model_executor.sampling.sampler import Sampler
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
@@ -94,6 +94,12 @@ def build_model_runner(
         if is_cuda and (rehearses or wait([compiled], COMPILING_AFTER_S).not_done):
             _rehearse(model, slices, shape, torch_device, progress)
         compiled.result()
+    if is_cuda:
+        started = time.monotonic()
+        num_rows = schedule_config.max_running_requests
+        load_kernels(model, shape, slices.longest_pass + num_rows, num_rows, torch_device)
+        device.synchronize()
+        logger.info("kernels loaded: s=%.1f", time.monotonic() - started)
     device.trim()  # What loading took is no reason for a smaller pool.
     kv_pool = build_kv_pool(
         layout,
