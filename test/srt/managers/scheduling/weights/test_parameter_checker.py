@@ -148,6 +148,17 @@ def test_a_copy_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert (caught.value.status, caught.value.fields["needed_bytes"]) == (409, 2002)
 
 
+def test_a_copy_that_the_system_gives_no_memory_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # More than there are addresses: the system refuses it, whatever it promises otherwise.
+    huge = torch.zeros(1, dtype=torch.uint8).expand(1 << 60)
+    monkeypatch.setattr(parameter_checker, "PIECE_BYTES", 1 << 60)
+    memory = type("Memory", (), {"available": 1 << 60})
+    monkeypatch.setattr(parameter_checker.psutil, "virtual_memory", lambda: memory)
+    with pytest.raises(RequestRejected, match="of host memory, 2002 are free") as caught:
+        finish(checker(Store(a=sample(), b=huge)).snapshot())
+    assert caught.value.status == 409
+
+
 def test_parameters_are_read_in_pieces() -> None:
     tensors = {"first": sample(), "second": sample(torch.float32, 10).view(2, 5)}
     reader = checker(Store(**tensors))

@@ -76,17 +76,19 @@ class ParameterChecker:
         needed_bytes = sum(parameter.nbytes for _, parameter in self._store.parameters())
         free_bytes = psutil.virtual_memory().available
         if needed_bytes > free_bytes:
-            raise RequestRejected(
-                f"a snapshot takes {needed_bytes} bytes of host memory, {free_bytes} are free",
-                409,
-                needed_bytes=needed_bytes,
-                free_bytes=free_bytes,
-            )
+            raise _no_room(needed_bytes, free_bytes)
+        taken_bytes = 0
         copies: dict[str, list[Tensor]] = {}
         for name, parameter in self._store.parameters():
             copies[name] = []
             for piece in _pieces(parameter):
-                copies[name].append(piece.to("cpu", copy=True))
+                try:
+                    copy = torch.empty_like(piece, device="cpu")
+                except RuntimeError as error:
+                    # Others take memory too, and this process may have a limit of its own.
+                    raise _no_room(needed_bytes, taken_bytes) from error
+                taken_bytes += len(piece)
+                copies[name].append(copy.copy_(piece))
                 yield len(piece)
         return ParameterSnapshot(self._store, copies)
 
@@ -178,6 +180,12 @@ class ParameterSnapshot:
                 )
                 found.append({"name": name, "reason": reason})
         return found
+
+
+def _no_room(needed_bytes: int, free_bytes: int) -> RequestRejected:
+    """The refusal of a snapshot for which there is too little host memory."""
+    message = f"a snapshot takes {needed_bytes} bytes of host memory, {free_bytes} are free"
+    return RequestRejected(message, 409, needed_bytes=needed_bytes, free_bytes=free_bytes)
 
 
 def _without(skipped: Sequence[str], store: WeightStore) -> Iterator[tuple[str, Tensor]]:
