@@ -152,7 +152,7 @@ def test_a_copy_that_the_system_gives_no_memory_for_is_refused(monkeypatch: pyte
     # More than there are addresses: the system refuses it, whatever it promises otherwise.
     huge = torch.zeros(1, dtype=torch.uint8).expand(1 << 60)
     monkeypatch.setattr(parameter_checker, "PIECE_BYTES", 1 << 60)
-    memory = type("Memory", (), {"available": 1 << 60})
+    memory = type("Memory", (), {"available": 1 << 61})
     monkeypatch.setattr(parameter_checker.psutil, "virtual_memory", lambda: memory)
     with pytest.raises(RequestRejected, match="of host memory, 2002 are free") as caught:
         finish(checker(Store(a=sample(), b=huge)).snapshot())
