@@ -269,6 +269,22 @@ def test_a_group_of_the_same_name_replaces_the_first(
     trainer.hear()
 
 
+def test_a_group_whose_trainer_has_ended_is_left_when_another_is_joined(
+    trainer: BroadcastingTrainer, mortal_trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
+) -> None:
+    join(groups, trainer, "g")
+    join(groups, mortal_trainer, "abandoned")
+    mortal_trainer.kill()
+    assert groups.names == ["abandoned", "g"]
+    join(groups, trainer, "next")
+    wait_for(lambda: groups.names == ["g", "next"])
+    with pytest.raises(RequestRejected, match=r"no group 'abandoned'.*store that its trainer kept is gone"):
+        groups.get("abandoned")
+    trainer.tell("plain", "g", tensors)
+    assert_holds(source_of(groups, tensors), tensors)
+    trainer.hear()
+
+
 def test_an_update_that_is_given_up_leaves_its_group(
     trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
 ) -> None:

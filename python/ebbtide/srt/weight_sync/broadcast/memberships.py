@@ -80,7 +80,7 @@ class Memberships:
         return sorted(name for name, group in self._groups.items() if not group.is_closed)
 
     def join(self, address: GroupAddress, timeout_s: float) -> Joining:
-        """Begin to join. A live group of that name is left first.
+        """Begin to join. A live group of that name is left first, and then those whose trainers have ended.
 
         Raises:
             RequestRejected: 400, a field is wrong; 409, a group of that name is just being joined.
@@ -92,6 +92,8 @@ class Memberships:
                 409,
             )
         replaced = self.leave(address.name, "another group of that name is joined") is not None
+        for group in self._groups.values():
+            group.leave_if_abandoned()
         joining = self._joining[address.name] = Joining(self, address, timeout_s, replaced)
         return joining
 

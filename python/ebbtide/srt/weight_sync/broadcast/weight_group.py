@@ -51,6 +51,7 @@ class WeightGroup:
         self.why_closed = ""
         self._member: Member | None = member
         self._closed = threading.Event()
+        self._look: InThread[None] | None = None
         # Held to close, and to do what must not be begun once the group is closed.
         self._lock = threading.Lock()
         self.writes_outside = False
@@ -111,6 +112,24 @@ class WeightGroup:
             members = [self._member] if self._member is not None else []
             self._member = None
         return Leaving(self.name, lambda: abort(members))
+
+    def leave_if_abandoned(self) -> None:
+        """Begin to look, in another thread, whether the trainer keeps the store; leave the group if not.
+
+        A trainer that ends between two updates says nothing: its connections would stay for good.
+        """
+        member = self._member
+        if member is None or member.store is None or not (self._look is None or self._look.is_done):
+            return
+        store = member.store
+
+        def look() -> None:
+            try:
+                store.check(["any"])  # Which key does not matter: the store answers, or is gone.
+            except RuntimeError as error:
+                self.close(f"the store that its trainer kept is gone: {type(error).__name__}")
+
+        self._look = InThread(f"look-{self.name}", look)
 
     def _run(
         self, transfers: Callable[[], Iterable[Transfer]], timeout_s: float, *, keeps: bool = False
