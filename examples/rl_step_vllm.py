@@ -1,6 +1,7 @@
 """RL steps as clients of vLLM make them, over HTTP: TRL, prime-rl and SkyRL, each in its own calls.
 
     PYTHONPATH=python python examples/rl_step_vllm.py --client trl|prime-rl|skyrl [--steps 2]
+        [--model-path MODEL --url http://127.0.0.1:30000]
 
 TRL and SkyRL broadcast their weights. On GPUs that is raw NCCL (`init_info` without `backend`); on a CPU it
 is gloo, in a group of torch's: that is the only thing here that vLLM does not know. prime-rl writes a folder.
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -190,11 +191,17 @@ def main() -> None:
     )
     parser.add_argument("--client", choices=tuple(STEPS), required=True)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument(
+        "--model-path", type=Path, help="a folder like that of make_tiny_model (default: made)"
+    )
+    parser.add_argument("--url", help="a server of that model (default: started)")
     given = parser.parse_args()
+    if given.url and not given.model_path:
+        parser.error("--url needs --model-path: the model that is served there")
     with TemporaryDirectory() as folder:
-        model_path = tiny_rl.make_tiny_model(Path(folder) / "model")
+        model_path = given.model_path or tiny_rl.make_tiny_model(Path(folder) / "model")
         trainer = tiny_rl.Trainer(model_path)
-        with started_server(model_path) as server:
+        with nullcontext(Server(given.url)) if given.url else started_server(model_path) as server:
             run = Run(server, trainer, Broadcast(server), Path(folder))
             for step in range(given.steps):
                 STEPS[given.client](run, step)

@@ -42,8 +42,10 @@ def server(shared_server: Server, checkpoints: tuple[Path, Path]) -> Server:
 
 
 @pytest.mark.parametrize("client", ["trl", "prime-rl", "skyrl"])
-def test_clients_of_vllm_make_an_rl_step(client: str) -> None:
-    output = play_example("rl_step_vllm.py", "--client", client, "--steps", "2")
+def test_clients_of_vllm_make_an_rl_step(server: Server, checkpoints: tuple[Path, Path], client: str) -> None:
+    # One of them starts a server of its own.
+    served = [] if client == "trl" else ["--model-path", str(checkpoints[0]), "--url", url_of(server)]
+    output = play_example("rl_step_vllm.py", "--client", client, "--steps", "2", *served)
     assert output.count("mean reward") == 2
     assert "engine and trainer agree: True" in output
 
