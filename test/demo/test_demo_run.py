@@ -1,7 +1,10 @@
 """The demo with the real engine, too short to learn: it measures, reports, and says that it failed."""
 
 import io
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -10,6 +13,7 @@ from transformers import Qwen3ForCausalLM
 from ebbtide.demo import run as run_module
 from ebbtide.demo.failure import DemoFailed
 from ebbtide.demo.run import Settings, main, run
+from ebbtide.demo.task import EOS_ID
 from ebbtide.demo.trainer import Trainer
 
 TINY = Settings(
@@ -39,16 +43,29 @@ def test_a_run_that_does_not_learn_measures_and_reports(tmp_path: Path):
     assert Qwen3ForCausalLM.from_pretrained(tmp_path / "model").config.vocab_size == 14
 
 
+class Stub:
+    """Has nothing but the end of the text to say, always with the same log-probability."""
+
+    def generate(
+        self, prompts: Sequence[str], params: dict[str, Any], *, return_logprob: bool = False
+    ) -> list[dict[str, Any]]:
+        told = {"weight_versions": [{"version": "0"}], "output_token_logprobs": [(-1.0, EOS_ID, None)]}
+        output = {"text": "", "output_ids": [EOS_ID], "meta_info": told}
+        return [output] * (len(prompts) * params.get("n", 1))
+
+    def memory_occupation(self) -> dict[str, Any]:
+        return {"tags": {tag: {"resident_bytes": 0, "backup_bytes": 0} for tag in ("weights", "kv_cache")}}
+
+    def release_memory_occupation(self) -> None:
+        pass
+
+
 def test_an_engine_that_disagrees_with_the_trainer_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    honest = Trainer.logprobs
+    monkeypatch.setattr(run_module, "_start_engine", lambda *_: nullcontext(Stub()))
     off = 2e-4
-    monkeypatch.setattr(
-        Trainer,
-        "logprobs",
-        lambda self, samples: [[one + off for one in row] for row in honest(self, samples)],
-    )
+    monkeypatch.setattr(Trainer, "logprobs", lambda _, samples: [[-1.0 - off] for _ in samples])
     failure, shown = attempt(tmp_path)
     assert "step 0: logprobs of trainer and engine differ by 2.0" in failure
     assert "wrote" not in shown
