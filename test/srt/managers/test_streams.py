@@ -7,10 +7,8 @@ import pytest
 from fixtures.logprobs import PositionLogprobs, columns
 from fixtures.scripted_engine import Engine, run, scripted, start
 
-from ebbtide.srt.managers.io_struct import (
-    FinishReason,
-    RequestOutput,
-)
+from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput, StreamedTokens, TextOutput
+from ebbtide.srt.managers.wire.logprobs import LOWEST_LOGPROB
 
 LENGTH = FinishReason("length", length=3)
 
@@ -95,6 +93,43 @@ def test_chunks_that_a_slow_reader_left_lying_become_one(incremental: bool) -> N
         assert chunk["text"] == "<1>" * 10
         await engine.send(RequestOutput("r", [10], finish=LENGTH))
         assert (await next_chunk(stream))["output_ids"] == ([10] if incremental else list(range(11)))
+
+    run(script, incremental=incremental)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_tokens_of_many_streams_at_once_come_with_their_logprobs_and_versions(incremental: bool) -> None:
+    async def script(engine: Engine) -> None:
+        def logprob(token_id: int) -> PositionLogprobs:
+            return PositionLogprobs(float("-inf") if token_id == 2 else -token_id)
+
+        async def send(token_id: int) -> None:
+            streamed = StreamedTokens(["r"], [token_id], columns(logprob(token_id)))
+            text = TextOutput(
+                weight_version="2", outputs=[], texts=[], streamed=(streamed,), streamed_texts=(["a"],)
+            )
+            await engine.send_message(text)
+
+        fields = {"input_ids": [5], "rid": "r", "stream": True, "return_logprob": True}
+        stream = (await engine.manager.prepare(fields)).stream()
+        versions = [("1", 0), ("2", 1)]
+        await engine.send(
+            RequestOutput("r", [0], start=start(), version_starts=versions, logprobs=columns(logprob(0)))
+        )
+        seen = 0
+        for sent in ([], [1], [2, 3, 4], [5]):
+            for token_id in sent:
+                await send(token_id)
+            chunk, seen = await next_chunk(stream), seen + (len(sent) or 1)
+            ids = (sent or [0]) if incremental else list(range(seen))
+            meta = chunk["meta_info"]
+            assert chunk["output_ids"] == ids
+            assert meta["output_token_logprobs"] == [
+                (LOWEST_LOGPROB if token_id == 2 else -token_id, token_id, None) for token_id in ids
+            ]
+            assert meta["output_token_logprobs_length"] == meta["completion_tokens"] == seen
+            spans = [("1", 0, 1), ("2", 1, seen)][: 1 if seen == 1 else 2]
+            assert [tuple(span.values()) for span in meta["weight_versions"]] == spans
 
     run(script, incremental=incremental)
 

@@ -23,7 +23,7 @@ from ebbtide.srt.managers.io_struct import (
     RoutedExperts,
     TokenizedGenerateReqInput,
 )
-from ebbtide.srt.managers.wire.logprobs import LOWEST_LOGPROB, LogprobRows
+from ebbtide.srt.managers.wire.logprobs import LOWEST_LOGPROB, LogprobRows, finite
 from ebbtide.srt.managers.wire.supports import SupportList, masks_of
 
 # Logprob, token id, text. No list: one per token would keep the garbage collector busy.
@@ -64,6 +64,7 @@ class LogprobTable:
         wanted = {self._token: True, self._top: request.top_logprobs_num > 0, self._chosen: self._chosen_ids}
         names = [name for name, is_wanted in wanted.items() if is_wanted] if request.return_logprob else []
         self._columns: dict[str, list[Any]] = {name: [] for name in names}
+        self._is_narrow = names == [self._token]
         self._new = LogprobList(request.top_logprobs_num, len(self._chosen_ids))
         self._new_ids: list[int] = []
 
@@ -73,14 +74,21 @@ class LogprobTable:
         self._new_ids += token_ids
 
     def add_token(self, rows: LogprobRows, place: int, token_id: int) -> None:
-        """One more position: what is in this row."""
+        """One more position of a stream: what is in this row."""
+        if self._is_narrow and not self._new_ids and not self._columns[self._token]:
+            # The first since the last chunk: mostly it is the only one of the next.
+            value = rows.tokens[place]
+            logprob = value if value >= LOWEST_LOGPROB else finite(value)
+            text = None if self._token_text is None else self._token_text(token_id)
+            self._columns[self._token].append((logprob, token_id, text))
+            return
         self._new.append(rows, place)
         self._new_ids.append(token_id)
 
     def columns(self) -> dict[str, list[Any]]:
         """The lists as they stand, which will grow; empty where no logprobs were asked for."""
         columns, new = self._columns, self._new
-        if columns and len(new):
+        if columns and self._new_ids:
             # No call for each token: a call's prompts may have hundreds of thousands.
             columns[self._token] += zip(new.tokens, self._new_ids, self._texts(self._new_ids), strict=False)
             if self._top in columns:
@@ -96,7 +104,7 @@ class LogprobTable:
 
     def forget(self) -> None:
         """The lists have been handed out: others begin."""
-        self._columns = {name: [] for name in self._columns}
+        self._columns = {self._token: []} if self._is_narrow else {name: [] for name in self._columns}
 
     def end(self) -> None:
         """The lists have been handed out, and there will be no others."""
@@ -131,21 +139,37 @@ class OutputState:
         self._input_logprobs = LogprobTable("input", request, style)
         self._first_input = request.logprob_start or 0
         self._start: RequestStart | None = None
-        self._version_starts: list[tuple[str, int]] = []
-        self._kv_versions: list[str] = []
-        self._prefill_starts: list[tuple[str, int]] = []
+        # What `apply` brings. A chunk for each token of a stream copies it, and adds what the token changes.
+        self._meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": None,
+            "prompt_tokens": len(request.input_ids) + len(request.continued_ids),
+            "completion_tokens": 0,
+            "cached_tokens": 0,
+            "reasoning_tokens": 0,
+            "num_retractions": 0,
+            "dp_rank": request.dp_rank if request.dp_rank is not None else 0,
+            "weight_version": "",
+            "weight_versions": [],
+            "kv_weight_versions": [],
+            "prefill_weight_versions": [],
+        }
+        # Of tokens of the same weights: the runs that have ended, and the version and start of the last one.
+        self._ended_spans: list[dict[str, Any]] = []
+        self._last_span: tuple[str, int] | None = None
         self._routed_experts: RoutedExperts | None = None
+        self._wants_supports = request.wants_supports
         self._supports = SupportList()
         self._masks: list[list[int]] = []
-        self._num_retractions = 0
-        self._weight_version = ""
         self._first_token_s: float | None = None
         self._finished_s = 0.0
 
     def apply(self, output: RequestOutput, text: str | None, weight_version: str) -> None:
         """Take in what is new. `text` is None where there is no tokenizer."""
+        meta = self._meta
         if output.start is not None:
             self._start = output.start
+            meta["cached_tokens"] = output.start.cached_tokens
             if output.start.input_logprobs is not None:
                 self._input_logprobs.add(
                     output.start.input_logprobs, self.request.input_ids[self._first_input :]
@@ -160,21 +184,23 @@ class OutputState:
             self._output_ids += output.token_ids
         if output.logprobs is not None:
             self._logprobs.add(output.logprobs, output.token_ids)
-        if output.version_starts is not None:
-            self._version_starts = output.version_starts
+        if output.version_starts:
+            self._last_span = output.version_starts[-1]
+            self._ended_spans = _spans(output.version_starts[:-1], self._last_span[1])
         if output.kv_versions is not None:
-            self._kv_versions = output.kv_versions
+            meta["kv_weight_versions"] = output.kv_versions
         if output.prefill_starts is not None:
-            self._prefill_starts = output.prefill_starts
+            meta["prefill_weight_versions"] = _spans(output.prefill_starts, len(self.request.input_ids))
         self._routed_experts = output.routed_experts
         if output.supports is not None:
             self._supports.add(output.supports)
             if self.request.return_sampling_mask:
                 self._masks += masks_of(output.supports)
-        self._num_retractions = output.num_retractions
-        self._weight_version = weight_version
+        meta["num_retractions"] = output.num_retractions
+        meta["weight_version"] = weight_version
         if output.finish is not None:
             self.finish = output.finish
+            meta["finish_reason"] = output.finish.to_dict()
             self._finished_s = time.monotonic()
 
     def apply_token(
@@ -190,7 +216,7 @@ class OutputState:
         if self.request.return_logprob:
             assert rows is not None, "some stream of the step asked for logprobs"
             self._logprobs.add_token(rows, place, token_id)
-        self._weight_version = weight_version
+        self._meta["weight_version"] = weight_version
 
     def response(self) -> dict[str, Any]:
         """The answer as it stands, or, incrementally, what is new in it since the last call."""
@@ -201,14 +227,23 @@ class OutputState:
         body["output_ids"] = self._handed_out(self._output_ids)
         if self._style.return_prompt_token_ids:
             body["prompt_token_ids"] = self.request.input_ids + self.request.continued_ids
-        body["meta_info"] = self.meta_info()
+        meta = body["meta_info"] = self.meta_info()
+        if self.request.return_logprob:
+            self._add_logprobs(meta)
+        if self._wants_supports:
+            meta.update(self._sampling_masks())
+        if self._routed_experts is not None:
+            meta["routed_experts"] = encoded(
+                self._routed_experts, self._style.routed_form, self.request.routed_experts_start or 0
+            )
+            if self.request.routed_experts_start:
+                meta["routed_experts_start_len"] = self.request.routed_experts_start
         if self._style.is_incremental:
             self._handed_out_ids.extend(self._output_ids)
             self._output_ids = []
-            self._logprobs.forget()
-            self._input_logprobs.end()
-            self._supports.clear()
-            self._masks = []
+            if self._wants_supports:
+                self._supports.clear()
+                self._masks = []
         return body
 
     def _handed_out(self, values: list[Any]) -> list[Any]:
@@ -222,42 +257,34 @@ class OutputState:
         return [*self._handed_out_ids, *self._output_ids]
 
     def meta_info(self) -> dict[str, Any]:
-        """What the answer tells beside the output itself, as it stands."""
-        request, start = self.request, self._start
-        meta: dict[str, Any] = {
-            "id": request.rid,
-            "finish_reason": self.finish.to_dict() if self.finish is not None else None,
-            "prompt_tokens": len(request.input_ids) + len(request.continued_ids),
-            "completion_tokens": self._num_tokens,
-            "cached_tokens": start.cached_tokens if start is not None else 0,
-            "reasoning_tokens": 0,
-            "num_retractions": self._num_retractions,
-            "dp_rank": request.dp_rank if request.dp_rank is not None else 0,
-            "weight_version": self._weight_version,
-            "weight_versions": _spans(self._version_starts, self._num_tokens)
-            or [{"version": self._weight_version, "start": 0, "end": 0}],
-            "kv_weight_versions": self._kv_versions,
-            "prefill_weight_versions": _spans(self._prefill_starts, len(request.input_ids)),
-        }
-        if request.return_logprob:
-            for name, entries in self._logprobs.columns().items():
-                meta[name] = self._handed_out(entries)
-            if self._style.flat_top is not None and "output_top_logprobs" in meta:
-                meta |= flat_top_logprobs(meta.pop("output_top_logprobs"), self._style.flat_top)
-            meta["output_token_logprobs_length"] = self._num_tokens
-            meta.update(self._input_logprobs.columns())
-        if request.wants_supports:
-            meta.update(self._sampling_masks())
-        if self._routed_experts is not None:
-            meta["routed_experts"] = encoded(
-                self._routed_experts, self._style.routed_form, request.routed_experts_start or 0
-            )
-            if request.routed_experts_start:
-                meta["routed_experts_start_len"] = request.routed_experts_start
+        """What the answer tells beside the output itself and what is known of its tokens."""
+        meta = self._meta.copy()
+        meta["completion_tokens"] = self._num_tokens
+        meta["weight_versions"] = self._version_spans()
         if self.finish is not None:
             meta.update(self._latencies())
             meta["precision"] = self._style.precision
         return meta
+
+    def _version_spans(self) -> list[dict[str, Any]]:
+        if self._last_span is not None and self._last_span[1] < self._num_tokens:
+            version, start = self._last_span
+            return [*self._ended_spans, {"version": version, "start": start, "end": self._num_tokens}]
+        return self._ended_spans or [{"version": self._meta["weight_version"], "start": 0, "end": 0}]
+
+    def _add_logprobs(self, meta: dict[str, Any]) -> None:
+        columns = self._logprobs.columns()
+        if self._style.is_incremental:
+            meta.update(columns)
+            self._logprobs.forget()
+        else:
+            meta.update({name: self._handed_out(entries) for name, entries in columns.items()})
+        if self._style.flat_top is not None and "output_top_logprobs" in meta:
+            meta |= flat_top_logprobs(meta.pop("output_top_logprobs"), self._style.flat_top)
+        meta["output_token_logprobs_length"] = self._num_tokens
+        meta.update(self._input_logprobs.columns())
+        if self._style.is_incremental:
+            self._input_logprobs.end()
 
     def _sampling_masks(self) -> dict[str, Any]:
         """The masks in the forms that were asked for. Source: wire_vllm section 6.2."""
@@ -321,7 +348,8 @@ class LiveGeneration:
         self._abandon = abandon
         self._num_unfinished = len(outputs)
         self._error: Exception | None = None
-        self._wake = asyncio.Event()
+        # What the reader waits for, while it waits.
+        self._waiter: asyncio.Future[None] | None = None
         # Indices of outputs with something new, in order of arrival. However slow the reader, that is all
         # that waits for it: chunks that pile up become one.
         self._news: dict[int, None] = {}
@@ -364,25 +392,47 @@ class LiveGeneration:
             RequestRejected, EngineError: as `result`, possibly after some chunks.
         """
         try:
-            while self._error is None:
-                if self._news:
-                    index = next(iter(self._news))
-                    del self._news[index]
-                    chunk = self.outputs[index].response()
-                    yield {**chunk, "index": index} if self._is_list else chunk
-                elif self.is_finished:
-                    return
-                else:
-                    await self._woken()
-            raise self._error
+            while await self.has_next():
+                yield self.next_chunk()
         finally:
             self.close()
+
+    async def has_next(self) -> bool:
+        """Wait for the next chunk of a stream, or for an error; False: there will be none.
+
+        With `next_chunk` this is what `stream` does, for a reader that closes the request itself.
+        """
+        while not self._news and self._error is None:
+            if self._num_unfinished == 0:
+                return False
+            await self._woken()
+        return True
+
+    def next_chunk(self) -> dict[str, Any]:
+        """What `has_next` has waited for.
+
+        Raises:
+            RequestRejected, EngineError: as `result`.
+        """
+        if self._error is not None:
+            raise self._error
+        index = next(iter(self._news))
+        del self._news[index]
+        chunk = self.outputs[index].response()
+        if self._is_list:
+            chunk["index"] = index
+        return chunk
 
     def close(self) -> None:
         """The reader needs no more: outputs that are still to come are aborted. Idempotent."""
         self._cancel_timer()
         if not self.is_finished:
             self._abandon(self)
+
+    def note_token(self, index: int) -> None:
+        """Output `index` of a stream has one more token, and goes on."""
+        self._news[index] = None
+        self._waker.wake_later(self)
 
     def note(self, index: int) -> None:
         """Output `index` has something new."""
@@ -397,24 +447,26 @@ class LiveGeneration:
         if self.is_stream:
             self._waker.wake_later(self)
         elif finish is not None:
-            self._wake.set()
+            self.wake()
 
     def wake(self) -> None:
         """There is something for the reader."""
-        self._wake.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """Outputs that are still to come never will: end with this error."""
         self._error = error
-        self._wake.set()
+        self.wake()
 
     def _cancel_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
 
-    async def _woken(self) -> None:
-        self._wake.clear()
-        await self._wake.wait()
+    def _woken(self) -> asyncio.Future[None]:
+        # An event would keep a queue of readers, of whom there is one.
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
 
 
 def _failure(message: str, status: int) -> Exception:

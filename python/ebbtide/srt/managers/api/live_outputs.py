@@ -19,24 +19,19 @@ class _Entry:
 
     Attributes:
         group: the rid that was posted for it and others.
-        generation: whose it is; None before it is about to be sent, and once its reader has gone, when only
-            its last output is awaited.
+        output: what has arrived of it; None before it is about to be sent.
+        generation: whose it is; None before that too, and once its reader has gone, when only its last output
+            is awaited.
         is_sent: whether the scheduler knows it.
         abort_message: set of an output that is to be aborted as soon as it has been sent.
-        left: the output, once its reader has gone.
     """
 
     index: int
     group: str | None
+    output: OutputState | None = None
     generation: LiveGeneration | None = None
     is_sent: bool = False
     abort_message: str | None = None
-    left: OutputState | None = None
-
-    @property
-    def output(self) -> OutputState | None:
-        """The output; None before it is about to be sent."""
-        return self.left if self.generation is None else self.generation.outputs[self.index]
 
 
 class LiveOutputs:
@@ -91,7 +86,8 @@ class LiveOutputs:
     def attach(self, generation: LiveGeneration) -> None:
         """Have this request wait for its outputs, which are about to be sent."""
         for output in generation.outputs:
-            self._entries[output.request.rid].generation = generation
+            entry = self._entries[output.request.rid]
+            entry.output, entry.generation = output, generation
 
     def note_sent(self, rid: str) -> str | None:
         """The scheduler knows an output from now on. Returns why it is to be aborted, if it is."""
@@ -138,14 +134,16 @@ class LiveOutputs:
     ) -> None:
         """Hand one more token of each stream to whoever reads it."""
         rows = None if streamed.logprobs is None else LogprobRows(streamed.logprobs)
+        # This runs for each token of each stream.
+        entries, token_ids = self._entries, streamed.token_ids
         for place, rid in enumerate(streamed.rids):
-            entry = self._entries.get(rid)
+            entry = entries.get(rid)
             if entry is None or (state := entry.output) is None:
                 continue
             text = None if texts is None else texts[place]
-            state.apply_token(streamed.token_ids[place], rows, place, text, weight_version)
+            state.apply_token(token_ids[place], rows, place, text, weight_version)
             if entry.generation is not None:
-                entry.generation.note(entry.index)
+                entry.generation.note_token(entry.index)
 
     def rids_of(self, generation: LiveGeneration) -> list[str]:
         """Outputs of a request that are still to come."""
@@ -156,8 +154,7 @@ class LiveOutputs:
         """Nobody reads this request any more. Returns what is still to come of it."""
         rids = self.rids_of(generation)
         for rid in rids:
-            entry = self._entries[rid]
-            entry.left, entry.generation = entry.output, None
+            self._entries[rid].generation = None
         return rids
 
     def expand(self, rid: str) -> list[str]:
