@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
+# The scope of a request has the server's own `send` under this name: what an answer begins with goes through
+# the layers of the application, the parts that follow need not.
+DIRECT_SEND = "ebbtide.direct_send"
 # A full queue refuses within a turn of the scheduler's loop. That long a stream waits for its first chunk
 # before it answers 200, so that the refusal can still be a status.
 REFUSAL_WAIT_S = 0.5
@@ -53,54 +56,68 @@ async def _finish(starting: Coroutine[Any, Any, LiveGeneration]) -> Any:
     return await (await starting).result()
 
 
+class EventWriter(Protocol):
+    """What the chunks of a stream become in another dialect."""
+
+    def event(self, chunk: dict[str, Any]) -> Any:
+        """The body of a chunk's event."""
+
+    def last_events(self) -> Iterable[Any]:
+        """Bodies of events that follow the last chunk."""
+
+
 async def answer_events(
     receive: Receive,
     starting: Coroutine[Any, Any, LiveGeneration],
-    bodies: Callable[[LiveGeneration], AsyncIterator[Any]],
+    note_chunk: Callable[[Mapping[str, Any]], None],
+    writer: EventWriter | None = None,
 ) -> Response:
     """A generation as server-sent events. It is aborted when the client disconnects.
 
     Args:
-        bodies: what its chunks become, one event each; reads `generation.stream()`.
+        note_chunk: called with each chunk.
+        writer: None: the chunks are sent as they are.
 
     Raises:
         RequestRejected, EngineError: the generation was refused, or failed, before it began.
         ClientDisconnect: the client has left.
     """
-    events = _Events()
+    events = _Events(note_chunk, writer)
     try:
-        await while_connected(receive, events.open(starting, bodies))
+        await while_connected(receive, events.open(starting))
     except BaseException:
         events.drop()
         raise
     return events
 
 
-class _Events(StreamingResponse):
-    _generation: LiveGeneration | None = None
-    _first: asyncio.Task[Any] | None = None
+class _Events(Response):
+    """Not a `StreamingResponse`: most of what a server does is to send chunks, and each layer costs."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+    media_type = "text/event-stream"
 
-    async def open(
-        self,
-        starting: Coroutine[Any, Any, LiveGeneration],
-        bodies: Callable[[LiveGeneration], AsyncIterator[Any]],
-    ) -> None:
+    def __init__(self, note_chunk: Callable[[Mapping[str, Any]], None], writer: EventWriter | None) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        # The length is not known yet.
+        del self.headers["content-length"]
+        self._note_chunk = note_chunk
+        self._writer = writer
+        self._generation: LiveGeneration | None = None
+        self._first: bytes | None = None
+
+    async def open(self, starting: Coroutine[Any, Any, LiveGeneration]) -> None:
         """Start, and return with the first event, or after a while."""
         self._generation = await starting
-        self._bodies = bodies(self._generation)
-        self._first = asyncio.ensure_future(_next(self._bodies))
-        await asyncio.wait([self._first], timeout=REFUSAL_WAIT_S)
-        if self._first.done():
-            self._first.result()
+        try:
+            has_first = await asyncio.wait_for(self._generation.has_next(), REFUSAL_WAIT_S)
+        except TimeoutError:
+            return
+        if has_first:
+            self._first = self._next_event(self._generation)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self.stream_response(send))
+            await while_connected(receive, self._send_all(send, scope.get(DIRECT_SEND, send)))
         except ClientDisconnect:
             logger.debug("the client of a stream has disconnected")
         finally:
@@ -108,30 +125,38 @@ class _Events(StreamingResponse):
 
     def drop(self) -> None:
         """Nobody reads it any more."""
-        if self._first is not None:
-            self._first.cancel()
         if self._generation is not None:
             self._generation.close()
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _send_all(self, begin: Send, send: Send) -> None:
+        generation = self._generation
+        assert generation is not None, "it has been opened"
+        await begin({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             if self._first is not None:
-                yield _event(await self._first)
-            async for body in self._bodies:
-                yield _event(body)
+                await send(_part(self._first))
+            while await generation.has_next():
+                await send(_part(self._next_event(generation)))
+            for body in () if self._writer is None else self._writer.last_events():
+                await send(_part(_event(body)))
         except RequestRejected as error:
-            yield _event({"error": error.body["error"]})
+            await send(_part(_event({"error": error.body["error"]})))
         except EngineError as error:
-            yield _event({"error": error_body(str(error), error.status)["error"]})
-        yield b"data: [DONE]\n\n"
+            await send(_part(_event({"error": error_body(str(error), error.status)["error"]})))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-
-async def _next(bodies: AsyncIterator[T]) -> T:
-    return await anext(bodies)
+    def _next_event(self, generation: LiveGeneration) -> bytes:
+        chunk = generation.next_chunk()
+        self._note_chunk(chunk)
+        return _event(chunk if self._writer is None else self._writer.event(chunk))
 
 
 def _event(body: Any) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _part(event: bytes) -> Message:
+    return {"type": "http.response.body", "body": event, "more_body": True}
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -25,7 +25,14 @@ from ebbtide.srt.entrypoints.bodies import Reply
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENTED, control_endpoint
 from ebbtide.srt.entrypoints.dashboard.routes import Dashboard
 from ebbtide.srt.entrypoints.drain import DrainRequest
-from ebbtide.srt.entrypoints.http_answers import Endpoint, Json, answer_events, answer_whole, error_answer
+from ebbtide.srt.entrypoints.http_answers import (
+    DIRECT_SEND,
+    Endpoint,
+    Json,
+    answer_events,
+    answer_whole,
+    error_answer,
+)
 from ebbtide.srt.entrypoints.information import WeightVersion
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.node_server import launch_node
@@ -65,7 +72,7 @@ RETRY_AFTER_S = 1
 
 def create_app(service: EngineService) -> FastAPI:
     """The application over an engine whose service is open by the time of the first request."""
-    app = FastAPI(
+    app = _Application(
         title="Ebbtide", redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False
     )
     # FastAPI's own document would know nothing of the messages.
@@ -96,6 +103,12 @@ def create_app(service: EngineService) -> FastAPI:
     app.add_middleware(KeyCheck, keys=lambda: Keys.of(service.config.server_args))
     app.add_middleware(OneSpelling)
     return app
+
+
+class _Application(FastAPI):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT_SEND] = send
+        await super().__call__(scope, receive, send)
 
 
 class OneSpelling:
@@ -140,7 +153,7 @@ class _Endpoints:
         fields = await read_fields(request.stream())
         starting = self._service.manager.prepare(fields)
         if fields.get("stream") is True:
-            return await answer_events(request.receive, starting, self._service.metrics.noting)
+            return await answer_events(request.receive, starting, self._service.metrics.note_chunk)
         result = await answer_whole(request.receive, starting)
         self._service.metrics.note(result)
         return Json(result)

@@ -11,10 +11,10 @@ from fixtures.scripted_engine import Engine, run, start
 
 from ebbtide.srt.entrypoints.openai.answers import (
     ChatWriter,
+    ChunkWriter,
     CompletionWriter,
     whole_pieces,
     write_answer,
-    write_chunks,
 )
 from ebbtide.srt.entrypoints.openai.chat_template import (
     ChatTemplate,
@@ -172,7 +172,7 @@ def test_a_stream_tells_what_is_new_whatever_the_servers_streams_do() -> None:
     async def script(engine: Engine) -> None:
         call = completion_call(fields, "tide", None)
         generation = await engine.manager.prepare(call.generate, call.render, is_incremental=True)
-        chunks = write_chunks(CompletionWriter(call), call, generation.stream())
+        chunks, writer = generation.stream(), ChunkWriter(CompletionWriter(call), call)
         choices: list[list[Any]] = [[], []]
         for step in range(3):
             for output in (0, 1):
@@ -182,7 +182,7 @@ def test_a_stream_tells_what_is_new_whatever_the_servers_streams_do() -> None:
                 message = RequestOutput(f"r_{output}", new, finish, start() if step == 0 else None)
                 message = msgspec.structs.replace(message, logprobs=logprobs)
                 await engine.send(message, texts=[texts[output][step]])
-                [choice] = (await anext(chunks)).choices
+                [choice] = writer.event(await anext(chunks)).choices
                 choices[choice.index].append(choice)
         for output, own in enumerate(choices):
             assert [choice.text for choice in own] == texts[output]

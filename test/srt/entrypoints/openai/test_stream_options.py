@@ -1,14 +1,13 @@
 """Which chunks of a stream tell how many tokens there were."""
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 from fixtures.checkpoints import make_tokenizer
 
-from ebbtide.srt.entrypoints.openai.answers import ChatWriter, CompletionWriter, Writer, write_chunks
+from ebbtide.srt.entrypoints.openai.answers import ChatWriter, ChunkWriter, CompletionWriter, Writer
 from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call
 from ebbtide.srt.entrypoints.vllm.generate import TokensWriter, tokens_call
@@ -21,7 +20,7 @@ STEPS = ((0, 1), (1, 2), (0, 3), (1, 5))
 PROMPT_TOKENS, CACHED_TOKENS = 4, 3
 
 
-async def outputs() -> AsyncIterator[dict[str, Any]]:
+def outputs() -> Iterator[dict[str, Any]]:
     """The chunks of two samples of a prompt."""
     for number, (index, completion_tokens) in enumerate(STEPS):
         meta = {
@@ -75,11 +74,9 @@ def usage(completion_tokens: int) -> dict[str, Any]:
 def test_chunks_tell_the_tokens_of_their_choice_and_the_last_one_those_of_all(
     endpoint: str, options: dict[str, Any] | None, is_continuous: bool, has_last: bool
 ) -> None:
-    async def written() -> list[dict[str, Any]]:
-        writer, call = call_of(endpoint, options)
-        return [msgspec.to_builtins(chunk) async for chunk in write_chunks(writer, call, outputs())]
-
-    chunks = asyncio.run(written())
+    writer = ChunkWriter(*call_of(endpoint, options))
+    events = [*map(writer.event, outputs()), *writer.last_events()]
+    chunks = [msgspec.to_builtins(event) for event in events]
     last = chunks.pop() if has_last else None
     assert [len(chunk["choices"]) for chunk in chunks] == [1] * len(STEPS)
     told = [chunk.get("usage") for chunk in chunks]

@@ -94,9 +94,14 @@ class Metrics:
     async def noting(self, generation: LiveGeneration) -> AsyncGenerator[dict[str, Any]]:
         """The chunks of its stream; those that end an output are counted."""
         async for chunk in generation.stream():
-            if chunk["meta_info"]["finish_reason"] is not None:
-                self._note(chunk["meta_info"])
+            self.note_chunk(chunk)
             yield chunk
+
+    def note_chunk(self, chunk: Mapping[str, Any]) -> None:
+        """Count the output that this chunk ends, if it does."""
+        meta = chunk["meta_info"]
+        if meta["finish_reason"] is not None:
+            self._note(meta)
 
     def text(self, state: StateReport, loads: Sequence[Load], pause: ForgottenPause) -> bytes:
         """All of them in Prometheus' text format."""

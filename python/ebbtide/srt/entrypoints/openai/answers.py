@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec import UNSET, Struct, UnsetType, convert
@@ -153,24 +153,28 @@ def write_answer(writer: Writer, call: OpenAICall, result: Any) -> Any:
     return writer.answer(pieces, counter.usage)
 
 
-async def write_chunks(
-    writer: Writer, call: OpenAICall, chunks: AsyncIterator[Mapping[str, Any]]
-) -> AsyncIterator[Any]:
-    """The chunks of a stream.
+class ChunkWriter:
+    """Writes the chunks of a stream."""
 
-    Args:
-        chunks: those of an incremental stream of `/generate`: each holds what is new.
-    """
-    counter = UsageCounter(call.num_samples)
-    begun: set[int] = set()
-    async for chunk in chunks:
+    def __init__(self, writer: Writer, call: OpenAICall) -> None:
+        self._writer = writer
+        self._call = call
+        self._counter = UsageCounter(call.num_samples)
+        self._begun: set[int] = set()
+
+    def event(self, chunk: Mapping[str, Any]) -> Any:
+        """What a chunk of an incremental stream of `/generate`, which holds what is new, becomes."""
         index = chunk.get("index", 0)
-        piece = _piece(chunk, index, is_first=index not in begun)
-        begun.add(index)
-        counter.note(piece)
-        yield writer.chunk(piece, _usage_of_chunk(call, piece))
-    if call.stream_options.include_usage:
-        yield writer.last_chunk(counter.usage)
+        piece = _piece(chunk, index, is_first=index not in self._begun)
+        self._begun.add(index)
+        self._counter.note(piece)
+        return self._writer.chunk(piece, _usage_of_chunk(self._call, piece))
+
+    def last_events(self) -> list[Any]:
+        """What follows the last one."""
+        if not self._call.stream_options.include_usage:
+            return []
+        return [self._writer.last_chunk(self._counter.usage)]
 
 
 def _head(call: OpenAICall) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from starlette.types import Receive
 from ebbtide.srt.entrypoints.http_answers import Endpoint, Json, answer_events, answer_whole, error_answer
 from ebbtide.srt.entrypoints.openai.answers import (
     ChatWriter,
+    ChunkWriter,
     CompletionWriter,
     Writer,
     write_answer,
-    write_chunks,
 )
 from ebbtide.srt.entrypoints.openai.chat_template import (
     ChatTemplate,
@@ -154,11 +154,7 @@ async def answer_call(
         call.generate, call.render, is_incremental=True, routed_form=cast("RoutedForm", routed_form)
     )
     if call.generate["stream"]:
-        return await answer_events(
-            receive,
-            starting,
-            lambda generation: write_chunks(writer, call, service.metrics.noting(generation)),
-        )
+        return await answer_events(receive, starting, service.metrics.note_chunk, ChunkWriter(writer, call))
     result = await answer_whole(receive, starting)
     service.metrics.note(result)
     return Json(write_answer(writer, call, result))
