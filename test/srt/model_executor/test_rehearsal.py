@@ -52,17 +52,27 @@ def test_a_start_launches_products_of_all_sizes_in_a_layer_of_each_kind(
     monkeypatch.setattr(Linear, "multiply", noting)
     monkeypatch.setattr(VocabEmbedding, "logits", noting_logits)
     monkeypatch.setattr(rehearsal, "_WithoutAttention", NoAttention)
+    monkeypatch.setattr(rehearsal, "_EACH_UP_TO", 320)
     rehearsal.load_kernels(model, shape, 900, 300, torch.device("cpu"))
 
-    def are_near(sizes: set[int], most: int) -> bool:
-        """Whether each number of rows has one among these that is at most 3 % larger."""
-        return all(any(size <= one <= size * 1.03 + 1 for one in sizes) for size in range(65, most + 1))
+    def are_met(sizes: set[int], most: int) -> bool:
+        """Whether these stand for all numbers of rows: multiples of eight for themselves, and then for those
+        that are 3 % less; the rows behind a multiple of eight for all up to the next."""
+        firsts = [size if size % 8 == 0 else size - size % 8 + 1 for size in range(65, most + 1)]
+        return all(
+            any(
+                first <= one <= (first if first <= 320 else first * 1.03 + 1)
+                for one in sizes
+                if one % 8 == first % 8
+            )
+            for first in firsts
+        )
 
     gated = [layer.mlp.gate_up_proj for layer in layers if hasattr(layer.mlp, "gate_up_proj")]
-    assert are_near(rows[gated[0]], 900)
+    assert are_met(rows[gated[0]], 896)
     projections = [layer.self_attn.qkv_proj for layer in layers]
     assert [projection in rows for projection in projections].count(True) == 2
-    assert are_near(logits_rows, 300)
+    assert are_met(logits_rows, 296)
     assert max(logits_rows) <= 300
     assert {1, 2, 4, 8, 16, 32, 64} < logits_rows
     assert list(model.model.layers) == layers
