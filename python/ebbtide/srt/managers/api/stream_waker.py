@@ -6,7 +6,7 @@ import asyncio
 from itertools import islice
 from typing import Final, Protocol
 
-# What the event loop may run of them before it looks at anything else: a millisecond or two.
+# What the event loop may run of them before it looks at anything else: a millisecond.
 STREAMS_PER_TURN: Final = 32
 
 
