@@ -80,6 +80,34 @@ def test_an_engine_that_serves_something_else_is_sent_everything(
         assert serves(engine, weights)
 
 
+def test_an_engine_that_another_updates_before_the_session_opens_is_sent_everything(
+    engine: Any, checkpoint: Path, old: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = changed(old, 0.01, seed=10)
+    with WeightSender(engine, delta=True, retries=0) as sender:
+        whole = sender.send(weights.items(), version="mine")
+        begin = engine.begin_weight_update
+
+        def begin_late(**fields: Any) -> Any:
+            engine.update_weights_from_disk(str(checkpoint), weight_version="another's")
+            return begin(**fields)
+
+        monkeypatch.setattr(engine, "begin_weight_update", begin_late)
+        # Nothing has changed here: if nothing were sent, the weights of the other would get this version.
+        assert sender.send(weights.items(), version="again").num_bytes == whole.num_bytes
+        assert serves(engine, weights)
+
+
+def test_weights_that_a_release_has_lost_are_sent_whole(engine: Any, old: Weights) -> None:
+    with WeightSender(engine, delta=True, retries=0) as sender:
+        whole = sender.send(old.items(), version="before")
+        for version, weights in (("same", old), ("moved", changed(old, 0.01, seed=11))):
+            engine.release_memory_occupation(["weights"])
+            engine.resume_memory_occupation(["weights"])
+            assert sender.send(weights.items(), version=version).num_bytes == whole.num_bytes
+            assert serves(engine, weights)
+
+
 def payload(codes: torch.Tensor, values: torch.Tensor, **others: torch.Tensor) -> list[str]:
     return [base64.b64encode(save({"codes": codes, "values": values, **others})).decode()]
 

@@ -89,6 +89,10 @@ class Target(Protocol):
         """The version of the weights that serve."""
         ...
 
+    def has_all_weights(self) -> bool:
+        """Whether no parameter is stale."""
+        ...
+
     @property
     def location(self) -> tuple[str, int] | None:
         """Host and port; None for an engine of this process."""
@@ -232,6 +236,9 @@ class EngineTarget:
     def serving_version(self) -> str:
         return self._engine.weight_version
 
+    def has_all_weights(self) -> bool:
+        return _has_all_weights(self._engine.server_info())
+
     @property
     def location(self) -> None:
         return None
@@ -337,6 +344,9 @@ class ServerTarget:
     def serving_version(self) -> str:
         return str(self._call("/model_info")["weight_version"])
 
+    def has_all_weights(self) -> bool:
+        return _has_all_weights(self._call("/server_info"))
+
     def size(self) -> EngineSize:
         return _size_of(self._call("/server_info"))
 
@@ -423,6 +433,10 @@ def check_transport(transport: str) -> None:
     """Raises `ValueError` for one that does not exist."""
     if transport not in get_args(Transport):
         raise ValueError(f"transport: expected one of {get_args(Transport)}, got {transport!r}")
+
+
+def _has_all_weights(server_info: Mapping[str, Any]) -> bool:
+    return bool(server_info["state"]["tags"]["weights"]["content"] == "valid")
 
 
 def _size_of(server_info: Mapping[str, Any]) -> EngineSize:

@@ -241,13 +241,21 @@ class WeightSender:
         buckets = gathered_buckets(named_tensors, self._bucket_bytes)
         if self._served is None or not self._targets:
             return buckets
-        if self._served.version is not None and not self._all_serve(self._served.version):
-            self._served.forget()
-        return self._served.changes(buckets)
+        return self._changes(buckets, self._served)
+
+    def _changes(self, buckets: Iterator[Bucket], served: ServedWeights) -> Iterator[Bucket]:
+        # The first of them is asked for once the sessions are open: from then on nobody else commits. Where
+        # nothing has changed nothing is sent, so no engine could tell that it serves something else.
+        if served.version is not None and not self._all_serve(served.version):
+            served.forget()
+        yield from served.changes(buckets)
 
     def _all_serve(self, version: str) -> bool:
+        """Whether every engine has the weights of this version, and all of them: a release may lose them."""
         try:
-            return all(target.serving_version() == version for target in self._targets)
+            return all(
+                target.serving_version() == version and target.has_all_weights() for target in self._targets
+            )
         except EbbtideError:
             return False
 
