@@ -88,12 +88,15 @@ def null_config(args: ServerArgs) -> EngineConfig:
     )
 
 
-def run_null_scheduler(config: EngineConfig, addresses: ChannelAddresses, ready: Connection) -> None:
+def run_null_scheduler(
+    config: EngineConfig, addresses: ChannelAddresses, ready: Connection, runner: NullRunner | None = None
+) -> None:
     """The scheduler's process, with null parts in the place of a rank's. Does not return."""
     inbox, outputs = open_rank_channels(config, addresses)
     page_size = config.cache.page_size
     max_total_tokens = config.cache.max_total_tokens or POOL_TOKENS
-    device, runner = NullDevice(DEVICE_BYTES), NullRunner()
+    device = NullDevice(DEVICE_BYTES)
+    runner = NullRunner() if runner is None else runner
     weights = NullWeights(runner)
     keeps_weights = config.memory.enable_weights_cpu_backup
     parts = RankParts(
