@@ -130,7 +130,7 @@ class Generation:
             except DeadlinePassed:
                 left = self._requests.num_running
                 raise RequestRejected(
-                    f"{left} requests were still running after {request.timeout_s} s; generation goes on. "
+                    f"{left} requests were still running after {request.timeout_s:g} s; generation goes on. "
                     "Wait longer, or pause in mode in_place, retract or abort",
                     409,
                     num_running=left,
