@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import gc
 import json
 import statistics
 import time
@@ -29,6 +28,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
+from common import undisturbed
 from gpu_common import Report, Server, Shape, engine_args, model_folder, parse, parser_of, running_server
 from gpu_machine import Machine
 from gpu_trainer import Trainer
@@ -152,13 +152,11 @@ class Bench:
         max_new_tokens = 3000 if self._args.tiny else MAX_NEW_TOKENS
         prompts = self._rng.integers(0, self._shape["vocab_size"], (self.num_streams, PROMPT_LEN)).tolist()
         streams = await open_streams(self._server.url, prompts, max_new_tokens)
-        gc.collect()
-        gc.disable()
         try:
-            async with asyncio.timeout(RUN_TIMEOUT_S):
-                return await self._watch(kind, streams, tokens_before, window_s)
+            with undisturbed():
+                async with asyncio.timeout(RUN_TIMEOUT_S):
+                    return await self._watch(kind, streams, tokens_before, window_s)
         finally:
-            gc.enable()
             for stream in streams:
                 stream.close()
             await self.post("/abort_request", abort_all=True, report=True)

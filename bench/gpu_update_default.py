@@ -41,6 +41,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from common import undisturbed
 from gpu_common import (
     SHAPES,
     TINY,
@@ -55,7 +56,7 @@ from gpu_common import (
 from gpu_machine import GIB, Machine
 from gpu_occupation import measure_driver
 from gpu_trainer_ranks import TrainerRanks
-from watched_streams import LOOK_S, PROMPT_LEN, Streams, repeated, timed, undisturbed
+from watched_streams import LOOK_S, PROMPT_LEN, Streams, repeated, timed
 
 from ebbtide import Engine
 

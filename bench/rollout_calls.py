@@ -7,12 +7,12 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from common import undisturbed
 from gpu_common import Shape
 from numpy.typing import NDArray
 
@@ -122,7 +122,7 @@ class Rollouts:
 
     async def gaps(self, size: int, lens: tuple[int, int]) -> dict[str, float]:
         """Milliseconds between chunks, and until the first one."""
-        with _no_collection():
+        with undisturbed():
             prompts = self.prompts(size, lens[0])
             all_times = await asyncio.gather(*(self.stream(prompt, lens[1]) for prompt in prompts))
         gaps = [
@@ -137,7 +137,7 @@ class Rollouts:
 
     async def first_tokens(self, size: int, lens: tuple[int, int], count: int) -> list[float]:
         """Milliseconds to the first token of single requests, one after the other, while a batch decodes."""
-        with _no_collection():
+        with undisturbed():
             prompts = self.prompts(size, lens[0])
             batch = [asyncio.ensure_future(self.stream(prompt, lens[1])) for prompt in prompts]
             # When this one comes back, all of the batch have been admitted.
@@ -150,13 +150,3 @@ class Rollouts:
                 raise RuntimeError("the batch ended before the last single request")
             await asyncio.gather(*batch)
         return times
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

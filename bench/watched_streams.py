@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import itertools
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import numpy as np
+from common import undisturbed
 from gpu_common import Shape
 
 from ebbtide import Engine
@@ -163,17 +162,6 @@ async def repeated(num_runs: int, run: Update, *, apart_s: float = 0.0) -> list[
         await asyncio.sleep(apart_s)
         runs.append(await run())
     return runs[1:]
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """No garbage is collected within."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def gaps_between(all_times: list[list[float]], begun: float, ended: float) -> dict[str, Any]:

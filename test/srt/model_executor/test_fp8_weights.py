@@ -116,11 +116,8 @@ def test_outputs_are_to_the_bit_those_of_weights_that_plain_torch_has_rounded(
     save_file(expected(load_file(file), quantization), file, metadata={"format": "pt"})
     found = []
     # A GPU multiplies weights of 8 bits by kernels of its own.
-    on_cpu = {"device": "cpu"}
-    for driver in (
-        RunnerDriver(folder, quantization=quantization, **on_cpu),
-        RunnerDriver(rounded, **on_cpu),
-    ):
+    for path, fields in ((folder, {"quantization": quantization}), (rounded, {})):
+        driver = RunnerDriver(path, device="cpu", **fields)
         runs = [driver.start([seed, *range(20)], logprobs=LogprobSpec()) for seed in (3, 5)]
         driver.generate(runs, 5)
         found.append([(run.output_ids, run.logprobs) for run in runs])
