@@ -153,6 +153,11 @@ class ScriptedFleet(RayFleet):
         ]
 
 
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.init", lambda: None)
+
+
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedFleet]:
     monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)

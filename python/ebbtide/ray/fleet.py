@@ -14,6 +14,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Final, Self
 
+import ray
 from ray.util.placement_group import PlacementGroup
 
 from ebbtide.ray.aborts import Aborts, repeated
@@ -72,6 +73,9 @@ class RayFleet:
         self._is_incremental = incremental_streaming_output
         self._arguments = {**arguments, "incremental_streaming_output": True}
         self._places = places_of_replicas(placement_group, bundle_indices, num_replicas)
+        if not ray.is_initialized():
+            # A cluster that the first call makes ends with the thread of that call; here it is the caller's.
+            ray.init()
         # Starts are abandoned when it is set, and none begins any more.
         self._is_ending = threading.Event()
         self._threads = ThreadPoolExecutor(num_replicas, thread_name_prefix="start-replica")
