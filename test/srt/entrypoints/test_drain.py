@@ -1,5 +1,8 @@
 """A server that is to end serves what is in first: by a request, or by a signal. Without a model."""
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -7,6 +10,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from fixtures.servers import Server, null_server, wait_until
+
+from ebbtide.srt.entrypoints.http_server import ONE_STOP_S
 
 PROMPT = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
 
@@ -32,7 +37,9 @@ def by_request(server: Server) -> None:
 
 
 def by_signal(server: Server) -> None:
-    server.process.terminate()
+    """As `timeout` sends it: to the server, and then to every process of its group."""
+    for pid in (server.process.pid, server.process.pid, *server.children().values()):
+        os.kill(pid, signal.SIGTERM)
     wait_until(
         lambda: server.get("/ready").json()["message"].startswith("the server is draining"), "it drains"
     )
@@ -58,12 +65,13 @@ def by_its_limit(server: Server) -> None:
     server.post("/drain", {"timeout_s": 0.1})
 
 
-def by_a_second_signal(server: Server) -> None:
+def by_a_later_signal(server: Server) -> None:
     by_signal(server)
+    time.sleep(ONE_STOP_S)
     server.process.terminate()
 
 
-@pytest.mark.parametrize("end", [by_its_limit, by_a_second_signal])
+@pytest.mark.parametrize("end", [by_its_limit, by_a_later_signal])
 def test_what_cannot_end_is_answered_all_the_same(end: Callable[[Server], None]) -> None:
     with server_with_a_request() as (server, answer):
         end(server)

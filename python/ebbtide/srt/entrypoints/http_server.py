@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -60,6 +62,8 @@ ALL_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 BACKLOG = 2048
 # What is still being answered when the server stops has that long; a client that has not read it is left.
 STOP_TIMEOUT_S = 2
+# SIGTERM that comes again so soon is the same one: coreutils' `timeout` signals its child, then its group.
+ONE_STOP_S = 1.0
 # Longer than clients' libraries keep a connection that they do not use (httpx 5 s, aiohttp 15 s): one that is
 # closed just as a request is on its way leaves its client without an answer.
 KEEP_ALIVE_S = 75
@@ -327,11 +331,15 @@ async def _serve(
         service.fail("the server is shutting down")
         server.should_exit = True
 
+    drain_began_s = -math.inf
+
     def terminate() -> None:
+        nonlocal drain_began_s
         timeout_s = config.server_args.drain_timeout_s
         if timeout_s and server.started and not service.is_draining:
+            drain_began_s = time.monotonic()
             service.drain(timeout_s)
-        else:
+        elif time.monotonic() - drain_began_s > ONE_STOP_S:
             stop()
 
     try:

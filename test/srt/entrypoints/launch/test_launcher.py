@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from fixtures.servers import ENVIRONMENT, environment_of, is_alive, wait_until
 
-from ebbtide.srt.entrypoints.launch import launcher
 from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.memory_saver import torch_memory_saver_adapter
@@ -106,15 +105,6 @@ def test_a_death_by_an_error_is_reported_with_that_error() -> None:
     started.shutdown()
 
 
-def test_a_process_that_does_not_end_when_asked_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "TERMINATE_TIMEOUT_S", 0.1)
-    started = EngineProcesses(CONFIG, targets(scheduler="ignore_sigterm"))
-    started.wait_ready()
-    pid = started.pids["scheduler"]
-    started.shutdown()
-    assert not is_alive(pid)
-
-
 @pytest.mark.parametrize(
     ("backend", "mode", "preloaded"), [("torch_memory_saver", "preload", True), ("auto", "preload", False)]
 )
@@ -141,12 +131,13 @@ def test_a_hook_mode_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPa
         EngineProcesses(CONFIG, targets(scheduler="report_size"))
 
 
-def test_ctrl_c_is_left_to_the_parent_and_a_fork_of_it_ends_nothing(processes: EngineProcesses) -> None:
+def test_signals_are_left_to_the_parent_and_a_fork_of_it_ends_nothing(processes: EngineProcesses) -> None:
     processes.wait_ready()
     for pid in processes.pids.values():
         status = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        assert int(status["SigIgn"], 16) & 1 << signal.SIGINT - 1
-        assert not int(status["SigBlk"], 16) & 1 << signal.SIGINT - 1
+        for number in (signal.SIGINT, signal.SIGTERM):
+            assert int(status["SigIgn"], 16) & 1 << number - 1
+            assert not int(status["SigBlk"], 16) & 1 << number - 1
     forked = os.fork()
     if forked == 0:
         processes.shutdown()

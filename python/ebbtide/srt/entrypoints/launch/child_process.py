@@ -8,14 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ebbtide
 from ebbtide.srt.entrypoints.launch.heartbeat import Pulse
-from ebbtide.srt.entrypoints.launch.process import DUMP_SIGNAL, ProcessStart
+from ebbtide.srt.entrypoints.launch.process import DUMP_SIGNAL, STOP_SIGNALS, ProcessStart
 from ebbtide.srt.errors import HUNG_EXIT_STATUS, ConfigurationError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -123,24 +122,13 @@ class ChildProcess:
         logger.error("where every thread of the %s process stands:", self.name)
         self._popen.send_signal(DUMP_SIGNAL)
 
-    def terminate(self) -> None:
-        self._popen.terminate()
-        # One that is stopped would not take it before it goes on.
-        self._popen.send_signal(signal.SIGCONT)
-
     def kill(self) -> None:
+        """End it. It has nothing to bring to an end itself, and ignores the signals that ask for that."""
         self._popen.kill()
 
-    def join(self, deadline_s: float) -> None:
-        """Wait for the end, until `deadline_s` on the monotonic clock; then force it."""
-        try:
-            self._popen.wait(max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            logger.warning("the %s process did not end when asked, and is killed", self.name)
-            self._popen.kill()
-            self._popen.wait()
-
     def close(self) -> None:
+        """Wait until it has gone, and close what it was connected by."""
+        self._popen.wait()
         self.pipe.close()
         self.pulse.close()
         os.close(self.sentinel)
@@ -158,8 +146,8 @@ def _spawn(
     whole = {**defaults, **os.environ, **environment}
     root = str(Path(ebbtide.__file__).parents[1])
     whole["PYTHONPATH"] = os.pathsep.join(filter(None, [root, whole.get("PYTHONPATH")]))
-    # Ctrl-C while the interpreter starts must not kill it with a traceback: the mask is inherited.
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Blocked while the interpreter starts, ignored from then on: the mask is inherited.
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     arguments = [str(os.getpid()), *map(str, descriptors), name]
     try:
         return subprocess.Popen(

@@ -7,7 +7,6 @@ process that starts them, and not after it.
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -19,7 +18,6 @@ from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.kernel_cache import kernel_variables
 from ebbtide.srt.server_args import ServerArgs
 
-TERMINATE_TIMEOUT_S: Final = 5.0
 # Modules of the ranks, those of ranks with a tokenizer, and those of ranks on a GPU.
 PRELOAD: Final = ("ebbtide.srt.managers.scheduler_process",)
 PRELOAD_TOKENIZER: Final = ("transformers.models.auto.tokenization_auto",)
@@ -75,10 +73,8 @@ class EarlyProcesses:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for child in self._children.values():
-            child.terminate()
-        deadline_s = time.monotonic() + TERMINATE_TIMEOUT_S
+            child.kill()
         for child in self._children.values():
-            child.join(deadline_s)
             child.close()
         self._children = {}
 

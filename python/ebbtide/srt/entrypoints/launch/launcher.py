@@ -30,7 +30,6 @@ DETOKENIZER = {"detokenizer": "ebbtide.srt.managers.detokenizer_manager:run_deto
 # How torch_memory_saver gets at allocations, where it is the backend: "torch" (unless given), through torch's
 # allocator in the regions that are asked for; "preload", by a library that is loaded ahead of CUDA's own.
 TMS_HOOK_MODE = "EBBTIDE_TMS_HOOK_MODE"
-TERMINATE_TIMEOUT_S = 5.0
 # A rank that is killed makes the others fail in their collectives, and may be seen to end after them: that
 # long a failure is not taken for the first one.
 CAUSE_TIMEOUT_S = 1.0
@@ -144,10 +143,8 @@ class NodeProcesses:
                 self._links.send_end()
                 self._links.close()
             for child in self._children:
-                child.terminate()
-            deadline_s = time.monotonic() + TERMINATE_TIMEOUT_S
+                child.kill()
             for child in self._children:
-                child.join(deadline_s)
                 child.close()
             self._children = []
             shutil.rmtree(self._folder, ignore_errors=True)

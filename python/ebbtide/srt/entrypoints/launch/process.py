@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 # A process that gets it writes where its threads stand.
 DUMP_SIGNAL = signal.SIGUSR1
+# They go to all processes of a terminal, a service or a job, and are the parent's affair alone: it may have
+# requests to serve to their end.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,10 @@ def main() -> int:
     descriptor, pulse = int(sys.argv[2]), int(sys.argv[3])
     for inherited in (descriptor, pulse):
         os.set_inheritable(inherited, False)
-    # Ctrl-C goes to the whole terminal, but the parent decides. It was blocked until now.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # They were blocked until now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     pipe: Connection = Connection(descriptor)
     try:
         sys.path[:] = pipe.recv()
