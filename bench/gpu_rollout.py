@@ -67,7 +67,12 @@ KINDS = (*ASKED, "stop_strings")
 BATCHES = {1: (128, 256), 32: (256, 256), 256: (512, 256)}
 MANY = (1024, (256, 256))
 PREFILLS = {"16x8192": (16, 8192), "128x1024": (128, 1024), "16x16384": (16, 16_384)}
-DECODES = {"64x8k": (64, 8192, 128), "16x32k": (16, 32_768, 128)}
+DECODES = {
+    "64x4k": (64, 4096, 128),
+    "64x8k": (64, 8192, 128),
+    "16x16k": (16, 16_384, 128),
+    "16x32k": (16, 32_768, 128),
+}
 GAPS = {64: (256, 256), 256: (512, 256)}
 NUM_FIRST = 16
 HTTP_SIZES = (256, 1024)
@@ -244,7 +249,8 @@ class Bench:
             )
 
     def decode(self) -> None:
-        for name, sizes in DECODES.items():
+        for name in self.args.decodes:
+            sizes = DECODES[name]
             key = self.key(f"decode_{name}_tok_s")
             with self.report.attempt(key):
                 count, long, out = sized(self.args, *sizes)
@@ -383,6 +389,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--batches", nargs="+", type=int, choices=tuple(BATCHES), default=list(BATCHES), help="their sizes"
     )
     parser.add_argument("--prefills", nargs="+", choices=tuple(PREFILLS), default=list(PREFILLS))
+    parser.add_argument("--decodes", nargs="+", choices=tuple(DECODES), default=list(DECODES))
     parser.add_argument(
         "--http-sizes", nargs="+", type=int, choices=HTTP_SIZES, default=HTTP_SIZES, help="requests at once"
     )

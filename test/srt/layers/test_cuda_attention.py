@@ -240,8 +240,8 @@ def test_replayed_graphs_agree_with_torch_and_padding_is_not_stored(
     requests = Requests(num_requests, max_len, PAGE_SIZE, device="cuda")
     both = Both(name, heads, requests.num_pages, kind, fp8_scale)
     captured = [CapturedStep(both, size, requests.num_pages + size)]
-    if both.backend.has_even(size):
-        captured.append(CapturedStep(both, size, requests.num_pages + size, StepKind.EVEN))
+    if both.backend.has_few(size):
+        captured.append(CapturedStep(both, size, requests.num_pages + size, StepKind.FEW))
     both.step(requests, [1 + (row * 97) % (max_len - 20) for row in range(num_requests)], None)
     for _ in range(3):
         batch, positions = requests.grow([1] * num_requests)

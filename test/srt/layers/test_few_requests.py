@@ -1,4 +1,4 @@
-"""Which decode steps of few requests are cut into equally many parts, and which by their lengths."""
+"""Which decode steps of few requests one kernel serves: those whose parts are short."""
 
 from typing import Any
 
@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from ebbtide.srt.layers.attention import few_requests
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape, DecodeBuffers, StepKind
 from ebbtide.srt.layers.attention.flashinfer import FlashInferAttention
 
-FULL, WINDOW = AttentionKind(0.1), AttentionKind(0.1, window=1024)
+FULL, WINDOW = AttentionKind(0.1), AttentionKind(0.1, window=384)
 CPU = torch.device("cpu")
 
 
@@ -19,8 +18,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from ebbtide.srt.layers.kernels import few_decode
 
-    for module in (few_requests, few_decode):
-        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(few_decode, "num_multiprocessors", lambda device: 132)
 
 
 class Planned:
@@ -29,9 +27,8 @@ class Planned:
     def __init__(self) -> None:
         self.lens: list[list[int]] = []
 
-    def plan(self, lens: Any, *, captured: bool, whole: bool = False) -> list[int]:
+    def plan(self, lens: Any, *, captured: bool) -> list[int]:
         assert captured
-        assert not whole
         self.lens.append(lens.lens_R.tolist())
         return [len(lens.lens_R)]
 
@@ -48,35 +45,35 @@ def backend_of(*kinds: AttentionKind) -> tuple[FlashInferAttention, Planned]:
 
 
 @pytest.mark.parametrize(
-    ("lens", "size", "kinds", "is_even"),
+    ("lens", "size", "kinds", "suits"),
     [
-        ([100] * 31 + [500], 32, (FULL,), True),
-        ([640] * 32, 32, (FULL,), True),
-        ([20_000] * 17, 24, (FULL,), True),
-        ([20_000] * 6, 8, (FULL,), True),
-        ([1300] * 23 + [16_384], 24, (FULL,), False),
+        ([2048], 1, (FULL,), True),
+        ([16_384], 1, (FULL,), False),
+        ([640] * 8, 8, (FULL,), True),
         ([1900] * 7 + [16_384], 8, (FULL,), False),
-        ([600] * 31 + [8192], 32, (FULL,), False),
-        ([600] * 31 + [8192], 32, (FULL, WINDOW), False),
-        ([600] * 31 + [8192], 32, (WINDOW,), True),
+        ([640] * 16, 16, (FULL,), True),
+        ([16_384] * 16, 16, (FULL,), False),
+        ([400] * 32, 32, (FULL,), True),
+        ([400] * 31 + [8192], 32, (FULL, WINDOW), False),
+        ([400] * 31 + [8192], 32, (WINDOW,), True),
+        ([400] * 33, 33, (FULL,), False),
     ],
 )
-def test_lengths_that_differ_much_are_cut_by_length(
-    lens: list[int], size: int, kinds: tuple[AttentionKind, ...], is_even: bool
+def test_steps_with_a_long_part_are_cut_by_length(
+    lens: list[int], size: int, kinds: tuple[AttentionKind, ...], suits: bool
 ) -> None:
     backend, _ = backend_of(*kinds)
-    assert backend.is_even(np.array(lens, dtype=np.int32), size) is is_even
+    assert backend.suits_few(np.array(lens, dtype=np.int32), size) is suits
 
 
 def test_graphs_of_few_requests_are_of_both_kinds() -> None:
     backend, planned = backend_of(FULL)
-    assert [backend.has_even(size) for size in (1, 2, 32)] == [False, True, True]
+    assert [backend.has_few(size) for size in (1, 2, 32, 33)] == [True, True, True, False]
     indptr, last_page_len = np.array([0, 2, 3], dtype=np.int32), np.array([4, 16], dtype=np.int32)
     numbers = torch.zeros(3, dtype=torch.int32)
     buffers = DecodeBuffers(torch.zeros(2, dtype=torch.int64), numbers[:2], numbers, numbers)
 
-    backend.captured(2, buffers, StepKind.EVEN).plan(indptr, last_page_len)
-    backend.captured(1, buffers).plan(indptr[:2], last_page_len[:1])
+    backend.captured(2, buffers, StepKind.FEW).plan(indptr, last_page_len)
     assert planned.lens == []
 
     step = backend.captured(2, buffers)

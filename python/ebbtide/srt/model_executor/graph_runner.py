@@ -146,15 +146,15 @@ class DecodeGraphs:
         device = next_tokens.device
         self.inputs = DecodeInputs(batch_sizes[-1], max_pages, len(next_tokens) - 1, device)
         buffers = self.inputs.buffers
-        sizes = {StepKind.ANY: list(batch_sizes), StepKind.EVEN: [], StepKind.SHARED: []}
-        sizes[StepKind.EVEN] = [size for size in batch_sizes if attention.has_even(size)]
+        sizes = {StepKind.ANY: list(batch_sizes), StepKind.SHARED: []}
+        sizes[StepKind.FEW] = [size for size in batch_sizes if attention.has_few(size)]
         if attention.shares_prefixes:
             sizes[StepKind.SHARED] = _sizes_for_sharing(batch_sizes)
         self._captured = {
             kind: [_Captured(size, attention.captured(size, buffers, kind)) for size in of_kind]
             for kind, of_kind in sizes.items()
         }
-        self._is_even, self._largest = attention.is_even, batch_sizes[-1]
+        self._suits_few, self._largest = attention.suits_few, batch_sizes[-1]
         started = time.monotonic()
         stream = _cuda.Stream(device)
         stream.wait_stream(_cuda.current_stream(device))
@@ -205,15 +205,12 @@ class DecodeGraphs:
         """The smallest graph of the step's kind that takes so many requests."""
         fitting = self._fitting(StepKind.ANY, num_requests)
         assert fitting is not None
-        kind = StepKind.ANY
+        special = None
         if runs is not None:
-            kind = StepKind.SHARED
-        elif self._is_even(layout.lens_R, fitting.size):
-            kind = StepKind.EVEN
-        special = self._fitting(kind, num_requests)
-        if special is None or (kind is StepKind.EVEN and special.size > fitting.size):
-            return fitting
-        return special
+            special = self._fitting(StepKind.SHARED, num_requests)
+        elif self._suits_few(layout.lens_R, fitting.size):
+            special = self._fitting(StepKind.FEW, num_requests)
+        return special or fitting
 
     def _fitting(self, kind: StepKind, num_requests: int) -> _Captured | None:
         captured = self._captured[kind]

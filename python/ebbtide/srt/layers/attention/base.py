@@ -144,12 +144,12 @@ class DecodeBuffers:
 class StepKind(Enum):
     """Which decode steps a CUDA graph is for: it suits some better than others.
 
-    ANY: all of them. EVEN: requests of about one length, see `AttentionBackend.is_even`. SHARED: requests
-    that begin with the same pages.
+    ANY: all of them. FEW: a few short requests, see `AttentionBackend.suits_few`. SHARED: requests that begin
+    with the same pages.
     """
 
     ANY = auto()
-    EVEN = auto()
+    FEW = auto()
     SHARED = auto()
 
 
@@ -257,12 +257,12 @@ class AttentionBackend(ABC):
         """Attention for a CUDA graph of so many requests with one new token each."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured")
 
-    def is_even(self, lens_R: NDArray[np.int32], batch_size: int) -> bool:
-        """Whether a step of requests so long is quicker in a graph of this size for `StepKind.EVEN`."""
+    def has_few(self, batch_size: int) -> bool:
+        """Whether there are graphs of so many requests for `StepKind.FEW`."""
         return False
 
-    def has_even(self, batch_size: int) -> bool:
-        """Whether graphs of so many requests for `StepKind.EVEN` differ from those for any step."""
+    def suits_few(self, lens_R: NDArray[np.int32], batch_size: int) -> bool:
+        """Whether a step of requests so long is quicker in a graph of this size for `StepKind.FEW`."""
         return False
 
     def is_worth_sharing(self, num_requests: int, num_saved: int, num_pages: int) -> bool:

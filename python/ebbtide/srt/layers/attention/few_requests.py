@@ -14,16 +14,13 @@ from torch import Tensor
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.paged_kernel import DevicePages
 from ebbtide.srt.layers.heads import HeadNorms, Rope
-from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
-# Up to so many (bench/gpu_few_decode.py, on an H200).
 MAX_REQUESTS = 32
 # Query heads that share a KV head: the rows of a product on tensor cores.
 _MAX_GROUP = 16
-# A step whose longest part has more than so many times the keys that each program would have if all had
-# equally many, and so many keys besides, is quicker with kernels that cut requests by their lengths: 64 keys
-# take a program 1.75 us, and what is one kernel here takes those 12 us more (bench/gpu_few_decode.py).
-_UNEVEN, _UNEVEN_KEYS = 1.5, 400
+# With more keys in the longest part, steps of Llama-3.1-8B are longer than with FlashInfer's kernels: on an
+# H200 those with 128 keys to a part are 4 to 7 % shorter, with 512 alike, with 8,192 longer by 30 %.
+_MOST_KEYS = 448
 
 
 def serves_few(shape: AttentionShape, num_requests: int) -> bool:
@@ -40,7 +37,7 @@ def serves_few(shape: AttentionShape, num_requests: int) -> bool:
 def suits_few(
     shape: AttentionShape, lens_R: NDArray[np.int32], batch_size: int, device: torch.device
 ) -> bool:
-    """Whether `FewRequests` is quickest for requests so long: it cuts all of them into equally many parts.
+    """Whether `FewRequests` is quickest for requests so long, each of which it cuts into equally many parts.
 
     Args:
         batch_size: of the graph, by which the number of parts is chosen.
@@ -51,8 +48,7 @@ def suits_few(
     if len(windows) == len(shape.kinds):
         lens_R = np.minimum(lens_R, max(windows))
     cut = choose_cut(batch_size, shape.num_kv_heads, shape.group, device)
-    even = int(lens_R.sum()) * shape.num_kv_heads / (2 * num_multiprocessors(device))
-    return int(lens_R.max()) / cut.splits <= _UNEVEN * even + _UNEVEN_KEYS
+    return int(lens_R.max()) <= cut.splits * _MOST_KEYS
 
 
 class FewRequests:

@@ -35,10 +35,8 @@ from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKerne
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
     Workspace,
     decode_kernel,
-    on_cuda_cores,
     partial_bytes,
     prefill_kernel,
-    unsplit_from,
 )
 from ebbtide.srt.layers.attention.fp8_kernels import (
     Fp8DecodeKernel,
@@ -54,13 +52,8 @@ from ebbtide.srt.layers.attention.paged_kernel import (
 )
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns, runs_of_neighbours
 from ebbtide.srt.layers.heads import HeadNorms, Rope
-from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 from ebbtide.srt.layers.rotary import split_heads
 from ebbtide.srt.mem_cache.kv_scales import FP8
-
-# Requests that one block each reads soon enough, and how much longer than others the longest may be where
-# there are blocks for every multiprocessor.
-_SHORT_TOKENS, _EVEN = 400, 1.25
 
 
 class _Layers:
@@ -202,25 +195,16 @@ class FlashInferAttention(AttentionBackend):
 
     def captured(self, batch_size: int, buffers: DecodeBuffers, kind: StepKind = StepKind.ANY) -> GraphDecode:
         items = ItemBuffers(self._shape, batch_size, self._device) if kind is StepKind.SHARED else None
-        is_even = kind is StepKind.EVEN
+        takes_few = kind is StepKind.FEW
         return GraphDecode(
-            self._layers, self._kernels, self._shape, batch_size, buffers, items, is_even=is_even
+            self._layers, self._kernels, self._shape, batch_size, buffers, items, takes_few=takes_few
         )
 
-    def has_even(self, batch_size: int) -> bool:
-        if serves_few(self._shape, batch_size):
-            return batch_size > 1
-        # Batches of `unsplit_from` requests and more cut no request in any step.
-        plans = not (on_cuda_cores(self._shape) or decodes_fp8(self._shape))
-        return plans and batch_size < unsplit_from(self._shape, self._device)
+    def has_few(self, batch_size: int) -> bool:
+        return serves_few(self._shape, batch_size)
 
-    def is_even(self, lens_R: NDArray[np.int32], batch_size: int) -> bool:
-        """Whether cutting requests would take longer than it saves (bench/gpu_attention.py, on an H200)."""
-        if serves_few(self._shape, batch_size):
-            return suits_few(self._shape, lens_R, batch_size, self._device)
-        longest = int(lens_R.max())
-        is_busy = len(lens_R) * self._shape.num_kv_heads >= num_multiprocessors(self._device)
-        return longest <= _SHORT_TOKENS or (is_busy and longest <= _EVEN * float(lens_R.mean()))
+    def suits_few(self, lens_R: NDArray[np.int32], batch_size: int) -> bool:
+        return self.has_few(batch_size) and suits_few(self._shape, lens_R, batch_size, self._device)
 
     def is_worth_sharing(self, num_requests: int, num_saved: int, num_pages: int) -> bool:
         return self.shares_prefixes and saves_time(self._shape, num_requests, num_saved, num_pages)
@@ -271,7 +255,7 @@ class GraphDecode:
 
     Args:
         items: what steps whose requests share pages are listed in; None for steps that share none.
-        is_even: for steps of `StepKind.EVEN`: no request is cut, or all into equally many parts.
+        takes_few: for steps of `StepKind.FEW`.
     """
 
     def __init__(
@@ -283,10 +267,9 @@ class GraphDecode:
         buffers: DecodeBuffers,
         items: ItemBuffers | None = None,
         *,
-        is_even: bool = False,
+        takes_few: bool = False,
     ) -> None:
         self._layers, self._page_size, self._items = layers, shape.page_size, items
-        self._whole = is_even
         # One new token each.
         q_indptr_B1 = torch.arange(batch_size + 1, dtype=torch.int32)
         self._host_q_indptr_B1 = q_indptr_B1
@@ -298,8 +281,6 @@ class GraphDecode:
             buffers.last_page_len_B[:batch_size],
         )
         self._rows = slice(0, batch_size)
-        # One request alone is never uneven.
-        takes_few = items is None and serves_few(shape, batch_size) and (is_even or batch_size == 1)
         few = FewRequests(shape, self._pages) if takes_few else None
         self._step = _Step({}, buffers.slots_B[:batch_size], few)
         self._planned: dict[AttentionKind, PagedKernel] = {}
@@ -334,7 +315,7 @@ class GraphDecode:
             torch.from_numpy(lens_B.astype(np.int32)),
         )
         for kind, kernel in self._planned.items():
-            plan = kernel.plan(lens, captured=True, whole=self._whole)
+            plan = kernel.plan(lens, captured=True)
             if kind not in self._step.parts:
                 self._step.parts[kind] = [_Part(kernel, plan, self._pages, self._rows)]
             elif list(plan) != list(self._step.parts[kind][0].plan):

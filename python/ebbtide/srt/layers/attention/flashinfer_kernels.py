@@ -71,7 +71,7 @@ class DecodeKernel:
         self._of_kv_dtype = torch.empty(0, dtype=shape.kv_dtype)
         self._overlapped = can_overlap(workspace.partial.device)
 
-    def plan(self, lens: HostLens, *, captured: bool, whole: bool = False) -> Any:
+    def plan(self, lens: HostLens, *, captured: bool) -> Any:
         shape = self._shape
         return self._workspace.plan(
             self._module.plan,
@@ -197,11 +197,11 @@ class PrefillKernel:
         self._module = TileModule(shape, kind, device, causal=causal, backend=backend)
         self._unsplit_from = unsplit_from(shape, device)
 
-    def plan(self, lens: HostLens, *, captured: bool, whole: bool = False) -> Any:
+    def plan(self, lens: HostLens, *, captured: bool) -> Any:
         shape, num_requests = self._shape, len(lens.lens_R)
         # With so many requests every multiprocessor has enough to do. Planned as if nothing were captured,
         # the grid then depends on their number alone: FlashInfer's plan for graphs splits always.
-        unsplit = captured and (whole or num_requests >= self._unsplit_from)
+        unsplit = captured and num_requests >= self._unsplit_from
         args: list[Any] = [
             lens.q_indptr_R1,
             lens.kv_indptr_R1,
@@ -234,8 +234,7 @@ class PrefillKernel:
 def decode_kernel(shape: AttentionShape, kind: AttentionKind, workspace: Workspace) -> PagedKernel:
     """What suits one new token per request, eager or captured.
 
-    Up to two query heads per KV head CUDA cores are the quicker ones, with more of them tensor cores
-    (bench/gpu_attention.py, on an H200).
+    Up to two query heads per KV head CUDA cores are quicker on an H200, with more tensor cores.
     """
     if on_cuda_cores(shape):
         return DecodeKernel(shape, kind, workspace)

@@ -43,7 +43,7 @@ class Fp8DecodeKernel:
     def __init__(self, kind: AttentionKind) -> None:
         self._kind = kind
 
-    def plan(self, lens: HostLens, *, captured: bool, whole: bool = False) -> Any:
+    def plan(self, lens: HostLens, *, captured: bool) -> Any:
         return []
 
     def run(
@@ -83,7 +83,7 @@ class Fp8PrefillKernel:
         self._narrow: PagedKernel = PrefillKernel(shape, kind, workspace, causal=True, backend="fa2")
         self._room = room
 
-    def plan(self, lens: HostLens, *, captured: bool, whole: bool = False) -> tuple[int, Any]:
+    def plan(self, lens: HostLens, *, captured: bool) -> tuple[int, Any]:
         """Pages to read back, or 0, and the plan of the kernel for what is read then."""
         num_pages = int(lens.kv_indptr_R1[-1])
         if num_pages > self._room.num_pages:

@@ -56,12 +56,11 @@ class PlannedAttention(Protocol):
 class PagedKernel(PlannedAttention, Protocol):
     """One way to attend to pages, with its plans."""
 
-    def plan(self, lens: HostLens, *, captured: bool, whole: bool = False) -> Any:
+    def plan(self, lens: HostLens, *, captured: bool) -> Any:
         """Plan a step and enqueue the plan's copy.
 
         Args:
             captured: `run` is part of a CUDA graph, which later plans of as many requests serve too.
-            whole: no request is cut, where the kernel can do that.
         """
         ...
 
@@ -83,9 +82,9 @@ class UntilCompiled:
         self._thread = Thread(target=self._take_over, args=(make,), name="compiling", daemon=True)
         self._thread.start()
 
-    def plan(self, lens: HostLens, *, captured: bool, whole: bool = False) -> tuple[PagedKernel, Any]:
+    def plan(self, lens: HostLens, *, captured: bool) -> tuple[PagedKernel, Any]:
         kernel = self._kernel
-        return kernel, kernel.plan(lens, captured=captured, whole=whole)
+        return kernel, kernel.plan(lens, captured=captured)
 
     def run(
         self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor

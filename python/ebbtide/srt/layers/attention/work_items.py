@@ -35,7 +35,7 @@ class WorkItems:
     num_parts_B: Ints
 
 
-# What a block costs beside reading its pages, in pages (bench/gpu_shared_prefix.py, on an H200).
+# What a block costs beside reading its pages, in pages, on an H200.
 _BLOCK_PAGES = 8
 # A device is busy enough with this many times the items that it runs at once.
 _MANY_ROUNDS = 4

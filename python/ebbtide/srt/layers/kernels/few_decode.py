@@ -46,7 +46,7 @@ class Cut:
 
 
 def choose_cut(num_requests: int, num_kv_heads: int, group: int, device: torch.device) -> Cut:
-    """As many programs as run at once: the best of what was tried (bench/gpu_few_decode.py, on an H200).
+    """Choose as many programs as run at once: the best of what was tried on an H200.
 
     Of tiles of 64 keys a multiprocessor holds two programs, of tiles of 32 three. The wide tiles are quicker,
     unless there could be twice as many programs with the narrow ones.
