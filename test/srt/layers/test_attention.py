@@ -249,13 +249,11 @@ def test_new_keys_and_values_lie_in_their_slots(name: str) -> None:
 def test_a_plan_that_captured_kernels_do_not_fit_is_an_error() -> None:
     """They would read and write where the first plan said: an error, also under `python -O`."""
     plans = iter([[7, 1], [7, 1], [7, 2]])
-    kernels: Any = SimpleNamespace(decode=SimpleNamespace(plan=lambda lens, captured, whole: next(plans)))
+    kernels: Any = SimpleNamespace(decode=SimpleNamespace(plan=lambda lens, captured: next(plans)))
     layers: Any = None
     empty = torch.zeros(3, dtype=torch.int32)
     buffers = DecodeBuffers(empty.long(), empty, empty, empty)
-    # What few requests have is not planned.
-    shape = replace(SHAPE, num_q_heads=64)
-    step = flashinfer.GraphDecode(layers, {PLAIN: kernels}, shape, 2, buffers)
+    step = flashinfer.GraphDecode(layers, {PLAIN: kernels}, SHAPE, 2, buffers)
     lens = np.arange(3, dtype=np.int32), np.ones(2, dtype=np.int32)
     step.plan(*lens)
     step.plan(*lens)
