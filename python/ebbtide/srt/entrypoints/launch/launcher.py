@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import multiprocessing.connection
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from ebbtide.srt.entrypoints.launch.heartbeat import PulseWatch
 from ebbtide.srt.entrypoints.launch.node_link import Ended, NodeLinks, meet
 from ebbtide.srt.entrypoints.launch.placement import local_ranks
 from ebbtide.srt.entrypoints.launch.process import ProcessStart
+from ebbtide.srt.entrypoints.launch.socket_folder import SocketFolder
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 
@@ -74,9 +73,9 @@ class NodeProcesses:
         self._links: NodeLinks | None = None
         self._watcher: threading.Thread | None = None
         self._stop_reader, self._stop_writer = multiprocessing.Pipe(duplex=False)
-        self._folder = tempfile.mkdtemp(prefix="ebbtide-")
+        self._folder = SocketFolder()
         try:
-            meeting = meet(config, self._folder)
+            meeting = meet(config, self._folder.path)
             self._links = meeting.links
             self.replicas = meeting.replicas
             if not self._is_main_node:
@@ -147,7 +146,7 @@ class NodeProcesses:
             for child in self._children:
                 child.close()
             self._children = []
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     # ---------------------------------------------------------------------------------------------- the start
 
@@ -161,7 +160,7 @@ class NodeProcesses:
         for name, target in targets.items():
             if name not in SCHEDULER:
                 if self._is_main_node:
-                    yield ProcessStart(name, target, config, self.replicas[0], self._folder)
+                    yield ProcessStart(name, target, config, self.replicas[0], self._folder.path)
                 continue
             for index, (dp_rank, tp_rank) in enumerate(local_ranks(config.parallel)):
                 mine = _config_of_rank(config, index, dp_rank, tp_rank)
@@ -170,7 +169,7 @@ class NodeProcesses:
                     target,
                     mine,
                     self.replicas[dp_rank],
-                    self._folder,
+                    self._folder.path,
                 )
 
     def _gather_facts(self) -> list[dict[str, Any]]:
