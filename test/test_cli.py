@@ -15,7 +15,7 @@ from ebbtide.srt.server_args import ServerArgs
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, check=False)
 
 
 def serve_with(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[ServerArgs]:
@@ -61,7 +61,7 @@ def test_a_daemon_without_standard_streams_gets_some_for_the_processes_it_starts
         f'open_standard_streams(); sys.exit(subprocess.call([sys.executable, "-c", "{child}"]))'
     )
     closing = ["/bin/sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, script]
-    assert subprocess.run(closing, timeout=120, check=False).returncode == 0
+    assert subprocess.run(closing, check=False).returncode == 0
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

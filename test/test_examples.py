@@ -128,7 +128,7 @@ def test_the_page_on_testing_controllers(tmp_path: Path) -> None:
     tests.write_text("\n".join(re.findall(r"```python\n(.*?)```", TESTING.read_text(), re.DOTALL)))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
     done = subprocess.run(
-        [*command, str(tests)], capture_output=True, text=True, timeout=100, check=False, env=ENVIRONMENT
+        [*command, str(tests)], capture_output=True, text=True, check=False, env=ENVIRONMENT
     )
     assert done.returncode == 0, done.stdout
     assert "5 passed" in done.stdout

@@ -74,7 +74,7 @@ def test_a_real_sglang_is_not_hidden(tmp_path: Path) -> None:
 def install(python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-build-isolation"]
     command += ["--no-deps", "--no-index", "--disable-pip-version-check", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_installed_in_an_environment_of_its_own(tmp_path: Path) -> None:

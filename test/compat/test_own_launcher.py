@@ -12,6 +12,7 @@ import pytest
 import sglang
 from fixtures.checkpoints import make_checkpoint
 from fixtures.compat import COMPAT_ENVIRONMENT
+from fixtures.deadlines import HANG_S
 from fixtures.servers import free_port, is_alive, wait_until
 
 LAUNCHER = Path(__file__).parent / "own_launcher.py"
@@ -24,7 +25,7 @@ def test_it_starts_serves_sleeps_updates_and_leaves_nothing(tmp_path: Path) -> N
     command = [sys.executable, str(LAUNCHER), "--model-path", str(first), "--port", str(port)]
     command += ["--skip-tokenizer-init", "--max-total-tokens", "1024", "--log-level", "error"]
     process = subprocess.Popen(command, env=COMPAT_ENVIRONMENT)
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S) as client:
 
         def is_up() -> bool:
             assert process.poll() is None, "the launcher has ended"
@@ -34,7 +35,7 @@ def test_it_starts_serves_sleeps_updates_and_leaves_nothing(tmp_path: Path) -> N
                 return False
 
         try:
-            wait_until(is_up, "the server answers", 120)
+            wait_until(is_up, "the server answers")
             before = client.post("/generate", json=PROMPT).json()["output_ids"]
             refused = client.get("/call_scheduler", params={"method": "report_weights"}).json()
             assert refused["success"] is False
@@ -51,7 +52,7 @@ def test_it_starts_serves_sleeps_updates_and_leaves_nothing(tmp_path: Path) -> N
             children = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
             assert children
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait() == 0
             assert not any(is_alive(pid) for pid in children)
         finally:
             process.kill()

@@ -158,9 +158,7 @@ def test_arguments_of_a_command_line() -> None:
 
 def test_the_module_that_is_run_is_the_command_line() -> None:
     command = [sys.executable, "-m", "sglang.launch_server", "--help"]
-    shown = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=True, env=COMPAT_ENVIRONMENT
-    )
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=COMPAT_ENVIRONMENT)
     assert "--model-path" in shown.stdout
     assert "--enable-weights-cpu-backup" in shown.stdout
 
@@ -266,7 +264,7 @@ def test_a_tree_of_processes_is_killed_but_for_one() -> None:
     assert not _runs(first)
     assert _runs(second)
     kill_process_tree(parent.pid)
-    assert parent.wait(30) < 0
+    assert parent.wait() < 0
     while _runs(second):
         time.sleep(0.01)
     parent.stdout.close()

@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 from fixtures.checkpoints import make_checkpoint
+from fixtures.deadlines import HANG_S
 from fixtures.servers import Server, free_port, running_server, url_of, wait_until
 
 if find_spec("sglang_router") is None:
@@ -24,6 +25,7 @@ PROMPT = [5, 6, 7]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
 ENDLESS = {**GREEDY, "max_new_tokens": 100_000}
 OPTIONS = ("--policy", "round_robin", "--health-check-interval-secs", "1", "--health-failure-threshold", "2")
+OPTIONS += ("--health-check-timeout-secs", str(int(HANG_S)))
 
 
 @dataclass
@@ -58,7 +60,7 @@ def running_router(servers: list[Server], log: Path) -> Iterator[Router]:
             [*command, "--worker-urls", url_of(servers[0])], stdout=output, stderr=output
         )
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S) as client:
             router = Router(client, servers)
 
             def is_up() -> bool:
@@ -68,7 +70,7 @@ def running_router(servers: list[Server], log: Path) -> Iterator[Router]:
                 except httpx.TransportError:
                     return False
 
-            wait_until(is_up, "the router has a worker", 60)
+            wait_until(is_up, "the router has a worker")
             for server in servers[1:]:
                 answer = client.post("/workers", json={"url": url_of(server), "worker_type": "regular"})
                 assert answer.status_code == 202, answer.text

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.compat import COMPAT_ENVIRONMENT, output_of
+from fixtures.deadlines import HANG_S
 from fixtures.payloads import open_payload
 from fixtures.trainer_process import sample_tensors
 
@@ -95,7 +96,7 @@ class Trainer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(60)
+        self._process.wait(HANG_S)
         self._process.stdout.close()
 
 

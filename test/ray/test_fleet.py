@@ -89,7 +89,7 @@ def test_no_request_is_lost_with_its_replica(
         assert [span["version"] for span in meta["weight_versions"]] in (["1"], ["1", "2"], ["2"])
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), "its processes have gone")
 
-    fleet.wait_for_all(150)
+    fleet.wait_for_all()
     assert [one["num_deaths"] for one in fleet.status()] == [0, 1]
     assert len(checksums(fleet)) == 1
     assert fleet.engines[1].weight_version == "2"
@@ -161,7 +161,7 @@ print(ray.get(ray.put("Ray serves on")))
 
 def test_a_program_that_has_not_begun_ray_goes_on_behind_its_fleet(checkpoints: tuple[Path, Path]) -> None:
     command = [sys.executable, "-c", PROGRAM, str(checkpoints[0])]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.stdout.endswith("Ray serves on\n"), done.stderr
     assert done.returncode == 0
 

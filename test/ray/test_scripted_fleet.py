@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import pytest
+from fixtures.deadlines import HANG_S
 from fixtures.servers import wait_until
 
 from ebbtide.ray import ActorDied, RayFleet, fleet as fleet_module
@@ -293,7 +294,7 @@ def test_an_abort_that_no_replica_hears_ends_the_request_where_it_moves(
             await asyncio.to_thread(may_die.wait)
             raise engine.die()
         num_asked = len(engine.asked)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while not any(method == "async_abort_request" for method, _ in engine.asked[num_asked:]):
                 await asyncio.sleep(0.01)
 
@@ -352,7 +353,7 @@ class TestUpdates:
         fleet.started[1][0].faults[step] = ActorDied("replica 1 has died")
         reply = self.update(fleet)
         assert reply["replicas"].keys() == {"replica 0"}
-        fleet.wait_for_all(10)
+        fleet.wait_for_all()
         assert self.serving(fleet) == ["new", "new"]
         successor, changes = fleet.started[2]
         assert changes == {"load_format": "dummy"}, "weights come from a replica, not from disk"
@@ -364,7 +365,7 @@ class TestUpdates:
     def test_one_that_did_not_commit_what_the_other_did_is_replaced(self, fleet: ScriptedFleet) -> None:
         fleet.started[1][0].faults["decide"] = EngineError("it failed")
         self.update(fleet)
-        fleet.wait_for_all(10)
+        fleet.wait_for_all()
         assert ("kill", ()) in fleet.started[1][0].asked
         assert self.serving(fleet) == ["new", "new"]
         assert fleet.status()[1]["last_death"] == "it failed"
@@ -383,7 +384,7 @@ class TestUpdates:
         ):
             fleet.wait_for_all(0.1)
         first_engine(fleet).session_open = False
-        fleet.wait_for_all(10)
+        fleet.wait_for_all()
 
 
 def test_a_fleet_that_cannot_start_tells_what_all_say_and_the_cause_first() -> None:
@@ -407,5 +408,5 @@ def test_a_replica_that_does_not_come_back_stays_out(fleet: ScriptedFleet) -> No
     first_engine(fleet).dies_after = 1
     assert generate(fleet)["output_ids"] == [4, 5, 6, 7, 8, 9]
     with pytest.raises(EngineError, match="not all replicas serve: replica 0: the node is gone"):
-        fleet.wait_for_all(10)
+        fleet.wait_for_all()
     assert generate(fleet)["meta_info"]["replica"] == "replica 1"

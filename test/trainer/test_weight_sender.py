@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.deadlines import HANG_S
 from fixtures.servers import ENVIRONMENT, Server, free_port, is_alive, running_server, url_of, wait_until
 from fixtures.sharding_trainer import send_from_two_processes
 from fixtures.weight_sending import (
@@ -116,7 +117,7 @@ def test_the_next_bucket_is_gathered_while_one_is_on_its_way_and_no_more() -> No
 
     def take(names: list[str]) -> None:
         if names == ["a"]:
-            assert second_is_gathered.wait(30), "the generator waits for the first bucket"
+            assert second_is_gathered.wait(HANG_S), "the generator waits for the first bucket"
             assert gathered == ["a", "b", "c"]
 
     engine.on_update = take
@@ -174,7 +175,7 @@ print(manager, flush=True)
 
 def test_a_trainer_that_has_ended_leaves_no_process_behind(server: Server, checkpoint: Path) -> None:
     command = [sys.executable, "-c", SENDING, url_of(server), str(checkpoint / "model.safetensors")]
-    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     manager = int(finished.stdout)
     wait_until(lambda: not is_alive(manager), "torch's manager of shared memory has ended with its trainer")

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures.deadlines import HANG_S
 from torch import Tensor
 
 NUM_CALLS = 24
-PATIENCE_S = 60.0
 
 
 def in_a_process(what: str, **environment: str) -> str:
@@ -37,7 +37,6 @@ def in_a_process(what: str, **environment: str) -> str:
         env=kept | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
         capture_output=True,
         text=True,
-        timeout=240,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-4000:]
@@ -65,7 +64,7 @@ def interpret() -> None:
             for process in ranks:
                 process.start()
             for process in ranks:
-                process.join(PATIENCE_S)
+                process.join(HANG_S)
             codes = [process.exitcode for process in ranks]
             for process in ranks:
                 process.kill()
@@ -149,7 +148,7 @@ def word(address: int) -> ctypes.c_int64:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + HANG_S
     while not is_so():
         assert time.monotonic() < deadline_s, "a rank does not come"
         time.sleep(0)

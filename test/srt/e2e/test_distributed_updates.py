@@ -115,7 +115,7 @@ def test_requests_run_on_while_a_group_and_its_broadcasts_are_awaited(
             lambda: engine.destroy_weights_update_group("other")["changed"], "the group is being joined"
         )
         with pytest.raises(RequestRejected, match="was not joined: destroy_weights_update_group") as refusal:
-            joining.result(timeout=60)
+            joining.result()
         assert refusal.value.status == 400
     trainer.kill()
     with BroadcastingTrainer() as trainer, ThreadPoolExecutor(1) as pool:
@@ -126,7 +126,7 @@ def test_requests_run_on_while_a_group_and_its_broadcasts_are_awaited(
         assert outputs(engine) == before
         assert not updating.done()
         trainer.tell("plain", "g", checkpoint_b / WEIGHTS)
-        assert updating.result(timeout=60)["committed"] is True
+        assert updating.result()["committed"] is True
     assert_serves(engine, checkpoint_b, reference_b)
 
 
@@ -158,7 +158,7 @@ def test_a_trainer_that_disappears_in_mid_broadcast(
         trainer.hear()
         getattr(trainer, end)()
         with pytest.raises(RequestRejected, match=r"nothing of (it|the update) is served") as refusal:
-            updating.result(timeout=60)
+            updating.result()
         assert refusal.value.status == 400
     assert_serves(engine, checkpoint_a, reference_a)
     assert engine.weight_version == "a"
@@ -195,7 +195,7 @@ def test_what_a_failed_update_took_from_its_session_is_the_old_again(
         trainer.hear()
         trainer.kill()
         with pytest.raises(RequestRejected, match=r"\b1 of its parameters had been written in this session"):
-            updating.result(timeout=60)
+            updating.result()
     assert_holds(engine, checkpoint_a)
     assert engine.end_weight_update("mixed", allow_incomplete=True)["committed"] is True
     assert {name: engine.get_weights_by_name(name, ALL_ROWS) for name in old} == {
@@ -226,7 +226,7 @@ def test_stale_weights_stay_stale_where_half_of_the_new_ones_came(
         trainer.hear()
         trainer.freeze()
         with pytest.raises(RequestRejected, match="at its deadline, nothing of it is served"):
-            updating.result(timeout=60)
+            updating.result()
     assert engine.memory_occupation()["tags"]["weights"]["num_missing"] == num_missing
     with pytest.raises(RequestRejected, match="stale"):
         engine.get_weights_by_name(first)
@@ -296,5 +296,5 @@ def assert_refused_without(
         trainer.hear()
         disappear()
         with pytest.raises(RequestRejected, match=r"nothing of (it|the update) is served"):
-            updating.result(timeout=60)
+            updating.result()
     assert engine.server_info()["weight_update"]["groups"] == []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.deadlines import HANG_S
 from fixtures.gpu_device import DEVICE
 from fixtures.references import Reference
 from fixtures.servers import wait_until, wait_until_idle
@@ -56,7 +57,7 @@ def engine(checkpoint_a: Path) -> Iterator[EngineClass]:
 
 def ask(engine: EngineClass, pool: ThreadPoolExecutor) -> list[Future[Any]]:
     return [
-        pool.submit(engine.generate, input_ids=prompt, sampling_params=GREEDY, timeout_s=120)
+        pool.submit(engine.generate, input_ids=prompt, sampling_params=GREEDY, timeout_s=HANG_S)
         for prompt in PROMPTS
     ]
 

@@ -32,7 +32,7 @@ def test_a_generation_that_is_still_being_prepared_is_cancelled(stream: bool) ->
         )
         with pytest.raises(ClientDisconnect):
             await answer
-        await asyncio.wait_for(was_cancelled.wait(), 60)
+        await was_cancelled.wait()
 
     asyncio.run(script())
 

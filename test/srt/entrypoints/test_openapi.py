@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fixtures.deadlines import HANG_S
 from fixtures.servers import Server, running_server, url_of
 from jsonschema_rs import validator_for
 
@@ -283,12 +284,11 @@ def test_a_refusal_is_described_too(server: Server, checkpoints: Any) -> None:
 
 
 # By its command: the cases of a parametrized test would be made by every worker that collects it.
-@pytest.mark.timeout(900)
 def test_nothing_makes_the_server_fail(server: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url_of(server)}/openapi.json"]
     # The boundary cases of every field, thousands of them, and three random cases of each operation.
     command += ["--phases=coverage,fuzzing", "--max-examples=3", "--generation-deterministic"]
-    command += ["--suppress-health-check=all", "--request-timeout=30"]
+    command += ["--suppress-health-check=all", f"--request-timeout={HANG_S:g}"]
     # To put is to post. A drain ends the server, as it should.
     command += ["--exclude-method=PUT", "--exclude-path=/drain"]
     command += ["--checks=never_500,response_schema_conformance,content_type_conformance"]

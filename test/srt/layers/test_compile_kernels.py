@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.deadlines import HANG_S
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.attention import flashinfer_compile
@@ -55,7 +56,7 @@ def compile_with(monkeypatch: pytest.MonkeyPatch, log: list[str], **specs: Spec)
 
 def test_what_is_missing_is_compiled_side_by_side_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    both = Barrier(2, timeout=30)
+    both = Barrier(2, timeout=HANG_S)
     specs = {name: Spec(log, meets=both) for name in ("prefill", "decode")}
     compile_with(monkeypatch, log, shared=Spec(log, is_compiled=True), **specs)
     assert log[0] == "compiling attention 0/2"
@@ -110,7 +111,7 @@ def test_a_kernel_that_compiles_beside_serving_takes_over_from_the_next_plan_on(
     may_end = Event()
 
     def compile_and_make() -> Kernel:
-        may_end.wait(30)
+        may_end.wait(HANG_S)
         if fails:
             raise RuntimeError("no such compiler")
         return Kernel("second", log)

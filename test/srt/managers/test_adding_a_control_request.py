@@ -102,7 +102,7 @@ def test_it_is_asked_described_and_merged_with_no_further_edit(tmp_path: Path) -
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, timeout=240)
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     answers = json.loads(done.stdout)
 

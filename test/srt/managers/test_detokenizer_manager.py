@@ -144,7 +144,7 @@ def test_the_process_turns_ids_into_text(config: EngineConfig, tmp_path: Path) -
         assert ready.recv() == {"status": "ready"}
         output = RequestOutput("a", list("né".encode()), start=start(prompt_tail=[65]))
         sender.send(TokenOutput(weight_version="3", outputs=[output]))
-        assert inbox.receive(60) == [TextOutput(weight_version="3", outputs=[output], texts=["né"])]
+        assert inbox.receive() == [TextOutput(weight_version="3", outputs=[output], texts=["né"])]
     finally:
         process.kill()
         process.join()

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from fixtures.deadlines import HANG_S
 from fixtures.gpu_memory import UUID, Counters, Gpu
-from fixtures.real_rank import LIMIT_S, RealRank
+from fixtures.real_rank import RealRank
 from safetensors.torch import load_file
 
 from ebbtide.srt.device.cpu import CpuDevice
@@ -68,7 +69,7 @@ class Sender(threading.Thread):
 
     def _say(self, said: object) -> str:
         self._socket.send(pickle.dumps(said))
-        assert self._socket.poll(int(LIMIT_S * 1e3)), "no answer came"
+        assert self._socket.poll(int(HANG_S * 1e3)), "no answer came"
         self.heard.append(self._socket.recv().decode())
         return self.heard[-1]
 
@@ -101,7 +102,7 @@ def bring(rank: RealRank, gpu: Gpu, tensors: dict[str, torch.Tensor]) -> tuple[A
         handles = {"GPU-other": "ipc:///other", f"GPU-{UUID}": sender.address}
         sender.start()
         reply = rank.apply(UpdateWeightsFromIPCReqInput(zmq_handles=handles, weight_version="b"))
-        sender.join(LIMIT_S)
+        sender.join(HANG_S)
         assert not sender.is_alive(), "the sender still waits"
         return reply, sender
 

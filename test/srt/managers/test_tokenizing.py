@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from fixtures.deadlines import HANG_S
 from fixtures.scripted_engine import Engine, scripted
 from fixtures.tokenizers import byte_level
 
@@ -44,7 +45,7 @@ class Waiting(Tokenizer):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.texts.append(text)
         self.has_begun.set()
-        assert self.go.wait(60)
+        assert self.go.wait(HANG_S)
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 

@@ -92,7 +92,7 @@ def test_a_death_is_reported_with_name_and_signal(processes: EngineProcesses) ->
     processes.wait_ready()
     processes.watch(deaths.put)
     os.kill(processes.pids["detokenizer"], signal.SIGKILL)
-    assert deaths.get(timeout=60) == "the detokenizer process was ended by SIGKILL"
+    assert deaths.get() == "the detokenizer process was ended by SIGKILL"
 
 
 def test_a_death_by_an_error_is_reported_with_that_error() -> None:
@@ -101,7 +101,7 @@ def test_a_death_by_an_error_is_reported_with_that_error() -> None:
     started.wait_ready()
     # It may be dead already: that is reported all the same.
     started.watch(deaths.put)
-    assert deaths.get(timeout=60) == "the scheduler process ended with exit code 1: ValueError: boom"
+    assert deaths.get() == "the scheduler process ended with exit code 1: ValueError: boom"
     started.shutdown()
 
 

@@ -124,7 +124,7 @@ def test_a_rank_that_dies_takes_the_others_along() -> None:
         processes.wait_ready()
         processes.watch(deaths.put)
         os.kill(processes.pids["scheduler-tp1"], signal.SIGKILL)
-        assert deaths.get(timeout=60) == "the scheduler-tp1 process was ended by SIGKILL"
+        assert deaths.get() == "the scheduler-tp1 process was ended by SIGKILL"
         # The others are not asked: in a collective they would not hear it.
         wait_until(lambda: not any(is_alive(pid) for pid in processes.pids.values()), "all have gone")
 
@@ -136,7 +136,7 @@ def test_not_the_rank_that_fails_for_another_is_named() -> None:
         os.kill(processes.pids["scheduler-tp1"], signal.SIGKILL)
         wait_until(lambda: not is_alive(processes.pids["scheduler-tp0"]), "rank 0 has failed, too")
         processes.watch(deaths.put)
-        assert deaths.get(timeout=60) == "the scheduler-tp1 process was ended by SIGKILL"
+        assert deaths.get() == "the scheduler-tp1 process was ended by SIGKILL"
 
 
 def test_a_start_of_which_one_rank_is_stopped_fails_and_leaves_none() -> None:
@@ -166,7 +166,7 @@ def test_a_rank_that_is_stopped_ends_the_engine_and_not_the_one_that_waits_for_i
         said = (
             r"the scheduler-tp1 process has not answered for [\d.]+ s \(--watchdog-timeout 2\): it is stopped"
         )
-        assert re.match(said, deaths.get(timeout=60))
+        assert re.match(said, deaths.get())
         wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "all have gone")
 
 
@@ -211,9 +211,9 @@ class Nodes:
     def start_all(self) -> dict[str, Any]:
         # Node 0 comes last.
         futures = [self.start(rank) for rank in reversed(range(self.config.parallel.nnodes))]
-        facts: dict[str, Any] = futures[-1].result(60)
+        facts: dict[str, Any] = futures[-1].result()
         for future in futures:
-            future.result(60)
+            future.result()
         return facts
 
     @property
@@ -263,7 +263,7 @@ def test_a_rank_that_dies_ends_every_node(nodes: Callable[..., Nodes], victim: i
     said = f"the scheduler-tp{victim} process was ended by SIGKILL"
     for rank in range(3):
         expected = said if rank == victim else f"node {victim}: {said}"
-        assert all_nodes.ends[rank].get(timeout=60) == expected
+        assert all_nodes.ends[rank].get() == expected
     wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "all have gone")
 
 
@@ -271,9 +271,9 @@ def test_a_stopped_rank_ends_every_node(nodes: Callable[..., Nodes]) -> None:
     both = nodes("report_rank", tp_size=2, nnodes=2, watchdog_timeout=2)
     both.start_all()
     os.kill(both.pids["scheduler-tp1"], signal.SIGSTOP)
-    said = both.ends[1].get(timeout=60)
+    said = both.ends[1].get()
     assert "the scheduler-tp1 process has not answered" in said
-    assert both.ends[0].get(timeout=60) == f"node 1: {said}"
+    assert both.ends[0].get() == f"node 1: {said}"
 
 
 @pytest.mark.parametrize(("stopped", "said"), [(0, "stopped"), (1, "node 1 was stopped")])
@@ -283,7 +283,7 @@ def test_a_stop_of_one_node_is_the_end_of_the_other(
     both = nodes("report_rank", tp_size=2, nnodes=2)
     both.start_all()
     both.processes[stopped].shutdown()
-    assert both.ends[1 - stopped].get(timeout=60) == said
+    assert both.ends[1 - stopped].get() == said
 
 
 def test_a_node_that_is_lost_without_a_word_is_the_end_of_the_engine(
@@ -294,18 +294,18 @@ def test_a_node_that_is_lost_without_a_word_is_the_end_of_the_engine(
     parallel = replace(both.config.parallel, node_rank=1)
     links = meet(replace(both.config, parallel=parallel), str(tmp_path)).links
     links.send_ready([])
-    first.result(60)
+    first.result()
     links.close()
-    assert both.ends[0].get(timeout=60) == "node 1 has gone: its connection ended"
+    assert both.ends[0].get() == "node 1 has gone: its connection ended"
 
 
 def test_a_start_that_fails_on_one_node_fails_on_all_with_its_reason(nodes: Callable[..., Nodes]) -> None:
     both = nodes("refuse_on_rank_1", tp_size=2, nnodes=2)
     first, second = both.start(0), both.start(1)
     with pytest.raises(ConfigurationError, match=r"^rank 1 has too little memory$"):
-        second.result(60)
+        second.result()
     with pytest.raises(ConfigurationError, match=r"^node 1: rank 1 has too little memory$"):
-        first.result(60)
+        first.result()
 
 
 def test_nodes_that_do_not_come_are_named(nodes: Callable[..., Nodes]) -> None:
@@ -314,15 +314,15 @@ def test_nodes_that_do_not_come_are_named(nodes: Callable[..., Nodes]) -> None:
     with pytest.raises(
         ConfigurationError, match=r"nnodes: node 1 has not come to 127\.0\.0\.1 .* within 2 s"
     ):
-        first.result(60)
+        first.result()
     with pytest.raises(EngineError, match="node 0 has gone before all nodes had come"):
-        last.result(60)
+        last.result()
 
 
 def test_a_node_waits_for_node_0_only_so_long(nodes: Callable[..., Nodes]) -> None:
     both = nodes("report_rank", tp_size=2, nnodes=2)
     with pytest.raises(ConfigurationError, match="dist_init_addr: node 0 was not reached at 127"):
-        both.start(1, dist_timeout_s=0.5).result(60)
+        both.start(1, dist_timeout_s=0.5).result()
 
 
 def test_a_node_that_was_started_otherwise_is_refused_and_may_come_again(nodes: Callable[..., Nodes]) -> None:
@@ -334,13 +334,13 @@ def test_a_node_that_was_started_otherwise_is_refused_and_may_come_again(nodes: 
         replace(both.config, cache=replace(both.config.cache, page_size=8)),
     )
     with pytest.raises(ConfigurationError, match=different):
-        both.start(1).result(60)
+        both.start(1).result()
     both.config = replace(both.config, cache=cache)
-    assert both.start(1).result(60) == {}
-    assert first.result(60) == {"max_total_num_tokens": 64}
+    assert both.start(1).result() == {}
+    assert first.result() == {"max_total_num_tokens": 64}
     with pytest.raises(ConfigurationError, match="dist_init_addr: node 0 was not reached"):
         # All are there: nobody else is let in.
-        both.start(1, dist_timeout_s=0.5).result(60)
+        both.start(1, dist_timeout_s=0.5).result()
 
 
 def test_strangers_at_the_port_of_node_0_are_turned_away(nodes: Callable[..., Nodes]) -> None:
@@ -360,8 +360,8 @@ def test_strangers_at_the_port_of_node_0_are_turned_away(nodes: Callable[..., No
     wait_until(lambda: is_listening(host, int(port)), "node 0 listens")
     assert call(b"GET / HTTP/1.1\r\n\r\n") == b""
     assert call((5).to_bytes(4) + b"\x80\x04N.!") == b""
-    both.start(1).result(60)
-    first.result(60)
+    both.start(1).result()
+    first.result()
 
 
 def is_listening(host: str, port: int) -> bool:
@@ -375,7 +375,7 @@ def is_listening(host: str, port: int) -> bool:
 def test_node_0_says_where_it_cannot_listen(nodes: Callable[..., Nodes]) -> None:
     elsewhere = nodes("report_rank", tp_size=2, nnodes=2)
     with pytest.raises(ConfigurationError, match=r"dist_init_addr: node 0 cannot listen at 192\.0\.2\.1:5"):
-        elsewhere.start(0, dist_init_addr="192.0.2.1:5").result(60)
+        elsewhere.start(0, dist_init_addr="192.0.2.1:5").result()
 
 
 def test_requests_come_to_node_0() -> None:

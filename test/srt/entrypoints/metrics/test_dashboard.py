@@ -121,7 +121,6 @@ def test_a_browser_shows_what_was_done() -> None:
             ],
             capture_output=True,
             text=True,
-            timeout=120,
             check=True,
         ).stdout
     assert "waits: paused(in_place)" in page

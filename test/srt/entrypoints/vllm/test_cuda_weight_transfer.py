@@ -111,7 +111,7 @@ def update(server: Server, info: dict[str, Any], send: Callable[[], object]) -> 
     """The request in a thread, and the broadcasts meanwhile."""
     answers: list[httpx.Response] = []
     asking = threading.Thread(
-        target=lambda: answers.append(server.post("/update_weights", {"update_info": info}, timeout=120))
+        target=lambda: answers.append(server.post("/update_weights", {"update_info": info}))
     )
     asking.start()
     send()

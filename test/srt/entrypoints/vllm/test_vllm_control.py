@@ -135,7 +135,7 @@ def test_sleep_drops_or_keeps_the_weights_by_its_level(client: Client) -> None:
     assert "stale" in client.engine.memory_occupation()["reason"]
     assert not generation.done()
     client.post("/update_weights", {"weight_dir": "7"})
-    assert len(generation.result(60)["output_ids"]) == 4  # type: ignore[call-arg]
+    assert len(generation.result()["output_ids"]) == 4
 
 
 def test_requests_survive_a_sleep_that_keeps_them_and_waking_ends_any_pause(client: Client) -> None:
@@ -144,7 +144,7 @@ def test_requests_survive_a_sleep_that_keeps_them_and_waking_ends_any_pause(clie
     assert client.post("/sleep?level=1&mode=keep")["mode"] == "retract"
     assert client.post("/wake_up?tags=scheduling")["resumed"] is False
     assert client.post("/wake_up")["resumed"] is True
-    result = generation.result(60)  # type: ignore[call-arg]
+    result = generation.result()
     assert result["meta_info"]["finish_reason"]["type"] == "length"
 
 
@@ -167,7 +167,7 @@ def test_a_server_may_turn_requests_away_while_it_is_paused() -> None:
         client.post("/pause?mode=keep")
         waiting = start(client, max_new_tokens=2)
         client.post("/resume")
-        assert len(waiting.result(60)["output_ids"]) == 2  # type: ignore[call-arg]
+        assert len(waiting.result()["output_ids"]) == 2
 
 
 def test_requests_are_aborted_by_the_ids_that_they_were_posted_or_answered_with(client: Client) -> None:
@@ -183,13 +183,13 @@ def test_requests_are_aborted_by_the_ids_that_they_were_posted_or_answered_with(
     ]
     ids = ["one", "cmpl-two", "generate-tokens-three-1", "nobody"]
     assert client.post("/inference/v1/abort_requests", {"request_ids": ids})["aborted"] == 4
-    assert waiting[0].result(60)["meta_info"]["finish_reason"]["type"] == "abort"
-    assert waiting[1].result(60)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert waiting[0].result()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert waiting[1].result()["meta_info"]["finish_reason"]["type"] == "abort"
     aborted = client.post("/abort_requests")
     assert (aborted["status"], aborted["aborted"]) == ("aborted", 2)
-    kinds = [output["meta_info"]["finish_reason"]["message"] for output in waiting[2].result(60)]
+    kinds = [output["meta_info"]["finish_reason"]["message"] for output in waiting[2].result()]
     assert kinds == ["Aborted by /abort_request"] * 2
-    assert waiting[3].result(60)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert waiting[3].result()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def test_the_prefix_cache_is_reset_also_under_running_requests(client: Client) -> None:
@@ -197,7 +197,7 @@ def test_the_prefix_cache_is_reset_also_under_running_requests(client: Client) -
     wait_until(lambda: client.engine.loads()["loads"][0]["num_running_reqs"] == 1, "it runs")
     assert client.post("/reset_prefix_cache")["success"] is False
     assert client.post("/reset_prefix_cache", {"reset_running_requests": True})["success"] is True
-    assert generation.result(60)["meta_info"]["num_retractions"] == 1  # type: ignore[call-arg]
+    assert generation.result()["meta_info"]["num_retractions"] == 1
 
 
 def test_what_servers_are_asked_for(client: Client) -> None:
@@ -325,7 +325,7 @@ class TestCollectiveRpc:
         assert client.post("/collective_rpc", wake)["success"]
         assert client.get("/is_paused")["is_paused"]
         client.post("/resume")
-        assert generation.result(60)["meta_info"]["num_retractions"] == num_retractions  # type: ignore[call-arg]
+        assert generation.result()["meta_info"]["num_retractions"] == num_retractions
 
 
 CALLS: list[tuple[str, Any]] = [
@@ -364,6 +364,6 @@ def test_two_dialects_in_any_order_are_carried_out_or_refused(
         assert not (client.get("/memory_occupation")["can_run"] and client.get("/is_sleeping")["is_sleeping"])
     restore(client.engine)
     for generation in generations:
-        result = generation.result(60)  # type: ignore[call-arg]
+        result = generation.result()
         assert result["meta_info"]["finish_reason"]["type"] in ("length", "abort")
     assert len(client.post("/inference/v1/generate", PROMPT)["choices"][0]["token_ids"]) == 4

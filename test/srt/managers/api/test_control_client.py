@@ -47,7 +47,7 @@ class Scheduler:
 
 
 def run(script: Callable[[Scheduler], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(script(Scheduler()), 60))
+    asyncio.run(script(Scheduler()))
 
 
 scripted = as_tests(run)

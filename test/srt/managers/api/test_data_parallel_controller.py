@@ -141,7 +141,7 @@ def run(
         setup = Setup(num_replicas, method, tp_size)
         reader = asyncio.create_task(setup.read())
         try:
-            await asyncio.wait_for(script(setup), 60)
+            await script(setup)
         finally:
             reader.cancel()
         assert not reader.done() or reader.cancelled(), reader.exception()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.broadcasting_trainer import BroadcastingTrainer
+from fixtures.deadlines import HANG_S
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,7 +24,6 @@ from ebbtide.srt.weight_sync.broadcast.transfers import Transfer
 from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, WeightGroup
 
 CPU = torch.device("cpu")
-LIMIT_S = 60.0
 
 
 def wait_for_end(broadcasts: Broadcasts) -> None:
@@ -31,7 +31,7 @@ def wait_for_end(broadcasts: Broadcasts) -> None:
 
 
 def wait_for(is_done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + HANG_S
     while not is_done():
         assert time.monotonic() < deadline, "it took too long"
         time.sleep(1e-3)
@@ -130,7 +130,7 @@ def trainer() -> Iterator[BroadcastingTrainer]:
 def group(trainer: BroadcastingTrainer) -> Iterator[WeightGroup]:
     fields: dict[str, Any] = trainer.join("g")
     address = GroupAddress("g", fields["master_address"], fields["master_port"], 1, 2, "gloo")
-    member = connect(address, LIMIT_S)
+    member = connect(address, HANG_S)
     trainer.hear()
     group = WeightGroup("g", member, CPU)
     del member
@@ -174,7 +174,7 @@ def test_parts_fused_rows_and_other_types_arrive_through_little_memory(
         for destination in destinations:
             if destination is not None:
                 destination.region.zero_()
-        broadcasts = receive_into(group, destinations, sent, LIMIT_S)
+        broadcasts = receive_into(group, destinations, sent, HANG_S)
         trainer.tell("plain", "g", file)
         wait_for_end(broadcasts)
         assert broadcasts.result() == []
@@ -193,7 +193,7 @@ def test_nothing_is_written_once_the_group_was_left(
     """Neither by a trainer that ends, nor by one that was stopped and goes on."""
     sent = list(tensors.values())
     regions = [torch.zeros(40, 30) for _ in sent]
-    broadcasts = receive_into(group, [whole(region) for region in regions], sent, LIMIT_S)
+    broadcasts = receive_into(group, [whole(region) for region in regions], sent, HANG_S)
     trainer.tell("half", "g", file)
     trainer.hear()
     wait_for(lambda: torch.equal(regions[5], sent[5]))
