@@ -132,7 +132,7 @@ fuzz: $(INSTALLED)
 	@EBBTIDE_FUZZ_SEQUENCES=$(FUZZ_SEQUENCES) $(PYTEST) --timeout=0 -p no:logging test/srt -k Fuzz
 
 soak: $(INSTALLED)
-	@$(BIN)/python -m ebbtide.testing.soak --minutes $(SOAK_MINUTES) $(SOAK_OPTIONS)
+	@PYTHONPATH=test:test/srt $(BIN)/python -m soak --minutes $(SOAK_MINUTES) $(SOAK_OPTIONS)
 
 format: $(INSTALLED)
 	@$(RUFF) check $(RUFF_OPTIONS) --quiet --fix $(SOURCES)

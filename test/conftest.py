@@ -46,7 +46,6 @@ STARTERS = {
     "ebbtide.ray.fleet",
     "ebbtide.demo.run",
     "ebbtide.testing.null_engine",
-    "ebbtide.testing.soak.__main__",
 }
 STARTERS |= {f"ebbtide.srt.entrypoints.{name}" for name in ("engine", "launch.launcher")}
 STARTERS |= {f"ebbtide.srt.entrypoints.launch.{name}" for name in ("child_process", "early_processes")}

@@ -1,6 +1,6 @@
 """A soak test: control requests at random, against an engine whose streams are checked token by token.
 
-    python -m ebbtide.testing.soak --minutes 30
+    make soak SOAK_MINUTES=30
 
 It serves a tiny model with random weights. First the model answers every prompt greedily, undisturbed. Then
 clients stream those prompts again and again, and some disconnect in the middle, while memory is released,
@@ -19,15 +19,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ebbtide.testing.soak.doors import open_door
-from ebbtide.testing.soak.model import make_models
-from ebbtide.testing.soak.storm import Soak
-from ebbtide.testing.soak.tally import Tally, report
+from soak.doors import open_door
+from soak.model import make_models
+from soak.storm import Soak
+from soak.tally import Tally, report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m ebbtide.testing.soak",
+        prog="make soak",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ebbtide.srt.errors import EbbtideError
 from ebbtide.srt.weight_sync.payload.kept_memory import LOOK_S
-from ebbtide.testing.soak.doors import MAX_TOTAL_TOKENS, REPLY_TIMEOUT_S, Door
-from ebbtide.testing.soak.model import SHAPE
-from ebbtide.testing.soak.tally import Holdings, Tally, shared_objects
+from soak.doors import MAX_TOTAL_TOKENS, REPLY_TIMEOUT_S, Door
+from soak.model import SHAPE
+from soak.tally import Holdings, Tally, shared_objects
 
 if TYPE_CHECKING:
     from ebbtide.trainer import WeightSender

@@ -1,26 +1,13 @@
-"""A short soak: the storm runs over a real server, and nothing is lost."""
+"""A soak sees what is lost and what is wrong. The soak itself is `make soak`."""
 
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from ebbtide.testing.soak import __main__ as soak
-from ebbtide.testing.soak.doors import HttpDoor
-from ebbtide.testing.soak.storm import Soak
-from ebbtide.testing.soak.tally import Tally
-
-
-@pytest.mark.parametrize(
-    ("door", "flags"), [("http", ["--", "--tp", "2"]), ("engine", [])], ids=["http, two ranks", "engine"]
-)
-def test_a_short_storm_loses_nothing(door: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--minutes", "0.02", "--rehearsals", "1", "--streams", "4", "--calm-s", "0.1", "--door", door]
-    options += flags
-    try:
-        soak.main(options)
-    except SystemExit:
-        pytest.fail(capsys.readouterr().out)
+from soak.doors import HttpDoor
+from soak.storm import Soak
+from soak.tally import Tally
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import httpx
+from fixtures.servers import running_server, url_of
 
 from ebbtide import Engine
 from ebbtide.srt.errors import RequestRejected
 
-START_TIMEOUT_S: Final = 300.0
 # Longer than any operation of the storm may take: a reply that has not come by then is a hang.
 REPLY_TIMEOUT_S: Final = 120.0
 MAX_TOTAL_TOKENS: Final = 16384
@@ -125,11 +122,7 @@ class EngineDoor:
 
 @contextmanager
 def open_door(args: argparse.Namespace, folder: Path) -> Iterator[Door]:
-    """Start the engine on the tiny model.
-
-    Raises:
-        SystemExit: it does not start.
-    """
+    """Start the engine on the tiny model."""
     if args.door == "engine":
         with Engine(
             model_path=str(folder / "model"),
@@ -141,36 +134,11 @@ def open_door(args: argparse.Namespace, folder: Path) -> Iterator[Door]:
         ) as engine:
             yield EngineDoor(engine)
         return
-    log_file = folder / "log"
-    process, url = _serve(args, folder, log_file)
-    try:
-        _wait_ready(process, url, log_file)
-        yield HttpDoor(url, process.pid)
-    finally:
-        process.terminate()
-        process.wait(60)
-        log = log_file.read_text(errors="replace")
-        if log:
-            print(f"the end of the server's log:\n{log[-2000:]}", file=sys.stderr)
-
-
-def _serve(args: argparse.Namespace, folder: Path, log_file: Path) -> tuple[subprocess.Popen[bytes], str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "ebbtide.launch_server", "--model-path", str(folder / "model")]
-    command += ["--port", str(port), "--skip-tokenizer-init", "--dtype", "float32", "--device", args.device]
-    command += ["--max-total-tokens", str(MAX_TOTAL_TOKENS), "--log-level", "warning", *args.server_flags]
-    with log_file.open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log), f"http://127.0.0.1:{port}"
-
-
-def _wait_ready(process: subprocess.Popen[bytes], url: str, log_file: Path) -> None:
-    until_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < until_s and process.poll() is None:
+    flags = ("--skip-tokenizer-init", "--dtype", "float32", "--device", args.device, "--log-level", "warning")
+    flags += ("--max-total-tokens", str(MAX_TOTAL_TOKENS), *args.server_flags)
+    with running_server(folder / "model", *flags) as server:
         try:
-            if httpx.get(url + "/health", timeout=5, trust_env=False).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    raise SystemExit(f"the server did not start: {log_file.read_text(errors='replace')[-2000:]}")
+            yield HttpDoor(url_of(server), server.process.pid)
+        finally:
+            if server.log:
+                print(f"the end of the server's log:\n{server.log[-2000:]}", file=sys.stderr)
