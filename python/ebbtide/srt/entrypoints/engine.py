@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
+from threading import Thread
 from typing import Any, Self, TypeVar
 
 from ebbtide.srt.config import resolve
@@ -18,6 +20,10 @@ from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
 
 T = TypeVar("T")
+
+
+def _import_encoder() -> None:
+    from ebbtide.trainer import payload_encoding  # noqa: F401
 
 
 class Engine(WeightMethods):
@@ -45,6 +51,9 @@ class Engine(WeightMethods):
         if server_args is None:
             server_args = ServerArgs(**{"log_level": "error", **kwargs})
         self.server_args = server_args
+        if "torch" in sys.modules:
+            # Who has torch sends tensors: the first update does not wait for what encodes them.
+            Thread(target=_import_encoder, name="importing", daemon=True).start()
         service = self._service = self._start(server_args)
         self._runner = LoopThread()
         # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
