@@ -64,8 +64,19 @@ def write_result(name: str, results: dict[str, Any]) -> Path:
     folder = Path(os.environ.get("EBBTIDE_BENCH_RESULTS") or RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(by_rows(content) + "\n")
     return path
+
+
+def by_rows(value: Any, depth: int = 0) -> str:
+    """Format JSON with a line for each row of results, and for whatever else lies as deep."""
+    if depth == 3 or not isinstance(value, dict | list) or not value:
+        return json.dumps(value)
+    inside = " " * (depth + 1)
+    if isinstance(value, dict):
+        lines = [f"{inside}{json.dumps(key)}: {by_rows(one, depth + 1)}" for key, one in value.items()]
+        return "{\n" + ",\n".join(lines) + f"\n{' ' * depth}}}"
+    return "[\n" + ",\n".join(inside + by_rows(one, depth + 1) for one in value) + f"\n{' ' * depth}]"
 
 
 def hardware() -> dict[str, Any]:

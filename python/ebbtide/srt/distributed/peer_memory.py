@@ -30,7 +30,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _HANDLE_BYTES: Final = 64
 _BUS_ID_BYTES: Final = 32
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-# Measured with two ranks (bench/gpu_all_reduce.py): `words` is the quickest as far as its slots go, one
+# Measured with two ranks: `words` is the quickest as far as its slots go, one
 # exchange is as quick as two at every size, and both are quicker than NCCL up to 32 MiB, the longest message
 # measured, by a share that falls slowly. Nothing is measured with more ranks: they push as much, or less.
 WORDS_PUSHED_BYTES: Final = 256 << 10

@@ -38,8 +38,7 @@ _WHOLE = (1 << 31) - 1
 _MAX_PARTS_OF_STEP, _MIN_PARTS, _MAX_PARTS = 2048, 4, 32
 # What a step must save at least, per layer: the time of a second kernel, and as much again.
 _MIN_SAVED_BYTES = 16 << 20
-# This kernel reads pages in FP8 slower, by about so much, than the one that shares nothing
-# (bench/gpu_fp8_kv.py, on an H200).
+# This kernel reads pages in FP8 slower, by about so much, than the one that shares nothing on an H200.
 _MIN_SAVED_SHARE = 0.3
 
 

@@ -1,4 +1,4 @@
-"""Attention to a KV cache in FP8 where others are quicker than FlashInfer's kernels (bench/gpu_fp8_kv.py).
+"""Attention to a KV cache in FP8 where others are quicker than FlashInfer's kernels.
 
 Decode steps have a kernel of our own. Prompts go to the kernel for keys and values of the queries' type, into
 which pages are read back, layer by layer: it holds every number of FP8. Scales are no matter here: see

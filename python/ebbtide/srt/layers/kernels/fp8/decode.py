@@ -22,7 +22,7 @@ from ebbtide.srt.layers.kernels.exponent import exp2_or_0
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.paged_attention import Pages, room_for_parts
 
-# The best of those that were tried (bench/gpu_fp8_kv.py, on an H200). Four programs find room on a
+# The best of those that were tried on an H200. Four programs find room on a
 # multiprocessor, if they keep to so many registers: for the most common heads they do.
 _KEYS, _WARPS, _STAGES, _REGISTERS = 128, 4, 3, 128
 # Columns of a product on tensor cores.
