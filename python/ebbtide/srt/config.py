@@ -103,6 +103,7 @@ class ScheduleConfig:
     `running_timeout_s`: how long a request may wait for its first step, and run; None: as long as it takes.
     `prefill_share`: of a pass's prefill tokens, what one prompt gets at most.
     `decode_log_interval`: forward passes from one line in the log to the next; 0: never.
+    `ends_nonfinite`: whether logits that are not finite end their request.
     """
 
     max_running_requests: int
@@ -117,6 +118,7 @@ class ScheduleConfig:
     running_timeout_s: float | None = None
     decode_log_interval: int = 0
     prefill_share: float = 1.0
+    ends_nonfinite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +403,7 @@ def _resolve_schedule(args: ServerArgs, model: ModelConfig, device: str) -> Sche
         running_timeout_s=seconds_from("SGLANG_REQ_RUNNING_TIMEOUT"),
         decode_log_interval=args.decode_log_interval or 0,
         prefill_share=args.prefill_share or _prefill_share(chunk, model),
+        ends_nonfinite=args.nonfinite_logits == "abort",
     )
 
 

@@ -286,6 +286,14 @@ class ServerArgs(SglangArguments):
             choices=("scaled", "raw_logprobs", "processed_logprobs"),
         ),
     ] = "scaled"
+    nonfinite_logits: Annotated[
+        str,
+        Arg(
+            "What becomes of a request whose logits hold NaN or +Inf: abort, it ends with the tokens before "
+            "them; continue, it goes on and meta_info.num_nonfinite counts them.",
+            choices=("abort", "continue"),
+        ),
+    ] = "abort"
     max_logprobs: Annotated[
         int,
         Arg(

@@ -25,6 +25,8 @@ class Kind(StrEnum):
     DEFAULT_ONLY = "default_only"
     # It is ignored, with one warning.
     NO_EFFECT = "no_effect"
+    # It asks for what is always so.
+    ALWAYS = "always"
 
 
 @dataclass(frozen=True, slots=True)

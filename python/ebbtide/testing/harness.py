@@ -62,6 +62,7 @@ class Output:
     kv_versions: list[str] = field(default_factory=list)
     prefill_starts: list[tuple[str, int]] = field(default_factory=list)
     num_retractions: int = 0
+    num_nonfinite: int = 0
     cached_tokens: int = 0
 
 
@@ -344,6 +345,7 @@ class SchedulerHarness:
         known.token_ids += output.token_ids
         known.finish = output.finish
         known.num_retractions = output.num_retractions
+        known.num_nonfinite = output.num_nonfinite
         if output.start is not None:
             known.cached_tokens = output.start.cached_tokens
         if output.version_starts is not None:

@@ -59,6 +59,7 @@ async def test_the_answer_has_every_field(engine: Engine) -> None:
         kv_versions=["7", "8"],
         prefill_starts=[("7", 0), ("8", 1)],
         num_retractions=1,
+        num_nonfinite=2,
     )
     body = await answer(engine, {"input_ids": [5, 6], "rid": "r"}, output, texts=[" Paris."], version="8")
     meta = body["meta_info"]
@@ -85,6 +86,7 @@ async def test_the_answer_has_every_field(engine: Engine) -> None:
             {"version": "7", "start": 0, "end": 1},
             {"version": "8", "start": 1, "end": 2},
         ],
+        "num_nonfinite": 2,
         "precision": {"weights": "fp8", "kv_cache": "bfloat16"},
     }
     assert set(body) == {"text", "output_ids", "meta_info"}

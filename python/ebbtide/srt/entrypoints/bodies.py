@@ -58,7 +58,9 @@ class VersionSpan(Struct, kw_only=True):
 class MetaInfo(Struct, kw_only=True):
     """Times are in seconds, and there once the output has ended.
 
-    So is `precision`: `weights` and `kv_cache`, a dtype each, or `fp8` or `w8a8_fp8`, and `fp8_e4m3`.
+    So is `precision`: `weights` and `kv_cache`, a dtype each, or `fp8` or `w8a8_fp8`, and `fp8_e4m3`; and
+    `num_nonfinite`: rows of logits, of the prompt where its logprobs are asked for and of the output, that
+    held NaN or +Inf.
     """
 
     id: str
@@ -99,6 +101,7 @@ class MetaInfo(Struct, kw_only=True):
     queue_time: float | UnsetType = UNSET
     first_token_latency: float | UnsetType = UNSET
     precision: dict[str, str] | UnsetType = UNSET
+    num_nonfinite: int | UnsetType = UNSET
 
 
 class GenerateOutput(Struct, kw_only=True):

@@ -228,6 +228,8 @@ class StepResult:
             Log-softmax of the raw logits.
         routes: of all tokens of the plan; None where nobody records them.
         supports: of the requests that sampled and asked for it; None: nobody asked.
+        num_nonfinite: by request, rows of logits with NaN or +∞ in them, where there are any: what was
+            sampled from one, and the logprobs there, mean nothing. −∞ is what a masked token has.
     """
 
     token_ids: list[int]
@@ -235,6 +237,7 @@ class StepResult:
     input_logprobs: dict[int, LogprobArrays] = field(default_factory=dict)
     routes: Routes | None = None
     supports: Supports | None = None
+    num_nonfinite: dict[int, int] = field(default_factory=dict)
 
 
 class PendingStep(Protocol):

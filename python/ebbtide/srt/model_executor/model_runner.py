@@ -29,10 +29,11 @@ from ebbtide.srt.model_executor.batch_plan import (
 from ebbtide.srt.model_executor.forward_batch import BatchLayout, ForwardBatch, PromptRows, resolve_tokens
 from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.model_executor.sampling.logprobs import (
+    LOWEST,
     LaunchedLogprobs,
     alternatives,
-    finite,
     token_logprobs,
+    told,
 )
 from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
 from ebbtide.srt.model_executor.shared_prefixes import PrefixFinder
@@ -53,7 +54,7 @@ class PromptLogprobs:
     Attributes:
         rows: the positions, request by request.
         specs: what each of these requests asks for.
-        tokens_M: of the tokens at all positions.
+        tokens_M: of the tokens at all positions, as `told` has them.
         others: what else is asked for, of `PROMPT_LOGITS_ROWS` positions after the other.
     """
 
@@ -110,11 +111,18 @@ class LaunchedStep:
             result.routes = self.routes.numpy()
         if self.prompt_logprobs is not None:
             result.input_logprobs = self.prompt_logprobs.result()
+            for request, positions in result.input_logprobs.items():
+                is_nan_N = np.isnan(positions.tokens_N)
+                if is_nan_N.any():
+                    positions.tokens_N[is_nan_N] = LOWEST
+                    result.num_nonfinite[request] = int(is_nan_N.sum())
         if self.sample is None:
             return result
         sampled = self.sample.result()
         for request, token_id in zip(self.sampled_R, sampled.token_ids, strict=True):
             result.token_ids[request] = token_id
+        for request in (self.sampled_R[row] for row in sampled.nonfinite):
+            result.num_nonfinite[request] = result.num_nonfinite.get(request, 0) + 1
         if sampled.supports is not None:
             requests = [self.sampled_R[row] for row in sampled.supports.rows]
             result.supports = replace(sampled.supports, rows=requests)
@@ -276,12 +284,13 @@ class ModelRunner:
             np.concatenate([np.arange(len(each.token_ids)) + each.first_row for each in rows]), self._device
         )
         hidden_MD = hidden_TD[rows_M]
-        tokens, others = [], []
+        tokens, norms, others = [], [], []
         for first in range(0, len(rows_M), PROMPT_LOGITS_ROWS):
             part = slice(first, first + PROMPT_LOGITS_ROWS)
             logits_MV = self.model.logits(hidden_MD[part])
             tokens_M, norm_M1 = token_logprobs(logits_MV, token_ids_M[part])
             tokens.append(tokens_M)
+            norms.append(norm_M1)
             others.append(
                 alternatives(logits_MV, norm_M1, specs_M[part])
                 if asks_more
@@ -290,4 +299,5 @@ class ModelRunner:
             # The next ones take its memory.
             del logits_MV
         # One copy of all: a copy for each piece would hold the device up every time.
-        return PromptLogprobs(rows, specs, download(finite(torch.cat(tokens))), others)
+        tokens_M = told(torch.cat(tokens), torch.cat(norms))
+        return PromptLogprobs(rows, specs, download(tokens_M), others)

@@ -272,8 +272,9 @@ def test_the_names_of_other_engines(dialect: str | None, has: list[str], has_not
     for operation in ("update_weights_from_tensor", "update_weights_from_disk"):
         ended = asyncio.sleep(0, updated("1"))
         asyncio.run(metrics.control.observed(operation, ended))
-    meta = dict.fromkeys(("prompt_tokens", "cached_tokens", "num_retractions", "queue_time"), 1)
+    meta = dict.fromkeys(("prompt_tokens", "cached_tokens", "queue_time"), 1)
     meta |= {"completion_tokens": 3, "first_token_latency": 1, "e2e_latency": 3}
+    meta |= {"num_retractions": 1, "num_nonfinite": 0}
     metrics.note({"meta_info": {**meta, "finish_reason": {"type": "stop"}, "weight_versions": []}})
     text = metrics.text(STATE, [LOAD], NO_PAUSE).decode()
     for line in has:

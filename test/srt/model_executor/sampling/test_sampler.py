@@ -394,5 +394,6 @@ def test_broken_logits_of_one_request_harm_no_other(broken: float, params: dict[
         sample(scores[row : row + 1], specs[row])[0] for row in (0, 2)
     ]
     assert 0 <= result.token_ids[1] < VOCAB
+    assert result.nonfinite == ([] if broken == -math.inf else [1])
     entry = logprobs_of(result, specs)[1]
     assert [entry.token, *(value for value, _ in entry.top)] == [LOWEST] * 3

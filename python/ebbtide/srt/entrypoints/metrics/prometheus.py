@@ -65,6 +65,7 @@ class Metrics:
         self._cached_tokens = self._counter("cached_tokens", "Prompt tokens from the prefix cache.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._retractions = self._counter("num_retractions", "Times that an output gave up its KV.")
+        self._nonfinite = self._counter("nonfinite_logits", "Rows of logits that held NaN or +Inf.")
         self._e2e_s = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.")
         self._first_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._inter_token_s = WeightedHistogram(
@@ -140,6 +141,7 @@ class Metrics:
         self._cached_tokens.inc(meta["cached_tokens"])
         self._generation_tokens.inc(meta["completion_tokens"])
         self._retractions.inc(meta["num_retractions"])
+        self._nonfinite.inc(meta["num_nonfinite"])
         self._e2e_s.observe(meta["e2e_latency"])
         self._first_s.observe(meta["first_token_latency"])
         if num_gaps := max(0, meta["completion_tokens"] - 1):

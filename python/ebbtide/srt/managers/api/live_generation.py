@@ -157,6 +157,7 @@ class OutputState:
         # Of tokens of the same weights: the runs that have ended, and the version and start of the last one.
         self._ended_spans: list[dict[str, Any]] = []
         self._last_span: tuple[str, int] | None = None
+        self._num_nonfinite = 0
         self._routed_experts: RoutedExperts | None = None
         self._wants_supports = request.wants_supports
         self._supports = SupportList()
@@ -191,6 +192,7 @@ class OutputState:
             meta["kv_weight_versions"] = output.kv_versions
         if output.prefill_starts is not None:
             meta["prefill_weight_versions"] = _spans(output.prefill_starts, len(self.request.input_ids))
+        self._num_nonfinite = output.num_nonfinite
         self._routed_experts = output.routed_experts
         if output.supports is not None:
             self._supports.add(output.supports)
@@ -263,6 +265,7 @@ class OutputState:
         meta["weight_versions"] = self._version_spans()
         if self.finish is not None:
             meta.update(self._latencies())
+            meta["num_nonfinite"] = self._num_nonfinite
             meta["precision"] = self._style.precision
         return meta
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator
 
@@ -26,6 +27,9 @@ from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.versions import Commit
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Routes, StepResult
 
+logger = logging.getLogger(__name__)
+
+NOT_FINITE = FinishReason("abort", message="logits are not finite")
 # How much of the prompt's end the detokenizer sees: enough to know whether the first token joins on to it.
 PROMPT_TAIL = 8
 
@@ -57,6 +61,7 @@ class OutputProcessor:
         num_sampled = int(np.count_nonzero(plan.samples_R))
         self.meter.note_step(num_sampled)
         live_R = policy.rows.serial[plan.page_rows_R] == batch.serials_R
+        spoilt = self._end_nonfinite(batch, result, live_R)
         sampled = np.flatnonzero(live_R & plan.samples_R)
         tokens_S = np.array(result.token_ids, dtype=np.int64)[sampled]
         if result.routes is not None:
@@ -68,7 +73,7 @@ class OutputProcessor:
             for place, index in enumerate(result.supports.rows):
                 if live_R[index]:
                     batch.requests[index].new_supports.append(result.supports, place)
-        ended = self._find_ended(batch, live_R, sampled, tokens_S)
+        ended = spoilt | self._find_ended(batch, live_R, sampled, tokens_S)
         rows_S = plan.page_rows_R[sampled]
         is_plain_S = policy.rows.stream_kind[rows_S] == PLAIN_STREAM
         is_plain_S &= ~np.isin(sampled, list(ended | looked_at))
@@ -76,9 +81,29 @@ class OutputProcessor:
         streamed = self._streamed(batch.requests, result, sampled[is_plain_S], rows_S[is_plain_S])
         output = self._outputs(batch, sampled[~is_plain_S], ended, streamed)
         if ended:
-            policy.finish_running([batch.requests[index] for index in sorted(ended)])
+            self._finish([batch.requests[index] for index in sorted(ended)])
         self._step_log.note_step(num_sampled)
         return output
+
+    def _end_nonfinite(
+        self, batch: ScheduledBatch, result: StepResult, live_R: NDArray[np.bool_]
+    ) -> set[int]:
+        """Count logits that are not finite. Returns the requests that end with them, as if this step had not
+        been theirs: they are live no more.
+        """
+        ended: set[int] = set()
+        for index, num_rows in result.num_nonfinite.items():
+            if live_R[index]:
+                req = batch.requests[index]
+                req.num_nonfinite += num_rows
+                if self._policy.config.ends_nonfinite:
+                    req.finish = NOT_FINITE
+                    ended.add(index)
+        live_R[list(ended)] = False
+        if ended:
+            version = self._policy.commit.version
+            logger.warning("logits are not finite: ended=%d weight_version=%s", len(ended), version)
+        return ended
 
     def _advance(
         self,
@@ -143,6 +168,13 @@ class OutputProcessor:
             if req.finish is not None:
                 ended.add(index)
         return ended
+
+    def _finish(self, ended: list[Req]) -> None:
+        spoilt = {page for req in ended if req.num_nonfinite and req.kv for page in req.kv.pages}
+        self._policy.finish_running(ended)
+        if spoilt:
+            # NaN in a page would be in the logits of all who go on from it, whatever weights serve then.
+            self._policy.cache.drop(spoilt)
 
     def _streamed(
         self,
@@ -243,6 +275,7 @@ class OutputProcessor:
             prefill_starts=req.prefill_starts if req.prefill_changed else None,
             routed_experts=_routed_experts(req) if req.finish is not None else None,
             supports=req.new_supports.take() if req.spec.returns_support else None,
+            num_nonfinite=req.num_nonfinite,
         )
         req.num_emitted = len(req.spec.output_ids)
         req.has_started_output = True

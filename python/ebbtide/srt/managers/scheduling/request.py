@@ -93,6 +93,7 @@ class Req:
         cached_tokens: prompt tokens taken from the prefix cache at the first prefill; None before it.
         num_continued: output tokens that it came with, of a request before it.
         num_emitted: output tokens sent on so far, those included.
+        num_nonfinite: rows of its logits so far that held NaN or +∞.
         version_starts: (weight version, first output index) per span of the output, of what is new of it.
         kv_versions: versions of the weights that computed the KV used so far, oldest first.
         prefill_starts: (weight version, first token) per span of the prompt, as it was last prefilled.
@@ -129,6 +130,7 @@ class Req:
     has_started_output: bool = False
     num_continued: int = 0
     num_emitted: int = 0
+    num_nonfinite: int = 0
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     versions_changed: bool = False
     kv_versions: list[str] = field(default_factory=list)

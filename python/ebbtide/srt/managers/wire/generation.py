@@ -175,6 +175,7 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
         logprobs: per new token; None when not asked for.
         routed_experts: with the last output, where they were asked for.
         supports: per new token, which could have been sampled; None: not asked.
+        num_nonfinite: rows of the request's logits so far that held NaN or +∞.
     """
 
     rid: str
@@ -188,6 +189,7 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     prefill_starts: list[tuple[str, int]] | None = None
     routed_experts: RoutedExperts | None = None
     supports: SupportColumns | None = None
+    num_nonfinite: int = 0
 
 
 class StreamedTokens(Struct, frozen=True, array_like=True):

@@ -240,7 +240,9 @@ def _draw_kernel(
             token = _invert(probs, tl.cumsum(probs), ids, rest)[0]
     logprob = tl.load(scores + token).to(tl.float32) * scale - norm
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(logprobs + row, tl.where(logprob >= _LOWEST, logprob, _LOWEST))
+    logprob = tl.where(logprob >= _LOWEST, logprob, _LOWEST)
+    # NaN or +∞ anywhere in the row has made the sum that: see `logprobs.told`.
+    tl.store(logprobs + row, tl.where(norm < float("inf"), logprob, float("nan")))
     tl.store(norms + row, norm)
 
 

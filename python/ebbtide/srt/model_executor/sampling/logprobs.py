@@ -136,6 +136,18 @@ def _put_first_among_equals(
         top_ids_MK[rows] = np.take_along_axis(ids, order, 1)
 
 
+def told(logprobs_M: Tensor, norm_M1: Tensor) -> Tensor:
+    """Logprobs of tokens with the lowest float32 for −∞, and NaN where the row's scores are not finite.
+
+    Those are rows with NaN or +∞ in them: their logsumexp, like their maximum, is one of both, and that of
+    all others is less than +∞. Where all is −∞ everything was masked, which is no fault of the numbers.
+
+    Args:
+        norm_M1: logsumexp of each row, or its maximum.
+    """
+    return finite(logprobs_M).masked_fill(~(norm_M1.squeeze(1) < float("inf")), float("nan"))
+
+
 def finite(logprobs: Tensor) -> Tensor:
     """The same, with the lowest float32 for −∞ and for what is not a number."""
     return logprobs.nan_to_num(nan=LOWEST, neginf=LOWEST)

@@ -6,7 +6,7 @@ Shapes: S requests that sample, G of them by chance (not greedy), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -19,7 +19,12 @@ from ebbtide.srt.model_executor.batch_plan import LogprobArrays, LogprobSpec, Sa
 from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.model_executor.sampling.choosing import Chosen, HostChooser, MakeChooser
 from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
-from ebbtide.srt.model_executor.sampling.logprobs import LaunchedLogprobs, alternatives, position_logprobs
+from ebbtide.srt.model_executor.sampling.logprobs import (
+    LOWEST,
+    LaunchedLogprobs,
+    alternatives,
+    position_logprobs,
+)
 from ebbtide.srt.model_executor.sampling.noise import mixed_seeds, uniforms_at
 from ebbtide.srt.model_executor.sampling.penalties import Penalties
 from ebbtide.srt.model_executor.sampling.support import LaunchedSupports, SupportReader
@@ -32,11 +37,16 @@ _MAX_BIAS = 1e30
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token per request, and a position of logprobs for each if any of them wants some."""
+    """One token per request, and a position of logprobs for each if any of them wants some.
+
+    Attributes:
+        nonfinite: the rows whose scores hold NaN or +∞; what is told of them means nothing.
+    """
 
     token_ids: list[int]
     logprobs: LogprobArrays | None
     supports: Supports | None
+    nonfinite: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +66,18 @@ class LaunchedSample:
     def result(self) -> Sampled:
         """Tokens and logprobs; to be called when what was launched up to `Sampler.launch` has run."""
         chosen = self._on_host
-        token_ids_S = chosen.tokens_S.numpy()
+        token_ids_S, logprobs_S = chosen.tokens_S.numpy(), chosen.logprobs_S.numpy()
+        nonfinite: list[int] = np.flatnonzero(np.isnan(logprobs_S)).tolist()
         logprobs = None
         if self._logprobs is not None:
             rows = self._logprob_rows
             tokens_M = None
-            if chosen.has_logprobs and self._logprobs.tokens_M is None:
-                tokens_M = chosen.logprobs_S.numpy()[rows]
+            if self._logprobs.tokens_M is None:
+                tokens_M = np.nan_to_num(logprobs_S[rows], nan=LOWEST)
             logprobs = self._logprobs.result(tokens_M, token_ids_S[rows]).spread(rows, chosen.num_rows)
         token_ids: list[int] = token_ids_S.tolist()
         supports = None if self._supports is None else self._supports.result(token_ids_S)
-        return Sampled(token_ids, logprobs, supports)
+        return Sampled(token_ids, logprobs, supports, nonfinite)
 
 
 class Sampler:
@@ -101,7 +112,7 @@ class Sampler:
     ) -> LaunchedSample:
         """Choose a token per row. `logits_SV` may be overwritten. The host never waits for the device.
 
-        Rows whose scores are all −∞ or not a number give some token, with a logprob of the lowest float.
+        Rows whose scores are all −∞, or not finite, give some token, with a logprob of the lowest float.
 
         Args:
             logits_SV: of any float type; rows contiguous.
@@ -124,7 +135,7 @@ class Sampler:
         elif batch.logprob_rows:
             logprobs = batch.logprobs(scores_SV, chosen)
         supports = None if batch.supports is None else batch.supports.read(scores_SV, chosen)
-        on_host = Chosen(download(chosen.packed), chosen.num_rows)
+        on_host = replace(chosen, packed=download(chosen.packed), cut_rows=None)
         return LaunchedSample(chosen.tokens_S, on_host, batch.logprob_rows, logprobs, supports)
 
     def warm_up(self, dtype: torch.dtype) -> None:

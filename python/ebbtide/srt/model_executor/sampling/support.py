@@ -18,6 +18,7 @@ from ebbtide.srt.model_executor.batch_plan import SampleSpec, Supports
 from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.model_executor.sampling.choosing import Chosen
 from ebbtide.srt.model_executor.sampling.filters import Filters, has_top_k
+from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
 
 # Rows with more than these are told by one bit for each token of the vocabulary instead.
 MAX_LISTED = 1024
@@ -63,7 +64,9 @@ class LaunchedSupports:
             rows=self.random + self.greedy,
             ids=np.concatenate([ids, token_ids_S[self.greedy].astype(np.int32)]),
             ends_G=np.concatenate([counts_G, np.ones(num_greedy, dtype=np.int64)]).cumsum(),
-            logprobs_G=np.concatenate([logprobs_G, np.zeros(num_greedy, dtype=np.float32)]),
+            logprobs_G=np.concatenate(
+                [np.nan_to_num(logprobs_G, nan=LOWEST), np.zeros(num_greedy, dtype=np.float32)]
+            ),
         )
 
     def _ids(self, ids_GK: NDArray[np.int32], counts_G: NDArray[np.int64]) -> NDArray[np.int32]:
