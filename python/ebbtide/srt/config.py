@@ -141,11 +141,13 @@ class UpdateConfig:
         timeout_s: how long one may take.
         custom_weight_loaders: import paths that may be named as `load_format`.
         staging: "auto", "always" or "never": whether a second copy of the weights is written first.
+        refuse_nonfinite: whether those that hold NaN or Inf are refused, where they do not say.
     """
 
     timeout_s: float
     custom_weight_loaders: tuple[str, ...]
     staging: str
+    refuse_nonfinite: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +419,8 @@ def _resolve_memory(args: ServerArgs, device: str) -> MemoryConfig:
 def _resolve_update(args: ServerArgs) -> UpdateConfig:
     given = args.custom_weight_loader
     loaders = (given,) if isinstance(given, str) else tuple(given or ())
-    return UpdateConfig(float(args.weight_update_timeout_s), loaders, args.update_staging)
+    timeout_s = float(args.weight_update_timeout_s)
+    return UpdateConfig(timeout_s, loaders, args.update_staging, args.refuse_nonfinite)
 
 
 def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) -> RuntimeConfig:

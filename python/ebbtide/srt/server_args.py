@@ -368,6 +368,9 @@ class ServerArgs(SglangArguments):
             choices=("auto", "always", "never"),
         ),
     ] = "auto"
+    refuse_nonfinite: Annotated[
+        bool, Arg("Refuse weight updates that hold NaN or Inf, unless they say refuse_nonfinite: false.")
+    ] = False
     weight_update_timeout_s: Annotated[float, Arg("Seconds that a weight update or session may take.")] = (
         600.0
     )

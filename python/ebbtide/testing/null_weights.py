@@ -83,7 +83,7 @@ class NullWeights:
     # More than a turn may launch beside any forward pass.
     BYTES_PER_PARAMETER = 1 << 40
 
-    requires_copy = False
+    requires_copy = refuses_nonfinite = False
 
     def __init__(self, runner: NullRunner, num_parameters: int = 4, num_staged: int = 1) -> None:
         self.names = frozenset(f"layer.{index}" for index in range(num_parameters))

@@ -14,6 +14,7 @@ import torch
 from fixtures.checkpoints import make_checkpoint
 from fixtures.eight_bits import SHAPE, in_eight_bits
 from fixtures.real_rank import RealRank
+from msgspec import structs
 from safetensors.torch import load_file
 
 from ebbtide.srt.device.cpu import CpuDevice
@@ -203,6 +204,9 @@ def test_nan_and_inf_are_named(rank: RealRank, checkpoints: tuple[Path, Path]) -
     update = UpdateWeightsFromTensorReqInput(
         serialized_named_tensors=[safetensors.torch.save(tensors)], load_format="safetensors"
     )
+    before = rank.store.checksum()
+    refusal = rank.apply(structs.replace(update, refuse_nonfinite=True))
+    assert (refusal.status, refusal.fields["num_nonfinite"], rank.store.checksum()) == (400, 2, before)
     reply = rank.apply(update)
     assert reply.num_nonfinite == 2
     assert "hold NaN or Inf: model.layers.0.mlp.up_proj.weight, model.norm.weight." in reply.message

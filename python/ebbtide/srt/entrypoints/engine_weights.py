@@ -38,6 +38,7 @@ class WeightMethods:
         timeout_s: how long the update may wait; None: the engine's `weight_update_timeout_s`.
         session_id: the session that the update must belong to, see `begin_weight_update`.
         canary: a test of the new weights before they serve, see `io_struct.Canary`.
+        refuse_nonfinite: refuse the update if it holds NaN or Inf; None: as the server argument says.
 
     Each returns a dict with `weight_version`, `committed`, `staged`, `num_tensors`, `stall_ms` and more, and
     raises `RequestRejected` (400 or 409) if it is refused or fails; the old weights then keep serving.
@@ -71,6 +72,7 @@ class WeightMethods:
         base_version: str | int | None = None,
         canary: Mapping[str, Any] | None = None,
         keep_mapped: bool = False,
+        refuse_nonfinite: bool | None = None,
     ) -> dict[str, Any]:
         """Update the weights from tensors of this process. Other arguments: see `WeightMethods`.
 
@@ -109,6 +111,7 @@ class WeightMethods:
                 abort_all_requests=abort_all_requests,
                 timeout_s=timeout_s,
                 canary=canary,
+                refuse_nonfinite=refuse_nonfinite,
                 session_id=session_id,
                 changed=changed,
                 base_version=base_version,
@@ -129,6 +132,7 @@ class WeightMethods:
         timeout_s: float | None = None,
         canary: Mapping[str, Any] | None = None,
         session_id: str | None = None,
+        refuse_nonfinite: bool | None = None,
     ) -> dict[str, Any]:
         """Update the weights from a Hugging Face checkpoint folder of the same architecture.
 
@@ -148,6 +152,7 @@ class WeightMethods:
             abort_all_requests=abort_all_requests,
             timeout_s=timeout_s,
             canary=canary,
+            refuse_nonfinite=refuse_nonfinite,
             session_id=session_id,
         )
 
@@ -165,6 +170,7 @@ class WeightMethods:
         timeout_s: float | None = None,
         session_id: str | None = None,
         canary: Mapping[str, Any] | None = None,
+        refuse_nonfinite: bool | None = None,
     ) -> dict[str, Any]:
         """Update the weights from what the trainer broadcasts in a process group.
 
@@ -190,6 +196,7 @@ class WeightMethods:
             abort_all_requests=abort_all_requests,
             timeout_s=timeout_s,
             canary=canary,
+            refuse_nonfinite=refuse_nonfinite,
             session_id=session_id,
         )
 
@@ -203,6 +210,7 @@ class WeightMethods:
         timeout_s: float | None = None,
         session_id: str | None = None,
         canary: Mapping[str, Any] | None = None,
+        refuse_nonfinite: bool | None = None,
     ) -> dict[str, Any]:
         """Update the weights from checkpoint-engine's senders, on the engine's own GPUs.
 
@@ -220,6 +228,7 @@ class WeightMethods:
             abort_all_requests=abort_all_requests,
             timeout_s=timeout_s,
             canary=canary,
+            refuse_nonfinite=refuse_nonfinite,
             session_id=session_id,
         )
 

@@ -303,10 +303,12 @@ class Weights(Protocol):
     Attributes:
         names: every checkpoint name that the model needs; tied parameters count once.
         requires_copy: where there is none, an update is refused: the server argument `update_staging`.
+        refuses_nonfinite: the server argument `refuse_nonfinite`.
     """
 
     names: frozenset[str]
     requires_copy: bool
+    refuses_nonfinite: bool
 
     @property
     def parameters(self) -> Parameters:

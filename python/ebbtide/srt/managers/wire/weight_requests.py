@@ -74,7 +74,8 @@ class WeightUpdateRequest(ControlRequest, frozen=True, kw_only=True):
     """The fields of every weight update. Source: wire_api section 3.3.
 
     `session_id`: refused unless the session that was begun under this name is open. `canary`: not in a
-    session, whose end may bring one.
+    session, whose end may bring one. `refuse_nonfinite`: refused if it holds NaN or Inf; None: as the server
+    argument says.
     """
 
     flush_cache: bool = True
@@ -86,6 +87,7 @@ class WeightUpdateRequest(ControlRequest, frozen=True, kw_only=True):
     torch_empty_cache: bool = False
     session_id: str | None = None
     canary: Canary | None = None
+    refuse_nonfinite: bool | None = None
 
     def undo(self, outcome: Outcome) -> Mapping[int, AbortWeightUpdateReqInput]:
         # A part of a session cannot be unstaged, and a commit would bring it to some replicas only.

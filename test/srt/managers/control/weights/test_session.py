@@ -138,6 +138,39 @@ def test_so_are_those_that_hold_it_on_some_ranks_only() -> None:
     assert harness.update(7).num_nonfinite == 1
 
 
+@pytest.mark.parametrize("by", ["request", "server"])
+def test_where_they_are_refused_the_session_waits_for_what_is_finite(harness: Harness, by: str) -> None:
+    harness.weights.refuses_nonfinite = by == "server"
+    fields = {"refuse_nonfinite": True} if by == "request" else {}
+    refusal = harness.refuse(updating(7, nonfinite=["layer.1"], **fields))
+    assert (refusal.status, refusal.fields["num_nonfinite"], harness.values) == (400, 1, [0] * 4)
+    assert "1 tensors hold NaN or Inf: layer.1." in refusal.message
+    assert harness.update(8, nonfinite=["layer.1"], refuse_nonfinite=False).committed
+    harness.begin()
+    harness.update(9, 0, 1, **fields)
+    harness.refuse(updating(6, 1, 2, nonfinite=["layer.1"], **fields))
+    assert harness.refuse(EndWeightUpdateReqInput()).status == 409
+    harness.update(9, 1, 2, **fields)
+    reply = harness.end()
+    assert (reply.committed, reply.num_nonfinite, harness.values) == (True, 0, [9, 9, 9, 8])
+
+
+def test_what_serves_is_not_overwritten_to_find_out(harness: Harness) -> None:
+    harness.weights.num_staged = 0
+    rid = harness.begin_request()
+    refusal = harness.refuse(updating(7, refuse_nonfinite=True, pause_mode=PauseMode.RETRACT))
+    assert "refuse_nonfinite: there is no second copy" in refusal.message
+    assert (harness.now.can_run, harness.values) == (True, [0] * 4)
+    harness.assert_end(rid, length=60)
+    # Stale weights hold nothing that could serve.
+    harness.release(WEIGHTS)
+    harness.resume(WEIGHTS)
+    assert "hold NaN" in harness.refuse(updating(7, nonfinite=["layer.1"], refuse_nonfinite=True)).message
+    assert not harness.now.can_run
+    assert harness.update(7, refuse_nonfinite=True).committed
+    assert (harness.now.can_run, harness.values) == (True, [7] * 4)
+
+
 @pytest.mark.parametrize(
     ("by", "reason"),
     [

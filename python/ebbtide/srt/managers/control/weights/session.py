@@ -26,7 +26,7 @@ from ebbtide.srt.managers.control.stalls import Stall
 from ebbtide.srt.managers.control.weight_content import Valid, WeightContent
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, Staging, Weights
 from ebbtide.srt.managers.control.weights.lacking import Lacking
-from ebbtide.srt.managers.io_struct import UpdateWeightsReqOutput
+from ebbtide.srt.managers.io_struct import UpdateWeightsReqOutput, WeightUpdateRequest
 from ebbtide.srt.slices import finish
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class WeightSession:
         is_staged: False once anything was written in place, on all ranks then.
         canary_message: how a trial of it went.
         is_on_trial: a canary wants it to be staged: it is written to a copy or not at all.
+        refuses_nonfinite: the update under way is refused if it holds NaN or Inf.
         version, flush_cache, folder: what the updates asked for; `folder` is (model_path, load_format).
     """
 
@@ -76,7 +77,7 @@ class WeightSession:
         self.flush_cache = False
         self.folder: tuple[str, str] | None = None
         self.is_staged = True
-        self.is_on_trial = False
+        self.is_on_trial = self.refuses_nonfinite = False
         self.canary_message = ""
         self.stall = Stall()
         self._is_spoilt = False
@@ -142,15 +143,16 @@ class WeightSession:
 
     def with_outcome(self, reply: UpdateWeightsReqOutput) -> UpdateWeightsReqOutput:
         """The reply with the fields that are known only once the copies have run."""
-        message = f"{reply.message} {self.told_of_nonfinite}" if self.nonfinite else reply.message
+        message = f"{reply.message} {_told_of(self.nonfinite)}" if self.nonfinite else reply.message
         return structs.replace(
             reply, stall_ms=self.stall.longest_s * 1e3, num_nonfinite=len(self.nonfinite), message=message
         )
 
-    @property
-    def told_of_nonfinite(self) -> str:
-        """Which tensors hold NaN or Inf, as a sentence."""
-        return f"{len(self.nonfinite)} tensors hold NaN or Inf: {first_few(sorted(self.nonfinite))}."
+    def heed(self, request: WeightUpdateRequest) -> None:
+        """Write what comes next as this update wants it."""
+        asked = request.refuse_nonfinite
+        self.is_on_trial = request.canary is not None
+        self.refuses_nonfinite = self._weights.refuses_nonfinite if asked is None else asked
 
     @property
     def overwrites_what_serves(self) -> bool:
@@ -158,11 +160,11 @@ class WeightSession:
         return not self.is_staged and isinstance(self._content.state, Valid)
 
     def require_copy(self) -> None:
-        """Refuse a canary where the old weights cannot be brought back."""
+        """Refuse to look at new weights first where the old ones cannot be brought back."""
         if not self.is_staged or not isinstance(self._content.state, Valid):
             raise RequestRejected(
-                "canary: there is no second copy of the weights to try out, so the old ones could not come "
-                "back. Stale weights must first be written without a canary; where memory for a copy is "
+                "canary, refuse_nonfinite: there is no second copy of the weights to look at: the old ones "
+                "could not come back. Stale weights must first be written without a canary; where memory is "
                 "missing, release kv_cache during the update or see update_staging"
             )
 
@@ -198,7 +200,7 @@ class WeightSession:
         """
         self._require_sound()
         self._require_base(incoming)
-        can_burst = is_all and not (incoming.needs_copy or self.is_on_trial)
+        can_burst = is_all and not (incoming.needs_copy or self.is_on_trial or self.refuses_nonfinite)
         near_bytes = incoming.near_bytes if can_burst else None
         bursts = near_bytes is not None and (nobody_waits or is_burst(near_bytes))
         yield from self._make_room(incoming, bursts=bursts)
@@ -217,7 +219,7 @@ class WeightSession:
                 yield Activity.COPYING
                 if self.deadline_id is not None:
                     yield Activity.COPYING
-        if self.is_on_trial:
+        if self.is_on_trial or (self.refuses_nonfinite and self.overwrites_what_serves):
             self.require_copy()
         if incoming.needs_copy and not self.is_staged:
             raise RequestRejected(
@@ -340,7 +342,13 @@ class WeightSession:
             if self.is_staged or not serves or isinstance(refusal, Superseded):
                 raise
             raise EngineError(f"the update broke off half-way: {refusal.message}") from refusal
-        self._note_nonfinite(incoming, frozenset[str]().union(*found))
+        nonfinite = frozenset[str]().union(*found)
+        if self.refuses_nonfinite and nonfinite:
+            raise RequestRejected(
+                f"refuse_nonfinite: nothing of this update serves. {_told_of(nonfinite)}",
+                num_nonfinite=len(nonfinite),
+            )
+        self._note_nonfinite(incoming, nonfinite)
         if incoming.is_sent and self._unfinished is None:
             incoming.close()
         return num_bytes
@@ -414,7 +422,7 @@ class WeightSession:
         if self.nonfinite or names:
             self.nonfinite = (self.nonfinite - incoming.sent) | names
         if names:
-            logger.warning("a weight update: %s", self.told_of_nonfinite)
+            logger.warning("a weight update: %s", _told_of(self.nonfinite))
 
     def _lose(self, incoming: IncomingWeights) -> None:
         """From here to the commit the live weights are a mixture, which no forward pass may see."""
@@ -484,6 +492,11 @@ class WeightSession:
         work = self._pace.turns(slices, kind, self.stall, copies)
         num_bytes, _ = yield from self._ranks.phase(kind, work)
         return num_bytes
+
+
+def _told_of(nonfinite: frozenset[str]) -> str:
+    """Which tensors hold NaN or Inf, as a sentence."""
+    return f"{len(nonfinite)} tensors hold NaN or Inf: {first_few(sorted(nonfinite))}."
 
 
 def _one_by_one(all_slices: list[Slices[None]]) -> Slices[None]:

@@ -245,11 +245,12 @@ class WeightUpdates:
             pending = None if self._session is None else self._session.version
             require_base(incoming.base_version, self.version, pending)
             if self._session is not None:
+                self._session.heed(request)
                 yield from self._arrivals.receive(incoming, self._session)
                 return (yield from self._stage(self._session, request, incoming))
             refuse_halves(incoming)
             session = opened.enter_context(closing(self._new_session()))
-            session.is_on_trial = terms.canary is not None
+            session.heed(request)
             yield from self._arrivals.receive(incoming, session)
             session.folder = folder_of(request)
             with self._conditions.draining(terms):
@@ -277,12 +278,13 @@ class WeightUpdates:
                 yield Activity.WAITING
             self._require_open_for(request)
             if self._session is not None:
+                self._session.heed(request)
                 before = self._session.counts
                 yield from self._take(pieces, self._session, lambda: iter(()))
                 pieces.finish()
                 return self._staged(self._session, request, before)
             session = opened.enter_context(closing(self._new_session()))
-            session.is_on_trial = terms.canary is not None
+            session.heed(request)
 
             def ready_in_place() -> Iterator[Activity]:
                 opened.enter_context(self._conditions.draining(terms))

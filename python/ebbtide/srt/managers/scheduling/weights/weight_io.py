@@ -66,6 +66,7 @@ class EngineWeights:
         self.names = store.names
         self.parameters = ParameterChecker(store, device, config.parallel)
         self.requires_copy = config.update.staging == "always"
+        self.refuses_nonfinite = config.update.refuse_nonfinite
         self._loaders = import_loaders(config.update.custom_weight_loaders)
         self._store = store
         self._config = config
