@@ -288,6 +288,8 @@ def _json_text(name: str, value: Any) -> str | None:
             return json.dumps(value) if value else None
         except (TypeError, ValueError) as error:
             raise _rejected(name, f"JSON ({error})", value) from None
+        except RecursionError:
+            raise RequestRejected(f"sampling_params.{name}: it is nested too deep") from None
     return _text(name, value)
 
 

@@ -327,6 +327,13 @@ class ServerArgs(SglangArguments):
             choices=REASONING_PARSERS,
         ),
     ] = None
+    constrained_json_disable_any_whitespace: Annotated[
+        bool, Arg("JSON that a schema makes has one space behind each comma and colon, and no other.")
+    ] = False
+    constrained_json_max_whitespace_cnt: Annotated[
+        int | None,
+        Arg("Most characters of whitespace in a row in JSON that a schema makes (default: any).", minimum=1),
+    ] = None
     stream_interval: Annotated[int, Arg("Tokens per chunk of a stream.", minimum=1)] = 1
     incremental_streaming_output: Annotated[
         bool, Arg("Chunks of a /generate stream hold the new tokens only, not all so far.")

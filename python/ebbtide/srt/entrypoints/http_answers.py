@@ -42,6 +42,11 @@ def error_answer(message: str, status: int, **fields: Any) -> Json:
     return Json(error_body(message, status, **fields), status)
 
 
+def client_of(request: Request) -> str:
+    """Who asks: the host that a request comes from."""
+    return "" if request.client is None else request.client.host
+
+
 async def answer_whole(receive: Receive, starting: Coroutine[Any, Any, LiveGeneration]) -> Any:
     """The result of a generation. It is aborted when the client disconnects.
 

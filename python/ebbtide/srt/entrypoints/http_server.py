@@ -33,6 +33,7 @@ from ebbtide.srt.entrypoints.http_answers import (
     Json,
     answer_events,
     answer_whole,
+    client_of,
     error_answer,
 )
 from ebbtide.srt.entrypoints.information import WeightVersion
@@ -155,7 +156,7 @@ class _Endpoints:
 
     async def generate(self, request: Request) -> Response:
         fields = await read_fields(request.stream())
-        starting = self._service.manager.prepare(fields)
+        starting = self._service.manager.prepare(fields, client=client_of(request))
         if fields.get("stream") is True:
             return await answer_events(request.receive, starting, self._service.metrics.note_chunk)
         result = await answer_whole(request.receive, starting)

@@ -25,7 +25,6 @@ from ebbtide.srt.managers.wire.generation import (
     AbortGeneration as AbortGeneration,
     FinishReason as FinishReason,
     LoadGrammar as LoadGrammar,
-    PrepareGrammars as PrepareGrammars,
     RequestOutput as RequestOutput,
     RequestStart as RequestStart,
     RoutedExperts as RoutedExperts,
@@ -393,14 +392,6 @@ class ControlReply(Message, frozen=True, kw_only=True):
     aborts_before: int = 0
 
 
-SchedulerInput = (
-    TokenizedGenerateReqInput
-    | AbortGeneration
-    | PrepareGrammars
-    | LoadGrammar
-    | ControlCall
-    | Verdict
-    | Expire
-)
+SchedulerInput = TokenizedGenerateReqInput | AbortGeneration | LoadGrammar | ControlCall | Verdict | Expire
 DetokenizerInput = TokenOutput
 ManagerInput = TextOutput | TokenOutput | ControlReply | StateReport

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.control_plane import ControlPlane
@@ -21,7 +22,6 @@ from ebbtide.srt.managers.io_struct import (
     Expire,
     FinishReason,
     LoadGrammar,
-    PrepareGrammars,
     StateReport,
     TokenizedGenerateReqInput,
     Verdict,
@@ -164,8 +164,6 @@ class Scheduler:
                 self._admit(message)
             case AbortGeneration():
                 self._requests.abort([message.rid], message.message)
-            case PrepareGrammars():
-                self._shelf().prepare()
             case LoadGrammar():
                 self._shelf().load(message)
             case ControlCall():
@@ -227,7 +225,8 @@ class Scheduler:
             self._outputs.send(output)
 
     def _rules(self, message: TokenizedGenerateReqInput) -> TokenRules | None:
-        grammar = None if message.grammar is None else self._shelf().mask(message.grammar)
+        note_slow = partial(self._limits.note_slow_masks, self._num_arrived)
+        grammar = None if message.grammar is None else self._shelf().mask(message.grammar, note_slow)
         banned = BannedSequences(message.banned) if message.banned else None
         return None if grammar is None and banned is None else TokenRules(grammar, banned)
 

@@ -72,6 +72,8 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     # Ranks decide alike which requests are parked, so they must have the same room.
     parts = rank_parts(config, runner, device, saver, park_bytes=group.smallest(_park_bytes(config)))
     scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, inbox, outputs)
+    if scheduler.grammars is not None:
+        scheduler.grammars.prepare()
     freeze_heap()
     max_total_tokens = runner.kv_pool.num_pages * runner.kv_pool.page_size
     ready.send(

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from ebbtide.srt.errors import EngineDown, RequestRejected
@@ -22,6 +22,7 @@ from ebbtide.srt.managers.api.generate_request import (
     Render,
     RequestNormalizer,
 )
+from ebbtide.srt.managers.api.grammar_compiling import GrammarCompiling
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState, ResponseStyle
 from ebbtide.srt.managers.api.live_outputs import LiveOutputs
 from ebbtide.srt.managers.api.ordered_inbox import OrderedInbox
@@ -32,9 +33,9 @@ from ebbtide.srt.managers.api.stream_waker import StreamWaker
 from ebbtide.srt.managers.api.wait_warning import ForgottenPause, WaitWarning
 from ebbtide.srt.managers.io_struct import (
     ControlReply,
+    LoadGrammar,
     ManagerInput,
     PauseMode,
-    PrepareGrammars,
     RequestOutput,
     SchedulerInput,
     StateReport,
@@ -42,11 +43,11 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from ebbtide.srt.managers.text.grammar import COMPILE_LIMIT_S, GrammarCompiler, LoadedGrammars, Vocabulary
+from ebbtide.srt.managers.text.grammar import READ_BYTES_PER_S, RecentGrammars
+from ebbtide.srt.managers.text.grammar_process import CompilerStart
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import AsyncReceiveEnd, SendEnd
 from ebbtide.srt.managers.wire.reply_merging import merge_reports
-from ebbtide.srt.sampling_params import GrammarSpec
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import EngineConfig
@@ -57,7 +58,6 @@ T = TypeVar("T")
 
 # How many long prompts are tokenized at once; short ones have their turn between the pieces of long batches.
 NUM_TOKENIZING_THREADS: Final = 4
-NUM_GRAMMAR_THREADS: Final = 2
 # Characters of a batch that are tokenized in one go.
 PIECE_CHARACTERS: Final = 1 << 16
 # Tokens of a batch that are checked, or sent, before the event loop goes on. A prompt or a message costs as
@@ -112,11 +112,9 @@ class TokenizerManager:
         self._waker = StreamWaker()
         # The tokenizers library lets go of the interpreter's lock while it works.
         self._threads = ThreadPoolExecutor(NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")
-        # A grammar may take long, and must not keep texts from being tokenized.
-        self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._config = config
-        self._loaded_grammars = LoadedGrammars()
-        self._has_prepared_grammars = False
+        self._compiling = GrammarCompiling(CompilerStart.of(config))
+        self._grammars_of_ranks = RecentGrammars()
         self._reader: asyncio.Task[None] | None = None
         self._failure: str | None = None
         self._refusal: str | None = None
@@ -143,8 +141,8 @@ class TokenizerManager:
             self._reader.cancel()
             await asyncio.wait([self._reader])
             self._reader = None
-        for threads in (self._threads, self._grammar_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._compiling.close()
         self._scheduler.close()
         self._inbox.close()
 
@@ -169,6 +167,7 @@ class TokenizerManager:
         *,
         is_incremental: bool | None = None,
         routed_form: RoutedForm = "int32",
+        client: str = "",
     ) -> LiveGeneration:
         """Check a request and start it. Read the returned `LiveGeneration` to its end, or `close()` it.
 
@@ -179,6 +178,7 @@ class TokenizerManager:
             render: makes the prompt; see `RequestNormalizer.draft`.
             routed_form: how routed experts are told.
             is_incremental: whether the chunks of a stream hold only what is new; None: as the server's do.
+            client: who asks: grammars of different clients are compiled in turns.
 
         Raises:
             RequestRejected: 400; nothing runs. 503: no requests are taken, or none while it is paused.
@@ -193,7 +193,7 @@ class TokenizerManager:
         draft.check_chunks(is_incremental=is_incremental)
         self._live.claim(draft.all_rids, draft.groups)
         try:
-            grammars = await self._grammars(draft)
+            grammars = await self._grammars(draft, client)
             plan = self._normalizer.plan(draft, await self._tokenize(draft))
             if self._place is not None:
                 plan = replace(plan, outputs=self._place(plan.outputs))
@@ -238,14 +238,16 @@ class TokenizerManager:
         self._refusal = message
         await self._live.none_left.wait()
 
-    async def in_thread(self, work: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> T:
-        """Run what would hold up the event loop in a thread, by default one of those that tokenize.
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run what would hold up the event loop in a thread, one of those that tokenize.
 
         Raises:
             EngineDown: the engine is gone; whatever the work was, nobody waits for it.
         """
         self._check_alive()
-        running = asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
+        return await self._unless_down(asyncio.get_running_loop().run_in_executor(self._threads, work))
+
+    async def _unless_down(self, running: asyncio.Future[T]) -> T:
         try:
             await asyncio.wait((running, self._failed), return_when=asyncio.FIRST_COMPLETED)
             self._check_alive()
@@ -267,39 +269,27 @@ class TokenizerManager:
             prompts += self._normalizer.tokenize(draft, piece)
         return prompts
 
-    async def _grammars(self, draft: GenerationDraft) -> dict[str, bytes]:
+    async def _grammars(self, draft: GenerationDraft, client: str) -> dict[str, bytes]:
         """The compiled grammars that the outputs of a request keep to, by key.
 
         Raises:
             RequestRejected: 400, one does not compile, or takes too long.
         """
         specs = {params.grammar for params in draft.params if params.grammar is not None}
+        continued_ids = () if draft.continued is None else draft.continued.output_ids
         compiled: dict[str, bytes] = {}
         for spec in specs:
-            kept = self._compiler.compiled(spec)
-            compiled[spec.key] = await self._compile(spec) if kept is None else kept
-            self._compiler.keep(spec, compiled[spec.key])
+            compiling = self._compiling.compiled(spec, continued_ids, client)
+            compiled[spec.key] = await self._unless_down(asyncio.ensure_future(compiling))
         return compiled
 
-    @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        tokenizer, model = self.tokenizer, self._config.model
-        assert tokenizer is not None, "grammars are refused where there is no tokenizer"
-        eos_token_ids = model.eos_token_ids | tokenizer.eos_token_ids
-        return GrammarCompiler(Vocabulary(tokenizer, model.vocab_size, eos_token_ids))
-
-    async def _compile(self, spec: GrammarSpec) -> bytes:
-        if not self._has_prepared_grammars:
-            self._has_prepared_grammars = True
-            self._scheduler.send(PrepareGrammars())
-        await self.in_thread(self._compiler.open, self._grammar_threads)
-        compiling = self.in_thread(partial(self._compiler.compile, spec), self._grammar_threads)
-        try:
-            return await asyncio.wait_for(compiling, COMPILE_LIMIT_S)
-        except TimeoutError:
-            raise RequestRejected(
-                f"sampling_params.{spec.kind}: it was not compiled within {COMPILE_LIMIT_S:g} s"
-            ) from None
+    async def _load_grammar(self, key: str, compiled: bytes) -> None:
+        """Send the ranks a grammar that they do not have, and give them the time to read it."""
+        while self._grammars_of_ranks.get(key) is None:
+            dropped = self._grammars_of_ranks.add(key, compiled)
+            self._scheduler.send(LoadGrammar(key=key, compiled=compiled, dropped=tuple(dropped)))
+            # Their loops would wait for what a request behind it needs.
+            await self._next_turn(len(compiled) / READ_BYTES_PER_S)
 
     async def _send(self, generation: LiveGeneration, grammars: Mapping[str, bytes]) -> None:
         """Send the outputs of a request, in their order."""
@@ -311,9 +301,7 @@ class TokenizerManager:
                     await self._next_turn()
                 for output in piece:
                     if output.grammar is not None:
-                        load = self._loaded_grammars.load(output.grammar, grammars[output.grammar])
-                        if load is not None:
-                            self._scheduler.send(load)
+                        await self._load_grammar(output.grammar, grammars[output.grammar])
                     self._scheduler.send(output)
                     num_sent += 1
                     abort_message = self._live.note_sent(output.rid)
@@ -324,13 +312,13 @@ class TokenizerManager:
             generation.close()
             raise
 
-    async def _next_turn(self) -> None:
-        """Let the event loop go on.
+    async def _next_turn(self, wait_s: float = 0.0) -> None:
+        """Let the event loop go on, for so long.
 
         Raises:
             EngineDown: the engine has gone meanwhile.
         """
-        await asyncio.sleep(0)
+        await asyncio.sleep(wait_s)
         self._check_alive()
 
     def _generation(

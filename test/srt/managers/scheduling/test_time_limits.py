@@ -1,9 +1,15 @@
 """Limits on how long requests wait and run: kept by the leader's clock, the same on all ranks."""
 
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from ebbtide.srt.managers.io_struct import PauseGenerationReqInput, PauseGenerationReqOutput, PauseMode
 from ebbtide.srt.managers.scheduling.ranks import lockstep
+from ebbtide.srt.managers.text.grammar import TOO_SLOW
 from ebbtide.testing import SchedulerHarness, default_schedule
 
 
@@ -68,3 +74,45 @@ def test_a_limit_is_for_one_request_whatever_its_name(harness: SchedulerHarness,
     clock.now_s += 30
     harness.turn(4)
     assert harness.outputs[second].finish is None
+
+
+class AnyToken:
+    """Allows all tokens. Implements `batch_plan.TokenMask`."""
+
+    has_ended = False
+
+    def fill(self, others: Sequence[Self], words_MW: NDArray[np.int32]) -> None:
+        words_MW.fill(-1)
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+
+class Shelf:
+    def __init__(self) -> None:
+        self.slow: list[Callable[[], None]] = []
+
+    def mask(self, key: str, note_slow: Callable[[], None]) -> AnyToken:
+        self.slow.append(note_slow)
+        return AnyToken()
+
+
+def test_a_request_whose_masks_take_too_long_ends_by_name_on_all_ranks_when_the_leader_says_so(
+    harness: SchedulerHarness,
+) -> None:
+    shelves = [Shelf() for _ in harness.ranks]
+    for rank, shelf in zip(harness.ranks, shelves, strict=True):
+        rank.scheduler.grammars = shelf  # type: ignore[assignment]
+    rid, other = (
+        harness.generate(range(1, 5), max_new_tokens=40, grammar="any", ebnf='root ::= "a" | root root')
+        for _ in range(2)
+    )
+    harness.turn(4)
+    for shelf in shelves[1:]:
+        shelf.slow[1]()
+    shelves[0].slow[0]()
+    harness.run_until_idle()
+    finish = harness.outputs[rid].finish
+    assert finish is not None
+    assert (finish.kind, finish.message) == ("abort", f"Aborted: sampling_params.ebnf: {TOO_SLOW}")
+    assert len(harness.outputs[other].token_ids) == 40

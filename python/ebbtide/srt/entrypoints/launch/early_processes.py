@@ -20,7 +20,7 @@ from ebbtide.srt.server_args import ServerArgs
 
 # Modules of the ranks, those of ranks with a tokenizer, and those of ranks on a GPU.
 PRELOAD: Final = ("ebbtide.srt.managers.scheduler_process",)
-PRELOAD_TOKENIZER: Final = ("transformers.models.auto.tokenization_auto",)
+PRELOAD_TOKENIZER: Final = ("transformers.models.auto.tokenization_auto", "xgrammar")
 PRELOAD_CUDA: Final = (
     "cuda.bindings.driver",
     "flashinfer",

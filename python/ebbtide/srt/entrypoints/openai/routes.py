@@ -9,9 +9,15 @@ from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
-from ebbtide.srt.entrypoints.http_answers import Endpoint, Json, answer_events, answer_whole, error_answer
+from ebbtide.srt.entrypoints.http_answers import (
+    Endpoint,
+    Json,
+    answer_events,
+    answer_whole,
+    client_of,
+    error_answer,
+)
 from ebbtide.srt.entrypoints.openai.answers import (
     ChatWriter,
     ChunkWriter,
@@ -88,7 +94,7 @@ class OpenAIApi:
     ) -> Response:
         # An answer with SGLang's `meta_info` has routed experts in SGLang's form.
         form = "int32" if wants_meta else self._service.config.server_args.routed_experts_format
-        return await answer_call(self._service, request.receive, call, writer, form)
+        return await answer_call(self._service, request, call, writer, form)
 
     async def _fields_of(self, request: Request) -> dict[str, Any]:
         """The body, and what headers say; the server says how tokens are named."""
@@ -140,7 +146,7 @@ class OpenAIApi:
 
 
 async def answer_call(
-    service: EngineService, receive: Receive, call: OpenAICall, writer: Writer, routed_form: str
+    service: EngineService, request: Request, call: OpenAICall, writer: Writer, routed_form: str
 ) -> Response:
     """Carry a request out; its answer, or its chunks as events, are as the writer puts them.
 
@@ -151,10 +157,16 @@ async def answer_call(
         RequestRejected, EngineError, ClientDisconnect: as `answer_whole` and `answer_events`.
     """
     starting = service.manager.prepare(
-        call.generate, call.render, is_incremental=True, routed_form=cast("RoutedForm", routed_form)
+        call.generate,
+        call.render,
+        is_incremental=True,
+        routed_form=cast("RoutedForm", routed_form),
+        client=client_of(request),
     )
     if call.generate["stream"]:
-        return await answer_events(receive, starting, service.metrics.note_chunk, ChunkWriter(writer, call))
-    result = await answer_whole(receive, starting)
+        return await answer_events(
+            request.receive, starting, service.metrics.note_chunk, ChunkWriter(writer, call)
+        )
+    result = await answer_whole(request.receive, starting)
     service.metrics.note(result)
     return Json(write_answer(writer, call, result))

@@ -85,7 +85,7 @@ class TokensApi:
         if call.request.return_sampling_mask is None and not call.support_width:
             common.generate["return_sampling_mask"] = args.return_sampling_mask
         form = "canonical" if request.url.path.startswith("/skyrl") else args.routed_experts_format
-        return await answer_call(self._service, request.receive, common, writer, form)
+        return await answer_call(self._service, request, common, writer, form)
 
 
 def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_model: str) -> TokensCall:

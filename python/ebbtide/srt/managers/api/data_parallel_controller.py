@@ -25,7 +25,6 @@ from ebbtide.srt.managers.io_struct import (
     LoadGrammar,
     ManagerInput,
     Prepared,
-    PrepareGrammars,
     Refusal,
     SchedulerInput,
     StateReport,
@@ -138,7 +137,7 @@ class DataParallelController:
             case AbortGeneration():
                 if message.rid in self._placed:
                     self._replicas[self._placed[message.rid][0]].send(message)
-            case PrepareGrammars() | LoadGrammar():
+            case LoadGrammar():
                 for replica in self._replicas:
                     replica.send(message)
             case ControlCall():

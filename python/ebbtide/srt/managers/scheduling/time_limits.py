@@ -1,4 +1,4 @@
-"""How long a request may wait for its first step, and how long it may run.
+"""How long a request may wait for its first step, how long it may run, and how long its masks may take.
 
 The clock is the leader's alone: a limit comes to every rank as an `Expire` message, and what it means then is
 read off the request, which stands alike on all of them.
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Final
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests
 from ebbtide.srt.managers.scheduling.request import Phase, Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+from ebbtide.srt.managers.text.grammar import TOO_SLOW
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
 
 WAITING: Final = "waiting-request-"
 RUNNING: Final = "running-request-"
+SLOW_MASKS: Final = "slow-masks-"
 
 
 class TimeLimits:
@@ -50,6 +52,10 @@ class TimeLimits:
         if self._running_s is not None:
             self._set_deadline(f"{RUNNING}{req.arrival}", self._running_s)
 
+    def note_slow_masks(self, arrival: int) -> None:
+        """The masks of the request that arrived as this one have taken longer than they may."""
+        self._set_deadline(f"{SLOW_MASKS}{arrival}", 0.0)
+
     def expire(self, deadline_id: str) -> bool:
         """Whether this was a limit of a request; ends it, if it still waits for its first step, or runs."""
         if deadline_id.startswith(WAITING):
@@ -61,6 +67,12 @@ class TimeLimits:
             req = self._find(deadline_id.removeprefix(RUNNING))
             if req is not None:
                 self._end(req, f"Aborted: it has run {self._running_s:g} s (SGLANG_REQ_RUNNING_TIMEOUT)")
+            return True
+        if deadline_id.startswith(SLOW_MASKS):
+            req = self._find(deadline_id.removeprefix(SLOW_MASKS))
+            grammar = None if req is None else req.spec.params.grammar
+            if req is not None and grammar is not None:
+                self._end(req, f"Aborted: sampling_params.{grammar.kind}: {TOO_SLOW}")
             return True
         return False
 

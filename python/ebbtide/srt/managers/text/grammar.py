@@ -1,16 +1,19 @@
-"""Grammars that outputs keep to: compiled in the API process, followed token by token on every rank.
+"""Grammars that outputs keep to: compiled in a process of their own, followed token by token on every rank.
 
-The xgrammar library does both. It takes seconds to import, so nothing here does before the first request
-that asks for a grammar.
+The xgrammar library does both. It imports torch, so nothing here does before it is needed: the API process
+never is.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
@@ -25,19 +28,36 @@ from ebbtide.srt.sampling_params import GrammarSpec
 if TYPE_CHECKING:
     import xgrammar
 
-# A schema of this length is beyond every use that is known.
+# A schema of this length, of this depth (in brackets), or a grammar of so many rules is beyond every use that
+# is known; and each of them alone can take minutes and gigabytes to compile.
 MAX_SPEC_CHARACTERS: Final = 1 << 18
+MAX_DEPTH: Final = 200
+MAX_RULES: Final = 2000
+# What one may take to compile, besides what the process has in its memory anyway.
+MAX_COMPILE_MEMORY_BYTES: Final = 1 << 30
 # A compiled grammar takes at most this much: it is sent to every rank.
 MAX_COMPILED_BYTES: Final = 64 << 20
-# Compiled grammars that are kept, here and on the ranks.
+# As fast as ranks read one at least.
+READ_BYTES_PER_S: Final = 50e6
+# Compiled grammars that are kept, in the API process and on the ranks.
 MAX_KEPT: Final = 64
+MAX_KEPT_BYTES: Final = 256 << 20
 # Tokens that one word of a mask stands for, as `batch_plan.TokenMask` has it.
 WORD_BITS: Final = 32
 # Threads that fill masks beside a forward pass, and the fewest masks that are worth waking them.
 MAX_FILL_THREADS: Final = 8
 MIN_BATCH_FILL: Final = 8
-# How long one may take to compile. A thread cannot be stopped, but nobody waits for it any longer.
-COMPILE_LIMIT_S: Final = 20.0
+# CPU time that an output may take per token: to fill its mask, which several threads do beside the forward
+# pass, and to take the token in, while the loop waits; and how many tokens' worth of it at once. With a
+# vocabulary of 150k, counted repetitions take up to 6 ms for a mask on average, 20 ms at worst, and 0.1 ms to
+# take a token in. Ambiguous grammars take ever more of both, and all other requests of a batch wait for them.
+FILL_S_PER_TOKEN: Final = 0.02
+ACCEPT_S_PER_TOKEN: Final = 0.0025
+MAX_SAVED_TOKENS: Final = 12.0
+TOO_SLOW: Final = (
+    f"it is too ambiguous: it takes more than {FILL_S_PER_TOKEN * 1e3:g} ms per token to find which may "
+    f"follow, or {ACCEPT_S_PER_TOKEN * 1e3:g} ms to follow it"
+)
 
 
 class Vocabulary:
@@ -69,44 +89,56 @@ class Vocabulary:
         )
 
 
-class GrammarCompiler:
-    """Compiles grammars, and keeps the latest. `compile` may be called from any thread."""
+@dataclass(frozen=True, slots=True)
+class JsonWhitespace:
+    """Where JSON may have whitespace.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    Attributes:
+        is_free: anywhere between its parts; else one space behind each comma and colon.
+        most: characters of it in a row; None: as many as there are tokens for.
+    """
+
+    is_free: bool = True
+    most: int | None = None
+
+
+class GrammarCompiler:
+    """Compiles grammars, in a process that may be ended meanwhile: see `grammar_process`.
+
+    Args:
+        whitespace: of what a JSON schema makes.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, whitespace: JsonWhitespace = JsonWhitespace()) -> None:
         self._vocabulary = vocabulary
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._whitespace = whitespace
 
     def open(self) -> None:
         """Have the library ready."""
         _ = self._vocabulary.info
 
-    def compiled(self, spec: GrammarSpec) -> bytes | None:
-        """A grammar that is kept; None if it is not."""
-        return self._kept.get(spec.key)
-
-    def keep(self, spec: GrammarSpec, compiled: bytes) -> None:
-        """Keep a compiled grammar. In the event loop alone."""
-        self._kept[spec.key] = compiled
-        self._kept.move_to_end(spec.key)
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
-
-    def compile(self, spec: GrammarSpec) -> bytes:
+    def compile(self, spec: GrammarSpec, continued_ids: Sequence[int] = ()) -> bytes:
         """What ranks load.
 
+        Args:
+            continued_ids: an output that the ranks will go through before they go on with it.
+
         Raises:
-            RequestRejected: 400, it does not compile, is too large, or no token can begin it.
+            RequestRejected: 400, it does not compile, is too large, too ambiguous for what is continued, or
+                no token can begin it.
+            MemoryError: there is not enough to compile it.
         """
         import xgrammar
 
         name = f"sampling_params.{spec.kind}"
-        if len(spec.text) > MAX_SPEC_CHARACTERS:
-            raise RequestRejected(
-                f"{name}: expected at most {MAX_SPEC_CHARACTERS} characters, got {len(spec.text)}"
-            )
+        _check_size(name, spec)
         compiler = xgrammar.GrammarCompiler(self._vocabulary.info, max_threads=1, cache_enabled=False)
         compilers: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
-            "json_schema": compiler.compile_json_schema,
+            "json_schema": partial(
+                compiler.compile_json_schema,
+                any_whitespace=self._whitespace.is_free,
+                max_whitespace_cnt=self._whitespace.most,
+            ),
             "regex": compiler.compile_regex,
             "ebnf": compiler.compile_grammar,
             "choice": compiler.compile_grammar,
@@ -114,18 +146,51 @@ class GrammarCompiler:
         }
         try:
             grammar = compilers[spec.kind](spec.text)
+            # As text it is at least as long.
+            _check_compiled(name, grammar.memory_size_bytes)
+            compiled: bytes = grammar.serialize_json().encode()
+        except (RequestRejected, MemoryError):
+            raise
         except Exception as error:  # the library raises RuntimeError, and what pydantic raises
+            if "bad_alloc" in str(error):
+                raise MemoryError from None
             raise RequestRejected(f"{name}: does not compile: {_told(error)}") from error
+        _check_compiled(name, len(compiled))
+        slow: list[str] = []
+        mask = GrammarMask(grammar, MaskFiller(1), lambda: slow.append(name))
         words_W = np.empty(-(-self._vocabulary.size // WORD_BITS), dtype=np.int32)
-        GrammarMask(grammar, MaskFiller(1)).fill([], words_W[np.newaxis])
+        mask.fill([], words_W[np.newaxis])
         if not words_W.any():
             raise RequestRejected(f"{name}: no token of the model's vocabulary can begin it")
-        compiled: bytes = grammar.serialize_json().encode()
-        if len(compiled) > MAX_COMPILED_BYTES:
-            raise RequestRejected(
-                f"{name}: it compiles to {len(compiled)} bytes, {MAX_COMPILED_BYTES} are most"
-            )
+        for token_id in continued_ids:
+            # What the grammar does not allow the ranks will say.
+            if slow or not mask.accept(token_id):
+                break
+        if slow:
+            raise RequestRejected(f"{name}: {TOO_SLOW}")
         return compiled
+
+
+def _check_size(name: str, spec: GrammarSpec) -> None:
+    """Refuse what is beyond every use. Raises RequestRejected: 400."""
+    if len(spec.text) > MAX_SPEC_CHARACTERS:
+        raise RequestRejected(
+            f"{name}: expected at most {MAX_SPEC_CHARACTERS} characters, got {len(spec.text)}"
+        )
+    if (num_rules := spec.text.count("::=")) > MAX_RULES and spec.kind == "ebnf":
+        raise RequestRejected(f"{name}: expected at most {MAX_RULES} rules, got {num_rules}")
+    if spec.kind in ("json_schema", "structural_tag"):
+        depth = deepest = 0
+        for sign in re.sub(r'"(?:[^"\\]|\\.)*"|[^][{}]', "", spec.text):
+            depth += 1 if sign in "[{" else -1
+            deepest = max(deepest, depth)
+        if deepest > MAX_DEPTH:
+            raise RequestRejected(f"{name}: expected at most {MAX_DEPTH} levels of JSON, got {deepest}")
+
+
+def _check_compiled(name: str, num_bytes: int) -> None:
+    if num_bytes > MAX_COMPILED_BYTES:
+        raise RequestRejected(f"{name}: it compiles to {num_bytes} bytes, {MAX_COMPILED_BYTES} are most")
 
 
 def _told(error: Exception) -> str:
@@ -133,20 +198,29 @@ def _told(error: Exception) -> str:
     return str(error).rpartition(".cc:")[2].lstrip("0123456789: ").strip()[:400] or type(error).__name__
 
 
-class LoadedGrammars:
-    """Which grammars the ranks hold, as the API process that has them loaded knows."""
+class RecentGrammars:
+    """The latest compiled grammars, by key."""
 
     def __init__(self) -> None:
-        self._keys: OrderedDict[str, None] = OrderedDict()
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._num_bytes = 0
 
-    def load(self, key: str, compiled: bytes) -> LoadGrammar | None:
-        """What ranks have to be told ahead of a request with this grammar; None: nothing."""
-        if key in self._keys:
-            self._keys.move_to_end(key)
-            return None
-        self._keys[key] = None
-        dropped = self._keys.popitem(last=False)[0] if len(self._keys) > MAX_KEPT else None
-        return LoadGrammar(key=key, compiled=compiled, dropped=dropped)
+    def get(self, key: str) -> bytes | None:
+        """One that is kept; None if it is not."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def add(self, key: str, compiled: bytes) -> list[str]:
+        """Keep one that is not; the keys of those that had to go."""
+        self._kept[key] = compiled
+        self._num_bytes += len(compiled)
+        dropped = []
+        while len(self._kept) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
+            oldest, gone = self._kept.popitem(last=False)
+            self._num_bytes -= len(gone)
+            dropped.append(oldest)
+        return dropped
 
 
 class GrammarShelf:
@@ -159,18 +233,22 @@ class GrammarShelf:
         self._filler = MaskFiller(min(MAX_FILL_THREADS, (os.cpu_count() or 1) // 2))
 
     def prepare(self) -> None:
-        """A grammar is about to come: have the library ready."""
+        """Have the library ready before the first grammar comes."""
         self._thread.submit(lambda: self._vocabulary.info)
 
     def load(self, message: LoadGrammar) -> None:
         """Take in a grammar."""
-        if message.dropped is not None:
-            del self._grammars[message.dropped]
+        for key in message.dropped:
+            del self._grammars[key]
         self._grammars[message.key] = self._thread.submit(self._read, message.compiled)
 
-    def mask(self, key: str) -> GrammarMask:
-        """The state of a request that begins to follow a grammar."""
-        return GrammarMask(self._grammars[key].result(), self._filler)
+    def mask(self, key: str, note_slow: Callable[[], None]) -> GrammarMask:
+        """The state of a request that begins to follow a grammar.
+
+        Args:
+            note_slow: see `GrammarMask`.
+        """
+        return GrammarMask(self._grammars[key].result(), self._filler, note_slow)
 
     def _read(self, compiled: bytes) -> xgrammar.CompiledGrammar:
         import xgrammar
@@ -187,6 +265,7 @@ class MaskFiller:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
+        self._was_slow = False
 
     @cached_property
     def _batch(self) -> xgrammar.BatchGrammarMatcher:
@@ -194,36 +273,73 @@ class MaskFiller:
 
         return xgrammar.BatchGrammarMatcher(max_threads=self._num_threads)
 
-    def fill(self, matchers: Sequence[xgrammar.GrammarMatcher], words_MW: NDArray[np.int32]) -> None:
+    def fill(self, masks: Sequence[GrammarMask], words_MW: NDArray[np.int32]) -> None:
         # What is all ones already is left untouched by the library; and the row of a request that has ended
         # counts for nothing.
         words_MW.fill(-1)
-        live = [row for row, matcher in enumerate(matchers) if not matcher.is_terminated()]
-        if self._num_threads > 1 and len(live) >= MIN_BATCH_FILL:
-            self._batch.batch_fill_next_token_bitmask([matchers[row] for row in live], words_MW, live)
-            return
-        for row in live:
-            matchers[row].fill_next_token_bitmask(words_MW, row)
+        live = [row for row, mask in enumerate(masks) if not mask.has_ended]
+        # Threads do not tell whose mask has taken how long: after a slow batch each is filled by itself.
+        is_batch = self._num_threads > 1 and len(live) >= MIN_BATCH_FILL and not self._was_slow
+        began_s = time.monotonic()
+        if is_batch:
+            matchers = [masks[row].matcher for row in live]
+            self._batch.batch_fill_next_token_bitmask(matchers, words_MW, live)
+        else:
+            for row in live:
+                masks[row].fill_row(words_MW, row)
+        self._was_slow = is_batch and time.monotonic() - began_s > FILL_S_PER_TOKEN
 
 
 class GrammarMask:
-    """Where one output stands in its grammar. Implements `batch_plan.TokenMask`."""
+    """Where one output stands in its grammar. Implements `batch_plan.TokenMask`.
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, filler: MaskFiller) -> None:
+    Args:
+        note_slow: called once its tokens have taken longer than they may.
+
+    Attributes:
+        matcher: the library's state.
+    """
+
+    def __init__(
+        self,
+        grammar: xgrammar.CompiledGrammar,
+        filler: MaskFiller,
+        note_slow: Callable[[], None] = lambda: None,
+    ) -> None:
         import xgrammar
 
-        self._matcher = xgrammar.GrammarMatcher(grammar)
+        self.matcher = xgrammar.GrammarMatcher(grammar)
         self._filler = filler
+        self._note_slow = note_slow
+        self._num_saved = MAX_SAVED_TOKENS
 
     def fill(self, others: Sequence[GrammarMask], words_MW: NDArray[np.int32]) -> None:
         """Set the bits of the tokens that may come next: here, and in each of the others."""
-        self._filler.fill([self._matcher, *(other._matcher for other in others)], words_MW)
+        self._filler.fill([self, *others], words_MW)
+
+    def fill_row(self, words_MW: NDArray[np.int32], row: int) -> None:
+        """Set the bits of the tokens that may come next in a row."""
+        began_s = time.thread_time()
+        self.matcher.fill_next_token_bitmask(words_MW, row)
+        self._save(-(time.thread_time() - began_s) / FILL_S_PER_TOKEN)
 
     def accept(self, token_id: int) -> bool:
         """A token was sampled; whether the grammar allows it."""
-        return self._matcher.is_terminated() or bool(self._matcher.accept_token(token_id))
+        if self.has_ended:
+            return True
+        began_s = time.thread_time()
+        is_allowed = bool(self.matcher.accept_token(token_id))
+        self._save(1 - (time.thread_time() - began_s) / ACCEPT_S_PER_TOKEN)
+        return is_allowed
 
     @property
     def has_ended(self) -> bool:
         """Whether the token was sampled that ends the output."""
-        return bool(self._matcher.is_terminated())
+        return bool(self.matcher.is_terminated())
+
+    def _save(self, num_tokens: float) -> None:
+        """Count the time of so many tokens that was not taken, or, below 0, was taken too much."""
+        was_left = self._num_saved > 0
+        self._num_saved = min(MAX_SAVED_TOKENS, self._num_saved + num_tokens)
+        if was_left and self._num_saved <= 0:
+            self._note_slow()

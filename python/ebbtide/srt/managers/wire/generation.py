@@ -88,21 +88,17 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
         return self.return_sampling_mask or self.sampling_params.returns_top_p_ids
 
 
-class PrepareGrammars(Message, frozen=True, kw_only=True):
-    """The first request with a grammar has come: it is being compiled."""
-
-
 class LoadGrammar(Message, frozen=True, kw_only=True):
     """A compiled grammar, ahead of the first request that keeps to it.
 
     Attributes:
         key: stands for it in requests.
-        dropped: no request to come has this one any more.
+        dropped: no request to come has one of these any more.
     """
 
     key: str
     compiled: bytes
-    dropped: str | None = None
+    dropped: tuple[str, ...] = ()
 
 
 class AbortGeneration(Message, frozen=True, kw_only=True):

@@ -1,0 +1,188 @@
+"""Grammars compiled in another process: whatever one of them takes, the others are compiled."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.checkpoints import make_checkpoint
+from fixtures.servers import wait_until
+
+from ebbtide.srt.config import EngineConfig, resolve
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.api.grammar_compiling import CompilerProcess, FairTurns, GrammarCompiling
+from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
+from ebbtide.srt.managers.text.grammar_process import CompilerStart
+from ebbtide.srt.managers.text.tokenizer import load_tokenizer
+from ebbtide.srt.managers.wire.generation import LoadGrammar
+from ebbtide.srt.sampling_params import GrammarSpec, SamplingParams
+from ebbtide.srt.server_args import ServerArgs
+
+QUICK = GrammarSpec("choice", 'root ::= "yes" | "no"')
+# It is within all bounds, and takes minutes.
+SLOW = GrammarSpec("regex", "|".join(f"[a-z]{{1,{count}}}{count}" for count in range(300, 900)))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), "Qwen3ForCausalLM")
+    return resolve(ServerArgs(model_path=str(folder), device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def process(config: EngineConfig) -> Iterator[CompilerProcess]:
+    process = CompilerProcess(CompilerStart.of(config))
+    yield process
+    process.close()
+
+
+def forks(process: CompilerProcess) -> str:
+    assert process.pid is not None
+    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+
+
+def test_clients_have_turns_one_after_the_other_and_small_grammars_of_each_first() -> None:
+    async def run() -> list[str]:
+        turns, told = FairTurns(1), []
+        go = asyncio.Event()
+
+        async def work(name: str) -> None:
+            async with turns.turn(name[0], int(name[1])):
+                await go.wait()
+                told.append(name)
+
+        names = ("a9", "a3", "a2", "a1", "b2", "c1", "b1")
+        tasks = [asyncio.create_task(work(name)) for name in names]
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        go.set()
+        await asyncio.wait(tasks)
+        async with turns.turn("d", 0):  # what was waited for in vain is free
+            return told
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == ["a9", "a1", "b1", "c1", "a3", "b2"]
+
+
+def test_a_grammar_that_takes_too_long_is_ended_and_others_are_not(process: CompilerProcess) -> None:
+    async def run() -> None:
+        slow = asyncio.create_task(process.compile(SLOW, [], 3.0))
+        assert await process.compile(QUICK, [], 60.0)
+        assert not slow.done()
+        assert await slow is None
+        assert await process.compile(QUICK, [], 60.0)
+
+    asyncio.run(run())
+    wait_until(lambda: not forks(process), "no compile is left")
+
+
+def test_a_grammar_that_nobody_waits_for_is_ended(process: CompilerProcess) -> None:
+    async def run() -> None:
+        slow = asyncio.create_task(process.compile(SLOW, [], 600.0))
+        await asyncio.to_thread(wait_until, lambda: process.pid and forks(process), "it compiles")
+        slow.cancel()
+
+    asyncio.run(run())
+    wait_until(lambda: not forks(process), "no compile is left")
+
+
+def test_a_grammar_that_takes_too_much_memory_is_refused(config: EngineConfig) -> None:
+    start = replace(CompilerStart.of(config), memory_bytes=1 << 24)
+    process = CompilerProcess(start)
+    try:
+        with pytest.raises(RequestRejected, match="it goes too deep, or takes more than 16777216 bytes"):
+            asyncio.run(process.compile(SLOW, [], 600.0))
+        assert asyncio.run(process.compile(QUICK, [], 60.0))
+    finally:
+        process.close()
+
+
+def test_a_process_that_was_killed_is_started_again(process: CompilerProcess) -> None:
+    async def run() -> None:
+        assert await process.compile(QUICK, [], 60.0)
+        slow = asyncio.create_task(process.compile(SLOW, [], 600.0))
+        await asyncio.to_thread(wait_until, lambda: forks(process), "it compiles")
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        await asyncio.to_thread(wait_until, lambda: process.has_ended, "it has ended")
+        assert await process.compile(QUICK, [], 60.0)
+        slow.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_process_that_cannot_start_says_so(config: EngineConfig, tmp_path: Path) -> None:
+    process = CompilerProcess(
+        replace(CompilerStart.of(config), model=replace(config.model, tokenizer_path=str(tmp_path)))
+    )
+    with pytest.raises(EngineError, match="the process that does it has ended"):
+        asyncio.run(process.compile(QUICK, [], 60.0))
+    process.close()
+
+
+def test_requests_for_the_same_grammar_share_its_compile(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[GrammarSpec] = []
+    gate = asyncio.Event()
+
+    async def compile(self: Any, spec: GrammarSpec, continued_ids: Any, limit_s: float) -> bytes | None:
+        compiled.append(spec)
+        await gate.wait()
+        return None if spec is SLOW and limit_s < 20 else spec.text.encode()
+
+    monkeypatch.setattr(CompilerProcess, "compile", compile)
+
+    async def run() -> None:
+        compiling = GrammarCompiling(CompilerStart.of(config))
+
+        def ask(spec: GrammarSpec, client: str = "a") -> asyncio.Task[bytes]:
+            return asyncio.create_task(compiling.compiled(spec, (), client))
+
+        first, second, alone = ask(QUICK), ask(QUICK), ask(SLOW)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert compiled == [QUICK, SLOW]
+        first.cancel()
+        alone.cancel()
+        await asyncio.wait([first, alone])
+        gate.set()
+        assert await second == QUICK.text.encode()
+        assert await ask(QUICK) == QUICK.text.encode()
+        assert compiled == [QUICK, SLOW]
+        # It begins again where it has more time.
+        assert await ask(SLOW) == SLOW.text.encode()
+        assert compiled == [QUICK, SLOW, SLOW, SLOW]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_json_has_no_more_whitespace_than_the_server_says(config: EngineConfig) -> None:
+    spec = SamplingParams.from_dict({"json_schema": {"type": "array", "items": {"type": "integer"}}}).grammar
+    assert spec is not None
+    tokenizer = load_tokenizer(config.model)
+    eos_token_ids = config.model.eos_token_ids | tokenizer.eos_token_ids
+    shelf = GrammarShelf(Vocabulary(tokenizer, config.model.vocab_size, eos_token_ids))
+    options: dict[str, dict[str, Any]] = {
+        "free": {},
+        "few": {"constrained_json_max_whitespace_cnt": 2},
+        "none": {"constrained_json_disable_any_whitespace": True},
+    }
+    for name, given in options.items():
+        start = CompilerStart.of(replace(config, server_args=replace(config.server_args, **given)))
+        process = CompilerProcess(start)
+        compiled = asyncio.run(process.compile(spec, [], 60.0))
+        assert compiled is not None
+        shelf.load(LoadGrammar(key=name, compiled=compiled))
+        process.close()
+
+    def allow(text: str) -> list[str]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return [name for name in options if all(map(shelf.mask(name, lambda: None).accept, ids))]
+
+    assert allow("[1, 2]") == ["free", "few", "none"]
+    assert allow("[1,\n\t2]") == ["free", "few"]
+    assert allow("[1,\r\t\r\t2]") == ["free"]
