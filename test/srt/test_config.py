@@ -110,6 +110,27 @@ def test_defaults_on_the_cpu(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("policy", "ordered"),
+    [
+        ("fcfs", "priority"),
+        ("lof", "priority-lof"),
+        ("priority", "priority"),
+        ("lpm", None),
+        ("random", None),
+    ],
+)
+def test_priority_scheduling_orders_by_priority_first(folder: Path, policy: str, ordered: str | None) -> None:
+    write(folder, **QWEN3)
+    assert resolved(folder, schedule_policy=policy).schedule.policy == policy
+    given = {"schedule_policy": policy, "enable_priority_scheduling": True}
+    if ordered is None:
+        with pytest.raises(ConfigurationError, match=f"expected schedule_policy fcfs or lof, got {policy}"):
+            resolved(folder, **given)
+    else:
+        assert resolved(folder, **given).schedule.policy == ordered
+
+
+@pytest.mark.parametrize(
     ("chunk", "given", "experts", "share"),
     [
         *((8192, None, 0, 1 / 16), (2048, None, 0, 0.25), (256, None, 0, 1.0), (2048, 0.1, 0, 0.1)),

@@ -396,7 +396,7 @@ def _resolve_schedule(args: ServerArgs, model: ModelConfig, device: str) -> Sche
         max_queued_requests=args.max_queued_requests,
         chunked_prefill_size=chunk if chunk != -1 else None,
         max_prefill_tokens=args.max_prefill_tokens,
-        policy=args.schedule_policy if args.schedule_policy in OWN_SCHEDULE_POLICIES else "fcfs",
+        policy=_policy(args),
         stream_interval=args.stream_interval,
         incremental_streaming_output=args.incremental_streaming_output,
         # On a CPU the host is the device: there is nothing to overlap with.
@@ -407,6 +407,18 @@ def _resolve_schedule(args: ServerArgs, model: ModelConfig, device: str) -> Sche
         prefill_share=args.prefill_share or _prefill_share(chunk, model),
         ends_nonfinite=args.nonfinite_logits == "abort",
     )
+
+
+def _policy(args: ServerArgs) -> str:
+    policy = args.schedule_policy if args.schedule_policy in OWN_SCHEDULE_POLICIES else "fcfs"
+    if not args.enable_priority_scheduling:
+        return policy
+    by_priority = {"fcfs": "priority", "priority": "priority", "lof": "priority-lof"}
+    if policy not in by_priority:
+        raise ConfigurationError(
+            f"enable_priority_scheduling: expected schedule_policy fcfs or lof, got {policy}"
+        )
+    return by_priority[policy]
 
 
 def _resolve_memory(args: ServerArgs, device: str) -> MemoryConfig:

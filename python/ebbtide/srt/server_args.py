@@ -215,6 +215,19 @@ class ServerArgs(SglangArguments):
             choices=(*OWN_SCHEDULE_POLICIES, *_OTHER_SCHEDULE_POLICIES),
         ),
     ] = "fcfs"
+    enable_priority_scheduling: Annotated[
+        bool,
+        Arg(
+            "Take waiting requests by their field priority, equal ones in the order of --schedule-policy "
+            "(fcfs or lof); requests that run are not interrupted."
+        ),
+    ] = False
+    schedule_low_priority_values_first: Annotated[
+        bool, Arg("Take requests of low priority values first, where priorities count.")
+    ] = False
+    default_priority_value: Annotated[
+        int | None, Arg("Priority of requests that bring none (default: 0).")
+    ] = None
     enable_return_routed_experts: Annotated[
         bool, Arg("Record which experts each token goes through, for requests that ask for it.")
     ] = False

@@ -233,6 +233,17 @@ def call_of(kind: str, **fields: Any) -> OpenAICall:
         ),
         (["chat", "completion"], {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
         (["chat", "completion"], {"response_format": "json"}),
+        *(
+            (["chat", "completion"], {"structured_outputs": {name: empty}})
+            for name, empty in {
+                "grammar": "",
+                "regex": "",
+                "choice": [],
+                "json": "",
+                "structural_tag": {},
+                "made_up": "",
+            }.items()
+        ),
         (["chat"], {"chat_template": "{{ 1 }}"}),
         (["chat"], {"echo": True}),
         (["completion"], {"tools": [{"type": "function"}]}),
@@ -241,7 +252,7 @@ def call_of(kind: str, **fields: Any) -> OpenAICall:
 def test_what_cannot_be_kept_is_refused_by_name(kinds: list[str], fields: dict[str, Any]) -> None:
     [name] = fields
     for kind in kinds:
-        with pytest.raises(RequestRejected, match=rf"^{name}: (not supported|expected)") as raised:
+        with pytest.raises(RequestRejected, match=rf"^{name}(\.\w+)?: (not supported|expected)") as raised:
             call_of(kind, **fields)
         assert raised.value.status == 400
 
@@ -308,6 +319,7 @@ def test_what_asks_for_nothing_passes(kind: str) -> None:
         ({"include_stop_str_in_output": True}, {"no_stop_trim": True}),
         ({"include_stop_str_in_output": False, "no_stop_trim": True}, {"no_stop_trim": True}),
         ({"top_k": 0}, {"top_k": -1}),
+        ({"structured_outputs": {"json": {}, "regex": None}}, {"json_schema": "{}"}),
         ({"spaces_between_special_tokens": False}, {"spaces_between_special_tokens": False}),
     ],
 )

@@ -193,6 +193,13 @@ def test_limits_come_from_the_config_and_the_size_of_the_pool(tmp_path: Path) ->
     )
 
 
+@pytest.mark.parametrize(("low_first", "expected"), [(False, [3, 0, 7]), (True, [-3, 0, -7])])
+def test_priorities_are_higher_where_requests_are_more_urgent(low_first: bool, expected: list[int]) -> None:
+    limits = replace(LIMITS, default_priority=7, low_priority_first=low_first)
+    made = [plan(input_ids=[1], limits=limits, priority=given).outputs[0] for given in (3, 0, None)]
+    assert [output.priority for output in made] == expected
+
+
 # ------------------------------------------------------------------------------------------- batches and n
 
 

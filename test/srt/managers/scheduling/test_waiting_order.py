@@ -24,7 +24,10 @@ def order(policy: str, waiting: list[Req], pages: dict[str, list[int]] | None = 
 
 @pytest.mark.parametrize(
     ("policy", "expected"),
-    [("fcfs", "rabcd"), ("lof", "rbdac"), ("priority", "rcabd"), ("lpm", "rcbad"), ("dfs-weight", "rbcad")],
+    [
+        *(("fcfs", "rabcd"), ("lof", "rbdac"), ("priority", "rcabd"), ("priority-lof", "rcbda")),
+        *(("lpm", "rcbad"), ("dfs-weight", "rbcad")),
+    ],
 )
 def test_each_policy_has_its_order_and_retracted_requests_come_first(policy: str, expected: str) -> None:
     waiting = [

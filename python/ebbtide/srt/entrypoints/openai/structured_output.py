@@ -69,10 +69,20 @@ def triggered_tags(structures: list[Any], triggers: list[Any]) -> dict[str, Any]
 def _of_outputs(wanted: Any) -> dict[str, Any]:
     if not isinstance(wanted, Mapping):
         raise RequestRejected(f"structured_outputs: expected an object, got {str(wanted)[:200]}")
-    given = {name: value for name, value in wanted.items() if value not in (None, False, "", [], {})}
+    given = {name: value for name, value in wanted.items() if value is not None and value is not False}
     unknown = sorted(given.keys() - _STRUCTURED_OUTPUTS.keys() - {"json_object"})
     if unknown:
         listed = ", ".join([*_STRUCTURED_OUTPUTS, "json_object"])
         raise RequestRejected(f"structured_outputs.{unknown[0]}: not supported; there are {listed}")
-    params = {_STRUCTURED_OUTPUTS[name]: value for name, value in given.items() if name != "json_object"}
+    for name, value in given.items():
+        # An empty schema allows any JSON; of nothing else is there an empty one.
+        if value in ("", [], {}) and (name, value) != ("json", {}):
+            raise RequestRejected(
+                f"structured_outputs.{name}: expected what the output keeps to, got {value!r}"
+            )
+    params = {
+        _STRUCTURED_OUTPUTS[name]: value if value != {} else "{}"
+        for name, value in given.items()
+        if name != "json_object"
+    }
     return {"json_schema": ANY_OBJECT, **params} if "json_object" in given else params

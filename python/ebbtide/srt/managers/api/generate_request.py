@@ -325,7 +325,7 @@ class RequestNormalizer:
                 cache_namespace=own.namespace_behind(before) + namespace_of(given_routes),
                 given_routes=given_routes,
                 arrival_s=draft.arrival_s,
-                priority=request.priority or 0,
+                priority=self._limits.priority(request.priority),
                 dp_rank=_pinned_to(request),
                 contract=_contract(request),
                 return_sampling_mask=_returns_sampling_mask(request, params, self._limits.vocab_size),

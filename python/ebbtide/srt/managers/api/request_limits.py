@@ -25,6 +25,8 @@ class RequestLimits:
         records_routes: whether it is recorded which experts tokens go through.
         experts: None where the model has none.
         num_replicas: data-parallel replicas that a request may be pinned to.
+        default_priority: of requests that bring none.
+        low_priority_first: whether low ones are more urgent.
     """
 
     context_len: int
@@ -34,6 +36,8 @@ class RequestLimits:
     num_replicas: int
     records_routes: bool = False
     experts: ExpertSlots | None = None
+    default_priority: int = 0
+    low_priority_first: bool = False
 
     @classmethod
     def of(
@@ -48,7 +52,14 @@ class RequestLimits:
             num_replicas=config.server_args.dp_size,
             records_routes=config.runtime.records_routes,
             experts=None if experts is None else ExpertSlots(**experts),
+            default_priority=config.server_args.default_priority_value or 0,
+            low_priority_first=config.server_args.schedule_low_priority_values_first,
         )
+
+    def priority(self, given: int | None) -> int:
+        """The priority of a request: higher ones are admitted first."""
+        value = self.default_priority if given is None else given
+        return -value if self.low_priority_first else value
 
     @property
     def max_req_input_len(self) -> int:

@@ -14,7 +14,7 @@ MATCHED_WINDOW: Final = 128
 
 # Where a request stands in a tree: at each level how many go on the same way (negative), and the page.
 TreePlace: TypeAlias = tuple[tuple[int, int], ...]
-Key = TypeVar("Key", float, TreePlace)
+Key = TypeVar("Key", float, tuple[int, int], TreePlace)
 
 
 class WaitingOrder:
@@ -22,7 +22,8 @@ class WaitingOrder:
 
     Args:
         policy: `fcfs`, by arrival; `lpm`, the longest cached prefix first; `dfs-weight`, by the tree of
-            cached prefixes; `lof`, the longest output first; `priority`, the highest first; `random`.
+            cached prefixes; `lof`, the longest output first; `priority`, the highest first; `priority-lof`,
+            of equal ones the longest output; `random`.
     """
 
     def __init__(self, policy: str) -> None:
@@ -44,6 +45,8 @@ class WaitingOrder:
                 return _ordered(waiting, lambda req: -req.num_to_come)
             case "priority":
                 return _ordered(waiting, lambda req: -req.priority)
+            case "priority-lof":
+                return _ordered(waiting, lambda req: (-req.priority, -req.num_to_come))
             case "random":
                 return _ordered(waiting, lambda req: self._random.random())
         window = waiting[:MATCHED_WINDOW]
