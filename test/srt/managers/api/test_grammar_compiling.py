@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from fixtures.checkpoints import make_checkpoint
+from fixtures.scripted_engine import Engine, scripted
 from fixtures.servers import wait_until
 
 from ebbtide.srt.config import EngineConfig, resolve
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.grammar_compiling import CompilerProcess, FairTurns, GrammarCompiling
+from ebbtide.srt.managers.text import grammar
 from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
 from ebbtide.srt.managers.text.grammar_process import CompilerStart
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
@@ -186,3 +188,45 @@ def test_json_has_no_more_whitespace_than_the_server_says(config: EngineConfig) 
     assert allow("[1, 2]") == ["free", "few", "none"]
     assert allow("[1,\n\t2]") == ["free", "few"]
     assert allow("[1,\r\t\r\t2]") == ["free"]
+
+
+@scripted()
+async def test_ranks_have_a_grammar_before_what_keeps_to_it_and_only_as_many_as_fit(engine: Engine) -> None:
+    compiled = {"a+": b"a" * 30, "b+": b"b" * 30, "c+": b"c" * 50, "d+": b"d" * 100}
+
+    async def compile(self: GrammarCompiling, spec: GrammarSpec, continued_ids: Any, client: str) -> bytes:
+        return compiled[spec.text]
+
+    async def loads(regex: str) -> list[tuple[bytes, list[str]]]:
+        await engine.manager.prepare({"input_ids": [1], "sampling_params": {"regex": regex, "n": 2}})
+        *loads, first, second = await engine.some()
+        assert first.grammar == second.grammar == GrammarSpec("regex", regex).key
+        assert not loads or loads[0].key == first.grammar
+        return [(load.compiled, [names[key] for key in load.dropped]) for load in loads]
+
+    names = {GrammarSpec("regex", regex).key: regex for regex in compiled}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar, "MAX_KEPT_BYTES", 100)
+        patch.setattr(GrammarCompiling, "compiled", compile)
+        assert await loads("a+") == [(compiled["a+"], [])]
+        assert await loads("b+") == [(compiled["b+"], [])]
+        assert await loads("a+") == []
+        assert await loads("c+") == [(compiled["c+"], ["b+"])]
+        assert await loads("d+") == [(compiled["d+"], ["a+", "c+"])]
+        assert await loads("a+") == [(compiled["a+"], ["d+"])]
+
+
+@scripted()
+async def test_a_request_whose_grammar_compiles_ends_with_the_engine(engine: Engine) -> None:
+    async def compile(self: GrammarCompiling, *asked: object) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GrammarCompiling, "compiled", compile)
+        fields = {"input_ids": [1], "sampling_params": {"regex": "a"}}
+        asking = asyncio.create_task(engine.manager.prepare(fields))
+        await asyncio.sleep(0)
+        engine.manager.fail("it has gone")
+        with pytest.raises(EngineError, match="it has gone"):
+            await asking
