@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.ports import Slices
-from ebbtide.srt.managers.io_struct import RankChecksums, WeightPiece
+from ebbtide.srt.managers.io_struct import ChecksumAlgorithm, RankChecksums, WeightPiece
 
 if TYPE_CHECKING:
     from ebbtide.testing.null_weights import NullWeights
@@ -28,25 +28,25 @@ class NullParameters:
             if not any(part in name for part in skipped)
         }
 
-    def read(self, skipped: Sequence[str]) -> Slices[dict[str, int]]:
-        """Each integer in a slice of its own."""
-        values: dict[str, int] = {}
+    def read(self, skipped: Sequence[str]) -> Slices[dict[str, int | None]]:
+        """Each integer in a slice of its own; None where it is not whole."""
+        values: dict[str, int | None] = {}
         for name in self.live(skipped):
             yield from self._weights.slice()
-            value = self._weights.live[name]
-            assert value is not None, "a weight was read that is not whole"
-            values[name] = value
+            values[name] = self._weights.live[name]
         return values
 
-    def checksums(self, skipped: Sequence[str]) -> Slices[RankChecksums]:
+    def checksums(self, skipped: Sequence[str], algorithm: ChecksumAlgorithm) -> Slices[RankChecksums]:
         self._weights.fail_at("check")
         values = yield from self.read(skipped)
-        checksums = {name: f"{value:016x}" for name, value in values.items()}
+        checksums = {name: str(value) for name, value in values.items()}
         return RankChecksums(checksums=checksums, per_gpu_checksum=str(values), parallelism_info=[])
 
     def snapshot(self) -> Slices[NullSnapshot]:
         self._weights.fail_at("check")
-        return NullSnapshot(self, (yield from self.read(())))
+        values = yield from self.read(())
+        assert None not in values.values(), "weights were copied that are not whole"
+        return NullSnapshot(self, values)
 
     def sources(self, skipped: Sequence[str]) -> frozenset[str]:
         return frozenset(self.live(skipped))
@@ -79,7 +79,7 @@ class NullSnapshot:
     """What null weights once were."""
 
     parameters: NullParameters
-    values: Mapping[str, int]
+    values: Mapping[str, int | None]
 
     def differences(self, skipped: Sequence[str]) -> Slices[list[dict[str, str]]]:
         now = yield from self.parameters.read(skipped)

@@ -207,8 +207,8 @@ class Engine(WeightMethods):
                 prefill again.
 
         Raises:
-            RequestRejected: status 400, not one size, or a size out of bounds (`least_bytes`, `most_bytes`);
-                409, `kv_cache` is released.
+            RequestRejected: status 400, not one size, or a size out of bounds (`least_tokens`, `most_tokens`,
+                `least_bytes`, `most_bytes`); 409, `kv_cache` is released.
         """
         return await self._control(
             io_struct.ResizeMemoryOccupationReqInput,

@@ -372,7 +372,10 @@ class WeightMethods:
         return rows
 
     async def async_check_weights(
-        self, action: str = "checksum", skip_tensor_list: Sequence[str] | None = None
+        self,
+        action: str = "checksum",
+        skip_tensor_list: Sequence[str] | None = None,
+        algorithm: str = "sum64",
     ) -> dict[str, Any]:
         """Checksum the parameters, or compare them with a snapshot.
 
@@ -380,13 +383,17 @@ class WeightMethods:
             action: "checksum"; "snapshot", copy them to host memory; "reset_tensors", overwrite them with
                 random bytes; "compare", with the snapshot, bit for bit.
             skip_tensor_list: leave out parameters whose names contain any of these strings.
+            algorithm: of checksums: "sum64", computed where the parameters are, or "sha256", of their bytes.
 
         Raises:
             RequestRejected: status 400, a comparison that found differences; 409, the weights changed
-                meanwhile, or are released or stale.
+                meanwhile, or are released; stale ones cannot be copied.
         """
         return await self._control(
-            io_struct.CheckWeightsReqInput, action=action, skip_tensor_list=skip_tensor_list
+            io_struct.CheckWeightsReqInput,
+            action=action,
+            skip_tensor_list=skip_tensor_list,
+            algorithm=algorithm,
         )
 
     @property

@@ -48,6 +48,7 @@ from ebbtide.srt.managers.wire.message import (
     TotalsReply as TotalsReply,
 )
 from ebbtide.srt.managers.wire.reports import (
+    ChecksumAlgorithm as ChecksumAlgorithm,
     PauseMode as PauseMode,
     RankChecksums as RankChecksums,
     RankReport as RankReport,
@@ -177,11 +178,16 @@ class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
 
 
 class ResizeMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
-    """What the pool has now; `moved_bytes` below 0 have gone to the device."""
+    """What the pool has now; `moved_bytes` below 0 have gone to the device.
+
+    `chunk_tokens`, `chunk_bytes`: what sizes are rounded to, of a replica and of a rank.
+    """
 
     changed: Annotated[bool, merge.ANY]
     num_tokens: Annotated[int, merge.PER_REPLICA]
     num_bytes: Annotated[int, merge.SHARE]
+    chunk_tokens: Annotated[int, merge.SAME]
+    chunk_bytes: Annotated[int, merge.SAME]
     moved_bytes: Annotated[int, merge.SHARE]
     num_retracted: Annotated[int, merge.PER_REPLICA]
     num_parked: Annotated[int, merge.PER_REPLICA] = 0

@@ -6,6 +6,7 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -429,6 +430,10 @@ def test_skyrl_on_the_trainers_own_devices(
 def test_a_reset_makes_requests_wait_and_sums_can_be_compared(server: Server, checkpoints: Any) -> None:
     sums = ok(server.post("/weight_checker", {"action": "checksum"}))["checksums"]
     assert all(name.startswith("dp0:pp0:pcp0:tp0:") for name in sums)
+    norm = load_file(checkpoints.a / "model.safetensors")["model.norm.weight"]
+    assert sums["dp0:pp0:pcp0:tp0:model.norm.weight"] == sha256(norm.numpy().tobytes()).hexdigest()
+    short = {"action": "checksum", "algorithm": "sum64"}
+    assert {len(each) for each in ok(server.post("/weight_checker", short))["checksums"].values()} == {16}
     compare = {"action": "compare", "baseline": sums}
     assert ok(server.post("/weight_checker", compare))["match"] is True
     name = next(iter(sums))
@@ -436,5 +441,7 @@ def test_a_reset_makes_requests_wait_and_sums_can_be_compared(server: Server, ch
     assert ok(server.post("/weight_checker", compare))["mismatches"] == sorted([name, "other"])
     assert ok(server.post("/weight_checker", {"action": "reset"}))["status"] == "reset"
     assert server.get("/ready").status_code == 503
+    differs = ok(server.post("/weight_checker", {"action": "compare", "baseline": sums}))
+    assert (differs["match"], differs["mismatches"]) == (False, sorted(sums))
     ok(server.post("/collective_rpc", {"method": "reload_weights"}))
     assert ok(server.post("/weight_checker", {"action": "compare", "baseline": sums}))["match"] is True

@@ -276,6 +276,27 @@ def shrink(harness: Harness, num_tokens: int, preserve: Preserve = Preserve.NONE
     return harness.do(ResizeMemoryOccupationReqInput(num_tokens=num_tokens, preserve=preserve))
 
 
+def test_a_resize_gives_what_is_asked_for_rounded_up_to_chunks_and_says_what_is_possible() -> None:
+    """Chunks of 16 tokens, the last one of 8, which a request holds; a context is 128 tokens."""
+    harness = Harness(num_pages=62)
+    rids = [
+        harness.generate(range(seed, seed + 60), seed=seed, max_new_tokens=60) for seed in (1, 100, 200, 300)
+    ]
+    harness.turn_until(lambda: harness.scheduler.policy.allocator.num_free < 2)
+    for asked, given in ((200, 208), (208, 208), (209, 224), (247, 248), (1, None), (113, 128), (248, 248)):
+        if given is None:
+            refusal = harness.refuse(ResizeMemoryOccupationReqInput(num_tokens=asked))
+            assert "128 to 248 tokens" in refusal.message
+            continue
+        reply = shrink(harness, asked)
+        assert (reply.num_tokens, reply.chunk_tokens, reply.chunk_bytes) == (given, 16, CHUNK_BYTES)
+    refusal = harness.refuse(ResizeMemoryOccupationReqInput(num_tokens=249))
+    assert (refusal.fields["least_tokens"], refusal.fields["most_tokens"]) == (128, 248)
+    assert "in chunks of 16 tokens" in refusal.message
+    harness.run_until_idle()
+    assert all(harness.outputs[rid].finish == FinishReason("length", length=60) for rid in rids)
+
+
 @pytest.mark.parametrize("then", ["goes on", "is released", "is released and resumed", "has no memory"])
 def test_a_resize_lets_passes_in_between_its_parts(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, then: str

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.io_struct import PauseMode
+from ebbtide.srt.managers.io_struct import ChecksumAlgorithm, PauseMode
 
 P = TypeVar("P", bound=Struct)
 
@@ -118,6 +118,7 @@ class FinishParameters(Struct, kw_only=True):
 class CheckerParameters(Struct, kw_only=True):
     action: Literal["checksum", "reset", "compare"]
     baseline: dict[str, str] | None = None
+    algorithm: ChecksumAlgorithm = "sha256"
 
 
 class WorldSizeParameters(Struct, kw_only=True):

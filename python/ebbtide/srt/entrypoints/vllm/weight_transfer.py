@@ -243,7 +243,8 @@ class VllmWeightTransfer:
             return {**reply, "status": "reset"}
         if asked.action == "compare" and asked.baseline is None:
             raise RequestRejected("baseline: is needed to compare with", param="body.baseline")
-        reply = await self._control(CheckWeightsReqInput, {"action": "checksum"})
+        fields = {"action": "checksum", "algorithm": asked.algorithm}
+        reply = await self._control(CheckWeightsReqInput, fields)
         sums = {
             f"dp{rank['dp_rank']}:pp0:pcp0:tp{rank['tp_rank']}:{name}": checksum
             for rank in map(_with_place, reply["ranks"])

@@ -379,6 +379,11 @@ class ResizableKV(Protocol):
         ...
 
     @property
+    def chunk_tokens(self) -> int:
+        """What a chunk holds, but for the last one, which may hold fewer."""
+        ...
+
+    @property
     def num_tokens(self) -> int:
         """What it holds now."""
         ...

@@ -93,6 +93,8 @@ class KVSize:
             changed=num_added != 0,
             num_tokens=self._pool.num_tokens,
             num_bytes=self._pool.num_bytes,
+            chunk_tokens=self._pool.chunk_tokens,
+            chunk_bytes=self._pool.chunk_bytes,
             moved_bytes=moved_bytes,
             num_retracted=num_retracted,
             num_parked=num_parked,

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ebbtide.srt.managers.control.ports import CopyStream, Slices
 from ebbtide.srt.managers.io_struct import (
+    ChecksumAlgorithm,
     InitWeightsUpdateGroupReqInput,
     PiecewiseRequest,
     RankChecksums,
@@ -270,7 +271,7 @@ class Parameters(Protocol):
         """Another number whenever something has been written to them."""
         ...
 
-    def checksums(self, skipped: Sequence[str]) -> Slices[RankChecksums]: ...
+    def checksums(self, skipped: Sequence[str], algorithm: ChecksumAlgorithm) -> Slices[RankChecksums]: ...
 
     def snapshot(self) -> Slices[Snapshot]:
         """Copy all of them.

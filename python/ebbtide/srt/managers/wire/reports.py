@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType, field
 
@@ -68,6 +68,9 @@ class Parallelism(Struct, frozen=True, kw_only=True):
     pp_size: int = 1
     rank: int
     size: int
+
+
+ChecksumAlgorithm: TypeAlias = Literal["sum64", "sha256"]
 
 
 class RankChecksums(Struct, frozen=True, kw_only=True):

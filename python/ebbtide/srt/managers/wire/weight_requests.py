@@ -18,7 +18,7 @@ from ebbtide.srt.managers.wire.control_request import (
     update_deadline,
 )
 from ebbtide.srt.managers.wire.message import Reply, TotalsReply
-from ebbtide.srt.managers.wire.reports import PauseMode, RankChecksums
+from ebbtide.srt.managers.wire.reports import ChecksumAlgorithm, PauseMode, RankChecksums
 from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
 from ebbtide.srt.weight_sync.payload.lent_tensor import LentTensor
 
@@ -375,7 +375,8 @@ class CheckWeightsReqOutput(Reply, frozen=True, kw_only=True):
 class CheckWeightsReqInput(ControlRequest, frozen=True, kw_only=True):
     """Sum up the parameters, keep a copy of them, fill them with anything, or compare them with the copy.
 
-    `skip_tensor_list`: what is in the names of parameters to leave out. The rest is accepted and ignored.
+    `skip_tensor_list`: what is in the names of parameters to leave out. `algorithm`, of checksums: `sum64`
+    adds up 64 bits where the parameters are; `sha256` reads their bytes on the host. The rest is ignored.
     """
 
     # Copies are kept, and freed, by all replicas together.
@@ -383,6 +384,7 @@ class CheckWeightsReqInput(ControlRequest, frozen=True, kw_only=True):
 
     action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
     skip_tensor_list: list[str] | None = None
+    algorithm: ChecksumAlgorithm = "sum64"
     allow_quant_error: Any = None
     selector: Any = None
 

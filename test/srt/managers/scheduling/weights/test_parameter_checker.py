@@ -1,5 +1,6 @@
 """Checksums of parameters depend on every bit and on nothing else; copies are compared bit for bit."""
 
+import hashlib
 import re
 from collections.abc import Generator, Iterator
 from typing import Any, TypeVar
@@ -88,6 +89,14 @@ def test_pieces_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parameter_checker, "PIECE_BYTES", 64)
     assert sum_of(sample()) == whole
     assert sum_of(torch.zeros(0)) == "0" * 16
+
+
+def test_sha256_is_that_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_checker, "PIECE_BYTES", 64)
+    tensor = sample()
+    result, num_bytes = finish(checker(Store(w=tensor)).checksums((), "sha256"))
+    data = tensor.view(torch.uint8).numpy().tobytes()
+    assert (result.checksums, num_bytes) == ({"w": hashlib.sha256(data).hexdigest()}, len(data))
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from ebbtide.srt.managers.control.ports import Activity, HandlerTable, Operation
 from ebbtide.srt.managers.control.weight_ports import Parameters, Snapshot, Weights
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
+    ChecksumAlgorithm,
     CheckWeightsReqInput,
     CheckWeightsReqOutput,
     GetWeightsByNameReqInput,
@@ -98,7 +99,7 @@ class WeightChecks:
         skipped = request.skip_tensor_list or ()
         match request.action:
             case "checksum":
-                return self._checksums(skipped)
+                return self._checksums(skipped, request.algorithm)
             case "snapshot":
                 return self._take_snapshot()
             case "compare":
@@ -106,16 +107,15 @@ class WeightChecks:
             case "reset_tensors":
                 return self._reset(skipped)
 
-    def _checksums(self, skipped: Sequence[str]) -> Operation:
-        self._require_whole()
-        work = self._watched(self._parameters.checksums(skipped))
+    def _checksums(self, skipped: Sequence[str], algorithm: ChecksumAlgorithm) -> Operation:
+        work = self._watched(self._parameters.checksums(skipped, algorithm))
         _, facts = yield from self._ranks.survey(Activity.WORKING, work, msgspec.to_builtins)
         by_rank = msgspec.convert(facts, list[RankChecksums])
         total = hashlib.sha256("".join(rank.per_gpu_checksum for rank in by_rank).encode()).hexdigest()
-        num_tensors = len(by_rank[0].checksums)
-        return CheckWeightsReqOutput(
-            message=f"Checksums of {num_tensors} parameters.", per_engine_checksum=total, by_rank=by_rank
-        )
+        message = f"Checksums of {len(by_rank[0].checksums)} parameters."
+        if num_stale := len(self._memory.content.missing):
+            message += f" {num_stale} tensors are stale: they were not written since a resume or a reset."
+        return CheckWeightsReqOutput(message=message, per_engine_checksum=total, by_rank=by_rank)
 
     def _take_snapshot(self) -> Operation:
         self._require_whole()
@@ -129,7 +129,6 @@ class WeightChecks:
         snapshot = self._snapshot
         if snapshot is None:
             raise RequestRejected("there is no snapshot: take one with action 'snapshot' first", 409)
-        self._require_whole()
         work = self._watched(_refusing(snapshot.differences(skipped)))
         yield from self._ranks.phase(Activity.WORKING, work)
         yield Activity.PREPARED
@@ -172,11 +171,11 @@ class WeightChecks:
 
     def _while_unchanged(self, slices: Slices[T]) -> Slices[T]:
         """The same work, refused if a control request changes or releases the weights between two turns."""
-        generation = self._parameters.generation
+        before = self._parameters.generation, self._memory.content.missing
         with closing(slices):
             while True:
-                is_whole = MemoryTag.WEIGHTS not in self._memory.released and not self._memory.content.missing
-                if self._parameters.generation != generation or not is_whole:
+                now = self._parameters.generation, self._memory.content.missing
+                if now != before or MemoryTag.WEIGHTS in self._memory.released:
                     raise RequestRejected("the weights were changed or released meanwhile: ask again", 409)
                 try:
                     yield next(slices)

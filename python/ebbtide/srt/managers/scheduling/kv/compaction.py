@@ -30,7 +30,8 @@ class KVCompaction:
     def in_the_way(self, num_chunks: int) -> list[Req]:
         """The youngest running requests, without whose KV so many chunks can be withdrawn; oldest first."""
         policy, allocator = self._policy, self._policy.allocator
-        num_surplus = self.num_live_pages - (allocator.num_pages - num_chunks * allocator.pages_per_chunk)
+        num_left = allocator.num_pages - allocator.num_pages_of(self._sparsest()[:num_chunks])
+        num_surplus = self.num_live_pages - num_left
         num_users = Counter(page for req in policy.running for page in self._pages(req))
         num_kept = len(policy.running)
         while num_surplus > 0 and num_kept > 0:
@@ -43,9 +44,9 @@ class KVCompaction:
     def withdraw(self, num_chunks: int) -> list[int]:
         """Empty so many chunks, and take them out of the pool.
 
-        They are those with the fewest live pages, of these those with the fewest cached ones, of these the
-        highest; the lowest chunk stays. Live pages must have room in the others, else AssertionError. A
-        driver that fails to move them leaves all pages where they were.
+        They are one that holds fewer pages than others, then those with the fewest live pages, of these those
+        with the fewest cached ones, of these the highest; the lowest chunk stays. Live pages must have room
+        in the others, else AssertionError. A driver that fails to move them leaves all pages where they were.
         """
         policy, allocator = self._policy, self._policy.allocator
         chunks = self._sparsest()[:num_chunks]
@@ -74,7 +75,8 @@ class KVCompaction:
         for page in self._policy.cache.evictable_pages():
             num_live[allocator.chunk_of(page)] -= 1
         return sorted(
-            (chunk for chunk in num_held if chunk > 0), key=lambda c: (num_live[c], num_held[c], -c)
+            (chunk for chunk in num_held if chunk > 0),
+            key=lambda c: (allocator.num_pages_of([c]), num_live[c], num_held[c], -c),
         )
 
     def _pages(self, req: Req) -> list[int]:

@@ -67,6 +67,10 @@ class KVResizer:
         return self._memory.chunk_bytes
 
     @property
+    def chunk_tokens(self) -> int:
+        return self._policy.allocator.pages_per_chunk * self._policy.page_size
+
+    @property
     def num_tokens(self) -> int:
         """What the pool holds now."""
         return self._num_pages * self._policy.page_size
@@ -87,22 +91,28 @@ class KVResizer:
                 "the KV cache keeps its size: this memory_saver_backend cannot take memory out of it", 409
             )
         policy, allocator = self._policy, self._policy.allocator
-        per_chunk, num_chunks = allocator.pages_per_chunk, allocator.num_chunks
+        num_chunks = allocator.num_chunks
+        # The last chunk may hold fewer tokens than the others.
+        most_tokens = (allocator.num_pages + allocator.num_withdrawn) * policy.page_size
         if num_tokens is not None:
-            wanted = -(-num_tokens // (policy.page_size * per_chunk))
+            wanted = -(-num_tokens // self.chunk_tokens) if num_tokens <= most_tokens else num_chunks + 1
         else:
             assert num_bytes is not None
             wanted = num_bytes // self.chunk_bytes
-        least = min(num_chunks, -(-int(policy.table.array.shape[1]) // per_chunk))
+        least = min(num_chunks, -(-int(policy.table.array.shape[1]) // allocator.pages_per_chunk))
         if not least <= wanted <= num_chunks:
-            token_range = [count * per_chunk * policy.page_size for count in (least, num_chunks)]
-            byte_range = [count * self.chunk_bytes for count in (least, num_chunks)]
+            least_tokens = min(least * self.chunk_tokens, most_tokens)
+            least_bytes, most_bytes = least * self.chunk_bytes, num_chunks * self.chunk_bytes
             raise RequestRejected(
-                f"the KV cache can have {token_range[0]} to {token_range[1]} tokens, {byte_range[0]} to "
-                f"{byte_range[1]} bytes on each rank: from one whole context to its size at the start",
+                f"the KV cache can have {least_tokens} to {most_tokens} tokens, {least_bytes} to "
+                f"{most_bytes} bytes on each rank, from one whole context to its size at the start: in "
+                f"chunks of {self.chunk_tokens} tokens and {self.chunk_bytes} bytes, to which tokens are "
+                "rounded up and bytes down",
                 400,
-                least_bytes=byte_range[0],
-                most_bytes=byte_range[1],
+                least_tokens=least_tokens,
+                most_tokens=most_tokens,
+                least_bytes=least_bytes,
+                most_bytes=most_bytes,
             )
         return wanted - (num_chunks - len(self._removed))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.io_struct import RankChecksums, WeightPiece
+from ebbtide.srt.managers.io_struct import ChecksumAlgorithm, RankChecksums, WeightPiece
 from ebbtide.srt.managers.wire.reports import Parallelism
 from ebbtide.srt.model_executor.weight_store import WeightStore
 
@@ -49,17 +49,14 @@ class ParameterChecker:
         """Another number whenever something has been written to the parameters."""
         return self._store.generation
 
-    def checksums(self, skipped: Sequence[str]) -> Generator[int, None, RankChecksums]:
-        """64 bits for each parameter, of its bytes and their places; the same on every kind of device."""
+    def checksums(
+        self, skipped: Sequence[str], algorithm: ChecksumAlgorithm = "sum64"
+    ) -> Generator[int, None, RankChecksums]:
+        """Of the bytes of each parameter and their places; the same on every kind of device."""
         checksums: dict[str, str] = {}
+        summed = _sha256 if algorithm == "sha256" else _sum64
         for name, parameter in self._chosen(skipped):
-            total = first_word = 0
-            for piece in _pieces(parameter):
-                words = _words(piece)
-                total += _sum_of_mixed(words, first_word)
-                first_word += len(words)
-                yield len(piece)
-            checksums[name] = f"{total % 2**64:016x}"
+            checksums[name] = yield from summed(parameter)
         listed = "".join(f"{name}={checksums[name]};" for name in sorted(checksums))
         return RankChecksums(
             checksums=checksums,
@@ -197,6 +194,24 @@ def _without(skipped: Sequence[str], store: WeightStore) -> Iterator[tuple[str, 
 def _pieces(parameter: Tensor) -> Iterator[Tensor]:
     """Views of its bytes, in order."""
     return iter(torch.split(parameter.detach().reshape(-1).view(torch.uint8), PIECE_BYTES))
+
+
+def _sum64(parameter: Tensor) -> Generator[int, None, str]:
+    total = first_word = 0
+    for piece in _pieces(parameter):
+        words = _words(piece)
+        total += _sum_of_mixed(words, first_word)
+        first_word += len(words)
+        yield len(piece)
+    return f"{total % 2**64:016x}"
+
+
+def _sha256(parameter: Tensor) -> Generator[int, None, str]:
+    digest = hashlib.sha256()
+    for piece in _pieces(parameter):
+        digest.update(piece.cpu().numpy().data)
+        yield len(piece)
+    return digest.hexdigest()
 
 
 def _words(piece: Tensor) -> Tensor:
