@@ -212,7 +212,7 @@ def test_the_application_serves_the_engine_of_this_process(
 
     async def run() -> None:
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             assert (await client.get("/health")).status_code == 503
             set_global_state(
                 _GlobalState(tokenizer_manager=manager, template_manager=None, scheduler_info=None)

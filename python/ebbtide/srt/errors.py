@@ -81,6 +81,7 @@ class OutOfDeviceMemory(EbbtideError):
 ERROR_TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "NotFoundError",
     409: "ConflictError",

@@ -111,6 +111,14 @@ class ServerArgs(SglangArguments):
             "then controls the engine."
         ),
     ] = False
+    allowed_hosts: Annotated[
+        list[str] | None,
+        Arg(
+            "Names by which clients reach a server without an API key, besides addresses and "
+            "localhost; *: any (default: none on loopback, else any). Web pages of the hosts "
+            "named may also send it requests."
+        ),
+    ] = None
 
     tp_size: Annotated[
         int,

@@ -1,4 +1,4 @@
-"""Keys: which endpoint needs which, and that nothing is read or done without."""
+"""Keys, and pages of other sites: which endpoint needs what, and that nothing is read or done without."""
 
 import asyncio
 from types import SimpleNamespace
@@ -29,10 +29,10 @@ CONTROL += [path for path in NOT_IMPLEMENTED if not path.startswith("/v1/")]
 class Service:
     """Stands in for `EngineService`: takes note of what gets through to it."""
 
-    def __init__(self, **keys: str | None) -> None:
+    def __init__(self, **args: Any) -> None:
         self.is_down = False
         self.tracing = None
-        self.config = SimpleNamespace(server_args=ServerArgs(model_path="none", **keys))
+        self.config = SimpleNamespace(server_args=ServerArgs(model_path="none", **args))
         self.asked: list[str] = []
         self.manager = SimpleNamespace(prepare=lambda fields: self.ask("generate"))
         self.state = SimpleNamespace(weight_version="7")
@@ -142,6 +142,115 @@ def test_without_its_key_a_body_is_not_read() -> None:
     service: Any = Service(admin_api_key="admin")
     asyncio.run(create_app(service)(scope, receive, send))
     assert sent[0]["status"] == 401
+
+
+CHROME = {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64) Chrome/156.0"}
+CURL, TRAINER = {"User-Agent": "curl/8.5.0"}, {"User-Agent": "python-requests/2.32.0"}
+IMAGE = {**CHROME, "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
+NEIGHBOUR = {**CHROME, "Sec-Fetch-Site": "same-site", "Origin": "http://localhost:8888"}
+FORM = {**CHROME, "Origin": "https://evil.example", "Content-Type": "text/plain"}
+OWN_PAGE = {**CHROME, "Sec-Fetch-Site": "same-origin", "Origin": "http://localhost"}
+TYPED = {**CHROME, "Sec-Fetch-Site": "none"}
+BY_GET = ["/release_memory_occupation", "/resume_memory_occupation", "/flush_cache", "/weights_checker"]
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "status"),
+    [
+        *(("GET", headers, 200) for headers in (CURL, TRAINER, OWN_PAGE, TYPED)),
+        *(
+            ("POST", headers, 200)
+            for headers in (CURL, TRAINER, OWN_PAGE, {**FORM, "Origin": "http://localhost"})
+        ),
+        *(("GET", headers, 403) for headers in (IMAGE, NEIGHBOUR, FORM, {**IMAGE, "Sec-Fetch-Site": "new"})),
+        *(("POST", headers, 403) for headers in (IMAGE, NEIGHBOUR, FORM, {**FORM, "Origin": "null"})),
+        # To an address of another machine a browser says nothing of where a GET comes from.
+        ("GET", CHROME, 403),
+        ("POST", CHROME, 200),
+        *(("HEAD", headers, 405) for headers in (CURL, CHROME, IMAGE)),
+    ],
+)
+@pytest.mark.parametrize("path", BY_GET)
+def test_a_page_of_another_site_changes_nothing(
+    path: str, method: str, headers: dict[str, str], status: int
+) -> None:
+    service = Service()
+    assert ask(service, method, path, headers).status_code == status
+    assert bool(service.asked) == (status == 200)
+    # It cannot bring a key, and whoever does is not such a page.
+    service = Service(api_key="key")
+    assert ask(service, method, path, headers).status_code == (405 if method == "HEAD" else 401)
+    assert service.asked == []
+    assert ask(service, method, path, {**headers, **bearer("key")}).status_code == (
+        405 if method == "HEAD" else 200
+    )
+
+
+@pytest.mark.parametrize("path", ["/generate", "/pause_generation", "/metrics", "/dashboard", "/nowhere"])
+def test_a_page_of_another_site_is_refused_everywhere(path: str) -> None:
+    response = ask(Service(), "POST", path, IMAGE)
+    assert response.status_code == 403
+    assert response.json()["error"]["type"] == "PermissionDeniedError"
+
+
+def test_a_page_of_a_host_that_is_allowed_may_ask() -> None:
+    page = {**IMAGE, "Sec-Fetch-Site": "cross-site", "Origin": "https://Tools.example:8443"}
+    for allowed, status in ((None, 403), (["*"], 403), (["tools.example"], 200), (["TOOLS.example"], 200)):
+        service = Service(allowed_hosts=allowed)
+        assert ask(service, "POST", "/pause_generation", page).status_code == status, allowed
+
+
+ADDRESSES = [
+    "127.0.0.1:30000",
+    "10.0.3.7:80",
+    "[::1]:30000",
+    "[fd00::7]",
+    "localhost:5",
+    "a.localhost",
+    "LocalHost.",
+]
+OTHERS = [
+    "evil.example",
+    "evil.example:30000",
+    "engine",
+    "127.0.0.1.evil.example",
+    "127.1",
+    "[::1",
+    "a@b@",
+    "?",
+]
+
+
+@pytest.mark.parametrize(
+    ("args", "hosts", "status"),
+    [
+        ({}, ADDRESSES, 200),
+        ({}, OTHERS, 403),
+        ({"admin_api_key": "key"}, OTHERS, 403),
+        # A page does not know the key.
+        ({"api_key": "key"}, OTHERS, 200),
+        # Services of Kubernetes, hosts of Ray: the operator has said that whoever reaches it is trusted.
+        ({"host": "0.0.0.0", "allow_unauthenticated_control": True}, OTHERS, 200),
+        ({"host": "0.0.0.0", "allowed_hosts": ["Engine"]}, ["engine:80", "ENGINE", *ADDRESSES], 200),
+        ({"host": "0.0.0.0", "allowed_hosts": ["engine"]}, ["engine.evil.example", "evil.example"], 403),
+        ({"host": "Node-3"}, ["node-3:30000", "evil.example"], 200),
+        ({"allowed_hosts": ["*"]}, OTHERS, 200),
+    ],
+)
+def test_a_server_without_keys_is_asked_by_names_that_nobody_else_can_have(
+    args: dict[str, Any], hosts: list[str], status: int
+) -> None:
+    for host in hosts:
+        response = ask(Service(**args), "GET", "/get_weight_version", {"Host": host, **bearer("key")})
+        assert response.status_code == status, (host, response.text)
+        if status == 403:
+            assert "--allowed-hosts" in response.json()["message"]
+
+
+def test_whether_a_server_lives_is_told_to_anybody() -> None:
+    service = Service()
+    service.check_health = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
+    assert ask(service, "GET", "/health", {**IMAGE, "Host": "evil.example"}).status_code == 200
 
 
 def test_keys_are_not_shown() -> None:

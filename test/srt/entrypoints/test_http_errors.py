@@ -20,7 +20,7 @@ class FailingService:
         self.manager = SimpleNamespace(prepare=self.fail)
         self._error = error
 
-    def fail(self, *arguments: Any) -> Any:
+    def fail(self, *arguments: Any, **named: Any) -> Any:
         raise self._error
 
     async def answer(self, *arguments: Any) -> Any:

@@ -91,7 +91,7 @@ def test_a_client_that_leaves_has_its_request_aborted(server: Server, stream: bo
     server.post("/pause_generation", {"mode": "in_place"})
     body = json.dumps({"text": "tide", "sampling_params": ENDLESS, "stream": stream}).encode()
     with connect(server) as connection:
-        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         wait_until(lambda: num_requests(server) == 1, "the request waits")
     wait_until(lambda: num_requests(server) == 0, "the request is aborted")
@@ -100,7 +100,9 @@ def test_a_client_that_leaves_has_its_request_aborted(server: Server, stream: bo
 def test_a_control_request_outlives_its_client(server: Server, checkpoints: Any) -> None:
     generating = {"text": "tide", "sampling_params": ENDLESS, "stream": True}
     update = json.dumps({"model_path": str(checkpoints.b), "weight_version": "late"}).encode()
-    head = f"POST /update_weights_from_disk HTTP/1.1\r\nHost: x\r\nContent-Length: {len(update)}\r\n\r\n"
+    head = (
+        f"POST /update_weights_from_disk HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(update)}\r\n\r\n"
+    )
     with server.client.stream("POST", "/generate", json=generating) as response:
         chunks = events(response.iter_lines())
         next(chunks)
@@ -188,6 +190,12 @@ def test_only_the_scheduler_has_torch(server: Server) -> None:
     pids = {"server": server.process.pid, **server.children()}
     having = {name for name, pid in pids.items() if "libtorch" in Path(f"/proc/{pid}/maps").read_text()}
     assert having - ({"server"} if Path("/dev/nvidiactl").exists() else set()) == {"scheduler"}
+
+
+def test_no_page_shows_an_answer_in_a_frame(server: Server) -> None:
+    for path in ("/docs", "/dashboard", "/get_weight_version"):
+        policies = server.get(path).headers.get_list("Content-Security-Policy")
+        assert any("frame-ancestors 'none'" in policy for policy in policies), path
 
 
 def test_health_and_the_root_have_empty_bodies(server: Server) -> None:

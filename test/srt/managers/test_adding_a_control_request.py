@@ -48,7 +48,7 @@ from ebbtide.testing.null_engine import NullEngine
 class Engine(NullEngine):
     async def over_http(self):
         transport = httpx.ASGITransport(app=create_app(self._service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return {
                 "posted": (await client.post("/count_queued", json={"at_least": 3})).json(),
                 "queried": (await client.get("/count_queued?at_least=4")).json(),

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
 from ebbtide.srt.entrypoints.auth import KeyCheck, Keys
 from ebbtide.srt.entrypoints.bodies import Reply
+from ebbtide.srt.entrypoints.browser_check import FRAMED_BY_NONE, BrowserCheck
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENTED, control_endpoint
 from ebbtide.srt.entrypoints.dashboard.routes import Dashboard
 from ebbtide.srt.entrypoints.drain import DrainRequest
@@ -106,6 +107,7 @@ def create_app(service: EngineService) -> FastAPI:
     app.add_exception_handler(Exception, _answer_bug)
     app.add_middleware(TraceContext, tracing=lambda: service.tracing)
     app.add_middleware(KeyCheck, keys=lambda: Keys.of(service.config.server_args))
+    app.add_middleware(BrowserCheck, args=lambda: service.config.server_args)
     app.add_middleware(OneSpelling)
     return app
 
@@ -319,6 +321,7 @@ async def _serve(
             log_level=config.http.log_level,
             timeout_graceful_shutdown=2 * STOP_TIMEOUT_S,
             timeout_keep_alive=KEEP_ALIVE_S,
+            headers=[FRAMED_BY_NONE],
         )
     )
     deaths: list[str] = []

@@ -97,7 +97,10 @@ def test_a_viewer_that_does_not_read_and_one_of_a_server_that_ends_are_let_go() 
 def test_an_engine_in_python_shows_itself_until_it_ends() -> None:
     with NullEngine() as engine:
         url = engine.serve_dashboard()
-        assert "<title>Ebbtide</title>" in httpx.get(url).text
+        page = httpx.get(url)
+        assert "<title>Ebbtide</title>" in page.text
+        assert "frame-ancestors 'none'" in page.headers["Content-Security-Policy"]
+        assert httpx.get(f"{url}/events", headers={"Host": "evil.example"}).status_code == 400
         with httpx.stream("GET", f"{url}/events") as response:
             events = response.iter_lines()
             next(events)

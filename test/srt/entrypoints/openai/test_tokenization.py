@@ -109,7 +109,7 @@ def test_over_http(prefix: str, has_tokenizer: bool) -> None:
             ),
         )
         transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             tokens = await client.post(f"{prefix}/tokenize", json={"prompt": "ebb"})
             texts = await client.post(f"{prefix}/detokenize", json={"tokens": [101]})
         if has_tokenizer:

@@ -41,7 +41,8 @@ class Dashboard:
 
 # The page has its script and style in itself, and asks its own server alone.
 _NOTHING_FROM_OUTSIDE = (
-    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "frame-ancestors 'none'"
 )
 
 

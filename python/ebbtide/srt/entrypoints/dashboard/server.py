@@ -7,6 +7,8 @@ import socket
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.routing import Route
 
 from ebbtide.srt.entrypoints.dashboard.routes import Dashboard
@@ -38,7 +40,10 @@ class DashboardServer:
             raise ConfigurationError(f"port {port} of {HOST} cannot be had: {error.strerror}") from None
         self.url = f"http://{HOST}:{self._socket.getsockname()[1]}/dashboard"
         routes = [Route(path, endpoint) for path, endpoint in Dashboard(service).routes().items()]
-        config = uvicorn.Config(Starlette(routes=routes), lifespan="off", log_config=None, log_level="error")
+        # The page of another site could read what is told here if its own name came to lead here.
+        names = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+        app = Starlette(routes=routes, middleware=[names])
+        config = uvicorn.Config(app, lifespan="off", log_config=None, log_level="error")
         self._server = uvicorn.Server(config)
         self._serving: asyncio.Task[None] | None = None
 
