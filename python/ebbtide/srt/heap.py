@@ -14,6 +14,36 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
+class HeapHold:
+    """Takes what a process had before out of the collector's sight while somebody is in, and no longer.
+
+    For a process that is not ours: cycles of what was there before and is dropped meanwhile are collected
+    afterwards. Freezing moves lists, and takes no time. Where the owner has frozen the heap, it stays so.
+    """
+
+    def __init__(self) -> None:
+        self._num_in = 0
+        self._is_frozen = False
+
+    def enter(self) -> None:
+        """Somebody comes in, who calls `leave`."""
+        self._num_in += 1
+        if self._num_in == 1 and gc.get_freeze_count() == 0:
+            self._is_frozen = True
+            gc.freeze()
+
+    def leave(self) -> None:
+        self._num_in -= 1
+        if self._num_in == 0:
+            self.thaw()
+
+    def thaw(self) -> None:
+        """Give the heap back, whoever is in. Idempotent."""
+        if self._is_frozen:
+            self._is_frozen = False
+            gc.unfreeze()
+
+
 class GcClock:
     """How long the collector has stopped this process since `start`.
 

@@ -230,9 +230,16 @@ def test_a_fork_of_the_caller_is_told_so_and_leaves_the_engine_alone() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_stream_that_outlives_its_engine_is_dropped_without_a_word() -> None:
+    # As callers find it: all tests have it frozen.
+    gc.unfreeze()
     with NullEngine() as engine:
         stream = engine.generate(input_ids=[5], sampling_params=ENDLESS, stream=True)
         next(stream)
+        is_frozen = gc.get_freeze_count() > 0
+    is_thawed = gc.get_freeze_count() == 0
+    gc.freeze()
+    assert is_frozen
+    assert is_thawed
     del stream
     gc.collect()
 

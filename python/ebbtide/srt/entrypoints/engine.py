@@ -10,12 +10,12 @@ from threading import Thread
 from typing import Any, Self, TypeVar
 
 from ebbtide.srt.config import resolve
+from ebbtide.srt.entrypoints.engine_stream import EngineStream
 from ebbtide.srt.entrypoints.engine_weights import WeightMethods
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.managers import io_struct
-from ebbtide.srt.managers.api.live_generation import LiveGeneration
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
 
@@ -32,6 +32,9 @@ class Engine(WeightMethods):
     The constructor returns when the engine is ready. Use it as a context manager, or call `shutdown`. Methods
     may be called from any thread. Each method `m` blocks; its coroutine `async_m` works in any event loop.
     Control methods return the reply's JSON body as a dict, as over HTTP (docs/control_plane.md).
+
+    While streams run, Python's garbage collector leaves out what the process had before (`gc.freeze`), unless
+    the caller has frozen it: a full collection would stop all streams for as long as it takes to walk that.
 
     Args:
         server_args: all arguments at once, instead of `kwargs`.
@@ -119,8 +122,8 @@ class Engine(WeightMethods):
 
         Returns:
             A dict with `text`, `output_ids` and `meta_info`; a list of dicts for a batch or `n` > 1; with
-            `stream` an iterator of such dicts (an asynchronous one from `async_generate`). Leaving the
-            iterator early aborts the request.
+            `stream` an iterator of such dicts, for `for` and `async for`. Leaving the iterator early aborts
+            the request.
 
         Raises:
             RequestRejected: status 400, a bad field; 409, weights it asks for are gone; 503, the queue is
@@ -144,10 +147,7 @@ class Engine(WeightMethods):
             "timeout_s": timeout_s,
             **fields,
         }
-        answer = await self._in_loop(self._start_or_finish(given))
-        if isinstance(answer, LiveGeneration):
-            return self._runner.stream(self._service.metrics.noting(answer), answer.close)
-        return answer
+        return await self._in_loop(self._start_or_finish(given))
 
     # ----------------------------------------------------------------------------------- memory and pausing
 
@@ -362,7 +362,7 @@ class Engine(WeightMethods):
     async def _start_or_finish(self, given: Mapping[str, Any]) -> Any:
         generation = await self._service.manager.prepare(given)
         if generation.is_stream:
-            return generation
+            return EngineStream(self._runner, self._service, generation)
         result = await generation.result()
         self._service.metrics.note(result)
         return result

@@ -28,7 +28,8 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ebbtide-engine", daemon=True)
-        self._lock = threading.Lock()
+        # Finalizers that the collector runs may ask for it again.
+        self._lock = threading.RLock()
         self._is_open = True
         self._owner_pid = os.getpid()
         self._thread.start()

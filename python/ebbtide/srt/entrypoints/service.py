@@ -28,6 +28,7 @@ from ebbtide.srt.entrypoints.occupation import (
 )
 from ebbtide.srt.entrypoints.transition import Transitions
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.heap import HeapHold
 from ebbtide.srt.managers.api.control_client import Vote
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.api.request_fields import build_request
@@ -89,6 +90,7 @@ class EngineService:
     Attributes:
         metrics: what was asked for through both doors, and how that went.
         timeline: the recent past, for the dashboard.
+        heap: what this process had before, while streams of `Engine` run.
         at_close: called when the service closes.
         tracing: None unless it was asked for.
 
@@ -116,6 +118,7 @@ class EngineService:
             page_size=config.cache.page_size,
         )
         self.timeline = Timeline(self._sample)
+        self.heap = HeapHold()
         self.at_close: list[Callable[[], Awaitable[None]]] = []
         self.metrics.control.observers.append(self.timeline)
         self.tracing = open_tracing(config.server_args)
@@ -193,6 +196,7 @@ class EngineService:
     async def close(self) -> None:
         """As `fail`, and close the channels. The processes are `shutdown`'s."""
         self.metrics.gc_pauses.remove()
+        self.heap.thaw()
         self.timeline.close()
         for end in self.at_close:
             await end()

@@ -395,15 +395,17 @@ class TokenizerManager:
     def _handle(self, message: ManagerInput) -> None:
         match message:
             case TextOutput():
-                for output, text in zip(message.outputs, message.texts, strict=True):
-                    self._deliver(output, text, message.weight_version)
-                for streamed, texts in zip(message.streamed, message.streamed_texts, strict=True):
-                    self._live.deliver_tokens(streamed, texts, message.weight_version)
+                with self._waker.lock:
+                    for output, text in zip(message.outputs, message.texts, strict=True):
+                        self._deliver(output, text, message.weight_version)
+                    for streamed, texts in zip(message.streamed, message.streamed_texts, strict=True):
+                        self._live.deliver_tokens(streamed, texts, message.weight_version)
             case TokenOutput():
-                for output in message.outputs:
-                    self._deliver(output, None, message.weight_version)
-                for streamed in message.streamed:
-                    self._live.deliver_tokens(streamed, None, message.weight_version)
+                with self._waker.lock:
+                    for output in message.outputs:
+                        self._deliver(output, None, message.weight_version)
+                    for streamed in message.streamed:
+                        self._live.deliver_tokens(streamed, None, message.weight_version)
             case ControlReply():
                 self.control.resolve(message)
             case StateReport():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -11,7 +11,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from ebbtide.srt.entrypoints.metrics.aliases import SLEEP_STATES, SglangAliases, VllmAliases
 from ebbtide.srt.entrypoints.metrics.collectors import GcPauses, WeightedHistogram
 from ebbtide.srt.entrypoints.metrics.operations import PREFIX as CONTROL_PREFIX, ControlMetrics
-from ebbtide.srt.managers.api.live_generation import LiveGeneration
 from ebbtide.srt.managers.api.wait_warning import ForgottenPause
 from ebbtide.srt.managers.io_struct import Load, StateReport
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -91,12 +90,6 @@ class Metrics:
         """Count an answer of `/generate`: one output, or a list of them."""
         for output in [result] if isinstance(result, Mapping) else result:
             self._note(output["meta_info"])
-
-    async def noting(self, generation: LiveGeneration) -> AsyncGenerator[dict[str, Any]]:
-        """The chunks of its stream; those that end an output are counted."""
-        async for chunk in generation.stream():
-            self.note_chunk(chunk)
-            yield chunk
 
     def note_chunk(self, chunk: Mapping[str, Any]) -> None:
         """Count the output that this chunk ends, if it does."""

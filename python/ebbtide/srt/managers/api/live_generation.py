@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.flat_logprobs import FlatForm, flat_top_logprobs
 from ebbtide.srt.managers.api.routed_experts import RoutedForm, encoded
-from ebbtide.srt.managers.api.stream_waker import StreamWaker
+from ebbtide.srt.managers.api.stream_waker import StreamWaker, Waiter
 from ebbtide.srt.managers.io_struct import (
     FinishReason,
     LogprobColumns,
@@ -328,9 +329,12 @@ def _spans(starts: Sequence[tuple[str, int]], num_tokens: int) -> list[dict[str,
 class LiveGeneration:
     """A request that runs, with one output or several. Read either its `result()` or its `stream()`.
 
+    Belongs to the loop of the engine, except that a stream is read where its reader is: a chunk is made when
+    it is read, and not before.
+
     Args:
         abandon: called when the reader goes away while outputs are still to come.
-        waker: wakes the reader of a stream.
+        waker: wakes the reader of a stream; outputs are delivered under its lock.
     """
 
     def __init__(
@@ -352,7 +356,7 @@ class LiveGeneration:
         self._num_unfinished = len(outputs)
         self._error: Exception | None = None
         # What the reader waits for, while it waits.
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: Waiter | None = None
         # Indices of outputs with something new, in order of arrival. However slow the reader, that is all
         # that waits for it: chunks that pile up become one.
         self._news: dict[int, None] = {}
@@ -377,7 +381,9 @@ class LiveGeneration:
                     answers[index] = self.outputs[index].response()
                 if len(answers) == len(self.outputs):
                     return [answers[index] for index in sorted(answers)] if self._is_list else answers[0]
-                await self._woken()
+                # An event would keep a queue of readers, of whom there is one.
+                waiter = self._waiter = asyncio.get_running_loop().create_future()
+                await waiter
             raise self._error
         finally:
             self.close()
@@ -401,15 +407,31 @@ class LiveGeneration:
             self.close()
 
     async def has_next(self) -> bool:
-        """Wait for the next chunk of a stream, or for an error; False: there will be none.
+        """Wait for the next chunk of a stream, or for an error; False: there will be none. In any event loop.
 
         With `next_chunk` this is what `stream` does, for a reader that closes the request itself.
         """
-        while not self._news and self._error is None:
+        loop = asyncio.get_running_loop()
+        while (is_there := self._has_next(waiter := loop.create_future())) is None:
+            await waiter
+        return is_there
+
+    def wait_next(self) -> bool:
+        """As `has_next`, for a thread without an event loop."""
+        waiter: concurrent.futures.Future[None]
+        while (is_there := self._has_next(waiter := concurrent.futures.Future())) is None:
+            waiter.result()
+        return is_there
+
+    def _has_next(self, waiter: Waiter) -> bool | None:
+        """Whether there is a next chunk, or an error; None: the waiter will be told."""
+        with self._waker.lock:
+            if self._news or self._error is not None:
+                return True
             if self._num_unfinished == 0:
                 return False
-            await self._woken()
-        return True
+            self._waiter = waiter
+            return None
 
     def next_chunk(self) -> dict[str, Any]:
         """What `has_next` has waited for.
@@ -419,9 +441,10 @@ class LiveGeneration:
         """
         if self._error is not None:
             raise self._error
-        index = next(iter(self._news))
-        del self._news[index]
-        chunk = self.outputs[index].response()
+        with self._waker.lock:
+            index = next(iter(self._news))
+            del self._news[index]
+            chunk = self.outputs[index].response()
         if self._is_list:
             chunk["index"] = index
         return chunk
@@ -435,7 +458,7 @@ class LiveGeneration:
     def note_token(self, index: int) -> None:
         """Output `index` of a stream has one more token, and goes on."""
         self._news[index] = None
-        self._waker.wake_later(self)
+        self._wake()
 
     def note(self, index: int) -> None:
         """Output `index` has something new."""
@@ -447,29 +470,29 @@ class LiveGeneration:
                 self._cancel_timer()
             if finish.status_code is not None:
                 self._error = _failure(finish.message, finish.status_code)
-        if self.is_stream:
-            self._waker.wake_later(self)
-        elif finish is not None:
-            self.wake()
-
-    def wake(self) -> None:
-        """There is something for the reader."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self.is_stream or finish is not None:
+            self._wake()
 
     def fail(self, error: Exception) -> None:
         """Outputs that are still to come never will: end with this error."""
-        self._error = error
-        self.wake()
+        with self._waker.lock:
+            self._error = error
+            self._wake()
+
+    def _wake(self) -> None:
+        """There is something for the reader."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is None or waiter.done():
+            return
+        if self.is_stream:
+            self._waker.wake_later(waiter)
+        else:
+            # An answer goes ahead of replies that are read behind its end.
+            waiter.set_result(None)
 
     def _cancel_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
-
-    def _woken(self) -> asyncio.Future[None]:
-        # An event would keep a queue of readers, of whom there is one.
-        self._waiter = asyncio.get_running_loop().create_future()
-        return self._waiter
 
 
 def _failure(message: str, status: int) -> Exception:

@@ -3,34 +3,56 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import islice
-from typing import Final, Protocol
+import concurrent.futures
+import threading
+from contextlib import suppress
+from typing import Final, TypeAlias
 
-# What the event loop may run of them before it looks at anything else: a millisecond.
+# What an event loop may run of them before it looks at anything else: a millisecond.
 STREAMS_PER_TURN: Final = 32
 
-
-class Sleeper(Protocol):
-    """Whose reader may be waiting."""
-
-    def wake(self) -> None: ...
+# What a reader waits for: in its event loop, or in a thread without one.
+Waiter: TypeAlias = asyncio.Future[None] | concurrent.futures.Future[None]
 
 
 class StreamWaker:
-    """A queue of readers to be woken. What arrives for one of them meanwhile is part of the same chunk."""
+    """Queues of readers to be woken, one for each event loop that has any.
+
+    Whatever arrives for all readers of another loop before it has its turn wakes that loop once.
+
+    Attributes:
+        lock: held by whoever delivers to streams, or takes from them.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[Sleeper, None] = {}
+        # Finalizers that the collector runs may ask for it again.
+        self.lock = threading.RLock()
+        self._waiting: dict[asyncio.AbstractEventLoop, list[Waiter]] = {}
 
-    def wake_later(self, stream: Sleeper) -> None:
-        """Wake its reader in one of the next turns of the event loop."""
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._turn)
-        self._waiting[stream] = None
+    def wake_later(self, waiter: Waiter) -> None:
+        """Wake a reader in one of the next turns of its event loop. Needs the lock."""
+        if isinstance(waiter, concurrent.futures.Future):
+            waiter.set_result(None)
+            return
+        loop = waiter.get_loop()
+        if (waiting := self._waiting.get(loop)) is not None:
+            waiting.append(waiter)
+            return
+        # The readers of loops that have been closed have gone.
+        self._waiting = {one: queue for one, queue in self._waiting.items() if not one.is_closed()}
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._turn, loop)
+            self._waiting[loop] = [waiter]
 
-    def _turn(self) -> None:
-        for stream in list(islice(self._waiting, STREAMS_PER_TURN)):
-            del self._waiting[stream]
-            stream.wake()
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._turn)
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self.lock:
+            waiting = self._waiting[loop]
+            woken = waiting[:STREAMS_PER_TURN]
+            del waiting[:STREAMS_PER_TURN]
+            if waiting:
+                loop.call_soon(self._turn, loop)
+            else:
+                del self._waiting[loop]
+        for waiter in woken:
+            if not waiter.done():
+                waiter.set_result(None)
