@@ -1,0 +1,37 @@
+"""No request passes more files of a scheduler process than it did, and docs/roads.md names them."""
+
+import json
+import re
+import subprocess
+import sys
+
+from fixtures import roads
+
+# How many files each road may have: as many as today, so that none grows. In the comments, the goals.
+BUDGETS = {
+    "idle turn": 9,  # 9
+    "first pass of a prompt": 48,  # 40
+    "decode step": 31,  # 28
+    "release kv_cache": 31,  # 24
+    "resume kv_cache": 28,  # 24
+    "pause retract": 25,  # 20
+    "tensors": 52,  # 35
+    "bucket": 53,  # 38
+    "folder": 49,  # 36
+    "delta": 52,  # 38
+    "quantised to fp8": 53,  # 40
+}
+
+
+def test_no_road_has_become_longer_and_the_page_names_its_files() -> None:
+    # In a process of its own: a profiler slows everything, and other tests have filled caches.
+    command = [sys.executable, roads.__file__, "--json"]
+    traced = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    longer = {name: files for name, files in traced.items() if len(files) > BUDGETS[name]}
+    assert longer == {}
+    assert traced.keys() == BUDGETS.keys()
+
+    sections = re.findall(r"^## (.+): \d+ files\n\n(.+)\n", roads.PAGE.read_text(encoding="utf-8"), re.M)
+    # In any order: how much is done in one turn of the loop, and so what comes next, depends on the time.
+    named = {name: set(re.findall(r"`(\S+)`", files)) for name, files in sections}
+    assert named == {name: set(files) for name, files in traced.items()}, f"run python {roads.__file__}"
