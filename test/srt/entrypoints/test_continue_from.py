@@ -73,8 +73,6 @@ def test_an_output_goes_on_after_an_abort_or_a_lost_connection(server: Server, i
             assert server.post("/abort_request", {"rid": "lost"}).is_success
     wait_until(lambda: server.get("/load").json()["server_load"] == 0, "nothing runs")
     # Nothing is said but which: it goes on as it was asked to.
-    rest = generate(server, continue_from="generate-tokens-lost", status=400)
-    assert "the latest are 'lost'" in rest["message"]
     body = {"continue_from": "generate-tokens-lost", "return_token_ids": True}
     found = server.post("/inference/v1/generate", body).json()
     ids = found["prompt_token_ids"] + found["choices"][0]["token_ids"]
@@ -91,6 +89,26 @@ def test_a_stop_string_may_begin_before_the_cut(server: Server) -> None:
         rest = generate(server, continue_from="cut", sampling_params={**params, "stop": [stop]})
         assert rest["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     generate(server, continue_from="cut", rid="on", sampling_params={**params, "stop": [cut["text"][:2]]})
+
+
+@pytest.mark.parametrize("key", ["Bearer other", None])
+def test_an_output_is_nothing_to_those_who_do_not_bring_the_key_of_its_request(
+    server: Server, key: str | None
+) -> None:
+    own, other = {"Authorization": "Bearer own"}, {} if key is None else {"Authorization": key}
+    body = {"input_ids": PROMPT, "rid": "secret", "sampling_params": {**PARAMS, "max_new_tokens": 3}}
+    assert server.post("/generate", body, headers=own).is_success
+    for path, more in (("/generate", {}), ("/inference/v1/generate", {"return_token_ids": True})):
+        asked = {"continue_from": "secret", "sampling_params": {}, **more}
+        refused = server.post(path, asked, headers=other)
+        assert refused.status_code == 400
+        assert "nothing is known of 'secret'" in refused.json()["message"]
+    # Nor are rids told, or taken by others.
+    unknown = server.post("/generate", {"continue_from": "x"}, headers=own).json()["message"]
+    assert "secret" not in unknown
+    assert server.post("/generate", body, headers=other).is_success
+    found = server.post("/inference/v1/generate", asked, headers=own).json()
+    assert found["prompt_token_ids"][: len(PROMPT)] == PROMPT
 
 
 @pytest.mark.parametrize(

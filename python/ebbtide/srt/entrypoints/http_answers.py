@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
+from ebbtide.srt.managers.api.ended_outputs import Client
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,10 @@ def error_answer(message: str, status: int, **fields: Any) -> Json:
     return Json(error_body(message, status, **fields), status)
 
 
-def client_of(request: Request) -> str:
-    """Who asks: the host that a request comes from."""
-    return "" if request.client is None else request.client.host
+def client_of(request: Request) -> Client:
+    """Who asks."""
+    host = "" if request.client is None else request.client.host
+    return Client(host, request.headers.get("authorization", ""))
 
 
 async def answer_whole(receive: Receive, starting: Coroutine[Any, Any, LiveGeneration]) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from ebbtide.srt.errors import EngineDown, RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
+from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.api.generate_request import (
     GenerationDraft,
@@ -167,7 +168,7 @@ class TokenizerManager:
         *,
         is_incremental: bool | None = None,
         routed_form: RoutedForm = "int32",
-        client: str = "",
+        client: Client = NOBODY,
     ) -> LiveGeneration:
         """Check a request and start it. Read the returned `LiveGeneration` to its end, or `close()` it.
 
@@ -178,7 +179,8 @@ class TokenizerManager:
             render: makes the prompt; see `RequestNormalizer.draft`.
             routed_form: how routed experts are told.
             is_incremental: whether the chunks of a stream hold only what is new; None: as the server's do.
-            client: who asks: grammars of different clients are compiled in turns.
+            client: who asks: grammars of different hosts are compiled in turns, and outputs are continued by
+                those who bring the same key.
 
         Raises:
             RequestRejected: 400; nothing runs. 503: no requests are taken, or none while it is paused.
@@ -189,11 +191,11 @@ class TokenizerManager:
             raise RequestRejected(self._refusal, 503)
         self._check_taken()
         is_incremental = self._is_incremental if is_incremental is None else is_incremental
-        draft = self._normalizer.draft(given, render)
+        draft = self._normalizer.draft(given, render, client)
         draft.check_chunks(is_incremental=is_incremental)
-        self._live.claim(draft.all_rids, draft.groups)
+        self._live.claim(draft.all_rids, draft.groups, client)
         try:
-            grammars = await self._grammars(draft, client)
+            grammars = await self._grammars(draft, client.host)
             plan = self._normalizer.plan(draft, await self._tokenize(draft))
             if self._place is not None:
                 plan = replace(plan, outputs=self._place(plan.outputs))

@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ebbtide.srt.entrypoints.http_answers import client_of
 from ebbtide.srt.entrypoints.openai.answers import Piece, known, stop_reason
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from ebbtide.srt.entrypoints.openai.protocol import NO_STREAM_OPTIONS, Usage
@@ -78,8 +79,8 @@ class TokensApi:
         common = within_limits(call.common, args.max_logprobs, self._service.manager.limits.vocab_size)
         writer = TokensWriter(replace(call, common=common))
         if call.request.continue_from is not None:
-            names = meant_by(call.request.continue_from)
-            common.generate["continue_from"] = self._service.manager.ended.find(names) or names[0]
+            ended, names = self._service.manager.ended, meant_by(call.request.continue_from)
+            common.generate["continue_from"] = ended.find(names, client_of(request)) or names[0]
         # Nothing in a request asks for them: the server's flag does.
         common.generate["return_routed_experts"] = args.enable_return_routed_experts
         if call.request.return_sampling_mask is None and not call.support_width:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ebbtide.srt.errors import RequestRejected
@@ -16,8 +16,17 @@ from ebbtide.srt.sampling_params import SamplingParams
 KEPT_S: Final = 600.0
 MAX_KEPT: Final = 4096
 MAX_KEPT_TOKENS: Final = 8 << 20
-# How many known names a refusal lists, in case that one of them was meant.
-MAX_TOLD: Final = 8
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who asks: the host that requests come from, and the key that they bring, right or not."""
+
+    host: str = ""
+    key: str = field(default="", repr=False)
+
+
+NOBODY: Final = Client()
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,9 @@ class EndedOutput:
 
 
 class EndedOutputs:
-    """The last outputs that have ended, by rid.
+    """The last outputs that have ended, by the key and the rid of their requests.
+
+    Who has made a request under the same key, and knows its rid, may continue it, and read its prompt.
 
     Args:
         clock: seconds.
@@ -95,19 +106,22 @@ class EndedOutputs:
     def __init__(self, is_live: Callable[[str], bool], clock: Callable[[], float] = time.monotonic) -> None:
         self._is_live = is_live
         self._clock = clock
-        self._kept: dict[str, EndedOutput] = {}
+        self._kept: dict[tuple[str, str], EndedOutput] = {}
         self._num_tokens = 0
 
-    def keep(self, request: TokenizedGenerateReqInput, output_ids: Sequence[int]) -> None:
-        """An output has ended."""
-        self._forget(request.rid)
+    def keep(
+        self, request: TokenizedGenerateReqInput, output_ids: Sequence[int], client: Client = NOBODY
+    ) -> None:
+        """An output has ended, of a request that this client made."""
+        name = client.key, request.rid
+        self._forget(name)
         ended = EndedOutput.of(request, output_ids, self._clock())
-        self._kept[ended.rid] = ended
+        self._kept[name] = ended
         self._num_tokens += ended.num_tokens
-        for rid in list(self._too_much()):
-            self._forget(rid)
+        for old in list(self._too_much()):
+            self._forget(old)
 
-    def get(self, rid: str) -> EndedOutput:
+    def get(self, rid: str, client: Client = NOBODY) -> EndedOutput:
         """The output of this rid.
 
         Raises:
@@ -115,33 +129,32 @@ class EndedOutputs:
         """
         if self._is_live(rid):
             raise RequestRejected(f"continue_from: {rid!r} is still running: abort it first")
-        if self.find([rid]) is not None:
-            return self._kept[rid]
-        known = ", ".join(map(repr, list(self._kept)[-MAX_TOLD:][::-1])) or "none"
+        if self.find([rid], client) is not None:
+            return self._kept[client.key, rid]
+        # Other rids are not told: whoever knows one reads the prompt of its request.
         raise RequestRejected(
             f"continue_from: nothing is known of {rid[:200]!r}: the last {MAX_KEPT} outputs are kept for "
-            f"{KEPT_S:g} s; of {len(self._kept)} the latest are {known}"
+            f"{KEPT_S:g} s, for those who send the key of their requests"
         )
 
-    def find(self, names: Sequence[str]) -> str | None:
-        """The first of these names that an output is kept under."""
+    def find(self, rids: Sequence[str], client: Client = NOBODY) -> str | None:
+        """The first of these rids that an output is kept under."""
         oldest_s = self._clock() - KEPT_S
-        return next(
-            (name for name in names if name in self._kept and self._kept[name].ended_s > oldest_s), None
-        )
+        kept = ((rid, self._kept.get((client.key, rid))) for rid in rids)
+        return next((rid for rid, ended in kept if ended is not None and ended.ended_s > oldest_s), None)
 
-    def _too_much(self) -> Iterator[str]:
+    def _too_much(self) -> Iterator[tuple[str, str]]:
         """What is too old, or one too many, the oldest first."""
         oldest_s = self._clock() - KEPT_S
         num_left, num_tokens = len(self._kept), self._num_tokens
-        for rid, ended in self._kept.items():
+        for name, ended in self._kept.items():
             if num_left <= MAX_KEPT and num_tokens <= MAX_KEPT_TOKENS and ended.ended_s > oldest_s:
                 return
             num_left -= 1
             num_tokens -= ended.num_tokens
-            yield rid
+            yield name
 
-    def _forget(self, rid: str) -> None:
-        ended = self._kept.pop(rid, None)
+    def _forget(self, name: tuple[str, str]) -> None:
+        ended = self._kept.pop(name, None)
         if ended is not None:
             self._num_tokens -= ended.num_tokens

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.ended_outputs import EndedOutput, EndedOutputs
+from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client, EndedOutput, EndedOutputs
 from ebbtide.srt.managers.api.flat_logprobs import FlatForm, flat_form
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput, parse, split_ids
 from ebbtide.srt.managers.api.per_prompt import PerPrompt, per_prompt, rids_of_outputs
@@ -115,17 +115,22 @@ class RequestNormalizer:
         self._rng = rng
 
     def draft(
-        self, given: GenerateReqInput | Mapping[str, Any], render: Render | None = None
+        self,
+        given: GenerateReqInput | Mapping[str, Any],
+        render: Render | None = None,
+        client: Client = NOBODY,
     ) -> GenerationDraft:
         """Check everything that needs no tokens, and give the outputs their names and seeds.
 
         Args:
             render: makes the prompt, in the place of `text` and `input_ids`.
+            client: who asks; continues only what it has asked for itself.
         """
         arrival_s = time.monotonic()
         request = parse(given)
         self._check(request)
-        continued = None if request.continue_from is None else self._ended.get(request.continue_from)
+        rid = request.continue_from
+        continued = None if rid is None else self._ended.get(rid, client)
         if continued is None:
             prompts, is_batch = self._prompts(request, render)
         else:

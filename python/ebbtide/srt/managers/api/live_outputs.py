@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.ended_outputs import EndedOutputs
+from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client, EndedOutputs
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState
 from ebbtide.srt.managers.io_struct import RequestOutput, StreamedTokens
 from ebbtide.srt.managers.wire.logprobs import LogprobRows
@@ -19,6 +19,7 @@ class _Entry:
 
     Attributes:
         group: the rid that was posted for it and others.
+        client: who asked for it.
         output: what has arrived of it; None before it is about to be sent.
         generation: whose it is; None before that too, and once its reader has gone, when only its last output
             is awaited.
@@ -28,6 +29,7 @@ class _Entry:
 
     index: int
     group: str | None
+    client: Client
     output: OutputState | None = None
     generation: LiveGeneration | None = None
     is_sent: bool = False
@@ -55,7 +57,9 @@ class LiveOutputs:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def claim(self, rids: Sequence[str], groups: Mapping[str, Iterable[str]]) -> None:
+    def claim(
+        self, rids: Sequence[str], groups: Mapping[str, Iterable[str]], client: Client = NOBODY
+    ) -> None:
         """Take the rids of a request that has come in.
 
         Args:
@@ -72,7 +76,7 @@ class LiveOutputs:
             raise RequestRejected("rid: the ids of the outputs are not distinct")
         group_of = {rid: group for group, members in groups.items() for rid in members}
         for index, rid in enumerate(rids):
-            self._entries[rid] = _Entry(index, group_of.get(rid))
+            self._entries[rid] = _Entry(index, group_of.get(rid), client)
         for group, members in groups.items():
             self._groups[group] = set(members)
         self.none_left.clear()
@@ -123,7 +127,7 @@ class LiveOutputs:
             return None
         state.apply(output, text, weight_version)
         if output.finish is not None and output.finish.status_code is None:
-            self.ended.keep(state.request, state.all_ids)
+            self.ended.keep(state.request, state.all_ids, entry.client)
         if entry.generation is None:
             return None
         entry.generation.note(entry.index)
