@@ -54,7 +54,7 @@ def application(engine: Engine) -> Iterator[TestClient]:
     """The compatibility package's application, which serves the engine of this process."""
     set_global_state(_GlobalState(engine.tokenizer_manager, None, None))
     engine.tokenizer_manager.server_status = ServerStatus.Up
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         yield client
 
 

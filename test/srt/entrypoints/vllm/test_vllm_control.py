@@ -86,6 +86,8 @@ def test_parameters_come_by_query_or_body_and_the_query_wins(client: Client) -> 
         ("/sleep?level=x", None, "query.level", "Expected `int`"),
         ("/sleep", {"level": 3}, "body.level", "<= 2"),
         ("/wake_up?tags=weights&tags=cache", None, "query.tags", "expected one of weights, kv_cache"),
+        ("/wake_up", {"tag": ["weights"]}, "body.tag", "did you mean tags"),
+        ("/abort_requests?request_id=a", None, "body.request_id", "did you mean request_ids"),
         ("/abort_requests", {"request_ids": "all"}, "body.request_ids", "Expected `array"),
         ("/inference/v1/abort_requests", {}, "body.request_ids", "is needed"),
         ("/init_weight_transfer_engine", {}, "body.init_info", "is needed"),

@@ -15,6 +15,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseGenerationReqInput,
     PauseMode,
     ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput as FromDisk,
     UpdateWeightsFromDistributedReqInput as FromDistributed,
     UpdateWeightsFromTensorReqInput as FromTensor,
@@ -92,6 +93,37 @@ def test_null_means_not_given_and_unknown_fields_are_named_and_not_looked_at() -
     assert build_request(FromDisk, fields)[1] == [], "these mean something to others"
     _, ignored = build_request(FlushCacheReqInput, {"a" * 10**6: 1, **{f"b{i}": 1 for i in range(1000)}})
     assert (len(ignored), ignored[0]) == (100, "a" * 200)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "meant"),
+    [
+        (ReleaseMemoryOccupationReqInput, {"tag": ["kv_cache"]}, "tags"),
+        (ReleaseMemoryOccupationReqInput, {"Tags": ["kv_cache"], "tags": None}, "tags"),
+        (ResumeMemoryOccupationReqInput, {"tgas": ["kv_cache"]}, "tags"),
+        (ReleaseMemoryOccupationReqInput, {"presrve": "live"}, "preserve"),
+        (FromDisk, {"modelpath": "a"}, "model_path"),
+    ],
+)
+def test_a_request_about_everything_with_a_misspelt_field_is_refused(
+    kind: Any, fields: dict[str, Any], meant: str
+) -> None:
+    with pytest.raises(RequestRejected, match=f"did you mean {meant}") as raised:
+        build_request(kind, fields)
+    assert raised.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ReleaseMemoryOccupationReqInput, {"tags": ["kv_cache"], "tag": 1}),
+        (ReleaseMemoryOccupationReqInput, {"rid": "1", "level": 1, "ranks": 2, "x" * 10**6: 1}),
+        # AReaL sends this.
+        (FromDisk, {"model_path": "a", "abort_all_request": True}),
+    ],
+)
+def test_other_fields_that_nobody_knows_are_ignored(kind: Any, fields: dict[str, Any]) -> None:
+    build_request(kind, fields)
 
 
 def test_a_dtype_of_torch_stands_for_its_name() -> None:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.request_fields import refuse_misspelt
 from ebbtide.srt.managers.io_struct import ChecksumAlgorithm, PauseMode
 
 P = TypeVar("P", bound=Struct)
@@ -160,6 +161,7 @@ async def read_parameters(request: Request, kind: type[P]) -> tuple[P, list[str]
         elif known.required:
             raise RequestRejected(f"{known.name}: is needed", param=f"body.{known.name}")
     ignored = sorted((body.keys() | request.query_params.keys()) - set(kind.__struct_fields__))
+    refuse_misspelt(kind, values, ignored)
     return kind(**values), ignored
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, TypeVar, get_args
 
 import msgspec
@@ -23,6 +23,8 @@ MAX_ENTRIES: Final = 1 << 18
 # An answer quotes no more characters of a request, and names no more of its ignored fields, than this.
 MAX_CHARACTERS: Final = 200
 MAX_IGNORED: Final = 100
+# Fields without which a request is about everything.
+NONE_IS_ALL: Final = ("tags", "request_ids")
 
 
 def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str]]:
@@ -42,10 +44,41 @@ def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str
         raise RequestRejected(f"{kind.__name__}: a field is nested too deeply") from None
     given = {name: _plain(value) for name, value in known.items() if value is not None}
     ignored = [name[:MAX_CHARACTERS] for name in sorted(set(fields) - set(known))[:MAX_IGNORED]]
+    refuse_misspelt(kind, given, ignored)
     try:
         return msgspec.convert({"type": kind.__name__, **given}, kind), ignored
     except msgspec.ValidationError as error:
         raise RequestRejected(f"{kind.__name__}: {explain(error, kind)}") from None
+
+
+def refuse_misspelt(kind: type[Struct], given: Collection[str], unknown: Iterable[str]) -> None:
+    """Refuse a request that does not say what it is about, and has a field that may be meant to say it.
+
+    Raises:
+        RequestRejected: 400; an unknown field is within two letters of a known one.
+    """
+    fields = msgspec.structs.fields(kind)
+    if all(known.name in given for known in fields if known.required or known.name in NONE_IS_ALL):
+        return
+    for name in unknown:
+        meant = next((known.name for known in fields if _is_near(name, known.name, 2)), None)
+        if meant is not None and meant not in given:
+            raise RequestRejected(f"{name}: unknown; did you mean {meant}?", param=f"body.{name}")
+
+
+def _is_near(one: str, other: str, num_letters: int) -> bool:
+    """Whether so many letters inserted, left out or replaced make one of the other."""
+    if abs(len(one) - len(other)) > num_letters:
+        return False
+    while one and other and one[0] == other[0]:
+        one, other = one[1:], other[1:]
+    if not one or not other:
+        return True
+    return num_letters > 0 and (
+        _is_near(one[1:], other[1:], num_letters - 1)
+        or _is_near(one[1:], other, num_letters - 1)
+        or _is_near(one, other[1:], num_letters - 1)
+    )
 
 
 def _plain(value: Any) -> Any:
