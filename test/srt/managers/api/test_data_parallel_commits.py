@@ -393,14 +393,30 @@ class TestSessions:
         assert begun.values == [{0}, {0}]
         begun.apply(BeginWeightUpdateReqInput(), WeightSessionReqOutput)
 
-    def test_a_session_that_is_gone_on_one_takes_no_part(self, begun: Replicas) -> None:
+    @pytest.mark.parametrize("is_update", [False, True])
+    def test_a_session_that_is_gone_on_one_takes_no_part(self, begun: Replicas, is_update: bool) -> None:
         begun[1].deliver(Expire(id=SESSION))
         begun.settle()
-        for request in (UpdateWeightVersionReqInput(new_version="v"), update(8)):
-            assert "a session was open on some replicas only" in begun.refuse(request).message
-            assert_serve(begun, 0, "default")
+        refusal = begun.refuse(update(8) if is_update else UpdateWeightVersionReqInput(new_version="v"))
+        assert "a session was open on some replicas only" in refusal.message
+        assert refusal.status < 500
+        assert_serve(begun, 0, "default")
         begun.apply(update(9), UpdateWeightsReqOutput)
         assert_serve(begun, 9, "9")
+
+    def test_no_replica_is_ahead_of_another_in_opening_a_session(self, replicas: Replicas) -> None:
+        """One has done what came before and opens it, as it is aborted; the other has not come so far."""
+        first = prepared(replicas, update(5))
+        replicas.call(BeginWeightUpdateReqInput())
+        while replicas[0].values == {0}:
+            replicas.turn(1, count=1)
+            replicas.turn(0, count=10)
+        replicas.call(AbortWeightUpdateReqInput())
+        named = replicas.call(UpdateWeightVersionReqInput(new_version="named"))
+        assert replicas.answer(first, UpdateWeightsReqOutput).committed
+        assert replicas.answer(named, UpdateWeightVersionReqOutput).new_version == "named"
+        replicas.apply(EndWeightUpdateReqInput(), UpdateWeightsReqOutput)
+        assert_serve(replicas, 5, "named")
 
     def test_an_abort_in_between_ends_it_everywhere(self, begun: Replicas) -> None:
         call = prepared(begun, EndWeightUpdateReqInput())

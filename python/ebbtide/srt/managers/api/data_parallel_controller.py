@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -34,7 +35,7 @@ from ebbtide.srt.managers.io_struct import (
     Verdict,
 )
 from ebbtide.srt.managers.wire.channel import AsyncReceiveEnd, SendEnd
-from ebbtide.srt.managers.wire.control_request import ControlRequest, Outcome, dealt, num_entries
+from ebbtide.srt.managers.wire.control_request import ControlRequest, Outcome, Turn, dealt, num_entries
 from ebbtide.srt.managers.wire.reply_merging import merge_replica_refusals, merge_replicas
 
 SHORTEST_QUEUE: Final = "shortest_queue"
@@ -72,7 +73,8 @@ class _Call:
 class DataParallelController:
     """Deals generations out, and carries control requests out on every replica.
 
-    Every replica gets the control requests in the same order. An update is committed by all of them or by
+    Every replica gets the control requests in the same order. Those about a weight update session take turns,
+    as `Turn` says: how soon a replica opens or ends one is its own affair. An update is committed by all of them or by
     none: each says when it is prepared, and is then sent the verdict. Where some refuse a pause, a resume, a
     session, a part of one, or a group that others took, those take it back. For the rest, `merge_replicas`
     says who has done what.
@@ -101,6 +103,8 @@ class DataParallelController:
         # Every output that has not ended, by rid: its replica, and the tokens that it counts for.
         self._placed: dict[str, tuple[int, int]] = {}
         self._calls: dict[str, _Call] = {}
+        # Calls that wait for others about the same subject, by that.
+        self._held: defaultdict[str, deque[ControlCall]] = defaultdict(deque)
         # The last call that was to change each subject.
         self._latest: dict[str, str] = {}
         self._has_session = [False] * len(replicas)
@@ -141,7 +145,7 @@ class DataParallelController:
                 for replica in self._replicas:
                     replica.send(message)
             case ControlCall():
-                self._call(message)
+                self._call_in_turn(message)
             case Verdict():
                 known = self._calls.get(message.id)
                 if known is not None and known.is_open:
@@ -193,6 +197,24 @@ class DataParallelController:
                 self._num_tokens[dp_rank] -= num_tokens
 
     # ------------------------------------------------------------------------------------ control requests
+
+    def _call_in_turn(self, call: ControlCall) -> None:
+        subject = call.request.subject
+        if subject is None or call.request.row.turn is Turn.AT_ONCE:
+            self._call(call)
+        else:
+            self._held[subject].append(call)
+            self._call_held(subject)
+
+    def _call_held(self, subject: str) -> None:
+        """Send on what need not wait any more, in order."""
+        held = self._held[subject]
+        while held:
+            turns = {call.request.row.turn for call in self._calls.values() if call.subject == subject}
+            barred = {Turn.ALONE} if held[0].request.row.turn is Turn.SHARED else {Turn.ALONE, Turn.SHARED}
+            if turns & barred:
+                return
+            self._call(held.popleft())
 
     def _call(self, call: ControlCall) -> None:
         request, row = call.request, call.request.row
@@ -247,6 +269,8 @@ class DataParallelController:
         if call.refusal is None and self._take_back(message.id, call):
             return []
         del self._calls[message.id]
+        if call.subject is not None:
+            self._call_held(call.subject)
         if call.refusal is not None:
             return [ControlReply(id=message.id, reply=call.refusal)]
         replies = [call.replies[dp_rank] for dp_rank in range(len(self._replicas))]

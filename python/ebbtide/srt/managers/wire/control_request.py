@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeVar
 
 import msgspec
@@ -53,6 +54,18 @@ def joining_deadline(request: Timed, update_timeout_s: float) -> float | None:
     return None if request.timeout_s is None else request.timeout_s + JOIN_GRACE_S
 
 
+class Turn(Enum):
+    """When replicas are sent a request about a subject.
+
+    AT_ONCE: when it comes. SHARED: once those that are ALONE are answered by all replicas. ALONE: once those of
+    either kind are. So a session is open on all replicas, or on none, when a request arrives that asks.
+    """
+
+    AT_ONCE = auto()
+    SHARED = auto()
+    ALONE = auto()
+
+
 @dataclass(frozen=True)
 class ControlRow:
     """What there is to know of one kind of control request.
@@ -68,6 +81,7 @@ class ControlRow:
         deadline: when it is refused if it is still pending.
         per_rank: a list with an entry for each rank, of which each rank gets its own alone.
         subject: what it is about, where later requests about the same decide whether it can be undone.
+        turn: how it waits for earlier requests about the same subject.
         settles: nothing earlier about the same subject is undone once this has been sent. False for what is
             refused where something earlier holds.
         is_joint: replicas commit it together: each prepares it, and waits for a `Verdict`.
@@ -85,6 +99,7 @@ class ControlRow:
     deadline: Deadline = no_deadline
     per_rank: str | None = None
     subject: str | None = None
+    turn: Turn = Turn.AT_ONCE
     settles: bool = True
     is_joint: bool = False
     undone: str = ""

@@ -13,6 +13,7 @@ from ebbtide.srt.managers.wire.control_request import (
     ControlRequest,
     ControlRow,
     Outcome,
+    Turn,
     joining_deadline,
     own_or_update_deadline,
     update_deadline,
@@ -106,6 +107,7 @@ def _update(path: str, op: str | None = None, per_rank: str | None = None) -> Co
         deadline=own_or_update_deadline,
         per_rank=per_rank,
         subject="session",
+        turn=Turn.SHARED,
         settles=False,
         is_joint=True,
         undone="The session was discarded, as others had staged this update",
@@ -235,6 +237,7 @@ class BeginWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
         *(WeightSessionReqOutput, "/begin_weight_update"),
         deadline=own_or_update_deadline,
         subject="session",
+        turn=Turn.ALONE,
         settles=False,
     )
 
@@ -256,6 +259,7 @@ class EndWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
         *(UpdateWeightsReqOutput, "/end_weight_update"),
         deadline=own_or_update_deadline,
         subject="session",
+        turn=Turn.ALONE,
         settles=False,
         is_joint=True,
         undone="The session was discarded, as others have it",
@@ -302,11 +306,25 @@ class UpdateWeightVersionReqInput(ControlRequest, frozen=True, kw_only=True):
     """Give the weights another version; in a session it takes effect with the commit."""
 
     row = ControlRow(
-        UpdateWeightVersionReqOutput, "/update_weight_version", deadline=update_deadline, is_joint=True
+        *(UpdateWeightVersionReqOutput, "/update_weight_version"),
+        deadline=update_deadline,
+        subject="session",
+        turn=Turn.ALONE,
+        settles=False,
+        is_joint=True,
+        undone="The session was discarded, as others have none",
     )
 
     new_version: str
     abort_all_requests: bool = False
+
+    def undo(self, outcome: Outcome) -> Mapping[int, AbortWeightUpdateReqInput]:
+        # Only a session's version is answered without the others.
+        return {
+            dp_rank: AbortWeightUpdateReqInput()
+            for dp_rank, reply in sorted(outcome.replies.items())
+            if isinstance(reply, UpdateWeightVersionReqOutput)
+        }
 
 
 class GetWeightsByNameReqOutput(Reply, frozen=True, kw_only=True):
