@@ -199,9 +199,17 @@ def test_deltas_of_one_session_are_of_each_other(engine: Any, checkpoint: Path, 
     for base_version, value in (("next", 7.0), ("next", 8.0)):
         body = delta(shape=list(expected.shape))
         body["named_tensors"] = payload(torch.tensor([1, 0], dtype=torch.uint8), torch.full((2,), value))
-        engine.update_weights_from_tensor(**{**body, "base_version": base_version})
+        reply = engine.update_weights_from_tensor(**{**body, "base_version": base_version})
+        assert reply["base_checked"] is True
+    assert engine.update_weights_from_tensor(**{**body, "base_version": None})["base_checked"] is False
     assert serves(engine, old)
-    engine.end_weight_update()
+    # A repeat after a lost answer, of what the session has moved past.
+    with pytest.raises(
+        RequestRejected, match=r"of version 'base', and the session has come to 'next'"
+    ) as late:
+        engine.update_weights_from_tensor(**delta(shape=list(expected.shape)))
+    assert late.value.status == 409
+    engine.end_weight_update(allow_incomplete=True)
     expected.view(-1)[1:3] = 8.0
     assert serves(engine, {**old, FUSED: expected})
     assert engine.weight_version == "next"

@@ -30,7 +30,8 @@ STATE_DICTS: Final = "state_dicts"
 
 
 class UpdateWeightsReqOutput(TotalsReply, frozen=True, kw_only=True):
-    """`num_nonfinite`: tensors with NaN or Inf, of the update or of all that its session has staged.
+    """`base_checked`: of a delta, whether it said which weights it is of, and those are what it changed.
+    `num_nonfinite`: tensors with NaN or Inf, of the update or of all that its session has staged.
 
     `stages_ms`: how long each stage took on the first rank, one after the other.
     """
@@ -46,6 +47,7 @@ class UpdateWeightsReqOutput(TotalsReply, frozen=True, kw_only=True):
     content: Annotated[Literal["valid", "stale"], merge.STALER]
     num_missing: Annotated[int, merge.LARGEST]
     num_nonfinite: Annotated[int, merge.LARGEST] = 0
+    base_checked: Annotated[bool | UnsetType, merge.AGREED] = UNSET
     stages_ms: Annotated[dict[str, float], merge.SAME] = field(default_factory=dict)
 
     @property

@@ -101,15 +101,17 @@ def require_base(base_version: str | None, serving: str, pending: str | None) ->
 
     Args:
         base_version: of which it is; None: it does not say.
-        pending: the version that the open session is to make serve.
+        pending: the version that the open session has come to; None: nobody has named one.
     """
-    if base_version is not None and base_version not in (serving, pending):
-        raise RequestRejected(
-            f"base_version: the delta is of version {base_version[:200]!r}, and {serving!r} serves: send a "
-            "delta of that, or the weights whole",
-            409,
-            weight_version=serving,
-        )
+    if base_version is None or base_version == (serving if pending is None else pending):
+        return
+    state = f"{serving!r} serves" if pending is None else f"the session has come to {pending!r}"
+    raise RequestRejected(
+        f"base_version: the delta is of version {base_version[:200]!r}, and {state}: send a delta of that, or "
+        "the weights whole",
+        409,
+        weight_version=serving,
+    )
 
 
 class CommitConditions:

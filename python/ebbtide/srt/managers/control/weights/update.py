@@ -247,7 +247,8 @@ class WeightUpdates:
             if self._session is not None:
                 self._session.heed(request)
                 yield from self._arrivals.receive(incoming, self._session)
-                return (yield from self._stage(self._session, request, incoming))
+                staged = yield from self._stage(self._session, request, incoming)
+                return _with_base(staged, incoming)
             refuse_halves(incoming)
             session = opened.enter_context(closing(self._new_session()))
             session.heed(request)
@@ -266,7 +267,7 @@ class WeightUpdates:
                     mode = yield from self._agree(session, terms, stages)
                 reply = self._commit(session, terms, mode)
                 stages.end("commit")
-                return (yield from self._breathe(session, reply, incoming))
+                return (yield from self._breathe(session, _with_base(reply, incoming), incoming))
 
     def _update_from_senders(self, request: PiecewiseRequest, stages: Stages) -> Operation:
         with self._line.turn() as has_come, ExitStack() as opened:
@@ -321,7 +322,7 @@ class WeightUpdates:
 
     def _stage(
         self, session: WeightSession, request: WeightUpdateRequest, incoming: IncomingWeights
-    ) -> Operation:
+    ) -> Work[UpdateWeightsReqOutput]:
         """Take an update into the open session; nothing of it serves yet."""
         before = session.counts
         yield from session.prepare(incoming)
@@ -330,7 +331,7 @@ class WeightUpdates:
 
     def _staged(
         self, session: WeightSession, request: WeightUpdateRequest, before: tuple[int, int, int]
-    ) -> AnyReply:
+    ) -> UpdateWeightsReqOutput:
         session.flush_cache |= request.flush_cache
         session.version = version_of(request) or session.version
         session.folder = folder_of(request) or session.folder
@@ -503,3 +504,10 @@ class WeightUpdates:
         why = "the weights were released in between"
         self._abort_session(why)
         self._operations.cancel(WeightUpdateRequest, Superseded(f"{why}: resume them, then update again"))
+
+
+def _with_base(reply: UpdateWeightsReqOutput, incoming: IncomingWeights) -> UpdateWeightsReqOutput:
+    """The reply, which says of a delta whether anybody has looked at what it is of."""
+    if not incoming.is_delta:
+        return reply
+    return structs.replace(reply, base_checked=incoming.base_version is not None)
