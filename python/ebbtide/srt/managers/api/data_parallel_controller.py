@@ -74,10 +74,10 @@ class DataParallelController:
     """Deals generations out, and carries control requests out on every replica.
 
     Every replica gets the control requests in the same order. Those about a weight update session take turns,
-    as `Turn` says: how soon a replica opens or ends one is its own affair. An update is committed by all of them or by
-    none: each says when it is prepared, and is then sent the verdict. Where some refuse a pause, a resume, a
-    session, a part of one, or a group that others took, those take it back. For the rest, `merge_replicas`
-    says who has done what.
+    as `Turn` says: how soon a replica opens or ends one is its own affair. An update is committed by all of
+    them or by none: each says when it is prepared, and is then sent the verdict. Where some refuse a pause, a
+    resume, a session, a part of one, or a group that others took, those take it back. For the rest,
+    `merge_replicas` says who has done what.
 
     Args:
         replicas: by dp_rank; closed with this. What is encoded already is sent as it is.

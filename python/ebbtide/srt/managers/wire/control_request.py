@@ -57,8 +57,8 @@ def joining_deadline(request: Timed, update_timeout_s: float) -> float | None:
 class Turn(Enum):
     """When replicas are sent a request about a subject.
 
-    AT_ONCE: when it comes. SHARED: once those that are ALONE are answered by all replicas. ALONE: once those of
-    either kind are. So a session is open on all replicas, or on none, when a request arrives that asks.
+    AT_ONCE: when it comes. SHARED: once those that are ALONE are answered by all replicas. ALONE: once those
+    of either kind are. So a session is open on all replicas, or on none, when a request arrives that asks.
     """
 
     AT_ONCE = auto()

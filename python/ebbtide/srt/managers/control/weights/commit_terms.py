@@ -107,8 +107,8 @@ def require_base(base_version: str | None, serving: str, pending: str | None) ->
         return
     state = f"{serving!r} serves" if pending is None else f"the session has come to {pending!r}"
     raise RequestRejected(
-        f"base_version: the delta is of version {base_version[:200]!r}, and {state}: send a delta of that, or "
-        "the weights whole",
+        f"base_version: the delta is of version {base_version[:200]!r}, and {state}: send a delta of that, "
+        "or the weights whole",
         409,
         weight_version=serving,
     )
