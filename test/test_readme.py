@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import fnmatch
 import importlib
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from ebbtide.srt.server_args import ServerArgs
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 DOCUMENTS = [README, ROOT / "docs" / "control_plane.md"]
 # Flags of other programs and of the demo.
 FOREIGN_FLAGS = {"--dashboard-port", "--editable", "--index-url", "--shm-size", "--steps"}
@@ -38,7 +40,7 @@ def test_functions_that_are_named_exist(path: Path) -> None:
 
 def walks() -> list[list[tuple[str, ...]]]:
     """The lists of "How the code is read": of each step its file and its function."""
-    text = README.read_text(encoding="utf-8")
+    text = CONTRIBUTING.read_text(encoding="utf-8")
     section = text.partition("## How the code is read\n")[2].partition("\n## ")[0]
     lists = [re.findall(r"^\d+\. .*", paragraph, re.M) for paragraph in section.split("\n\n")]
     steps = [[re.match(r"\d+\. `(\S+)` `(\S+)`: ", line) for line in lines] for lines in lists if lines]
@@ -65,6 +67,13 @@ def test_the_walks_through_the_code_lead_somewhere() -> None:
         if not file or name not in functions(ROOT / "python/ebbtide/srt" / file)
     ]
     assert missing == []
+
+
+def test_files_that_contributing_names_exist() -> None:
+    text = CONTRIBUTING.read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"[\w./*]+\.py\b", text) if "foo" not in name}
+    files = [str(path) for folder in ("python", "test", "bench") for path in (ROOT / folder).rglob("*.py")]
+    assert [name for name in sorted(named) if not fnmatch.filter(files, f"*/{name}")] == []
 
 
 def test_the_python_example_runs(tmp_path: Path) -> None:
