@@ -40,6 +40,11 @@ def local_folder(argument: str, given: str, revision: str | None, *, with_weight
         ) from error
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether there are weight files in a folder."""
+    return any(True for pattern in _WEIGHT_FILES for _ in folder.glob(pattern))
+
+
 def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str) -> SimpleNamespace:
     """The fields of transformers' config of the folder, with the overrides merged into config.json's.
 

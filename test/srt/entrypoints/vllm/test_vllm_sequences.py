@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from hashlib import sha256
@@ -199,8 +200,9 @@ def test_patches_are_one_update_from_start_to_finish(
 
 
 def test_prime_rl_by_folder(server: Server, checkpoints: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "step_12"
-    folder.symlink_to(checkpoints.b)
+    folder = shutil.copytree(checkpoints.b, tmp_path / "step_12")
+    # Its client leaves this in every folder, broadcast or not.
+    (folder / "NCCL_READY").touch()
     ok(server.post("/pause?mode=keep&clear_cache=false"))
     assert ok(server.post("/update_weights", {"weight_dir": str(folder)}))["status"] == "ok"
     ok(server.post("/resume"))

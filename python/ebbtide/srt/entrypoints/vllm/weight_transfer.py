@@ -28,6 +28,7 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
 )
 from ebbtide.srt.entrypoints.vllm.published import FetchInfo, FetchParameters, fetch
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.hf_folder import has_weights
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -260,18 +261,24 @@ class VllmWeightTransfer:
         return {"success": True, "message": message, "match": not differing, "mismatches": differing}
 
     def _is_broadcast(self, folder: str | None) -> bool:
-        """Whether prime-rl's trainer broadcasts what it told a folder of: a file in it says so.
+        """Whether prime-rl's trainer broadcasts: a file in the folder says so.
+
+        Its client leaves the file in every folder. A trainer that has not been met wrote a checkpoint there.
 
         Raises:
-            RequestRejected: 409, it does, and has not been met.
+            RequestRejected: 409, there is none, and the trainer has not been met.
         """
         is_met = BROADCASTER in self._state().weight_groups
         if folder is None:
             return is_met
         is_ready = Path(folder, READY_FILE).exists()
-        if is_ready and not is_met:
-            raise RequestRejected("the trainer broadcasts, and has not been met: call /init_broadcaster", 409)
-        return is_ready
+        if is_ready and not is_met and not has_weights(Path(folder)):
+            raise RequestRejected(
+                f"{folder} holds no checkpoint, and no broadcasting trainer has been met: write the weights "
+                "there, or call /init_broadcaster",
+                409,
+            )
+        return is_ready and is_met
 
     async def _update_alone(self, kind: type[Any], source: Body, version: str | None) -> Body:
         """An update that is a session of its own."""
