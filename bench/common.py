@@ -28,7 +28,7 @@ GPU_PACKAGES = ("flashinfer-python", "triton", "cuda-bindings", "torch_memory_sa
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No garbage is collected within."""
+    """No garbage is collected within: for a client of a server, whose pauses would be gaps of its streams."""
     gc.collect()
     gc.disable()
     try:

@@ -191,6 +191,7 @@ _ROLLOUT_MOST = {
     "prompt_logprobs_overhead": 0.05,
     "qwen_prompt_logprobs_overhead": 0.3,
     "http_1024_gap_p99_of_median": 2.0,
+    "engine_streams_us_per_token": 30,
 }
 
 
@@ -243,6 +244,10 @@ def _rollout_goals() -> dict[str, Goal]:
                 )
             title = f"{of_model}{size} streams at once, first token"
             add(f"{other}gap_first_b{size}", title, "ms", at_least=False)
+        title = f"{of_model}256 streams of Engine that decode: p99 gap (goal: twice the median)"
+        add(f"{other}engine_streams_256_p99_ms", title, "ms", at_least=False)
+        title = f"{of_model}the same: CPU time of their process for a token"
+        add(f"{other}engine_streams_us_per_token", title, "us", at_least=False)
         for name in ("p50", "p99"):
             title = f"{of_model}first token of one request beside 256 others, {name}"
             add(f"{other}first_token_under_load_{name}", title, "ms", at_least=False)

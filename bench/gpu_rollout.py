@@ -11,6 +11,8 @@
 - `decode`: decoding with long contexts; the prefill is taken off by a call for one token.
 - `gaps`: gaps between the chunks of streams, all streams together. `first`: time to the first token of single
   requests while 256 others decode.
+- `streams`: 256 streams of `Engine` once all of them decode, with Python's collector on as in all parts, and
+  the CPU time of their process for a token, taking the requests in included.
 - `http`: requests to a server at once, as a share of the same through `Engine`.
 - `stop_strings`: an engine with a tokenizer, with and without stop strings.
 
@@ -275,6 +277,21 @@ class Bench:
                 for what, key in keys.items():
                     self.report.add(key, [run[what] for run in runs])
 
+    def streams(self) -> None:
+        p99, cost = (self.key(f"engine_streams_{what}") for what in ("256_p99_ms", "us_per_token"))
+        with self.report.attempt(p99, cost):
+            size, prompt_len, output_len = (2, 8, 200) if self.args.tiny else (256, 512, 400)
+            runs = [
+                asyncio.run(self.rollouts.gaps(size, (prompt_len, output_len))) for _ in range(self.args.runs)
+            ]
+            self.report.add(
+                p99,
+                [run["decoding_p99"] for run in runs],
+                goal_value=2 * statistics.median(run["decoding_p50"] for run in runs),
+                all_runs=runs,
+            )
+            self.report.add(cost, [run["us_per_token"] for run in runs])
+
     def first(self) -> None:
         keys = [self.key(f"first_token_under_load_{what}") for what in ("p50", "p99")]
         with self.report.attempt(*keys):
@@ -375,6 +392,7 @@ BENCH_PARTS = (
     "prompt_logprobs",
     "decode",
     "gaps",
+    "streams",
     "first",
 )
 ENGINE_PARTS = {"http": measure_http, "stop_strings": measure_stop_strings}

@@ -41,7 +41,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import undisturbed
 from gpu_common import (
     SHAPES,
     TINY,
@@ -141,18 +140,17 @@ class Bench:
         prompts = self.streams.prompts(count, length)
         begun = [asyncio.Event() for _ in prompts]
         all_times: list[list[float]] = [[] for _ in prompts]
-        with undisturbed():
-            streams = [
-                asyncio.ensure_future(self.streams.read(*one))
-                for one in zip(prompts, begun, all_times, strict=True)
-            ]
-            await asyncio.gather(*(event.wait() for event in begun))
-            sent = time.perf_counter()
-            release = await self._engine.async_release_memory_occupation(["kv_cache"], preserve=preserve)
-            released = time.perf_counter()
-            await self._engine.async_resume_memory_occupation(["kv_cache"])
-            resumed = time.perf_counter()
-            await asyncio.gather(*streams)
+        streams = [
+            asyncio.ensure_future(self.streams.read(*one))
+            for one in zip(prompts, begun, all_times, strict=True)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        sent = time.perf_counter()
+        release = await self._engine.async_release_memory_occupation(["kv_cache"], preserve=preserve)
+        released = time.perf_counter()
+        await self._engine.async_resume_memory_occupation(["kv_cache"])
+        resumed = time.perf_counter()
+        await asyncio.gather(*streams)
         firsts = [min(at for at in times if at > released) - released for times in all_times]
         await self._engine.async_flush_cache()
         return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import undisturbed
 from gpu_common import Shape
 from numpy.typing import NDArray
 
@@ -121,32 +119,38 @@ class Rollouts:
         return times
 
     async def gaps(self, size: int, lens: tuple[int, int]) -> dict[str, float]:
-        """Milliseconds between chunks, and until the first one."""
-        with undisturbed():
-            prompts = self.prompts(size, lens[0])
-            all_times = await asyncio.gather(*(self.stream(prompt, lens[1]) for prompt in prompts))
-        gaps = [
-            (after - before) * 1e3 for times in all_times for before, after in itertools.pairwise(times[1:])
-        ]
+        """Milliseconds between chunks and until the first one, and this process's CPU time for a token.
+
+        "decoding_..." are of the gaps that begin once all streams have begun.
+        """
+        prompts = self.prompts(size, lens[0])
+        cpu_s = time.process_time()
+        all_times = await asyncio.gather(*(self.stream(prompt, lens[1]) for prompt in prompts))
+        cpu_s = time.process_time() - cpu_s
+        gaps = np.concatenate([np.diff(times[1:]) for times in all_times]) * 1e3
+        begun = np.concatenate([times[1:-1] for times in all_times])
+        decoding = gaps[begun >= max(times[1] for times in all_times)]
         return {
             "p50": float(np.percentile(gaps, 50)),
             "p99": float(np.percentile(gaps, 99)),
-            "max": max(gaps),
+            "max": float(gaps.max()),
             "first": statistics.median((times[1] - times[0]) * 1e3 for times in all_times),
+            "decoding_p50": float(np.percentile(decoding, 50)),
+            "decoding_p99": float(np.percentile(decoding, 99)),
+            "us_per_token": cpu_s * 1e6 / (size * lens[1]),
         }
 
     async def first_tokens(self, size: int, lens: tuple[int, int], count: int) -> list[float]:
         """Milliseconds to the first token of single requests, one after the other, while a batch decodes."""
-        with undisturbed():
-            prompts = self.prompts(size, lens[0])
-            batch = [asyncio.ensure_future(self.stream(prompt, lens[1])) for prompt in prompts]
-            # When this one comes back, all of the batch have been admitted.
-            await self.stream(prompts[0], 1)
-            times = []
-            for prompt in self.prompts(count, lens[0]):
-                first = await self.stream(prompt, 1)
-                times.append((first[1] - first[0]) * 1e3)
-            if any(stream.done() for stream in batch):
-                raise RuntimeError("the batch ended before the last single request")
-            await asyncio.gather(*batch)
+        prompts = self.prompts(size, lens[0])
+        batch = [asyncio.ensure_future(self.stream(prompt, lens[1])) for prompt in prompts]
+        # When this one comes back, all of the batch have been admitted.
+        await self.stream(prompts[0], 1)
+        times = []
+        for prompt in self.prompts(count, lens[0]):
+            first = await self.stream(prompt, 1)
+            times.append((first[1] - first[0]) * 1e3)
+        if any(stream.done() for stream in batch):
+            raise RuntimeError("the batch ended before the last single request")
+        await asyncio.gather(*batch)
         return times

@@ -1,13 +1,16 @@
-"""What the chunks of many streams cost the process that serves HTTP, and how evenly they come.
+"""What chunks of many streams cost the process that serves HTTP or has `Engine`, and how evenly they come.
 
-A server without a model, whose passes take `--pass-ms`, and `--streams` streams of `POST /generate`: they are
-incremental, have logprobs, and get a token with every pass. `us_per_token` is all CPU time of the process, so
-taking its requests in counts too. If it cannot keep up, several tokens come in one chunk.
+No model: a pass takes `--pass-ms`, and each of `--streams` streams with logprobs gets a token with every
+pass. With `--door http` they are incremental, of `POST /generate`. With `--door engine` this process reads
+them: it has imported what a trainer has, and Python's collector is on. `us_per_token` is all CPU time of the
+process, so taking its requests in counts too. If it cannot keep up, several tokens come in one chunk.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import gc
 import multiprocessing
 import socket
 import time
@@ -15,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import psutil
@@ -23,12 +27,20 @@ from http_load import clients, run_load
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.http_server import serve
+from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, BeforeMasks, StepResult
-from ebbtide.testing.null_engine import VOCAB_SIZE, null_args, null_config, run_null_scheduler
+from ebbtide.srt.server_args import ServerArgs
+from ebbtide.testing.null_engine import (
+    VOCAB_SIZE,
+    NullEngine,
+    null_args,
+    null_config,
+    run_null_scheduler,
+)
 from ebbtide.testing.null_runner import NullRunner, NullStep
 
-PROMPT_LEN = 4
+PROMPT_LENS = {"http": 4, "engine": 512}
 POOL_TOKENS = 1 << 22
 START_TIMEOUT_S = 120.0
 
@@ -66,15 +78,28 @@ def run_timed_scheduler(config: EngineConfig, addresses: ChannelAddresses, ready
     run_null_scheduler(config, addresses, ready, TimedRunner(float(config.model.path) / 1e3))
 
 
+TARGETS = {"scheduler": "stream_chunks:run_timed_scheduler"}
+
+
+def timed_args(num_streams: int, pass_ms: float) -> dict[str, Any]:
+    return {
+        "model_path": str(pass_ms),
+        "max_running_requests": num_streams,
+        "max_total_tokens": POOL_TOKENS,
+    }
+
+
 def run_server(port: int, num_streams: int, pass_ms: float) -> None:
-    args = null_args(
-        port=port,
-        model_path=str(pass_ms),
-        max_running_requests=num_streams,
-        max_total_tokens=POOL_TOKENS,
-        incremental_streaming_output=True,
-    )
-    serve(lambda: null_config(args), {"scheduler": "stream_chunks:run_timed_scheduler"})
+    args = null_args(port=port, incremental_streaming_output=True, **timed_args(num_streams, pass_ms))
+    serve(lambda: null_config(args), TARGETS)
+
+
+class TimedEngine(NullEngine):
+    """Whose passes last."""
+
+    @classmethod
+    def _start(cls, server_args: ServerArgs) -> EngineService:
+        return EngineService(null_config(server_args), TARGETS)
 
 
 @contextmanager
@@ -108,35 +133,61 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--streams", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=256, help="of each stream")
-    parser.add_argument("--pass-ms", type=float, default=45.0)
-    args = parser.parse_args(argv)
-    rows = []
+def measure_http(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    lens = (PROMPT_LENS["http"], args.tokens)
     with running_server(args.streams, args.pass_ms) as (process, url), clients() as pool:
-        run_load(pool, url, 8, VOCAB_SIZE, (PROMPT_LEN, 16), stream=True)
+        run_load(pool, url, 8, VOCAB_SIZE, (lens[0], 16), stream=True)
         for _ in range(args.runs):
             before = process.cpu_times()
-            load = run_load(pool, url, args.streams, VOCAB_SIZE, (PROMPT_LEN, args.tokens), stream=True)
+            load = run_load(pool, url, args.streams, VOCAB_SIZE, lens, stream=True)
             after = process.cpu_times()
             user_us, system_us = (
                 round((getattr(after, kind) - getattr(before, kind)) * 1e6 / load.num_tokens, 1)
                 for kind in ("user", "system")
             )
-            median_ms, longest_hundredth_ms = np.percentile(load.gaps_ms, (50, 99)).round(1).tolist()
-            row = {
+            yield {
                 "us_per_token": round(user_us + system_us, 1),
                 "system_us_per_token": system_us,
-                "gaps_ms": [median_ms, longest_hundredth_ms],
+                "gaps_ms": np.percentile(load.gaps_ms, (50, 99)).round(1).tolist(),
                 "seconds": round(load.seconds, 2),
             }
-            print(row, flush=True)
-            rows.append(row)
+
+
+def measure_engine(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    import transformers  # noqa: F401
+    from gpu_common import Shape
+    from rollout_calls import Rollouts
+
+    with TimedEngine(**timed_args(args.streams, args.pass_ms)) as engine:
+        rollouts = Rollouts(engine, Shape({"vocab_size": VOCAB_SIZE}))
+        asyncio.run(rollouts.gaps(8, (PROMPT_LENS["engine"], 16)))
+        for _ in range(args.runs):
+            before = [generation["collections"] for generation in gc.get_stats()]
+            run = asyncio.run(rollouts.gaps(args.streams, (PROMPT_LENS["engine"], args.tokens)))
+            after = [generation["collections"] for generation in gc.get_stats()]
+            yield {
+                "us_per_token": round(run["us_per_token"], 1),
+                "gaps_ms": [round(run[what], 1) for what in ("p50", "p99", "max")],
+                "collections": [late - early for early, late in zip(before, after, strict=True)],
+            }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--door", choices=("http", "engine"), default="http")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--streams", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=256, help="of each stream")
+    parser.add_argument("--pass-ms", type=float, default=45.0)
+    args = parser.parse_args(argv)
+    measure = measure_engine if args.door == "engine" else measure_http
+    rows = []
+    for row in measure(args):
+        print(row, flush=True)
+        rows.append(row)
     given = {"streams": args.streams, "tokens": args.tokens, "pass_ms": args.pass_ms}
-    print(f"written to {write_result('stream_chunks', {**given, 'runs': rows})}")
+    name = "stream_chunks" if args.door == "http" else "stream_chunks_engine"
+    print(f"written to {write_result(name, {**given, 'runs': rows})}")
 
 
 if __name__ == "__main__":

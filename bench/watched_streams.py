@@ -1,6 +1,6 @@
 """Streams of an engine in this process, and what they saw of what was done in their midst.
 
-The client keeps the time of each chunk, reads nothing and collects no garbage while it waits.
+The client keeps the time of each chunk, and reads nothing of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import numpy as np
-from common import undisturbed
 from gpu_common import Shape
 
 from ebbtide import Engine
@@ -77,16 +76,15 @@ class Streams:
         """One run of so many streams, and an update in the middle of it, if any."""
         prompts = self.prompts(4 if self._args.tiny else num_streams, PROMPT_LEN)
         started = asyncio.Event()
-        with undisturbed():
-            begun = time.perf_counter()
-            streams = [asyncio.ensure_future(self.read(prompt, started)) for prompt in prompts]
-            run: dict[str, Any] = {}
-            if update is not None:
-                await started.wait()
-                after_s = 0.05 if self._args.tiny else SEND_AFTER_S
-                await asyncio.sleep(max(0.0, after_s - (time.perf_counter() - begun)))
-                run = await timed(update)
-            all_times = await asyncio.gather(*streams)
+        begun = time.perf_counter()
+        streams = [asyncio.ensure_future(self.read(prompt, started)) for prompt in prompts]
+        run: dict[str, Any] = {}
+        if update is not None:
+            await started.wait()
+            after_s = 0.05 if self._args.tiny else SEND_AFTER_S
+            await asyncio.sleep(max(0.0, after_s - (time.perf_counter() - begun)))
+            run = await timed(update)
+        all_times = await asyncio.gather(*streams)
         gaps = [[after - before for before, after in itertools.pairwise(times)] for times in all_times]
         run["stall_ms"] = statistics.median(max(gap) for gap in gaps) * 1e3
         run["worst_stream_ms"] = max(max(gap) for gap in gaps) * 1e3
@@ -121,26 +119,25 @@ class Streams:
         all_times: list[list[float]] = [[] for _ in prompts]
         ignored = asyncio.Event()
         looks: list[tuple[str, dict[str, Any], float, float]] = []
-        with undisturbed():
-            streams = [
-                asyncio.ensure_future(self.read(prompt, ignored, times, num_tokens))
-                for prompt, times in zip(prompts, all_times, strict=True)
-            ]
-            while min(len(times) for times in all_times) < STEADY_TOKENS:
-                await asyncio.sleep(0.01)
-            for _ in range(self._args.runs + 1):
-                num_before = max(len(times) for times in all_times)
-                for name, update in updates.items():
-                    begun = time.perf_counter()
-                    run = {} if update is None else await timed(update)
-                    await asyncio.sleep(look_s)
-                    looks.append((name, run, begun - LEAD_S, time.perf_counter()))
-                num_now = max(len(times) for times in all_times)
-                # The next ones would take as many tokens, or some more.
-                if num_now + 1.5 * (num_now - num_before) > num_tokens:
-                    break
-            await self._engine.async_abort_request(abort_all=True)
-            await asyncio.gather(*streams)
+        streams = [
+            asyncio.ensure_future(self.read(prompt, ignored, times, num_tokens))
+            for prompt, times in zip(prompts, all_times, strict=True)
+        ]
+        while min(len(times) for times in all_times) < STEADY_TOKENS:
+            await asyncio.sleep(0.01)
+        for _ in range(self._args.runs + 1):
+            num_before = max(len(times) for times in all_times)
+            for name, update in updates.items():
+                begun = time.perf_counter()
+                run = {} if update is None else await timed(update)
+                await asyncio.sleep(look_s)
+                looks.append((name, run, begun - LEAD_S, time.perf_counter()))
+            num_now = max(len(times) for times in all_times)
+            # The next ones would take as many tokens, or some more.
+            if num_now + 1.5 * (num_now - num_before) > num_tokens:
+                break
+        await self._engine.async_abort_request(abort_all=True)
+        await asyncio.gather(*streams)
         await self._engine.async_flush_cache()
         return [(name, run | gaps_between(all_times, begun, ended)) for name, run, begun, ended in looks]
 
