@@ -246,7 +246,7 @@ def _rollout_goals() -> dict[str, Goal]:
             add(f"{other}gap_first_b{size}", title, "ms", at_least=False)
         title = f"{of_model}256 streams of Engine that decode: p99 gap (goal: twice the median)"
         add(f"{other}engine_streams_256_p99_ms", title, "ms", at_least=False)
-        title = f"{of_model}the same: CPU time of their process for a token"
+        title = f"{of_model}256 streams of Engine: CPU time of their process for a token"
         add(f"{other}engine_streams_us_per_token", title, "us", at_least=False)
         for name in ("p50", "p99"):
             title = f"{of_model}first token of one request beside 256 others, {name}"
